@@ -1,0 +1,36 @@
+"""CoCA on Transformers' own model classes, registered with the Auto classes on import."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from coca_attention.models.configuration import training_length
+from coca_attention.models.gpt_neox import (
+    AlibiGPTNeoXConfig,
+    AlibiGPTNeoXForCausalLM,
+    AlibiGPTNeoXModel,
+    CoCAGPTNeoXConfig,
+    CoCAGPTNeoXForCausalLM,
+    CoCAGPTNeoXModel,
+)
+from coca_attention.models.llama import CoCALlamaConfig, CoCALlamaForCausalLM, CoCALlamaModel
+
+for _config, _model, _causal_lm in (
+    (CoCAGPTNeoXConfig, CoCAGPTNeoXModel, CoCAGPTNeoXForCausalLM),
+    (CoCALlamaConfig, CoCALlamaModel, CoCALlamaForCausalLM),
+    (AlibiGPTNeoXConfig, AlibiGPTNeoXModel, AlibiGPTNeoXForCausalLM),
+):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModel.register(_config, _model, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
+
+__all__ = [
+    "AlibiGPTNeoXConfig",
+    "AlibiGPTNeoXForCausalLM",
+    "AlibiGPTNeoXModel",
+    "CoCAGPTNeoXConfig",
+    "CoCAGPTNeoXForCausalLM",
+    "CoCAGPTNeoXModel",
+    "CoCALlamaConfig",
+    "CoCALlamaForCausalLM",
+    "CoCALlamaModel",
+    "training_length",
+]

@@ -1,0 +1,187 @@
+"""CoCA and ALiBi on the GPT-NeoX body, the body of the paper's models from scratch.
+
+The paper's RoFormer baseline is Transformers' own GPT-NeoX with rotary on the whole head.
+"""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt_neox.modeling_gpt_neox import (
+    GPTNeoXAttention,
+    GPTNeoXLayer,
+    GPTNeoXPreTrainedModel,
+    eager_attention_forward,
+)
+
+from coca_attention.models.attention import (
+    CoCARotary,
+    CollinearAttention,
+    FoldedLinear,
+    true_positions,
+)
+from coca_attention.models.configuration import CoCAConfigMixin
+from coca_attention.ops import alibi
+
+
+@strict
+class CoCAGPTNeoXConfig(CoCAConfigMixin, GPTNeoXConfig):
+    """GPT-NeoX with CoCA attention; rotary on the whole head unless said otherwise.
+
+    Args:
+        coca_form: ``slack`` (the paper's Eq. 10) or ``strict`` (Eq. 9).
+        max_position_embeddings: The training length in tokens.
+        rope_parameters: Rotary base and scaling, see `CoCAConfigMixin`.
+    """
+
+    model_type = "coca_gpt_neox"
+    base_model_tp_plan = {
+        "layers.*.attention.q_proj": "colwise",
+        "layers.*.attention.t_proj": "colwise",
+        "layers.*.attention.v_proj": "colwise",
+        "layers.*.attention.dense": "rowwise",
+        "layers.*.mlp.dense_h_to_4h": "colwise",
+        "layers.*.mlp.dense_4h_to_h": "rowwise",
+    }
+
+    coca_form: str = "slack"
+
+    def convert_rope_params_to_dict(self, **kwargs: Any) -> Any:
+        kwargs.setdefault("rotary_pct", 1.0)
+        return super().convert_rope_params_to_dict(**kwargs)
+
+
+class CoCAGPTNeoXAttention(CollinearAttention):
+    output_name = "dense"
+
+    def __init__(self, config: CoCAGPTNeoXConfig, layer_idx: int) -> None:
+        super().__init__(
+            config,
+            layer_idx,
+            num_key_value_heads=config.num_attention_heads,
+            head_dim=config.hidden_size // config.num_attention_heads,
+            bias=config.attention_bias,
+        )
+
+
+class CoCAGPTNeoXPreTrainedModel(GPTNeoXPreTrainedModel):
+    config: CoCAGPTNeoXConfig
+    _can_record_outputs = {"hidden_states": GPTNeoXLayer, "attentions": CoCAGPTNeoXAttention}
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, FoldedLinear):
+            module.init_folded(self.config.initializer_range)
+        else:
+            super()._init_weights(module)
+
+
+class CoCAGPTNeoXModel(CoCAGPTNeoXPreTrainedModel, GPTNeoXModel):
+    def __init__(self, config: CoCAGPTNeoXConfig) -> None:
+        super().__init__(config)
+        for index, layer in enumerate(self.layers):
+            layer.attention = CoCAGPTNeoXAttention(config, index)
+        self.rotary_emb = CoCARotary(config)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        length = 0 if tokens is None else tokens.shape[1]
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=true_positions(attention_mask, position_ids, length),
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+
+
+class CoCAGPTNeoXForCausalLM(CoCAGPTNeoXPreTrainedModel, GPTNeoXForCausalLM):
+    """GPT-NeoX with CoCA attention and a language-model head."""
+
+    def __init__(self, config: CoCAGPTNeoXConfig) -> None:
+        # Past GPTNeoXForCausalLM's own, which would build a vanilla body first.
+        GPTNeoXPreTrainedModel.__init__(self, config)
+        self.gpt_neox = CoCAGPTNeoXModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+@strict
+class AlibiGPTNeoXConfig(GPTNeoXConfig):
+    """GPT-NeoX with linear biases in place of rotary embedding.
+
+    ``max_position_embeddings`` is the training length in tokens; ``rope_parameters`` are unused.
+    """
+
+    model_type = "alibi_gpt_neox"
+
+
+class AlibiGPTNeoXAttention(GPTNeoXAttention):
+    """GPT-NeoX attention whose position information is ALiBi's bias alone.
+
+    The bias rides on the head width (`alibi.augment`), so every attention implementation and
+    cache serves and no (H, T, S) matrix is held. The cache keeps plain keys.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        layer_past: Any = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        batch, length, _ = hidden_states.shape
+        qkv = self.query_key_value(hidden_states).view(batch, length, -1, 3 * self.head_size)
+        query, key, value = qkv.transpose(1, 2).chunk(3, dim=-1)
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        query, key = alibi.augment(query, key, self.scaling)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attention(
+            self,
+            query,
+            key,
+            pad(value, (0, alibi.EXTRA_COLUMNS)),
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            **kwargs,
+        )
+        output = output.view(batch, length, -1, query.shape[-1])[..., : self.head_size]
+        return self.dense(output.reshape(batch, length, -1)), weights
+
+
+class AlibiGPTNeoXPreTrainedModel(GPTNeoXPreTrainedModel):
+    config: AlibiGPTNeoXConfig
+    _can_record_outputs = {"hidden_states": GPTNeoXLayer, "attentions": AlibiGPTNeoXAttention}
+
+
+class AlibiGPTNeoXModel(AlibiGPTNeoXPreTrainedModel, GPTNeoXModel):
+    def __init__(self, config: AlibiGPTNeoXConfig) -> None:
+        super().__init__(config)
+        for index, layer in enumerate(self.layers):
+            layer.attention = AlibiGPTNeoXAttention(config, index)
+        self.post_init()
+
+
+class AlibiGPTNeoXForCausalLM(AlibiGPTNeoXPreTrainedModel, GPTNeoXForCausalLM):
+    """GPT-NeoX with ALiBi attention and a language-model head."""
+
+    def __init__(self, config: AlibiGPTNeoXConfig) -> None:
+        GPTNeoXPreTrainedModel.__init__(self, config)
+        self.gpt_neox = AlibiGPTNeoXModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()

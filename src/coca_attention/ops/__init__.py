@@ -1,0 +1,36 @@
+"""Tensors in, tensors out; needs torch alone.
+
+- `rotary`: frequencies, scaling rules, cos/sin, rotation.
+- `collinear`: the two CoCA forms as effective queries and keys, and `coca_attention`.
+- `attention`: softmax attention in linear memory.
+- `alibi`: linear biases, the paper's baseline.
+- `oracle`: the paper's equations as printed, in float64.
+"""
+
+from coca_attention.ops.attention import attend
+from coca_attention.ops.collinear import FORMS, coca_attention, fold, key_map, query_map
+from coca_attention.ops.rotary import (
+    NO_SCALING,
+    SCALING_KINDS,
+    RotaryScaling,
+    apply_rotary,
+    inverse_frequencies,
+    ntk_base,
+    rotary_cos_sin,
+)
+
+__all__ = [
+    "FORMS",
+    "NO_SCALING",
+    "SCALING_KINDS",
+    "RotaryScaling",
+    "apply_rotary",
+    "attend",
+    "coca_attention",
+    "fold",
+    "inverse_frequencies",
+    "key_map",
+    "ntk_base",
+    "query_map",
+    "rotary_cos_sin",
+]

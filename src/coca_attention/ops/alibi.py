@@ -1,0 +1,74 @@
+"""Attention with linear biases (ALiBi, arXiv 2108.12409), one of the paper's baselines.
+
+Legend: B batch, T query length, S key length, H heads, D head width.
+
+The score of query m and key n loses ``slope * (m - n)``. Softmax does not see what is constant
+along a row, so only ``slope * n`` matters, and that is an inner product: two more columns on the
+queries (the slope) and on the keys (the position). ALiBi then needs no bias matrix and runs
+through any attention kernel in linear memory; the paper's own runs ended out of memory at 16k.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Positions are split into hi * SPLIT + lo: both parts stay exact in bfloat16 up to 65,536 tokens.
+SPLIT = 256
+# The columns added to queries and keys: two in use, the rest zero, for the kernels' alignment.
+EXTRA_COLUMNS = 8
+
+
+def slopes(num_heads: int) -> Tensor:
+    """The slope of every head.
+
+    A geometric series starting at ``2 ** (-8 / H)`` with that ratio when H is a power of two.
+    Otherwise the series of the power of two below H comes first, followed by every other member
+    of the series twice as fine, as the ALiBi authors do.
+
+    Args:
+        num_heads: H, at least 1.
+
+    Returns:
+        (H,), float64.
+    """
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+
+    def series(length: int) -> Tensor:
+        return 2.0 ** (-8.0 / length * torch.arange(1, length + 1, dtype=torch.float64))
+
+    below = 2 ** (num_heads.bit_length() - 1)
+    return torch.cat((series(below), series(2 * below)[0::2][: num_heads - below]))
+
+
+def bias(num_heads: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    """The bias matrix written out: ``-slope * (m - n)``, (H, T, S), float64."""
+    distance = query_positions.double().unsqueeze(-1) - key_positions.double()
+    return -slopes(num_heads).to(distance.device)[:, None, None] * distance
+
+
+def augment(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose inner products carry the bias.
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, H, S, D), at consecutive positions (only their differences matter).
+        scale: The factor that attention will multiply the scores by.
+
+    Returns:
+        (B, H, T, D + 8) and (B, H, S, D + 8): scale * Q'_m · K'_n equals
+        scale * q_m · k_n + slope * n plus a number that does not depend on n.
+    """
+    heads, queries = query.shape[-3:-1]
+    keys = key.shape[-2]
+    slope = (slopes(heads) / scale).to(query)[:, None].expand(heads, queries)
+    # Rounded once, so that hi and lo parts use the same slope in every precision.
+    query_columns = torch.stack((slope * SPLIT, slope), dim=-1)
+    # Counted back from the last key: the positions near the query, which matter, are small.
+    back = torch.arange(1 - keys, 1, device=key.device)
+    hi = torch.div(back, SPLIT, rounding_mode="trunc")
+    key_columns = torch.stack((hi, back - hi * SPLIT), dim=-1).to(key.dtype)
+    pad = EXTRA_COLUMNS - 2
+    query_columns = F.pad(query_columns, (0, pad)).expand(*query.shape[:-1], EXTRA_COLUMNS)
+    key_columns = F.pad(key_columns, (0, pad)).expand(*key.shape[:-1], EXTRA_COLUMNS)
+    return torch.cat((query, query_columns), dim=-1), torch.cat((key, key_columns), dim=-1)

@@ -1,0 +1,188 @@
+"""The paper's equations as printed, in float64, at any cost: the judge of everything else.
+
+Legend: B batch, T query length, S key length, H query heads, G key/value heads, D head width,
+P = D/2 rotary pairs, m a query's position, n a key's.
+
+Only for small inputs: some of these hold T * S * D complex numbers.
+"""
+
+import torch
+from torch import Tensor
+
+from coca_attention.ops.collinear import Form
+
+
+def _angles(positions: Tensor, width: int, base: float) -> Tensor:
+    """n θ_j with θ_j = base^(-2j/d): (..., P)."""
+    j = torch.arange(width // 2, dtype=torch.float64)
+    return positions.double().unsqueeze(-1) * base ** (-2 * j / width)
+
+
+def _complex_pairs(x: Tensor, interleaved: bool) -> Tensor:
+    """(x_2j + i x_2j+1): (..., D) to complex (..., P), reading either pair layout."""
+    x = x.double()
+    if not interleaved:
+        half = x.shape[-1] // 2
+        x = torch.stack((x[..., :half], x[..., half:]), dim=-1).flatten(-2)
+    return torch.complex(x[..., 0::2].contiguous(), x[..., 1::2].contiguous())
+
+
+def _rotate(pairs: Tensor, positions: Tensor, width: int, base: float) -> Tensor:
+    """Equation (1), f(x, n): every complex pair times e^{i n θ_j}."""
+    angles = _angles(positions, width, base)
+    return pairs * torch.polar(torch.ones_like(angles), angles)
+
+
+def rope_scores(
+    query: Tensor,
+    key: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    *,
+    base: float = 10000.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """Equation (2): rotary attention scores before scaling.
+
+    Args:
+        query: (..., T, D).
+        key: (..., S, D).
+        query_positions: (T,).
+        key_positions: (S,).
+        base: Rotary base.
+        interleaved: Pair layout.
+
+    Returns:
+        (..., T, S), float64.
+    """
+    q = _complex_pairs(query, interleaved).unsqueeze(-2)
+    k = _complex_pairs(key, interleaved).unsqueeze(-3)
+    distance = query_positions.unsqueeze(-1) - key_positions
+    return _rotate(q * k.conj(), distance, query.shape[-1], base).real.sum(-1)
+
+
+def strict_scores(
+    query: Tensor,
+    key_coefficients: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    *,
+    base: float = 10000.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """Equation (9): Re<f(q_m, m), f(q_m, n) * t_n>, with a key for every query and key position.
+
+    Args:
+        query: (..., T, D).
+        key_coefficients: t, (..., S, P), both members of a pair sharing one (Eq. 6).
+        query_positions: (T,).
+        key_positions: (S,).
+        base: Rotary base.
+        interleaved: Pair layout of the query.
+
+    Returns:
+        (..., T, S), float64.
+    """
+    width = query.shape[-1]
+    q = _complex_pairs(query, interleaved)
+    rotated_query = _rotate(q, query_positions, width, base).unsqueeze(-2)
+    keys = _rotate(q.unsqueeze(-2), key_positions, width, base)
+    keys = keys * key_coefficients.double().unsqueeze(-3)
+    return (rotated_query * keys.conj()).real.sum(-1)
+
+
+def strict_scores_closed(
+    query: Tensor,
+    key_coefficients: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    *,
+    base: float = 10000.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """Equation (17): the sum over pairs of t_2j |q_j|^2 cos((m - n) θ_j).
+
+    Arguments and result as in `strict_scores`.
+    """
+    magnitude = _complex_pairs(query, interleaved).abs().square().unsqueeze(-2)
+    distance = query_positions.unsqueeze(-1) - key_positions
+    cosine = _angles(distance, query.shape[-1], base).cos()
+    return (key_coefficients.double().unsqueeze(-3) * magnitude * cosine).sum(-1)
+
+
+def slack_scores(
+    query: Tensor,
+    key_coefficients: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    *,
+    base: float = 10000.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """Equation (10): Re<f(q_m, m), q_m * f(t_n, n)>, the product taken number by number.
+
+    Arguments and result as in `strict_scores`.
+    """
+    width = query.shape[-1]
+    q = _complex_pairs(query, interleaved)
+    t = key_coefficients.double()
+    # (..., T, P, 2), (..., S, P, 2): the two real members of every pair.
+    rotated_query = torch.view_as_real(_rotate(q, query_positions, width, base))
+    rotated_t = torch.view_as_real(_rotate(torch.complex(t, t), key_positions, width, base))
+    keys = torch.view_as_real(q).unsqueeze(-3) * rotated_t.unsqueeze(-4)
+    return (rotated_query.unsqueeze(-3) * keys).sum((-1, -2))
+
+
+SCORES = {"slack": slack_scores, "strict": strict_scores}
+
+
+def attention(scores: Tensor, value: Tensor, *, scale: float, is_causal: bool = True) -> Tensor:
+    """softmax(scale * scores) V, written out.
+
+    Args:
+        scores: (..., T, S); when T < S the queries are the last T positions.
+        value: (..., S, Dv).
+        scale: Multiplies the scores.
+        is_causal: Whether query i sees only keys 0 … S - T + i.
+
+    Returns:
+        (..., T, Dv), float64.
+    """
+    queries, keys = scores.shape[-2:]
+    scores = scores.double() * scale
+    if is_causal:
+        visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        scores = scores.masked_fill(~visible, float("-inf"))
+    return scores.softmax(-1) @ value.double()
+
+
+def coca_attention(
+    query: Tensor,
+    key_coefficients: Tensor,
+    value: Tensor,
+    *,
+    form: Form = "slack",
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    base: float = 10000.0,
+    interleaved: bool = False,
+    is_causal: bool = True,
+    scale: float | None = None,
+) -> Tensor:
+    """`coca_attention.ops.coca_attention` from the printed equations, in float64.
+
+    Shapes as there, positions of one dimension only. Returns (B, H, T, Dv), float64.
+    """
+    heads, queries, width = query.shape[-3:]
+    groups, keys = key_coefficients.shape[-3:-1]
+    if key_positions is None:
+        key_positions = torch.arange(keys)
+    if query_positions is None:
+        query_positions = key_positions[keys - queries :]
+    t = key_coefficients.repeat_interleave(heads // groups, dim=-3)
+    v = value.repeat_interleave(heads // groups, dim=-3)
+    scores = SCORES[form](
+        query, t, query_positions, key_positions, base=base, interleaved=interleaved
+    )
+    scale = width**-0.5 if scale is None else scale
+    return attention(scores, v, scale=scale, is_causal=is_causal)

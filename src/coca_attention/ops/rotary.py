@@ -1,0 +1,241 @@
+"""Rotary position embedding as pure functions: frequencies, scaling rules, cos/sin, rotation.
+
+Legend: T positions, D rotary width, P = D/2 rotary pairs.
+
+A rotary pair j turns by the angle ``n * theta_j`` at position n, with
+``theta_j = base ** (-2 j / D)`` (CoCA paper, Eq. 1). Nothing here keeps state: the same
+arguments give the same numbers whatever was computed before.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+ScalingKind = Literal["none", "linear", "ntk", "dynamic", "yarn"]
+SCALING_KINDS: tuple[str, ...] = get_args(ScalingKind)
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """How rotary angles are changed so that a model reads beyond its training length.
+
+    Attributes:
+        kind: ``none``; ``linear`` (position interpolation, arXiv 2306.15595: n becomes
+            n / factor); ``ntk`` (a larger base, fixed for the whole request); ``dynamic`` (the
+            same with the base following the current length); ``yarn`` (arXiv 2309.00071).
+        factor: The scaling factor k, at least 1.
+        training_length: Length L_train in tokens that the model was trained on. Needed by
+            ``dynamic``, ``yarn`` and ``ntk`` with a target length.
+        length: Target length L in tokens for ``ntk`` and ``dynamic``. ``ntk`` without it
+            multiplies the base by ``k ** (D / (D - 2))`` everywhere. ``dynamic`` without it
+            takes the largest position plus one.
+        beta_fast: ``yarn``: pairs that turn more often than this over L_train stay as they are.
+        beta_slow: ``yarn``: pairs that turn less often than this are interpolated by k.
+        attention_factor: ``yarn``: multiplies cos and sin; default ``0.1 ln k + 1``.
+    """
+
+    kind: ScalingKind = "none"
+    factor: float = 1.0
+    training_length: int | None = None
+    length: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in SCALING_KINDS:
+            raise ValueError(
+                f"unknown rotary scaling {self.kind!r}; choose one of {', '.join(SCALING_KINDS)}"
+            )
+        if not self.factor >= 1.0 or math.isinf(self.factor):
+            raise ValueError(
+                f"rotary scaling factor must be a number of at least 1, got {self.factor}"
+            )
+        for name in ("training_length", "length"):
+            tokens = getattr(self, name)
+            if tokens is not None and tokens < 1:
+                raise ValueError(f"rotary scaling {name} must be at least 1 token, got {tokens}")
+        needs_training_length = self.kind in ("dynamic", "yarn") or (
+            self.kind == "ntk" and self.length is not None
+        )
+        if needs_training_length and self.training_length is None:
+            raise ValueError(
+                f"rotary scaling {self.kind!r} needs training_length, the number of tokens the "
+                "model was trained on"
+            )
+        if not self.beta_fast > self.beta_slow > 0:
+            raise ValueError(
+                f"yarn needs beta_fast > beta_slow > 0, got {self.beta_fast} and {self.beta_slow}"
+            )
+
+    @property
+    def magnitude(self) -> float:
+        """What cos and sin are multiplied by: 1 except for ``yarn``."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0
+
+
+NO_SCALING = RotaryScaling()
+
+
+def check_width(width: int, what: str = "head width") -> None:
+    """Raise ValueError unless ``width`` can be split into rotary pairs."""
+    if width < 2 or width % 2:
+        raise ValueError(
+            f"{what} must be even and at least 2, so that it splits into rotary pairs; got {width}"
+        )
+
+
+def ntk_base(base: float, width: int, scaling: RotaryScaling) -> float:
+    """The base after NTK-aware scaling, ``base * s ** (D / (D - 2))``.
+
+    With a target length L the stretch is ``s = k L / L_train - (k - 1)`` (dynamic NTK), and 1 up
+    to L_train; without one it is k. At D = 2 the only frequency is 1 whatever the base.
+
+    Args:
+        base: Base before scaling.
+        width: Rotary width D.
+        scaling: Rule of kind ``ntk`` or ``dynamic``.
+    """
+    if scaling.length is None or scaling.training_length is None:
+        stretch = scaling.factor
+    else:
+        ratio = max(scaling.length / scaling.training_length, 1.0)
+        stretch = scaling.factor * ratio - (scaling.factor - 1.0)
+    return base * stretch ** (width / (width - 2)) if width > 2 else base
+
+
+def inverse_frequencies(
+    width: int, base: float = 10000.0, scaling: RotaryScaling = NO_SCALING
+) -> Tensor:
+    """Angle per position of every rotary pair.
+
+    Args:
+        width: Rotary width D.
+        base: Base of the geometric series.
+        scaling: Scaling rule. ``dynamic`` needs its ``length`` here.
+
+    Returns:
+        theta of shape (P,), float64, in radians per token.
+
+    Raises:
+        ValueError: If the width is odd, the base not positive, or ``dynamic`` has no length.
+    """
+    check_width(width, "rotary width")
+    if not base > 0:
+        raise ValueError(f"rotary base must be positive, got {base}")
+    if scaling.kind == "dynamic" and scaling.length is None:
+        raise ValueError("dynamic scaling needs the current length: set RotaryScaling.length")
+    if scaling.kind in ("ntk", "dynamic"):
+        base = ntk_base(base, width, scaling)
+    exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
+    theta = torch.pow(torch.tensor(base, dtype=torch.float64), -exponents)
+    if scaling.kind == "linear":
+        return theta / scaling.factor
+    if scaling.kind == "yarn":
+        keep = _yarn_kept_share(width, base, scaling)
+        return theta * keep + theta / scaling.factor * (1.0 - keep)
+    return theta
+
+
+def _yarn_kept_share(width: int, base: float, scaling: RotaryScaling) -> Tensor:
+    """YaRN's ramp: 1 for pairs left alone, 0 for pairs interpolated by the factor. (P,) float64."""
+    assert scaling.training_length is not None  # held by RotaryScaling
+
+    def pair_with_turns(turns: float) -> float:
+        # The pair index j (real-valued) with turns = L_train * base ** (-2 j / D) / (2 pi).
+        return width * math.log(scaling.training_length / (turns * 2 * math.pi)) / (
+            2 * math.log(base)
+        )
+
+    first = max(math.floor(pair_with_turns(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_with_turns(scaling.beta_slow)), width - 1)
+    # Equal ends would divide by zero; a hair's breadth makes the ramp a step.
+    span = max(last - first, 1e-3)
+    pairs = torch.arange(width // 2, dtype=torch.float64)
+    return 1.0 - ((pairs - first) / span).clamp(0.0, 1.0)
+
+
+def rotary_cos_sin(
+    positions: Tensor,
+    width: int,
+    *,
+    base: float = 10000.0,
+    scaling: RotaryScaling = NO_SCALING,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of every rotary pair's angle, half as wide as the head.
+
+    Angles are formed in float64 (float32 on devices without it): at position 100,000 a float32
+    angle is already off by 0.004 radians.
+
+    Args:
+        positions: Token positions, any shape (..., T), integer or floating.
+        width: Rotary width D.
+        base: Base of the geometric series.
+        scaling: Scaling rule.
+        dtype: dtype of the result.
+
+    Returns:
+        cos and sin, each (..., T, P).
+    """
+    if scaling.kind == "dynamic" and scaling.length is None:
+        scaling = replace(scaling, length=int(positions.max().item()) + 1)
+    angle_dtype = torch.float32 if positions.device.type == "mps" else torch.float64
+    theta = inverse_frequencies(width, base, scaling).to(positions.device, angle_dtype)
+    angles = positions.to(angle_dtype).unsqueeze(-1) * theta
+    return (angles.cos() * scaling.magnitude).to(dtype), (angles.sin() * scaling.magnitude).to(
+        dtype
+    )
+
+
+def split_pairs(x: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """First and second members of every rotary pair.
+
+    Args:
+        x: (..., D).
+        interleaved: False when pair j is (j, j + D/2) as in Llama and GPT-NeoX, True when it is
+            (2j, 2j + 1) as in GPT-J, Cohere and the paper's formulas.
+
+    Returns:
+        Two views (..., P).
+
+    Raises:
+        ValueError: If D is odd.
+    """
+    check_width(x.shape[-1])
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    first, second = x.chunk(2, dim=-1)
+    return first, second
+
+
+def join_pairs(first: Tensor, second: Tensor, interleaved: bool = False) -> Tensor:
+    """Inverse of `split_pairs`: (..., P) and (..., P) to (..., D)."""
+    if interleaved:
+        return torch.stack((first, second), dim=-1).flatten(-2)
+    return torch.cat((first, second), dim=-1)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate every pair of x by its angle: R_n x (CoCA paper, Eq. 1).
+
+    Args:
+        x: (B, H, T, D).
+        cos: (T, P) or (B, T, P), from `rotary_cos_sin`.
+        sin: Like cos.
+        interleaved: Pair layout, see `split_pairs`.
+
+    Returns:
+        (B, H, T, D) in the dtype of x.
+    """
+    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+    first, second = split_pairs(x, interleaved)
+    rotated = join_pairs(first * cos - second * sin, first * sin + second * cos, interleaved)
+    return rotated.to(x.dtype)
