@@ -1,3 +1,19 @@
-"""Collinear Constrained Attention (CoCA) for PyTorch and Transformers."""
+"""Collinear Constrained Attention (CoCA) for PyTorch and Transformers.
 
-import coca_attention.models  # noqa: F401
+- `coca_attention.ops`: `coca_attention(query, key_coefficients, value)` and its parts.
+- `coca_attention.layers`: `CoCAAttention`, a module for models of one's own.
+- `coca_attention.models`: ``coca_*`` models, registered with Transformers' Auto classes here.
+"""
+
+import importlib.util
+
+from coca_attention.layers import CoCAAttention
+from coca_attention.ops import coca_attention, fold
+
+# Operators and layers need torch alone; the models need Transformers.
+if importlib.util.find_spec("transformers") is not None:
+    from coca_attention import models  # registers the coca_* models
+
+__version__ = "0.1.0"
+
+__all__ = ["CoCAAttention", "coca_attention", "fold"]

@@ -12,6 +12,8 @@ from coca_attention.models.gpt_neox import (
     CoCAGPTNeoXModel,
 )
 from coca_attention.models.llama import CoCALlamaConfig, CoCALlamaForCausalLM, CoCALlamaModel
+from coca_attention.models.loading import load_model
+from coca_attention.models.scaling import set_rotary_scaling
 
 for _config, _model, _causal_lm in (
     (CoCAGPTNeoXConfig, CoCAGPTNeoXModel, CoCAGPTNeoXForCausalLM),
@@ -32,5 +34,7 @@ __all__ = [
     "CoCALlamaConfig",
     "CoCALlamaForCausalLM",
     "CoCALlamaModel",
+    "load_model",
+    "set_rotary_scaling",
     "training_length",
 ]

@@ -16,8 +16,9 @@ from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from coca_attention.models.configuration import rotary_scaling
-from coca_attention.ops import key_map, query_map, rotary_cos_sin
+from coca_attention.layers.coca import project_collinear
+from coca_attention.models.configuration import rotary_scaling, rotary_width
+from coca_attention.ops import rotary_cos_sin
 
 
 class CoCARotary(nn.Module):
@@ -35,8 +36,7 @@ class CoCARotary(nn.Module):
     def forward(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each (B, T, P), float32, for position_ids (B, T)."""
         base, scaling = rotary_scaling(self.config)
-        width = self.config.hidden_size // self.config.num_attention_heads
-        width = getattr(self.config, "head_dim", None) or width
+        width = rotary_width(self.config)
         return rotary_cos_sin(position_ids, width, base=base, scaling=scaling)
 
 
@@ -82,7 +82,6 @@ class CollinearAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = head_dim
         self.num_key_value_groups = heads // num_key_value_heads
-        self.scaling = head_dim**-0.5
         self.is_causal = True
         hidden = config.hidden_size
         self.q_proj = nn.Linear(hidden, heads * head_dim, bias=bias)
@@ -115,17 +114,16 @@ class CollinearAttention(nn.Module):
         assert position_embeddings is not None  # always passed by the decoder
         batch, length, _ = hidden_states.shape
         cos, sin = position_embeddings
-        form = self.config.coca_form
-
-        def heads(x: Tensor, width: int) -> Tensor:
-            return x.view(batch, length, -1, width).transpose(1, 2)
-
-        query = heads(self.q_proj(hidden_states), self.head_dim)
-        coefficients = heads(self.t_proj(hidden_states), self.head_dim // 2).relu()
-        value = heads(self.v_proj(hidden_states), self.head_dim)
-        query = query_map(query, cos, sin, form=form, scale=self.scaling)
-        key = key_map(coefficients, cos, sin, form=form)
-
+        query, key, value = project_collinear(
+            hidden_states,
+            self.q_proj,
+            self.t_proj,
+            self.v_proj,
+            cos,
+            sin,
+            form=self.config.coca_form,
+            head_dim=self.head_dim,
+        )
         cache = past_key_values if past_key_values is not None else layer_past
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)

@@ -20,6 +20,13 @@ def training_length(config: Any) -> int:
     return rope.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
+def rotary_width(config: Any) -> int:
+    """Numbers of a head that are rotated: the head width, times ``partial_rotary_factor``."""
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    return int(head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+
+
 def rotary_scaling(config: Any) -> tuple[float, RotaryScaling]:
     """Base and scaling rule in a configuration's ``rope_parameters``.
 

@@ -164,6 +164,13 @@ class AlibiGPTNeoXAttention(GPTNeoXAttention):
         return self.dense(output.reshape(batch, length, -1)), weights
 
 
+class NoRotary(nn.Module):
+    """Stands where GPT-NeoX computes its rotary embedding."""
+
+    def forward(self, hidden_states: Tensor, position_ids: Tensor) -> None:
+        return None
+
+
 class AlibiGPTNeoXPreTrainedModel(GPTNeoXPreTrainedModel):
     config: AlibiGPTNeoXConfig
     _can_record_outputs = {"hidden_states": GPTNeoXLayer, "attentions": AlibiGPTNeoXAttention}
@@ -174,6 +181,7 @@ class AlibiGPTNeoXModel(AlibiGPTNeoXPreTrainedModel, GPTNeoXModel):
         super().__init__(config)
         for index, layer in enumerate(self.layers):
             layer.attention = AlibiGPTNeoXAttention(config, index)
+        self.rotary_emb = NoRotary()
         self.post_init()
 
 

@@ -64,7 +64,7 @@ def query_map(
     Returns:
         (B, H, T, D) in the dtype of the query, always in the half-split layout.
     """
-    _check_form(form)
+    check_form(form)
     wide = torch.promote_types(query.dtype, torch.float32)
     q0, q1 = split_pairs(query.to(wide), interleaved)
     cos, sin = cos.to(wide).unsqueeze(-3), sin.to(wide).unsqueeze(-3)
@@ -89,7 +89,7 @@ def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, form: Form) -
     Returns:
         (B, G, S, D) in the dtype of the coefficients, in the half-split layout.
     """
-    _check_form(form)
+    check_form(form)
     wide = torch.promote_types(key_coefficients.dtype, torch.float32)
     t = key_coefficients.to(wide)
     cos, sin = cos.to(wide).unsqueeze(-3), sin.to(wide).unsqueeze(-3)
@@ -170,7 +170,8 @@ def coca_attention(
     return attend(q, k, value, attention_mask=attention_mask, is_causal=is_causal, scale=1.0)
 
 
-def _check_form(form: str) -> None:
+def check_form(form: str) -> None:
+    """Raise ValueError unless ``form`` names a CoCA form."""
     if form not in FORMS:
         raise ValueError(f"unknown CoCA form {form!r}; choose one of {', '.join(FORMS)}")
 

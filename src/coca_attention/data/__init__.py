@@ -1,0 +1,29 @@
+"""Documents → tokens → blocks."""
+
+from coca_attention.data.documents import (
+    BadLines,
+    DataError,
+    Document,
+    held_out,
+    read_documents,
+)
+from coca_attention.data.tokens import (
+    BlockDataset,
+    encode_documents,
+    load_tokenizer,
+    token_array,
+    train_tokenizer,
+)
+
+__all__ = [
+    "BadLines",
+    "BlockDataset",
+    "DataError",
+    "Document",
+    "encode_documents",
+    "held_out",
+    "load_tokenizer",
+    "read_documents",
+    "token_array",
+    "train_tokenizer",
+]

@@ -1,0 +1,283 @@
+"""Documents from the machine's Python library, from files, or from Hugging Face datasets.
+
+A source is named by one string:
+
+- ``stdlib``: the sources and the documentation of the Python that runs, real text without network;
+- a file, a folder or a glob of ``.txt``, ``.jsonl`` and ``.parquet`` files, each also compressed
+  as ``.gz``, ``.xz`` or ``.zst``;
+- ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``: a dataset for `datasets`, streamed.
+"""
+
+import contextlib
+import glob
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from coca_attention.errors import UserError
+
+BadLines = Literal["error", "skip"]
+
+FORMATS = (".txt", ".jsonl", ".parquet")
+COMPRESSIONS = ("", ".gz", ".xz", ".zst")
+SUFFIXES = tuple(kind + packed for kind in FORMATS for packed in COMPRESSIONS)
+
+# Folders of the standard library whose files are tests, tables of numbers, or missing on some
+# systems: without them the text is nearly the same on every machine with the same Python.
+STDLIB_LEFT_OUT = {
+    "__pycache__", "config", "distutils", "encodings", "ensurepip", "idlelib", "lib-dynload",
+    "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo",
+}  # fmt: skip
+
+
+class DataError(UserError):
+    """A data source cannot be read."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text. ``id`` is stable between runs: splits are drawn from it."""
+
+    id: str
+    text: str
+
+
+def read_documents(
+    source: str, *, text_field: str = "text", bad_lines: BadLines = "error"
+) -> Iterator[Document]:
+    """Documents of a source, in a fixed order, read as they are asked for.
+
+    Args:
+        source: See the head of this module.
+        text_field: Where the text of a JSON record, a Parquet row or a dataset row stands.
+        bad_lines: Whether a JSON line that cannot be used stops the reading (``error``) or is
+            left out with a warning that names it (``skip``).
+
+    Raises:
+        DataError: If there is nothing at the source, or a file is empty, binary, truncated or
+            broken. The message names the file and, for JSON lines, the line.
+    """
+    if source == "stdlib":
+        return _stdlib_documents()
+    if source.startswith("hf:"):
+        return _hub_documents(source, text_field)
+    return _file_documents(find_files(source), text_field, bad_lines)
+
+
+def held_out(document: Document, share: float) -> bool:
+    """Whether a document belongs to the held-out split.
+
+    Decided by a hash of its id alone: the same on every machine, in every order, and unchanged
+    when other documents are added.
+
+    Args:
+        document: The document.
+        share: Share of documents held out, between 0 and 1.
+    """
+    digest = hashlib.sha256(document.id.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def find_files(source: str) -> list[Path]:
+    """Files that a path or glob names, sorted.
+
+    Raises:
+        DataError: If there are none, or a named file is of an unknown kind.
+    """
+    path = Path(source).expanduser()
+    known = f"known kinds: {', '.join(FORMATS)}, each also with {', '.join(COMPRESSIONS[1:])}"
+    if path.is_file():
+        if not path.name.endswith(SUFFIXES):
+            raise DataError(f"{path}: unknown kind of file; {known}")
+        return [path]
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
+        if not found:
+            raise DataError(f"{path}: no file to read in this folder; {known}")
+        return found
+    matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+    found = [p for p in matches if p.is_file() and p.name.endswith(SUFFIXES)]
+    if not found:
+        reason = "no match of a known kind" if matches else "no such file, folder or glob"
+        raise DataError(
+            f"{source}: {reason}; {known}. For a Hugging Face dataset write hf:NAME, for the text "
+            "of the Python standard library write stdlib"
+        )
+    return found
+
+
+def _file_documents(
+    files: list[Path], text_field: str, bad_lines: BadLines
+) -> Iterator[Document]:
+    for path in files:
+        kind = next(kind for kind in FORMATS if kind in path.suffixes[-2:])
+        if path.stat().st_size == 0:
+            raise DataError(f"{path}: the file is empty")
+        if kind == ".txt":
+            text = "".join(_text_lines(path))
+            if not text.strip():
+                raise DataError(f"{path}: the file holds no text")
+            yield Document(str(path), text)
+        elif kind == ".jsonl":
+            yield from _json_documents(path, text_field, bad_lines)
+        else:
+            yield from _parquet_documents(path, text_field)
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    if path.suffix == ".xz":
+        return lzma.open(path, "rb")
+    if path.suffix == ".zst":
+        zstandard = _need("zstandard", f"reading {path}")
+        return zstandard.open(path, "rb")
+    return open(path, "rb")
+
+
+def _text_lines(path: Path) -> Iterator[str]:
+    """Lines of a text file, decompressed and decoded; every way it can be broken is a DataError."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stream = stack.enter_context(_open(path))
+            for number, line in enumerate(io.TextIOWrapper(stream, encoding="utf-8"), start=1):
+                if "\0" in line:
+                    raise DataError(
+                        f"{path}: line {number} has a NUL byte; expected text, this looks binary"
+                    )
+                yield line
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path}: not UTF-8 text ({error.reason} at byte {error.start} of a block); "
+                "convert it, or leave the file out"
+            ) from error
+        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+            raise DataError(f"{path}: compressed data cut short or damaged: {error}") from error
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except Exception as error:
+            # zstandard is optional, so its exception class cannot be named above.
+            if type(error).__module__.split(".")[0] in ("zstandard", "backend_c"):
+                raise DataError(f"{path}: compressed data damaged: {error}") from error
+            raise
+
+
+def _json_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterator[Document]:
+    read = 0
+    for number, line in enumerate(_text_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            text, name = _json_record(line, text_field)
+        except ValueError as error:
+            problem = f"{path}: line {number}: {error}"
+            if bad_lines == "error":
+                raise DataError(f"{problem}; mend the line, or leave bad lines out") from error
+            _warn(f"left out {problem}")
+            continue
+        read += 1
+        yield Document(str(name) if name is not None else f"{path}:{number}", text)
+    if not read:
+        raise DataError(f"{path}: no document in the file")
+
+
+def _json_record(line: str, text_field: str) -> tuple[str, Any]:
+    """Text and id of one JSON line; ValueError says what is wrong with it."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error.msg}, column {error.colno})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, got {type(record).__name__}")
+    if not isinstance(record.get(text_field), str):
+        there = ", ".join(map(repr, record)) or "none"
+        raise ValueError(f"no text in field {text_field!r} (fields: {there})")
+    return record[text_field], record.get("id")
+
+
+def _parquet_documents(path: Path, text_field: str) -> Iterator[Document]:
+    parquet = _need("pyarrow.parquet", f"reading {path}")
+    if path.suffix != ".parquet":
+        raise DataError(f"{path}: Parquet compresses its own columns; unpack the file first")
+    try:
+        table = parquet.ParquetFile(path)
+    except Exception as error:
+        raise DataError(f"{path}: not a readable Parquet file: {error}") from error
+    names = table.schema_arrow.names
+    if text_field not in names:
+        raise DataError(f"{path}: no column {text_field!r}; its columns: {', '.join(names)}")
+    columns = [text_field, "id"] if "id" in names and text_field != "id" else [text_field]
+    row = 0
+    for batch in table.iter_batches(columns=columns):
+        for record in batch.to_pylist():
+            row += 1
+            if not isinstance(record[text_field], str):
+                raise DataError(f"{path}: row {row}: column {text_field!r} holds no text")
+            yield Document(str(record.get("id") or f"{path}:{row}"), record[text_field])
+    if not row:
+        raise DataError(f"{path}: no rows in the file")
+
+
+def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
+    datasets = _need("datasets", f"reading {source}")
+    parts = source.removeprefix("hf:").split(":")
+    if not parts[0] or len(parts) > 3:
+        raise DataError(f"{source}: expected hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+    config = parts[1] if len(parts) == 3 else None
+    split = parts[-1] if len(parts) > 1 else "train"
+    try:
+        rows = datasets.load_dataset(parts[0], config, split=split, streaming=True)
+    except Exception as error:
+        raise DataError(f"{source}: the dataset cannot be opened: {error}") from error
+    for number, row in enumerate(rows):
+        if not isinstance(row.get(text_field), str):
+            raise DataError(
+                f"{source}: row {number} has no text in {text_field!r}; its fields: "
+                f"{', '.join(map(str, row))}"
+            )
+        yield Document(str(row.get("id") or f"{source}:{number}"), row[text_field])
+
+
+def _stdlib_documents() -> Iterator[Document]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if STDLIB_LEFT_OUT.intersection(relative.parts[:-1]):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue  # a handful of sources are in other encodings
+        if text.strip():
+            yield Document(relative.as_posix(), text)
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return  # some systems leave the documentation out
+    for name in sorted(topics):
+        yield Document(f"topics/{name}", topics[name])
+
+
+def _need(module: str, purpose: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"{purpose} needs {module.split('.')[0]}: pip install 'coca-attention[data]'"
+        ) from error
+
+
+def _warn(message: str) -> None:
+    import warnings
+
+    warnings.warn(message, stacklevel=2)

@@ -1,0 +1,149 @@
+"""Tokenizers, token arrays, and the blocks that training reads."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from coca_attention.data.documents import DataError, Document
+from coca_attention.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: any text in, the same text out; ``<|endoftext|>`` ends documents.
+
+    Args:
+        documents: Texts to learn the merges from.
+        vocab_size: Entries at most; at least 257 (the bytes and the end of text).
+
+    Raises:
+        UserError: If vocab_size is too small.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < 257:
+        raise UserError(
+            f"vocab_size must be at least 257 (256 bytes and the end of text), got {vocab_size}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        bos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Any Transformers tokenizer by folder or name.
+
+    Raises:
+        UserError: If there is none at the path.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: no tokenizer could be loaded: {_first_line(error)}") from error
+
+
+def encode_documents(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, batch: int = 64
+) -> Iterator[tuple[Document, list[int]]]:
+    """Every document with its token ids, without special tokens."""
+    stream = iter(documents)
+    while chunk := list(islice(stream, batch)):
+        texts = [document.text for document in chunk]
+        ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        yield from zip(chunk, ids["input_ids"], strict=True)
+
+
+def token_array(
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int | None = None,
+) -> np.ndarray:
+    """All documents as one array of token ids, each document followed by the end of text.
+
+    Args:
+        documents: Documents.
+        tokenizer: Tokenizer with an ``eos_token``.
+        max_tokens: Stop reading after this many tokens; needed for endless streams.
+
+    Returns:
+        1-D array, uint16 where the vocabulary allows, else uint32.
+
+    Raises:
+        UserError: If the tokenizer has no end of text.
+        DataError: If there are no tokens.
+    """
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise UserError("the tokenizer has no eos_token, which is needed to end documents")
+    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    parts: list[np.ndarray] = []
+    count = 0
+    for _, ids in encode_documents(documents, tokenizer):
+        parts.append(np.array([*ids, end], dtype=dtype))
+        count += len(ids) + 1
+        if max_tokens is not None and count >= max_tokens:
+            break
+    if not parts:
+        raise DataError("no documents to tokenise: the source or the split is empty")
+    return np.concatenate(parts)[:max_tokens]
+
+
+class BlockDataset(Dataset):
+    """Consecutive blocks of a token array; block i predicts tokens i*L + 1 … i*L + L.
+
+    Every item holds L inputs and, shifted by one, L targets, so that each token of the array but
+    the first is a target once and the last position of a block is trained like the others.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int) -> None:
+        """Args: tokens, 1-D; length, L in tokens, at least 1.
+
+        Raises:
+            UserError: If not one block fits.
+        """
+        if length < 1:
+            raise UserError(f"the block length must be at least 1 token, got {length}")
+        self.tokens, self.length = tokens, length
+        if len(self) < 1:
+            raise UserError(
+                f"the training text has {len(tokens)} tokens, fewer than one block of {length} "
+                "and its last target; use more text or a shorter block"
+            )
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = index * self.length
+        block = torch.from_numpy(self.tokens[start : start + self.length + 1].astype(np.int64))
+        # `shift_labels` are targets already aligned with the inputs; Transformers' loss uses them
+        # in place of shifting `labels` itself, which would lose the last one.
+        return {"input_ids": block[:-1], "labels": block[:-1], "shift_labels": block[1:]}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

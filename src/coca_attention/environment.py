@@ -1,0 +1,69 @@
+"""What a figure was measured with: versions, hardware, command. And writing files whole."""
+
+import json
+import os
+import platform
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("coca-attention", "torch", "transformers", "tokenizers", "accelerate", "numpy")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, processor, threads, GPUs and the command line, as plain JSON values."""
+    import torch
+
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    cuda = torch.cuda.is_available()
+    return {
+        "versions": versions,
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if cuda
+        else [],
+        "command": command_line(),
+    }
+
+
+def command_line() -> str:
+    """The command that this process runs, with the program's name in place of its path."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of JSON; numbers that JSON lacks (inf, nan) are refused."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")

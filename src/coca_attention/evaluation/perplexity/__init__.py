@@ -1,0 +1,39 @@
+"""Perplexity under a sliding window. README.md beside this file says what is measured."""
+
+from coca_attention.evaluation.perplexity.score import (
+    DocumentScore,
+    TokenDocument,
+    bootstrap_interval,
+    perplexity,
+    score_documents,
+)
+from coca_attention.evaluation.perplexity.task import (
+    TextSettings,
+    WindowSettings,
+    check_settings,
+    evaluate_perplexity,
+    load_text,
+    tokens_needed,
+)
+from coca_attention.evaluation.perplexity.windows import (
+    Window,
+    shared_first_target,
+    sliding_windows,
+)
+
+__all__ = [
+    "DocumentScore",
+    "TextSettings",
+    "TokenDocument",
+    "Window",
+    "WindowSettings",
+    "bootstrap_interval",
+    "check_settings",
+    "evaluate_perplexity",
+    "load_text",
+    "perplexity",
+    "score_documents",
+    "shared_first_target",
+    "sliding_windows",
+    "tokens_needed",
+]

@@ -1,0 +1,206 @@
+"""The perplexity task: a model, a text, and window sizes in; plain JSON values out."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from coca_attention.data import BadLines, encode_documents, held_out, read_documents
+from coca_attention.errors import UserError
+from coca_attention.evaluation.perplexity.score import (
+    TokenDocument,
+    bootstrap_interval,
+    perplexity,
+    score_documents,
+)
+from coca_attention.evaluation.perplexity.windows import check_sizes, shared_first_target
+from coca_attention.models import set_rotary_scaling, training_length
+
+Scaling = Literal["none", "linear", "ntk", "dynamic"]
+
+
+@dataclass
+class TextSettings:
+    """Which text a model is judged on."""
+
+    source: str = "stdlib"
+    """stdlib, a file, folder or glob of .txt, .jsonl, .parquet (also .gz, .xz, .zst), or hf:NAME."""
+    text_field: str = "text"
+    """Where the text of a JSON record, Parquet row or dataset row stands."""
+    bad_lines: BadLines = "error"
+    """What to do with a broken JSON line: error, or skip with a warning."""
+    held_out: float = 0.0
+    """Read only this held-out share of the documents, as a recipe of the same value left it."""
+    max_documents: int | None = None
+    """Judge at most this many documents."""
+    max_tokens: int | None = None
+    """Cut every document to this many tokens."""
+    skip_short: bool = False
+    """Leave out documents shorter than the largest window, in place of an error."""
+
+
+@dataclass
+class WindowSettings:
+    """Which windows a model reads through."""
+
+    windows: list[int] = field(default_factory=lambda: [512])
+    """Window sizes in tokens read at once."""
+    stride: int | None = None
+    """Tokens judged in one pass; by default the smallest window."""
+    targets: Literal["shared", "all"] = "shared"
+    """shared: the same last tokens at every window; all: every token but the first, once."""
+    attend_last: int | None = None
+    """Also judge the model when it may read the last so many tokens only."""
+    batch_tokens: int = 8192
+    """Tokens read at once, at least one window."""
+    seed: int = 0
+    """Seed of the bootstrap."""
+
+
+def load_text(
+    settings: TextSettings, tokenizer: PreTrainedTokenizerBase, *, at_least: int
+) -> list[TokenDocument]:
+    """Tokenised documents of a source.
+
+    Args:
+        settings: Which documents.
+        tokenizer: The model's tokenizer; no special tokens are added.
+        at_least: Tokens that a document needs.
+
+    Raises:
+        UserError: If a document is shorter and short ones are not to be left out, or none is left.
+    """
+    documents = read_documents(
+        settings.source, text_field=settings.text_field, bad_lines=settings.bad_lines
+    )
+    if settings.held_out:
+        documents = (d for d in documents if held_out(d, settings.held_out))
+    chosen: list[TokenDocument] = []
+    short = 0
+    for document, ids in encode_documents(documents, tokenizer, batch=8):
+        if len(chosen) == settings.max_documents:
+            break
+        ids = ids[: settings.max_tokens]
+        if len(ids) < at_least:
+            short += 1
+            if not settings.skip_short:
+                raise UserError(
+                    f"document {document.id!r} has {len(ids)} tokens and the largest window needs "
+                    f"{at_least}: use smaller windows, or leave short documents out (skip_short)"
+                )
+            continue
+        chosen.append(TokenDocument(document.id, torch.tensor(ids)))
+    if not chosen:
+        raise UserError(
+            f"{settings.source}: no document of at least {at_least} tokens"
+            + (f" ({short} are shorter)" if short else "")
+        )
+    return chosen
+
+
+def tokens_needed(settings: WindowSettings) -> int:
+    """Tokens that a document must have so that every window is filled."""
+    return max([*settings.windows, settings.attend_last or 0]) + 1
+
+
+def check_settings(settings: WindowSettings) -> int:
+    """Raise UserError unless the sizes fit together; return the stride."""
+    if not settings.windows:
+        raise UserError("give at least one window size")
+    stride = settings.stride if settings.stride is not None else min(settings.windows)
+    for window in settings.windows:
+        check_sizes(window, stride)
+    if settings.attend_last is not None and settings.attend_last < 1:
+        raise UserError(f"attend_last must be at least 1 token, got {settings.attend_last}")
+    if settings.batch_tokens < 1:
+        raise UserError(f"batch_tokens must be at least 1, got {settings.batch_tokens}")
+    return stride
+
+
+def evaluate_perplexity(
+    model: PreTrainedModel,
+    documents: Sequence[TokenDocument],
+    settings: WindowSettings,
+    *,
+    scaling: Scaling = "none",
+    factor: float = 1.0,
+    name: str = "model",
+    progress: Callable[[str, int, int], Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Perplexity at every window size.
+
+    Args:
+        model: A causal language model of Transformers.
+        documents: Token documents, each of at least `tokens_needed` tokens.
+        settings: Windows, stride, targets.
+        scaling: Rotary scaling; ``ntk`` fixes the base from each window's size.
+        factor: The scaling's factor.
+        name: What the results call the model.
+        progress: Called with a label, the tokens judged so far and the tokens to judge.
+
+    Returns:
+        One cell per window, and one for ``attend_last``: plain JSON values.
+
+    Raises:
+        UserError: If sizes do not fit or the model cannot be scaled so.
+    """
+    stride = check_settings(settings)
+    trained = training_length(model.config.get_text_config())
+    first = shared_first_target(settings.windows, stride) if settings.targets == "shared" else 1
+    runs: list[tuple[int, int, str]] = [(window, stride, scaling) for window in settings.windows]
+    if settings.attend_last is not None:
+        # Read anew every eighth of the window, so that each token has 7/8 to all of it before it.
+        last = settings.attend_last
+        runs.append((last, min(max(1, last // 8), stride), "attend-last"))
+    cells = []
+    for window, run_stride, kind in runs:
+        if kind not in ("none", "attend-last"):
+            length = max(window, trained) if kind == "ntk" else None
+            set_rotary_scaling(model, scaling, factor=factor, length=length)
+        total = sum(len(document.tokens) - first for document in documents)
+        done = 0
+        label = f"{name} {kind} {window}"
+
+        def advance(tokens: int, label: str = label, total: int = total) -> None:
+            nonlocal done
+            done += tokens
+            if progress is not None:
+                progress(label, done, total)
+
+        started = time.perf_counter()
+        scores = score_documents(
+            model,
+            documents,
+            window=window,
+            stride=run_stride,
+            first_target=first,
+            batch_tokens=settings.batch_tokens,
+            progress=advance,
+        )
+        value = perplexity(scores)
+        interval = bootstrap_interval(scores, seed=settings.seed)
+        cells.append(
+            {
+                "task": "perplexity",
+                "model": name,
+                "training_length": trained,
+                "scaling": kind,
+                "factor": float(factor) if kind not in ("none", "attend-last") else None,
+                "window": window,
+                "stride": run_stride,
+                "targets": settings.targets,
+                "perplexity": value,
+                "ci95": list(interval) if interval else None,
+                "nats": sum(score.nats for score in scores),
+                "tokens": sum(score.tokens for score in scores),
+                "seed": settings.seed,
+                "seconds": round(time.perf_counter() - started, 3),
+                "documents": [asdict(score) for score in scores],
+            }
+        )
+        if kind not in ("none", "attend-last"):
+            set_rotary_scaling(model, "none")
+    return cells

@@ -1,0 +1,200 @@
+"""CoCA as a plain `nn.Module` for anyone's own PyTorch model.
+
+Legend: B batch, T query length, S key length, H query heads, G key/value heads, D head width,
+P = D/2 rotary pairs.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from coca_attention.ops import (
+    NO_SCALING,
+    RotaryScaling,
+    attend,
+    key_map,
+    query_map,
+    rotary_cos_sin,
+)
+from coca_attention.ops.collinear import Form, check_form
+from coca_attention.ops.rotary import check_width
+
+
+class Cache(Protocol):
+    """What a cache must offer; Transformers' caches do, for example `DynamicCache()`."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of keys held for a layer."""
+        ...
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Append keys and values along the length; return all of the layer's."""
+        ...
+
+
+def project_collinear(
+    hidden_states: Tensor,
+    q_proj: nn.Module,
+    t_proj: nn.Module,
+    v_proj: nn.Module,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    form: Form,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Effective queries and keys, and values, of one layer: what any attention kernel takes.
+
+    Args:
+        hidden_states: (B, T, hidden).
+        q_proj: hidden to H * D.
+        t_proj: hidden to G * P, the folded T projection; its ReLU is applied here (Eq. 5, 6).
+        v_proj: hidden to G * D.
+        cos: cos at the tokens' positions, (T, P) or (B, T, P).
+        sin: Like cos.
+        form: ``slack`` or ``strict``.
+        head_dim: D.
+
+    Returns:
+        Q' (B, H, T, D) with 1/sqrt(D) folded in, K' (B, G, T, D) and V (B, G, T, D).
+    """
+    batch, length, _ = hidden_states.shape
+
+    def heads(x: Tensor, width: int) -> Tensor:
+        return x.view(batch, length, -1, width).transpose(1, 2)
+
+    query = heads(q_proj(hidden_states), head_dim)
+    coefficients = heads(t_proj(hidden_states), head_dim // 2).relu()
+    value = heads(v_proj(hidden_states), head_dim)
+    query = query_map(query, cos, sin, form=form, scale=head_dim**-0.5)
+    return query, key_map(coefficients, cos, sin, form=form), value
+
+
+class CoCAAttention(nn.Module):
+    """Multi-head Collinear Constrained Attention (arXiv 2309.08646), with its projections.
+
+    The key projection of ordinary attention is replaced by a projection to non-negative
+    coefficients, one per rotary pair and key head: half its size (the fold is linear, so it is
+    stored folded).
+
+    Args:
+        hidden_size: Width of the input and the output.
+        num_heads: Query heads H.
+        num_key_value_heads: Key/value heads G, a divisor of H; default H.
+        form: ``slack`` (Eq. 10) or ``strict`` (Eq. 9).
+        head_dim: Head width D, even; default hidden_size / num_heads.
+        bias: Whether the projections have biases.
+        dropout: Probability of dropping an attention weight in training.
+        base: Rotary base.
+        rotary_scaling: Rule for reading beyond the training length.
+        layer_idx: Which layer of a cache this module writes to.
+
+    Raises:
+        ValueError: If the sizes do not divide or the head width is odd.
+
+    Example:
+        >>> attention = CoCAAttention(64, num_heads=4, num_key_value_heads=2)
+        >>> attention(torch.randn(1, 10, 64)).shape
+        torch.Size([1, 10, 64])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_key_value_heads: int | None = None,
+        form: Form = "slack",
+        *,
+        head_dim: int | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+        base: float = 10000.0,
+        rotary_scaling: RotaryScaling = NO_SCALING,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__()
+        groups = num_heads if num_key_value_heads is None else num_key_value_heads
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ValueError(
+                    f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; "
+                    "give head_dim"
+                )
+            head_dim = hidden_size // num_heads
+        check_width(head_dim)
+        if groups < 1 or num_heads % groups:
+            raise ValueError(
+                f"num_key_value_heads must divide num_heads; got {groups} and {num_heads}"
+            )
+        check_form(form)
+        self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, groups, head_dim
+        self.form: Form = form
+        self.dropout, self.base, self.rotary_scaling = dropout, base, rotary_scaling
+        self.layer_idx = layer_idx
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
+        self.t_proj = nn.Linear(hidden_size, groups * head_dim // 2, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, groups * head_dim, bias=bias)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
+        # The mean of two rows drawn like the other projections' has 1/√2 of their spread.
+        with torch.no_grad():
+            self.t_proj.weight.mul_(2**-0.5)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        positions: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        is_causal: bool = True,
+        cache: Cache | Any = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            hidden_states: (B, T, hidden_size).
+            positions: True positions of these T tokens, (T,) or (B, T); default: those that
+                follow what the cache holds.
+            attention_mask: Boolean (True = may attend) or additive, broadcastable to
+                (B, H, T, S), applied on top of causality.
+            is_causal: Whether a token sees only itself and what came before.
+            cache: Keys and values of earlier tokens, for example Transformers' `DynamicCache()`;
+                updated in place.
+
+        Returns:
+            (B, T, hidden_size).
+        """
+        batch, length, _ = hidden_states.shape
+        past = 0 if cache is None else int(cache.get_seq_length(self.layer_idx))
+        if positions is None:
+            positions = torch.arange(past, past + length, device=hidden_states.device)
+
+        cos, sin = rotary_cos_sin(
+            positions,
+            self.head_dim,
+            base=self.base,
+            scaling=self.rotary_scaling,
+            dtype=torch.promote_types(hidden_states.dtype, torch.float32),
+        )
+        query, key, value = project_collinear(
+            hidden_states,
+            self.q_proj,
+            self.t_proj,
+            self.v_proj,
+            cos,
+            sin,
+            form=self.form,
+            head_dim=self.head_dim,
+        )
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        output = attend(
+            query,
+            key,
+            value,
+            attention_mask=attention_mask,
+            is_causal=is_causal,
+            scale=1.0,
+            dropout=self.dropout if self.training else 0.0,
+        )
+        return self.o_proj(output.transpose(1, 2).reshape(batch, length, -1))

@@ -1,0 +1,64 @@
+"""Loading a causal language model from a folder or by name, refusing what is incomplete."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from coca_attention.errors import UserError
+
+
+def load_model(
+    path: str | Path, *, dtype: str = "float32", device: str | None = None
+) -> PreTrainedModel:
+    """A model in evaluation mode.
+
+    Args:
+        path: Folder of a Transformers model, or a name that Transformers resolves.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        device: ``cpu``, ``cuda``, …; by default the accelerator where there is one.
+
+    Raises:
+        UserError: If there is no model, its files are damaged, or weights are missing.
+    """
+    path = str(path)
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        hint = (
+            "; its training has not finished: run coca train with its recipe again"
+            if (Path(path) / "recipe.yaml").is_file()
+            else ""
+        )
+        raise UserError(f"{path}: no config.json in this folder, so no model{hint}")
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = accelerator.type if accelerator is not None else "cpu"
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), output_loading_info=True, use_safetensors=True
+        )
+    except SafetensorError as error:
+        raise UserError(
+            f"{path}: a weight file is damaged or cut short ({error}); copy or save it again"
+        ) from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"{path}: no model could be loaded: {_brief(error)}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    missing: Any = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{path}: the weight files lack {len(missing)} of the model's tensors, among them "
+            f"{missing[0]}; they would have been left random"
+        )
+    return model.to(device).eval()
+
+
+def _brief(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) < 300 else text[:300] + " …"

@@ -1,0 +1,19 @@
+"""Recipes on Transformers' Trainer."""
+
+from coca_attention.training.build import model_config
+from coca_attention.training.recipe import Recipe, as_yaml, load_recipe, recipe_parser
+from coca_attention.training.run import is_finished, read_summary, train
+from coca_attention.training.trainer import TrainingDiverged, last_checkpoint
+
+__all__ = [
+    "Recipe",
+    "TrainingDiverged",
+    "as_yaml",
+    "is_finished",
+    "last_checkpoint",
+    "load_recipe",
+    "model_config",
+    "read_summary",
+    "recipe_parser",
+    "train",
+]

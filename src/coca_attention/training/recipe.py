@@ -1,0 +1,216 @@
+"""A training run as typed data: what a recipe's YAML may say, with the paper's settings (§3.3)."""
+
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from coca_attention.data import BadLines
+from coca_attention.errors import UserError
+
+
+@dataclass
+class ModelRecipe:
+    """The model."""
+
+    attention: Literal["slack", "strict", "rope", "alibi"] = "slack"
+    """CoCA in its slack or strict form, or a baseline: rope (RoFormer) or alibi."""
+    body: Literal["gpt_neox", "llama"] = "gpt_neox"
+    """The decoder around the attention; alibi comes on gpt_neox alone."""
+    hidden_size: int = 1024
+    """Width of the residual stream."""
+    num_layers: int = 24
+    """Decoder layers."""
+    num_heads: int = 16
+    """Query heads."""
+    num_key_value_heads: int | None = None
+    """Key/value heads (llama only); by default as many as query heads."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward layer; by default 4 x hidden_size."""
+    rope_base: float = 10000.0
+    """Base of the rotary frequencies."""
+    tie_embeddings: bool = True
+    """Whether input and output embeddings are one matrix."""
+
+
+@dataclass
+class DataRecipe:
+    """The text."""
+
+    source: str = "stdlib"
+    """stdlib, a file, folder or glob of .txt, .jsonl, .parquet (also .gz, .xz, .zst), or hf:NAME."""
+    text_field: str = "text"
+    """Where the text of a JSON record, Parquet row or dataset row stands."""
+    bad_lines: BadLines = "error"
+    """What to do with a broken JSON line: error, or skip with a warning."""
+    held_out: float = 0.05
+    """Share of documents, chosen by a hash of their id, that training never sees."""
+    max_tokens: int | None = None
+    """Read at most this many training tokens; needed for endless streams."""
+    tokenizer: str | None = None
+    """Folder or name of a Transformers tokenizer; by default a byte-level BPE is trained."""
+    vocab_size: int = 32768
+    """Entries of the tokenizer that is trained where none is named."""
+    block_length: int = 512
+    """Training length in tokens."""
+
+
+@dataclass
+class TrainingRecipe:
+    """The optimisation."""
+
+    steps: int = 10000
+    """Optimizer steps."""
+    global_batch_size: int = 256
+    """Blocks per optimizer step over all processes."""
+    micro_batch_size: int = 16
+    """Blocks per process in one pass; the rest of the global batch is accumulated."""
+    learning_rate: float = 1e-4
+    """Peak rate."""
+    warmup_share: float = 0.01
+    """Share of the steps over which the rate rises linearly."""
+    initial_learning_rate: float = 1e-7
+    """Rate at the start of the rise."""
+    final_share: float = 0.1
+    """Share of the peak rate that the linear decay ends at."""
+    beta1: float = 0.9
+    """AdamW's first moment decay."""
+    beta2: float = 0.95
+    """AdamW's second moment decay."""
+    weight_decay: float = 0.1
+    """AdamW's weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Autocast dtype of the forward and backward pass; weights stay in float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    seed: int = 0
+    """Seed of the weights and of the order of the blocks."""
+    save_every: int = 500
+    """Steps between checkpoints."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept; older ones are removed."""
+    log_every: int = 10
+    """Steps between entries of the training curve."""
+    report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Where curves also go: names that Transformers knows, such as tensorboard or wandb."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Transformers' TrainingArguments, for example fsdp or deepspeed."""
+
+
+@dataclass
+class Recipe:
+    """A training run."""
+
+    model: ModelRecipe = field(default_factory=ModelRecipe)
+    """The model."""
+    data: DataRecipe = field(default_factory=DataRecipe)
+    """The text."""
+    training: TrainingRecipe = field(default_factory=TrainingRecipe)
+    """The optimisation."""
+
+    def check(self) -> None:
+        """Raise UserError where settings contradict each other or leave their range."""
+        model, data, training = self.model, self.data, self.training
+        for section, name in (
+            (model, "hidden_size"),
+            (model, "num_layers"),
+            (model, "num_heads"),
+            (data, "block_length"),
+            (training, "steps"),
+            (training, "global_batch_size"),
+            (training, "micro_batch_size"),
+            (training, "save_every"),
+            (training, "keep_checkpoints"),
+            (training, "log_every"),
+        ):
+            if getattr(section, name) < 1:
+                raise UserError(f"{name} must be at least 1, got {getattr(section, name)}")
+        if model.hidden_size % model.num_heads:
+            raise UserError(
+                f"hidden_size must be a multiple of num_heads, got {model.hidden_size} and "
+                f"{model.num_heads}"
+            )
+        if (model.hidden_size // model.num_heads) % 2:
+            raise UserError(
+                f"the head width hidden_size / num_heads must be even, got "
+                f"{model.hidden_size // model.num_heads}"
+            )
+        if model.body != "gpt_neox" and model.attention == "alibi":
+            raise UserError("alibi comes on the body gpt_neox alone")
+        if model.body != "llama" and model.num_key_value_heads is not None:
+            raise UserError("num_key_value_heads needs the body llama")
+        if not 0 <= data.held_out < 1:
+            raise UserError(f"held_out must be at least 0 and below 1, got {data.held_out}")
+        if not 0 <= training.warmup_share <= 1 or not 0 <= training.final_share <= 1:
+            raise UserError("warmup_share and final_share must lie between 0 and 1")
+
+
+def as_yaml(recipe: Recipe) -> str:
+    """The recipe with every default written out."""
+    return yaml.safe_dump(asdict(recipe), sort_keys=False)
+
+
+def load_recipe(path: str | Path | None = None, overrides: list[str] | None = None) -> Recipe:
+    """A recipe from a YAML file and command-line overrides.
+
+    Args:
+        path: YAML file; without it the defaults.
+        overrides: Command-line words, such as ``["--training.steps", "100"]``.
+
+    Returns:
+        The checked recipe.
+
+    Raises:
+        UserError: If the file is missing or broken, a key unknown, or a value unfit.
+    """
+    from jsonargparse import ArgumentError
+
+    if path is not None and not Path(path).is_file():
+        raise UserError(f"{path}: no such recipe; the project's own are in the folder recipes/")
+    parser = recipe_parser()
+    words = [] if path is None else ["--recipe", str(path)]
+    try:
+        namespace = parser.parse_args([*words, *(overrides or [])])
+        namespace.pop("recipe", None)
+        recipe = parser.instantiate(namespace)
+    except ArgumentError as error:
+        where = f"{path}: " if path is not None else ""
+        raise UserError(f"{where}{_one_line(error)}; see coca train --help") from error
+    recipe = Recipe(**{item.name: recipe[item.name] for item in fields(Recipe)})
+    recipe.check()
+    return recipe
+
+
+def recipe_parser() -> Any:
+    """The parser of recipe files and overrides; its help comes from the fields above."""
+    from jsonargparse import ArgumentParser, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(prog="coca train RECIPE", exit_on_error=False)
+    parser.add_argument("--recipe", action="config", help="YAML file; also the first argument.")
+    parser.add_class_arguments(Recipe)
+    return parser
+
+
+def differences(first: Recipe, second: Recipe) -> list[str]:
+    """Dotted names of the fields in which two recipes differ."""
+
+    def walk(left: Any, right: Any, prefix: str) -> list[str]:
+        names = []
+        for item in fields(left):
+            a, b = getattr(left, item.name), getattr(right, item.name)
+            if is_dataclass(a):
+                names += walk(a, b, f"{prefix}{item.name}.")
+            elif a != b:
+                names.append(prefix + item.name)
+        return names
+
+    return walk(first, second, "")
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join(dict.fromkeys(lines)) or type(error).__name__

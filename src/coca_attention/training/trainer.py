@@ -1,0 +1,175 @@
+"""Transformers' Trainer with the paper's schedule, a stop at NaN, and checkpoints that are whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from coca_attention.errors import UserError
+from coca_attention.training.recipe import TrainingRecipe
+
+
+class TrainingDiverged(UserError):
+    """The loss or the weights are no longer finite; nothing of it was saved."""
+
+
+def learning_rate_share(step: int, settings: TrainingRecipe) -> float:
+    """Learning rate of a step as a share of the peak (paper §3.3).
+
+    Rises linearly from ``initial_learning_rate`` over the first ``warmup_share`` of the steps,
+    then falls linearly to ``final_share`` of the peak at the last step.
+
+    Args:
+        step: 0 … steps - 1.
+        settings: The recipe's training section.
+    """
+    start = settings.initial_learning_rate / settings.learning_rate
+    warmup = round(settings.warmup_share * settings.steps)
+    if step < warmup:
+        return start + (1 - start) * step / warmup
+    decay = max(settings.steps - 1 - warmup, 1)
+    return 1 - (1 - settings.final_share) * min((step - warmup) / decay, 1.0)
+
+
+def training_arguments(
+    settings: TrainingRecipe, output: Path, world_size: int
+) -> TrainingArguments:
+    """Transformers' arguments for a recipe.
+
+    Args:
+        settings: The recipe's training section.
+        output: Run folder; checkpoints and curves go into subfolders of it.
+        world_size: Number of processes.
+
+    Raises:
+        UserError: If the batch sizes do not divide or an extra field is unknown.
+    """
+    per_pass = settings.micro_batch_size * world_size
+    if settings.global_batch_size % per_pass:
+        raise UserError(
+            f"global_batch_size must be a multiple of micro_batch_size x processes; got "
+            f"{settings.global_batch_size} and {settings.micro_batch_size} x {world_size}"
+        )
+    known: dict[str, Any] = {
+        "output_dir": str(output / "checkpoints"),
+        "max_steps": settings.steps,
+        "per_device_train_batch_size": settings.micro_batch_size,
+        "gradient_accumulation_steps": settings.global_batch_size // per_pass,
+        "learning_rate": settings.learning_rate,
+        "adam_beta1": settings.beta1,
+        "adam_beta2": settings.beta2,
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+        "bf16": settings.precision == "bfloat16",
+        "fp16": settings.precision == "float16",
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "seed": settings.seed,
+        "data_seed": settings.seed,
+        "save_steps": settings.save_every,
+        "save_total_limit": settings.keep_checkpoints,
+        "logging_steps": settings.log_every,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
+        "report_to": settings.report_to or "none",
+        "remove_unused_columns": False,
+        "dataloader_drop_last": True,
+        # The order of the blocks must be the same where training goes on.
+        "ignore_data_skip": False,
+        "use_cpu": not torch.accelerator.is_available(),
+    }
+    taken = sorted(set(known) & set(settings.trainer))
+    if taken:
+        raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
+    try:
+        return TrainingArguments(**known, **settings.trainer)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"training.trainer: {error}") from error
+
+
+class RecipeTrainer(Trainer):
+    """Trainer with the recipe's schedule that stops rather than train on, or save, NaN."""
+
+    def __init__(self, settings: TrainingRecipe, **kwargs: Any) -> None:
+        self.settings = settings
+        super().__init__(**kwargs)
+        self.remove_callback(ProgressCallback)
+        if not self.args.disable_tqdm:
+            self.add_callback(QuietProgress())
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LambdaLR:
+        if self.lr_scheduler is None:
+            self.lr_scheduler = LambdaLR(
+                optimizer or self.optimizer,
+                lambda step: learning_rate_share(step, self.settings),
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not torch.isfinite(loss).all():
+            raise self._diverged(f"the loss is {loss.item()}")
+        return loss
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # A step with a finite loss can still have overflowed into the weights.
+        for name, weight in self.model.named_parameters():
+            if not torch.isfinite(weight).all():
+                raise self._diverged(f"{name} holds numbers that are not finite")
+        super().save_model(output_dir, _internal_call)
+
+    def _diverged(self, what: str) -> TrainingDiverged:
+        last = last_checkpoint(Path(self.args.output_dir))
+        kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved yet"
+        return TrainingDiverged(
+            f"{what} at step {self.state.global_step + 1}: training stopped, {kept}. Try a lower "
+            "learning rate, a longer warm-up or precision float32"
+        )
+
+
+class QuietProgress(ProgressCallback):
+    """One progress bar with the loss beside it, in place of a line for every entry."""
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if self.training_bar is not None and logs and "loss" in logs:
+            self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The latest checkpoint that was written to its end, or None.
+
+    Trainer writes ``trainer_state.json`` last, so a checkpoint cut short lacks it or has it cut.
+    """
+    best: tuple[int, Path] | None = None
+    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        try:
+            state = json.loads((path / "trainer_state.json").read_text())
+            step = int(state["global_step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if best is None or step > best[0]:
+            best = (step, path)
+    return best[1] if best else None
+
+
+__all__ = [
+    "RecipeTrainer",
+    "TrainerCallback",
+    "TrainingDiverged",
+    "last_checkpoint",
+    "learning_rate_share",
+    "training_arguments",
+]
