@@ -12,7 +12,7 @@ from coca_attention.ops import coca_attention, fold
 
 # Operators and layers need torch alone; the models need Transformers.
 if importlib.util.find_spec("transformers") is not None:
-    from coca_attention import models  # registers the coca_* models
+    from coca_attention import models as models  # registers the coca_* models
 
 __version__ = "0.1.0"
 

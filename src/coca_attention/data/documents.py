@@ -114,9 +114,7 @@ def find_files(source: str) -> list[Path]:
     return found
 
 
-def _file_documents(
-    files: list[Path], text_field: str, bad_lines: BadLines
-) -> Iterator[Document]:
+def _file_documents(files: list[Path], text_field: str, bad_lines: BadLines) -> Iterator[Document]:
     for path in files:
         kind = next(kind for kind in FORMATS if kind in path.suffixes[-2:])
         if path.stat().st_size == 0:

@@ -194,7 +194,7 @@ def _check_inputs(query: Tensor, key_coefficients: Tensor, value: Tensor) -> Non
             )
     batch, heads, _, width = query.shape
     check_width(width)
-    groups, keys, pairs = key_coefficients.shape[1:]
+    groups, _, pairs = key_coefficients.shape[1:]
     if pairs != width // 2:
         raise ValueError(
             f"key_coefficients must hold one number per rotary pair, width {width // 2} for a "

@@ -150,8 +150,8 @@ def _yarn_kept_share(width: int, base: float, scaling: RotaryScaling) -> Tensor:
 
     def pair_with_turns(turns: float) -> float:
         # The pair index j (real-valued) with turns = L_train * base ** (-2 j / D) / (2 pi).
-        return width * math.log(scaling.training_length / (turns * 2 * math.pi)) / (
-            2 * math.log(base)
+        return (
+            width * math.log(scaling.training_length / (turns * 2 * math.pi)) / (2 * math.log(base))
         )
 
     first = max(math.floor(pair_with_turns(scaling.beta_fast)), 0)

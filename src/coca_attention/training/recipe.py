@@ -39,7 +39,7 @@ class DataRecipe:
     """The text."""
 
     source: str = "stdlib"
-    """stdlib, a file, folder or glob of .txt, .jsonl, .parquet (also .gz, .xz, .zst), or hf:NAME."""
+    """stdlib; a file, folder or glob of .txt, .jsonl, .parquet (or .gz, .xz, .zst); or hf:NAME."""
     text_field: str = "text"
     """Where the text of a JSON record, Parquet row or dataset row stands."""
     bad_lines: BadLines = "error"

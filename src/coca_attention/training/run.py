@@ -1,4 +1,4 @@
-"""`train`: from a recipe to an ordinary Transformers folder; killed and started again it goes on."""
+"""`train`: from a recipe to an ordinary Transformers folder; started again, it goes on."""
 
 import json
 import os
@@ -30,9 +30,7 @@ RECIPE_FILE = "recipe.yaml"
 SUMMARY_FILE = "training.json"
 
 
-def train(
-    recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCallback] = ()
-) -> Path:
+def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCallback] = ()) -> Path:
     """Train a model, or go on where an earlier run of the same recipe stopped.
 
     Args:

@@ -1,4 +1,4 @@
-"""Transformers' Trainer with the paper's schedule, a stop at NaN, and checkpoints that are whole."""
+"""Transformers' Trainer with the paper's schedule, a stop at NaN, and whole checkpoints."""
 
 import json
 from pathlib import Path
@@ -141,9 +141,7 @@ class RecipeTrainer(Trainer):
 class QuietProgress(ProgressCallback):
     """One progress bar with the loss beside it, in place of a line for every entry."""
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:
             self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
 

@@ -1,0 +1,39 @@
+# Each target works alone on a fresh clone. PYTHON chooses the interpreter (3.11 or later).
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help setup quickstart test test-slow lint clean
+
+help:
+	@echo "make setup       virtual environment in .venv with everything the project needs"
+	@echo "make quickstart  train four small models and compare them on long text (about 8 minutes)"
+	@echo "make test        the test suite"
+	@echo "make test-slow   the tests that take minutes"
+	@echo "make lint        formatting, lint rules and types"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version.split()[0] + "; choose one with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: $(READY)
+	$(BIN)/coca quickstart
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

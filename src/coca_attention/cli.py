@@ -1,0 +1,382 @@
+"""The command ``coca``: a table of names and functions; options come from documented fields."""
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from coca_attention.errors import UserError
+
+Run = Callable[[list[str]], None]
+
+
+@dataclass
+class EvaluationSettings:
+    """How a model is loaded and scaled, and where the results go."""
+
+    scaling: Literal["none", "linear", "ntk", "dynamic"] = "none"
+    """Rotary scaling; ntk fixes the base from each window, linear is position interpolation."""
+    factor: float = 4.0
+    """Factor of the scaling."""
+    name: str | None = None
+    """What the results call the model; by default the name of its folder."""
+    output: str | None = None
+    """Result file (JSON); by default perplexity.json in the model's folder."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the weights."""
+    device: str | None = None
+    """cpu, cuda, …; by default the accelerator where there is one."""
+
+
+@dataclass
+class GenerateSettings:
+    """How text is generated."""
+
+    max_new_tokens: int = 64
+    """Tokens to generate at most."""
+    temperature: float = 0.0
+    """0 takes the likeliest token every time; above, tokens are drawn."""
+    seed: int = 0
+    """Seed of the draws."""
+    scaling: Literal["none", "linear", "ntk"] = "none"
+    """Rotary scaling; ntk fixes the base from the prompt's length plus max_new_tokens."""
+    factor: float = 4.0
+    """Factor of the scaling."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the weights."""
+    device: str | None = None
+    """cpu, cuda, …; by default the accelerator where there is one."""
+
+
+@dataclass
+class ReportSettings:
+    """The report page."""
+
+    output: str = "report.html"
+    """HTML file to write."""
+    title: str = "Perplexity against context length"
+    """Heading of the page."""
+
+
+def run_quickstart(words: list[str]) -> None:
+    """Train four small models and see which of them reads long text: the whole project at once."""
+    from coca_attention.quickstart import QuickstartSettings, quickstart, table
+
+    settings = _parse("coca quickstart", run_quickstart, words, [QuickstartSettings])[0]
+    with _progress() as advance:
+        content = quickstart(settings, progress=advance)
+    _print_table(*table(content["results"]))
+    output = Path(settings.output)
+    print(f"Results: {output / 'results.json'}\nReport:  {output / 'report.html'}")
+
+
+def run_train(words: list[str]) -> None:
+    """Train a model from a recipe (YAML); started again, it goes on where it stopped."""
+    from coca_attention.training import load_recipe, read_summary, recipe_parser, train
+
+    if not words or words[0] in ("-h", "--help"):
+        parser = recipe_parser()
+        parser.add_argument("--output", help="Run folder; by default runs/ and the recipe's name.")
+        parser.description = run_train.__doc__
+        parser.print_help()
+        return
+    recipe, *overrides = words
+    if recipe.startswith("-"):
+        raise UserError("the recipe comes first: coca train RECIPE.yaml [--training.steps 100 …]")
+    overrides, output = _take(overrides, "--output")
+    folder = Path(output or Path("runs") / Path(recipe).stem)
+    summary = read_summary(train(load_recipe(recipe, overrides), folder))
+    print(
+        f"{folder}: {summary['parameters']:,} parameters, {summary['tokens']:,} tokens, "
+        f"last loss {summary['curve'][-1]['loss']:.3f}"
+    )
+
+
+def run_perplexity(words: list[str]) -> None:
+    """Perplexity of a Transformers causal language model under sliding windows."""
+    from coca_attention.data import load_tokenizer
+    from coca_attention.environment import describe_environment, write_json
+    from coca_attention.evaluation.perplexity import (
+        TextSettings,
+        WindowSettings,
+        check_settings,
+        evaluate_perplexity,
+        load_text,
+        tokens_needed,
+    )
+    from coca_attention.models import load_model
+    from coca_attention.quickstart import table
+
+    path, text, windows, settings = _parse(
+        "coca eval perplexity",
+        run_perplexity,
+        words,
+        [TextSettings, WindowSettings, EvaluationSettings],
+        positional="model",
+    )
+    check_settings(windows)
+    model = load_model(path, dtype=settings.dtype, device=settings.device)
+    documents = load_text(text, load_tokenizer(path), at_least=tokens_needed(windows))
+    with _progress() as advance:
+        cells = evaluate_perplexity(
+            model,
+            documents,
+            windows,
+            scaling=settings.scaling,
+            factor=settings.factor,
+            name=settings.name or Path(path).name,
+            progress=advance,
+        )
+    output = Path(settings.output or Path(path) / "perplexity.json")
+    write_json(output, {"results": cells, "environment": describe_environment()})
+    _print_table(*table(cells))
+    print(f"Results: {output}")
+
+
+def run_generate(words: list[str]) -> None:
+    """Continue a prompt with a Transformers causal language model."""
+    from transformers import TextStreamer, set_seed
+
+    from coca_attention.data import load_tokenizer
+    from coca_attention.models import load_model, set_rotary_scaling, training_length
+
+    path, prompt, settings = _parse(
+        "coca generate",
+        run_generate,
+        words,
+        [GenerateSettings],
+        positional="model",
+        second="prompt",
+    )
+    if settings.max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {settings.max_new_tokens}")
+    if settings.temperature < 0:
+        raise UserError(f"temperature must be 0 or above, got {settings.temperature}")
+    model = load_model(path, dtype=settings.dtype, device=settings.device)
+    tokenizer = load_tokenizer(path)
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if inputs["input_ids"].shape[-1] == 0:
+        raise UserError("the prompt has no tokens; give some text to continue")
+    if settings.scaling != "none":
+        total = inputs["input_ids"].shape[-1] + settings.max_new_tokens
+        length = max(total, training_length(model.config.get_text_config()))
+        set_rotary_scaling(
+            model,
+            settings.scaling,
+            factor=settings.factor,
+            length=length if settings.scaling == "ntk" else None,
+        )
+    set_seed(settings.seed)
+    drawn = {"do_sample": True, "temperature": settings.temperature}
+    model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=settings.max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        **(drawn if settings.temperature else {"do_sample": False}),
+    )
+
+
+def run_report(words: list[str]) -> None:
+    """Turn result files and run folders into one self-contained HTML page."""
+    from coca_attention.report import write_report
+
+    split = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    paths, rest = words[:split], words[split:]
+    settings = _parse("coca report RESULT …", run_report, rest, [ReportSettings])[0]
+    if not paths:
+        raise UserError("give result files first: coca report RESULT.json … --output report.html")
+    print(f"Report: {write_report(paths, settings.output, title=settings.title)}")
+
+
+COMMANDS: dict[str, Run | dict[str, Run]] = {
+    "quickstart": run_quickstart,
+    "train": run_train,
+    "eval": {"perplexity": run_perplexity},
+    "generate": run_generate,
+    "report": run_report,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``coca``.
+
+    Args:
+        argv: Words after the program's name; by default those of the process.
+
+    Returns:
+        Exit code: 0, 2 for an error of use or of input, 1 for a defect, 130 when interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        command, rest = _find(words)
+        if command is not None:
+            command(rest)
+        return 0
+    except KeyboardInterrupt:
+        print("coca: interrupted; the same command goes on from what is finished", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        if isinstance(error, UserError):
+            print(f"coca: error: {error}", file=sys.stderr)
+            return 2
+        print(
+            f"coca: unexpected {type(error).__name__}: {' '.join(str(error).split())} (run again "
+            "with --debug for the traceback)",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _find(words: list[str]) -> tuple[Run | None, list[str]]:
+    """The function that the words name, and the words left; None after printing help."""
+    table: dict[str, Any] = COMMANDS
+    path = ["coca"]
+    while True:
+        if not words or words[0] in ("-h", "--help"):
+            print(_overview(" ".join(path), table))
+            return None, []
+        if words[0] == "--version" and path == ["coca"]:
+            from coca_attention import __version__
+
+            print(f"coca {__version__}")
+            return None, []
+        if words[0] not in table:
+            raise UserError(
+                f"{' '.join(path)} has no command {words[0]!r}; choose one of {', '.join(table)}"
+            )
+        found, words = table[words[0]], words[1:]
+        path.append(next(name for name, value in table.items() if value is found))
+        if not isinstance(found, dict):
+            return found, words
+        table = found
+
+
+def _overview(program: str, table: dict[str, Any]) -> str:
+    lines = [f"usage: {program} COMMAND [--help] [--debug]", ""]
+
+    def describe(prefix: str, entries: dict[str, Any]) -> None:
+        for name, entry in entries.items():
+            if isinstance(entry, dict):
+                describe(f"{prefix}{name} ", entry)
+            else:
+                summary = (entry.__doc__ or "").splitlines()[0]
+                lines.append(f"  {prefix + name:<17} {summary}")
+
+    describe("", table)
+    lines += ["", "--debug shows tracebacks. COMMAND --help lists its options."]
+    return "\n".join(lines)
+
+
+def _parse(
+    program: str,
+    command: Run,
+    words: list[str],
+    sections: list[type],
+    positional: str | None = None,
+    second: str | None = None,
+) -> list[Any]:
+    """Parse words into the positionals' texts and an instance of every section.
+
+    Args:
+        program: What help calls the command.
+        command: Function whose docstring describes it.
+        words: The words.
+        sections: Documented dataclasses; their fields are the options.
+        positional: Name of a required first word.
+        second: Name of a required second word.
+
+    Raises:
+        UserError: If a word is unknown or a value unfit.
+        SystemExit: After printing help.
+    """
+    from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(prog=program, description=command.__doc__, exit_on_error=False)
+    names = [name for name in (positional, second) if name is not None]
+    described = {"model": "Folder or name of a Transformers model.", "prompt": "Text to continue."}
+    for name in names:
+        parser.add_argument(name, type=str, help=described[name])
+    for section in sections:
+        parser.add_class_arguments(section)
+    try:
+        parsed = parser.parse_args([_listed(word) for word in words])
+        instances = parser.instantiate(parsed)
+    except ArgumentError as error:
+        text = ": ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise UserError(f"{text}; see {program} --help") from error
+    values: list[Any] = [instances[name] for name in names]
+    for section in sections:
+        fields = section.__dataclass_fields__
+        values.append(section(**{name: instances[name] for name in fields}))
+    return values
+
+
+def _listed(word: str) -> str:
+    """Write 64,128,256 as the list it is meant as."""
+    return f"[{word}]" if re.fullmatch(r"\d+(,\d+)+", word) else word
+
+
+def _take(words: list[str], option: str) -> tuple[list[str], str | None]:
+    """Remove ``option VALUE`` or ``option=VALUE`` from words; return its value."""
+    for index, word in enumerate(words):
+        if word == option and index + 1 < len(words):
+            return words[:index] + words[index + 2 :], words[index + 1]
+        if word.startswith(f"{option}="):
+            return words[:index] + words[index + 1 :], word.split("=", 1)[1]
+    return words, None
+
+
+class _progress:  # noqa: N801
+    """A rich progress bar as a function of (label, done, total)."""
+
+    def __enter__(self) -> Callable[[str, int, int], None]:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:,}/{task.total:,} tokens"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self.tasks: dict[str, Any] = {}
+        return self.advance
+
+    def advance(self, label: str, done: int, total: int) -> None:
+        if label not in self.tasks:
+            if not self.tasks:
+                self.bar.start()
+            self.tasks[label] = self.bar.add_task(label, total=total)
+        self.bar.update(self.tasks[label], completed=done)
+
+    def __exit__(self, *_: Any) -> None:
+        self.bar.stop()
+
+
+def _print_table(header: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column(header[0])
+    for name in header[1:]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,208 @@
+"""Train short, test long, in one command: four small models, one text, one page of figures."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coca_attention.data import held_out, load_tokenizer, read_documents, train_tokenizer
+from coca_attention.environment import describe_environment, write_json
+from coca_attention.errors import UserError
+from coca_attention.evaluation.perplexity import (
+    TextSettings,
+    WindowSettings,
+    evaluate_perplexity,
+    load_text,
+    tokens_needed,
+)
+from coca_attention.models import load_model
+from coca_attention.report import write_report
+from coca_attention.training import Recipe, read_summary, train
+from coca_attention.training.recipe import DataRecipe, ModelRecipe, TrainingRecipe
+
+# The paper's names for its models, in the order of its tables.
+MODELS = {"ALiBi": "alibi", "RoFormer": "rope", "CoCA-Slack": "slack", "CoCA-Strict": "strict"}
+NTK_FACTOR = 4.0
+
+
+@dataclass
+class Sizes:
+    """How large the models of the quickstart are and how long they train."""
+
+    block_length: int = 64
+    """Training length in tokens."""
+    num_layers: int = 3
+    """Decoder layers."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    num_heads: int = 2
+    """Attention heads."""
+    vocab_size: int = 2048
+    """Entries of the tokenizer."""
+    steps: int = 1400
+    """Optimizer steps of each model."""
+    batch_size: int = 16
+    """Blocks per step."""
+    learning_rate: float = 2e-3
+    """Peak rate."""
+    longest: int = 32
+    """Longest window, as a multiple of the training length."""
+    judged: int = 6
+    """Blocks judged per test document."""
+    seed: int = 0
+    """Seed of the weights, of the order of the blocks and of the bootstrap."""
+
+    @property
+    def windows(self) -> list[int]:
+        """Training length times 1, 2, 4 … longest."""
+        return [
+            self.block_length * 2**power
+            for power in range(self.longest.bit_length())
+            if 2**power <= self.longest
+        ]
+
+
+@dataclass
+class QuickstartSettings:
+    """Settings of the quickstart."""
+
+    output: str = "runs/quickstart"
+    """Folder for the models, results.json and report.html."""
+    source: str = "stdlib"
+    """Text to learn from: stdlib, files, or hf:NAME, as for coca train."""
+    sizes: Sizes = field(default_factory=Sizes)
+    """How large and how long."""
+
+
+HELD_OUT = 0.1
+
+
+def quickstart(
+    settings: QuickstartSettings, *, progress: Callable[[str, int, int], Any] | None = None
+) -> dict[str, Any]:
+    """Train ALiBi, RoFormer and both forms of CoCA on the same text; read it at 1 … 32 x length.
+
+    Finished models and evaluations in the output folder are used again.
+
+    Args:
+        settings: Where, what and how large.
+        progress: Called with a label, the tokens judged so far and the tokens to judge.
+
+    Returns:
+        What is also written to ``results.json``: results, training summaries, environment.
+    """
+    output, sizes = Path(settings.output), settings.sizes
+    tokenizer_folder = _tokenizer(settings, output)
+    text = TextSettings(
+        source=settings.source,
+        held_out=HELD_OUT,
+        max_tokens=sizes.windows[-1] + sizes.judged * sizes.block_length,
+        skip_short=True,
+    )
+    windows = WindowSettings(
+        windows=sizes.windows,
+        stride=sizes.block_length,
+        attend_last=sizes.block_length,
+        seed=sizes.seed,
+    )
+    documents = None
+    results: list[dict[str, Any]] = []
+    training: list[dict[str, Any]] = []
+    for name, attention in MODELS.items():
+        folder = train(_recipe(settings, attention, tokenizer_folder), output / name)
+        training.append({"name": name, **read_summary(folder)})
+        cells_file = output / "evaluation" / f"{name}.json"
+        cells = _finished_cells(cells_file)
+        if cells is None:
+            if documents is None:
+                tokenizer = load_tokenizer(tokenizer_folder)
+                documents = load_text(text, tokenizer, at_least=tokens_needed(windows))
+            model = load_model(folder)
+            cells = evaluate_perplexity(model, documents, windows, name=name, progress=progress)
+            if attention != "alibi":
+                plain = WindowSettings(**{**vars(windows), "attend_last": None})
+                cells += evaluate_perplexity(
+                    model,
+                    documents,
+                    plain,
+                    scaling="ntk",
+                    factor=NTK_FACTOR,
+                    name=name,
+                    progress=progress,
+                )
+            write_json(cells_file, cells)
+        results += cells
+    content = {
+        "results": results,
+        "training": training,
+        "environment": describe_environment(),
+    }
+    write_json(output / "results.json", content)
+    write_report(
+        [output / "results.json"],
+        output / "report.html",
+        title=f"Trained on {sizes.block_length} tokens, read up to {sizes.windows[-1]:,}",
+    )
+    return content
+
+
+def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Recipe:
+    sizes = settings.sizes
+    return Recipe(
+        model=ModelRecipe(
+            attention=attention,
+            hidden_size=sizes.hidden_size,
+            num_layers=sizes.num_layers,
+            num_heads=sizes.num_heads,
+        ),
+        data=DataRecipe(
+            source=settings.source,
+            held_out=HELD_OUT,
+            tokenizer=str(tokenizer),
+            block_length=sizes.block_length,
+        ),
+        training=TrainingRecipe(
+            steps=sizes.steps,
+            global_batch_size=sizes.batch_size,
+            micro_batch_size=sizes.batch_size,
+            learning_rate=sizes.learning_rate,
+            warmup_share=0.02,
+            seed=sizes.seed,
+            save_every=max(sizes.steps // 4, 1),
+            keep_checkpoints=1,
+        ),
+    )
+
+
+def _tokenizer(settings: QuickstartSettings, output: Path) -> Path:
+    """Folder of the tokenizer that the four models share; trained on the first start."""
+    folder = output / "tokenizer"
+    if not folder.is_dir():
+        documents = (d for d in read_documents(settings.source) if not held_out(d, HELD_OUT))
+        partial = output / ".tokenizer.partial"
+        train_tokenizer(documents, settings.sizes.vocab_size).save_pretrained(partial)
+        partial.rename(folder)
+    return folder
+
+
+def _finished_cells(path: Path) -> list[dict[str, Any]] | None:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: damaged; remove the file to evaluate again") from error
+
+
+def table(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the printed table: a row a model and scaling, a column a window."""
+    from coca_attention.report.results import all_windows, perplexity_series
+
+    series = perplexity_series(results)
+    windows = all_windows(series)
+    rows = []
+    for item in series:
+        points = [item.at(window) for window in windows]
+        rows.append([item.label, *(f"{p.perplexity:.1f}" if p else "–" for p in points)])
+    return ["perplexity at", *(f"{window:,}" for window in windows)], rows

@@ -1,0 +1,186 @@
+"""The report page: one HTML file that opens from disk, with nothing to fetch."""
+
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from coca_attention.environment import write_text
+from coca_attention.errors import UserError
+from coca_attention.report import paper
+from coca_attention.report.figures import perplexity_figure, training_figure
+from coca_attention.report.results import (
+    Series,
+    all_windows,
+    best_per_window,
+    perplexity_series,
+    read_results,
+)
+
+
+def write_report(paths: Sequence[str | Path], output: str | Path, *, title: str) -> Path:
+    """Read result files and write the page.
+
+    Args:
+        paths: Result files of ``coca eval`` or ``coca quickstart``, or run folders (for their
+            training curves).
+        output: The HTML file.
+        title: Heading of the page.
+
+    Raises:
+        UserError: If a file is unfit or nothing in them can be shown.
+    """
+    output = Path(output)
+    write_text(output, build_report(read_results(paths), title=title))
+    return output
+
+
+def build_report(contents: Sequence[dict[str, Any]], *, title: str) -> str:
+    """HTML of the page from the contents of result files."""
+    cells = [cell for content in contents for cell in content.get("results", [])]
+    training = [run for content in contents for run in content.get("training", [])]
+    if not cells and not training:
+        raise UserError("the result files hold neither results nor training curves")
+    series = perplexity_series(cells)
+    windows = all_windows(series)
+    lengths = {cell.get("training_length") for cell in cells}
+    training_length = lengths.pop() if len(lengths) == 1 else None
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    template = environment.from_string(
+        files("coca_attention.report").joinpath("page.html.j2").read_text(encoding="utf-8")
+    )
+    return template.render(
+        title=title,
+        findings=findings(series, training_length),
+        figure=_safe(perplexity_figure(series, training_length)) if series else None,
+        curves=_safe(training_figure(training)) if training else None,
+        windows=windows,
+        rows=_rows(series, windows),
+        training_length=training_length,
+        facts=_facts(cells),
+        training=training,
+        environments=_unique([content.get("environment") for content in contents]),
+        paper_windows=paper.TABLE_1_WINDOWS,
+        paper_rows=paper.TABLE_1,
+    )
+
+
+def findings(series: Sequence[Series], training_length: int | None) -> list[str]:
+    """What the figures say, in sentences made from the numbers whichever way they fall."""
+    plain = {item.model: item for item in series if item.kind == "none"}
+    if "RoFormer" not in plain:
+        return []
+    sentences = []
+    base = plain["RoFormer"]
+    for name, item in plain.items():
+        if not name.startswith("CoCA"):
+            continue
+        shared = [p.window for p in base.points if item.at(p.window)]
+        if not shared:
+            continue
+        first, last = shared[0], shared[-1]
+        sentences.append(
+            f"{name} against RoFormer: {_change(item, base, first)} at {first:,} tokens, "
+            f"{_change(item, base, last)} at {last:,}"
+            + (f" ({last / training_length:g} × the training length)" if training_length else "")
+            + "."
+        )
+    flat = [item for item in series if item.kind == "attend-last"]
+    for item in flat:
+        longest = all_windows(series)[-1]
+        beaten = [
+            other.label
+            for other in series
+            if other.kind != "attend-last"
+            and other.model == item.model
+            and (point := other.at(longest)) is not None
+            and point.perplexity < item.points[0].perplexity
+        ]
+        if beaten:
+            sentences.append(
+                f"At {longest:,} tokens {' and '.join(beaten)} read better than "
+                f"{item.label.replace(item.model + ', ', 'the ')}."
+            )
+    if flat and not any("read better" in sentence for sentence in sentences):
+        sentences.append(
+            "No model earns its longest window yet: each reads best through its last tokens only."
+        )
+    return sentences
+
+
+def _change(item: Series, base: Series, window: int) -> str:
+    mine, theirs = item.at(window), base.at(window)
+    assert mine is not None and theirs is not None
+    if not math.isfinite(mine.perplexity) or not math.isfinite(theirs.perplexity):
+        return f"perplexity {mine.perplexity:.1f} against {theirs.perplexity:.1f}"
+    change = mine.perplexity / theirs.perplexity - 1
+    word = "higher" if change >= 0 else "lower"
+    return (
+        f"perplexity {mine.perplexity:.1f} against {theirs.perplexity:.1f} "
+        f"({abs(change):.1%} {word})"
+    )
+
+
+def _rows(series: Sequence[Series], windows: Sequence[int]) -> list[dict[str, Any]]:
+    best = best_per_window(series, windows)
+    rows = []
+    for item in series:
+        entries = []
+        for window in windows:
+            point = item.at(window)
+            entries.append(
+                None
+                if point is None
+                else {
+                    "value": _number(point.perplexity),
+                    "interval": None
+                    if point.low is None or point.high is None
+                    else f"{_number(point.low)} to {_number(point.high)}",
+                    "best": item.kind != "attend-last" and point.perplexity == best[window],
+                }
+            )
+        rows.append({"label": item.label, "entries": entries, "flat": item.kind == "attend-last"})
+    return rows
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "inf"
+    return f"{value:.2f}" if value < 100 else f"{value:,.1f}" if value < 10000 else f"{value:.3g}"
+
+
+def _facts(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Stride, targets, tokens and documents, each said once where all cells agree."""
+    facts = []
+    plain = [cell for cell in cells if cell["scaling"] != "attend-last"]
+    for name, words in (
+        ("targets", "targets: {}"),
+        ("stride", "stride: {} tokens"),
+        ("tokens", "tokens judged at every window: {:,}"),
+        ("seed", "seed of the bootstrap: {}"),
+    ):
+        values = list(dict.fromkeys(cell[name] for cell in plain))
+        if len(values) == 1:
+            facts.append(words.format(values[0]))
+        elif values:
+            facts.append(f"{name}: {min(values):,} to {max(values):,}")
+    counts = {len(cell["documents"]) for cell in cells}
+    if len(counts) == 1:
+        facts.append(f"documents: {counts.pop()}")
+    return facts
+
+
+def _unique(values: Sequence[Any]) -> list[Any]:
+    unique: list[Any] = []
+    for value in values:
+        if value is not None and value not in unique:
+            unique.append(value)
+    return unique
+
+
+def _safe(drawings: dict[str, str]) -> dict[str, Markup]:
+    return {name: Markup(svg) for name, svg in drawings.items()}

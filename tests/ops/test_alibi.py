@@ -1,0 +1,47 @@
+"""ALiBi as two more columns against the bias matrix written out."""
+
+import pytest
+import torch
+
+from coca_attention.ops import alibi, attend, oracle
+
+
+def test_slopes_of_a_power_of_two():
+    assert alibi.slopes(8).tolist() == pytest.approx([2.0**-i for i in range(1, 9)])
+
+
+def test_slopes_between_powers_of_two_take_every_other_of_the_finer_series():
+    assert alibi.slopes(6).tolist() == pytest.approx(
+        [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
+    )
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("queries", [1, 40, 600])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-5)])
+def test_columns_give_the_bias(heads, queries, dtype, tolerance):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, heads, queries, 16, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 1, heads, 600, 16, generator=generator, dtype=torch.float64)
+    scores = q @ k.mT * 0.25 + alibi.bias(
+        heads, torch.arange(600 - queries, 600), torch.arange(600)
+    )
+    expected = oracle.attention(scores, v, scale=1.0)
+    augmented = alibi.augment(q.to(dtype), k.to(dtype), 0.25)
+    ours = attend(*augmented, v.to(dtype), scale=0.25)
+    assert (ours - expected).abs().max() <= tolerance
+
+
+def test_bfloat16_keeps_every_distance_apart():
+    """Positions past 256 are not exact in bfloat16, so they travel in two columns."""
+    q = torch.zeros(1, 4, 1, 16, dtype=torch.bfloat16)
+    k = torch.zeros(1, 4, 5000, 16, dtype=torch.bfloat16)
+    augmented_q, augmented_k = alibi.augment(q, k, 1.0)
+    scores = (augmented_q.float() @ augmented_k.float().mT)[0, :, 0]
+    steps = scores.diff(dim=-1)
+    assert torch.equal(steps, alibi.slopes(4).float()[:, None].expand_as(steps))
+
+
+def test_no_heads_are_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        alibi.slopes(0)

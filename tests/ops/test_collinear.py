@@ -1,0 +1,274 @@
+"""`coca_attention` against the paper's equations."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coca_attention.ops import FORMS, coca_attention, fold, oracle
+
+
+def inputs(
+    *, batch=2, heads=4, groups=2, queries=13, keys=29, width=16, value_width=16, seed=0
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return [
+        draw(batch, heads, queries, width),
+        draw(batch, groups, keys, width // 2).relu(),
+        draw(batch, groups, keys, value_width),
+    ]
+
+
+SHAPES = {
+    "square": {"queries": 29},
+    "last-queries": {"queries": 13},
+    "one-query": {"queries": 1},
+    "multi-query": {"groups": 1},
+    "no-groups": {"groups": 4},
+    "odd": {"batch": 1, "heads": 3, "groups": 3, "queries": 7, "keys": 31, "width": 6},
+    "narrow-value": {"value_width": 5},
+    "wide-value": {"value_width": 40},
+    "over-a-block": {"batch": 1, "heads": 1, "groups": 1, "queries": 700, "keys": 701},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_float64_agrees_with_the_oracle(form, interleaved, shape, is_causal):
+    q, t, v = inputs(**shape)
+    options = {"form": form, "interleaved": interleaved, "is_causal": is_causal}
+    ours = coca_attention(q, t, v, **options)
+    expected = oracle.coca_attention(q, t, v, **options)
+    assert ours.shape == (*q.shape[:-1], v.shape[-1])
+    assert (ours - expected).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_error_stays_within_that_of_plain_attention(form, interleaved, dtype, shape):
+    """At most twice the error of attention in this dtype on the exact Q', K' and V."""
+    q, t, v = (x.to(dtype) for x in inputs(**shape))
+    exact = oracle.coca_attention(q, t, v, form=form, interleaved=interleaved)
+    error = (coca_attention(q, t, v, form=form, interleaved=interleaved) - exact).abs()
+
+    exact_q, exact_k = effective(q, t, form, interleaved)
+    heads = q.shape[1] // t.shape[1]
+    plain_inputs = [exact_q, exact_k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)]
+    mask = torch.ones(q.shape[2], t.shape[2], dtype=torch.bool).tril(t.shape[2] - q.shape[2])
+    scale = q.shape[-1] ** -0.5
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        *(x.to(dtype) for x in plain_inputs), attn_mask=mask, scale=scale
+    )
+    budget = (plain.double() - exact).abs()
+    assert error.max() <= 2 * budget.max()
+    assert error.square().mean().sqrt() <= 2 * budget.square().mean().sqrt()
+
+
+def effective(q, t, form, interleaved):
+    """Q' and K' of mathematics.md, from complex numbers and not from the code under test."""
+    q, t = q.double(), t.double()
+    keys, queries, width = t.shape[2], q.shape[2], q.shape[-1]
+    pairs = oracle._complex_pairs(q, interleaved)
+    theta = 10000.0 ** (-2 * torch.arange(width // 2, dtype=torch.float64) / width)
+    n = torch.arange(keys, dtype=torch.float64)[:, None] * theta
+    m = n[keys - queries :]
+    turned = pairs * torch.polar(torch.ones_like(m), m)
+    if form == "slack":
+        key = torch.complex(t, t) * torch.polar(torch.ones_like(n), n)
+        query = torch.complex(pairs.real * turned.real, pairs.imag * turned.imag)
+    else:
+        key = t * torch.polar(torch.ones_like(n), n)
+        query = pairs.abs().square() * torch.polar(torch.ones_like(m), m)
+    return torch.cat((query.real, query.imag), -1), torch.cat((key.real, key.imag), -1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients(form):
+    for shape in ({"queries": 5, "keys": 5}, {"queries": 3, "keys": 5, "value_width": 3}):
+        q, t, v = inputs(batch=1, heads=2, groups=1, width=4, **({"value_width": 4} | shape))
+        t = t + 0.1  # away from the kink of the ReLU that made t
+        tensors = [x.requires_grad_() for x in (q, t, v)]
+        assert torch.autograd.gradcheck(
+            lambda q, t, v: coca_attention(q, t, v, form=form), tensors, atol=1e-8
+        )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_where_queries_and_coefficients_are_zero(form):
+    q = torch.zeros(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
+    t = torch.zeros(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda q, t, v: coca_attention(q, t, v, form=form), (q, t, v), atol=1e-8
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_gradients_agree_with_the_oracle(form):
+    q, t, v = inputs(queries=17, keys=29)
+    double = [x.clone().requires_grad_() for x in (q, t, v)]
+    single = [x.float().requires_grad_() for x in (q, t, v)]
+    weights = torch.randn_like(q)
+    (oracle.coca_attention(*double, form=form) * weights).sum().backward()
+    (coca_attention(*single, form=form) * weights.float()).sum().backward()
+    for ours, expected in zip(single, double, strict=True):
+        assert (ours.grad - expected.grad).abs().max() <= 1e-5 * expected.grad.abs().max()
+
+
+@settings(deadline=None, max_examples=25)
+@given(shift=st.integers(-5000, 100_000), seed=st.integers(0, 1000))
+def test_strict_is_shift_invariant(shift, seed):
+    q, t, v = inputs(batch=1, queries=9, keys=9, seed=seed)
+    positions = torch.arange(9)
+    ours = [
+        coca_attention(q, t, v, form="strict", query_positions=p, key_positions=p)
+        for p in (positions, positions + shift)
+    ]
+    assert (ours[0] - ours[1]).abs().max() < 1e-9
+
+
+def test_slack_answers_to_true_positions():
+    q, t, v = inputs(batch=1, queries=9, keys=9)
+    positions = torch.arange(9)
+    shifted = positions + 5
+    ours = [
+        coca_attention(q, t, v, form="slack", query_positions=p, key_positions=p)
+        for p in (positions, shifted)
+    ]
+    assert (ours[0] - ours[1]).abs().max() > 1e-2
+    expected = oracle.coca_attention(
+        q, t, v, form="slack", query_positions=shifted, key_positions=shifted
+    )
+    assert (ours[1] - expected).abs().max() <= 1e-12
+
+
+def test_forms_agree_on_equal_pairs_and_only_there():
+    """Theorem 1 of the paper."""
+    q, t, v = inputs()
+    half = q[..., :8]
+    equal = torch.cat((half, half), dim=-1)
+    slack, strict = (coca_attention(equal, t, v, form=form) for form in FORMS)
+    assert (slack - strict).abs().max() <= 1e-12
+    slack, strict = (coca_attention(q, t, v, form=form) for form in FORMS)
+    assert (slack - strict).abs().max() > 1e-2
+
+
+def test_closed_form_of_equation_17_equals_equation_9():
+    q, t, _ = inputs(groups=4)
+    m, n = torch.arange(16, 29), torch.arange(29)
+    printed = oracle.strict_scores(q, t, m, n)
+    assert (printed - oracle.strict_scores_closed(q, t, m, n)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_future_is_not_seen(form):
+    q, t, v = inputs(queries=29)
+    before = coca_attention(q, t, v, form=form)
+    t[:, :, 20:] += 1.0
+    v[:, :, 20:] += 1.0
+    after = coca_attention(q, t, v, form=form)
+    assert torch.equal(before[:, :, :20], after[:, :, :20])
+    assert not torch.allclose(before[:, :, 20:], after[:, :, 20:])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["bool", "additive", "per-head", "two-dimensional"])
+def test_masks_are_applied_on_top_of_causality(form, kind):
+    q, t, v = inputs(queries=13)
+    keep = torch.ones(2, 1, 1, 29, dtype=torch.bool)
+    keep[0, :, :, :4] = False
+    mask = keep
+    if kind == "additive":
+        mask = torch.zeros(2, 1, 1, 29, dtype=torch.float64).masked_fill(~keep, float("-inf"))
+    elif kind == "per-head":
+        mask = keep.expand(2, 4, 13, 29).contiguous()
+    elif kind == "two-dimensional":
+        mask = keep[:1].expand(1, 1, 13, 29)[0, 0]
+    ours = coca_attention(q, t, v, form=form, attention_mask=mask)
+    positions = torch.arange(4, 29)
+    expected = oracle.coca_attention(
+        q[:1],
+        t[:1, :, 4:],
+        v[:1, :, 4:],
+        form=form,
+        query_positions=torch.arange(16, 29),
+        key_positions=positions,
+    )
+    assert (ours[:1] - expected).abs().max() <= 1e-12
+    if kind != "two-dimensional":
+        plain = oracle.coca_attention(q[1:], t[1:], v[1:], form=form)
+        assert (ours[1:] - plain).abs().max() <= 1e-12
+
+
+def test_rows_that_may_attend_to_nothing_are_zero():
+    q, t, v = inputs(queries=29)
+    mask = torch.ones(29, 29, dtype=torch.bool)
+    mask[:, :3] = False
+    assert torch.equal(
+        coca_attention(q, t, v, attention_mask=mask)[:, :, :3], torch.zeros(2, 4, 3, 16).double()
+    )
+
+
+def test_positions_of_each_row_of_a_batch():
+    q, t, v = inputs(queries=29)
+    positions = torch.stack((torch.arange(29), torch.arange(29) * 3))
+    together = coca_attention(q, t, v, query_positions=positions, key_positions=positions)
+    for row in range(2):
+        alone = oracle.coca_attention(
+            q[row : row + 1],
+            t[row : row + 1],
+            v[row : row + 1],
+            query_positions=positions[row],
+            key_positions=positions[row],
+        )
+        assert (together[row] - alone[0]).abs().max() <= 1e-12
+
+
+def test_fold_is_the_mean_of_each_pair():
+    x = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    assert fold(x).tolist() == [2.0, 4.0]
+    assert fold(x, interleaved=True).tolist() == [1.5, 4.5]
+
+
+def test_large_queries_do_not_overflow_in_bfloat16():
+    q, t, v = (x.to(torch.bfloat16) for x in inputs())
+    assert coca_attention(q * 1e4, t, v).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 7}, "must be even"),
+        ({"pairs": 7}, "one number per rotary pair, width 8 .* got 7"),
+        ({"groups": 3}, "must divide the number of query heads; got 3 and 4"),
+        ({"keys": 12}, "at least as many keys"),
+        ({"value_keys": 28}, "must agree"),
+        ({"dims": 3}, "must have 4 dimensions"),
+        ({"form": "loose"}, "unknown CoCA form 'loose'"),
+        ({"positions": 5}, "query_positions must have shape"),
+    ],
+)
+def test_bad_inputs_are_refused(change, message):
+    width, groups, keys = change.get("width", 16), change.get("groups", 2), change.get("keys", 29)
+    q = torch.randn(2, 4, 13, width)
+    t = torch.rand(2, groups, keys, change.get("pairs", 8))
+    v = torch.randn(2, groups, change.get("value_keys", keys), 16)
+    if "dims" in change:
+        q = q[0]
+    positions = torch.arange(change["positions"]) if "positions" in change else None
+    with pytest.raises(ValueError, match=message):
+        coca_attention(q, t, v, form=change.get("form", "slack"), query_positions=positions)
+
+
+def test_mixed_dtypes_are_refused():
+    q, t, v = inputs()
+    with pytest.raises(TypeError, match="one floating dtype"):
+        coca_attention(q, t.float(), v)
