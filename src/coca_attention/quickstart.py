@@ -32,23 +32,23 @@ class Sizes:
 
     block_length: int = 64
     """Training length in tokens."""
-    num_layers: int = 3
+    num_layers: int = 2
     """Decoder layers."""
     hidden_size: int = 128
     """Width of the residual stream."""
     num_heads: int = 2
     """Attention heads."""
-    vocab_size: int = 2048
+    vocab_size: int = 1024
     """Entries of the tokenizer."""
-    steps: int = 1400
+    steps: int = 2600
     """Optimizer steps of each model."""
     batch_size: int = 16
     """Blocks per step."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     """Peak rate."""
     longest: int = 32
     """Longest window, as a multiple of the training length."""
-    judged: int = 6
+    judged: int = 4
     """Blocks judged per test document."""
     seed: int = 0
     """Seed of the weights, of the order of the blocks and of the bootstrap."""
@@ -168,6 +168,7 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
             micro_batch_size=sizes.batch_size,
             learning_rate=sizes.learning_rate,
             warmup_share=0.02,
+            precision="float32",  # bfloat16 is slow where the processor has no units for it
             seed=sizes.seed,
             save_every=max(sizes.steps // 4, 1),
             keep_checkpoints=1,

@@ -55,9 +55,7 @@ def test_yarn_agrees_with_transformers(factor, attention_factor):
     theirs, magnitude = transformers_frequencies(
         "yarn", factor=factor, original_max_position_embeddings=128, **optional
     )
-    scaling = RotaryScaling(
-        "yarn", factor, training_length=128, attention_factor=attention_factor
-    )
+    scaling = RotaryScaling("yarn", factor, training_length=128, attention_factor=attention_factor)
     assert torch.allclose(inverse_frequencies(64, scaling=scaling).float(), theirs, rtol=1e-5)
     assert scaling.magnitude == pytest.approx(magnitude)
 

@@ -1,0 +1,70 @@
+"""Shared fixtures: a tiny tokenizer and tiny models, made here, offline."""
+
+import os
+
+# Before any import of Transformers: nothing in the suite may look for a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+
+from coca_attention.data import Document, train_tokenizer
+from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
+
+VOCABULARY = 300
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+WHOLE_HEAD = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+CONFIGS = {
+    "slack": lambda: CoCAGPTNeoXConfig(**SIZES, coca_form="slack"),
+    "strict": lambda: CoCAGPTNeoXConfig(**SIZES, coca_form="strict"),
+    "llama-slack": lambda: CoCALlamaConfig(**SIZES, coca_form="slack", num_key_value_heads=2),
+    "llama-strict": lambda: CoCALlamaConfig(**SIZES, coca_form="strict", num_key_value_heads=1),
+    "alibi": lambda: AlibiGPTNeoXConfig(**SIZES),
+    "rope": lambda: GPTNeoXConfig(**SIZES, rope_parameters=dict(WHOLE_HEAD)),
+    "llama-rope": lambda: LlamaConfig(**SIZES, num_key_value_heads=2),
+}
+
+
+def tiny_model(kind: str, seed: int = 0):
+    """A small random model whose attention is far from uniform."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("weight") and weight.dim() == 2:
+                weight.mul_(8.0)
+    return model
+
+
+def some_text(words: int, seed: int = 0) -> str:
+    """Text with some structure, the same every time."""
+    generator = torch.Generator().manual_seed(seed)
+    stems = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
+    picks = torch.randint(len(stems), (words,), generator=generator).tolist()
+    return " ".join(stems[a] + str(a * b % 7) for a, b in zip(picks, [*picks[1:], 0], strict=True))
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return train_tokenizer([Document("a", some_text(3000))], VOCABULARY)
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory):
+    """A folder of documents as .txt files."""
+    folder = tmp_path_factory.mktemp("text")
+    for index in range(12):
+        (folder / f"{index:02}.txt").write_text(some_text(300, seed=index))
+    return folder

@@ -1,0 +1,230 @@
+"""The perplexity task on models whose answer is known, and on tiny real ones."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from coca_attention.evaluation.perplexity import (
+    DocumentScore,
+    TextSettings,
+    TokenDocument,
+    WindowSettings,
+    bootstrap_interval,
+    evaluate_perplexity,
+    load_text,
+    perplexity,
+    score_documents,
+    sliding_windows,
+    tokens_needed,
+)
+from conftest import VOCABULARY, some_text, tiny_model
+
+
+class KnownModel(nn.Module):
+    """Gives the next token of a counting text the probability ``sure``; records what it reads."""
+
+    def __init__(self, vocabulary: int, sure: float | None):
+        super().__init__()
+        self.anchor = nn.Parameter(torch.zeros(1))
+        self.vocabulary, self.sure = vocabulary, sure
+        self.lengths: list[int] = []
+        self.kept: list[int] = []
+
+    def forward(self, input_ids, use_cache=None, logits_to_keep=0):
+        self.lengths.append(input_ids.shape[1])
+        self.kept.append(logits_to_keep)
+        shape = (*input_ids.shape, self.vocabulary)
+        if self.sure is None:
+            logits = torch.zeros(shape)
+        else:
+            others = (1 - self.sure) / (self.vocabulary - 1)
+            logits = torch.full(shape, math.log(others))
+            following = (input_ids + 1) % self.vocabulary
+            logits.scatter_(-1, following.unsqueeze(-1), math.log(self.sure))
+        return CausalLMOutput(logits=logits[:, -logits_to_keep:])
+
+
+def counting(length: int, name: str = "d") -> TokenDocument:
+    return TokenDocument(name, torch.arange(length) % 50)
+
+
+@pytest.mark.parametrize("window", [1, 3, 16, 64])
+def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(window):
+    scores = score_documents(
+        KnownModel(50, None), [counting(101), counting(64)], window=window, stride=1
+    )
+    assert perplexity(scores) == pytest.approx(50, rel=1e-6)
+    assert [score.tokens for score in scores] == [100, 63]
+
+
+@pytest.mark.parametrize(("window", "stride"), [(4, 4), (7, 3), (32, 32), (64, 5)])
+def test_a_model_that_is_half_sure_has_perplexity_two(window, stride):
+    scores = score_documents(KnownModel(50, 0.5), [counting(77)], window=window, stride=stride)
+    assert perplexity(scores) == pytest.approx(2, rel=1e-6)
+    assert scores[0].tokens == 76
+
+
+def test_only_the_judged_logits_are_asked_for():
+    model = KnownModel(50, 0.5)
+    score_documents(model, [counting(100)], window=32, stride=8, batch_tokens=64)
+    assert max(model.kept) == 8
+    assert max(model.lengths) == 32
+
+
+def naive_nats(model, tokens: torch.Tensor, window: int, stride: int, first: int) -> float:
+    """One window, one token, one softmax at a time."""
+    nats = 0.0
+    for w in sliding_windows(len(tokens), window, stride, first):
+        logits = model(tokens[None, w.start : w.stop]).logits[0]
+        for target in range(w.first_target, w.stop + 1):
+            row = logits[target - 1 - w.start].double()
+            nats -= F.log_softmax(row, -1)[tokens[target]].item()
+    return nats
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 100, 100_000])
+@pytest.mark.parametrize("kind", ["slack", "rope", "alibi"])
+def test_batches_agree_with_one_token_at_a_time(kind, batch_tokens):
+    model = tiny_model(kind)
+    generator = torch.Generator().manual_seed(0)
+    documents = [
+        TokenDocument(str(n), torch.randint(VOCABULARY, (n,), generator=generator))
+        for n in (90, 61, 75)
+    ]
+    scores = score_documents(
+        model, documents, window=24, stride=7, first_target=5, batch_tokens=batch_tokens
+    )
+    with torch.no_grad():
+        for document, score in zip(documents, scores, strict=True):
+            assert score.tokens == len(document.tokens) - 5
+            expected = naive_nats(model, document.tokens, 24, 7, 5)
+            assert score.nats == pytest.approx(expected, rel=1e-5)
+
+
+def test_tokens_weigh_the_same_and_not_windows_or_documents():
+    scores = [DocumentScore("long", 90.0, 90), DocumentScore("short", 30.0, 10)]
+    assert perplexity(scores) == pytest.approx(math.exp(1.2))
+
+
+def test_the_interval_is_seeded_and_covers_the_spread_of_documents():
+    scores = [DocumentScore(str(i), 100.0 + 10 * i, 50) for i in range(20)]
+    interval = bootstrap_interval(scores, seed=3)
+    assert interval == bootstrap_interval(scores, seed=3)
+    assert interval != bootstrap_interval(scores, seed=4)
+    assert interval is not None
+    assert interval[0] < perplexity(scores) < interval[1]
+    same = [DocumentScore(str(i), 100.0, 50) for i in range(20)]
+    assert bootstrap_interval(same, seed=0) == pytest.approx((math.exp(2), math.exp(2)))
+    assert bootstrap_interval(scores[:1], seed=0) is None
+
+
+def settings(**changes) -> WindowSettings:
+    return WindowSettings(**{"windows": [16, 32, 64], "stride": 16, **changes})
+
+
+def documents_of(model_seed: int = 0, count: int = 3, length: int = 120) -> list[TokenDocument]:
+    generator = torch.Generator().manual_seed(model_seed)
+    return [
+        TokenDocument(str(i), torch.randint(VOCABULARY, (length,), generator=generator))
+        for i in range(count)
+    ]
+
+
+def test_shared_targets_judge_the_same_tokens_at_every_window():
+    cells = evaluate_perplexity(tiny_model("slack"), documents_of(), settings())
+    assert [cell["window"] for cell in cells] == [16, 32, 64]
+    assert {cell["tokens"] for cell in cells} == {3 * (120 - 49)}
+    assert len({cell["nats"] for cell in cells}) == 3
+
+
+def test_all_targets_judge_every_token_but_the_first():
+    cells = evaluate_perplexity(tiny_model("slack"), documents_of(), settings(targets="all"))
+    assert {cell["tokens"] for cell in cells} == {3 * 119}
+
+
+def test_scaling_reaches_the_model_and_is_taken_back():
+    model = tiny_model("slack")
+    plain = evaluate_perplexity(model, documents_of(), settings())
+    scaled = evaluate_perplexity(model, documents_of(), settings(), scaling="ntk", factor=4.0)
+    assert scaled[1]["nats"] == pytest.approx(plain[1]["nats"])  # 32 is the training length
+    assert abs(scaled[2]["nats"] - plain[2]["nats"]) > 0.1
+    assert scaled[2]["scaling"] == "ntk" and scaled[2]["factor"] == 4.0
+    again = evaluate_perplexity(model, documents_of(), settings())
+    assert [cell["nats"] for cell in again] == [cell["nats"] for cell in plain]
+
+
+def test_attend_last_never_reads_more_and_judges_the_same_tokens():
+    model = KnownModel(50, 0.5)
+    model.config = tiny_model("rope").config
+    documents = [counting(200), counting(150, "e")]
+    cells = evaluate_perplexity(model, documents, settings(windows=[64], attend_last=16))
+    assert [cell["scaling"] for cell in cells] == ["none", "attend-last"]
+    assert cells[0]["tokens"] == cells[1]["tokens"]
+    assert cells[1]["stride"] == 2
+    alone = KnownModel(50, 0.5)
+    score_documents(alone, documents, window=16, stride=2, first_target=49)
+    assert max(alone.lengths) == 16 and min(alone.lengths) == 16
+
+
+def test_progress_ends_at_the_total():
+    seen = []
+    evaluate_perplexity(
+        tiny_model("slack"),
+        documents_of(),
+        settings(),
+        name="m",
+        progress=lambda label, done, total: seen.append((label, done, total)),
+    )
+    last = {label: (done, total) for label, done, total in seen}
+    assert list(last) == ["m none 16", "m none 32", "m none 64"]
+    assert all(done == total for done, total in last.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"windows": [-8]}, "window must be at least 1"),
+        ({"windows": []}, "at least one window"),
+        ({"stride": -1}, "stride must be at least 1"),
+        ({"stride": 17}, "must not exceed the window"),
+        ({"attend_last": 0}, "attend_last must be at least 1"),
+        ({"batch_tokens": 0}, "batch_tokens must be at least 1"),
+    ],
+)
+def test_bad_settings_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate_perplexity(tiny_model("slack"), documents_of(), settings(**changes))
+
+
+def test_text_is_cut_split_and_counted(tokenizer, tmp_path):
+    for index in range(30):
+        (tmp_path / f"{index:02}.txt").write_text(some_text(100, seed=index))
+    whole = load_text(TextSettings(source=str(tmp_path)), tokenizer, at_least=10)
+    assert len(whole) == 30
+    few = load_text(
+        TextSettings(source=str(tmp_path), max_documents=4, max_tokens=50), tokenizer, at_least=10
+    )
+    assert [len(document.tokens) for document in few] == [50] * 4
+    part = load_text(TextSettings(source=str(tmp_path), held_out=0.3), tokenizer, at_least=10)
+    assert 0 < len(part) < 30
+    assert {d.id for d in part} < {d.id for d in whole}
+
+
+def test_short_documents_are_an_error_or_left_out(tokenizer, tmp_path):
+    (tmp_path / "long.txt").write_text(some_text(300))
+    (tmp_path / "short.txt").write_text(some_text(5))
+    text = TextSettings(source=str(tmp_path))
+    needed = tokens_needed(settings())
+    assert needed == 65
+    with pytest.raises(ValueError, match=r"short\.txt' has \d+ tokens .* needs 65"):
+        load_text(text, tokenizer, at_least=needed)
+    kept = load_text(
+        TextSettings(source=str(tmp_path), skip_short=True), tokenizer, at_least=needed
+    )
+    assert [document.id for document in kept] == [str(tmp_path / "long.txt")]
+    with pytest.raises(ValueError, match=r"no document of at least 100000 tokens .2 are shorter"):
+        load_text(TextSettings(source=str(tmp_path), skip_short=True), tokenizer, at_least=100_000)

@@ -1,0 +1,94 @@
+"""`CoCAAttention`, the module for models of one's own."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from coca_attention import CoCAAttention
+from coca_attention.ops import FORMS, RotaryScaling, oracle
+
+
+def attend_by_oracle(layer: CoCAAttention, x: torch.Tensor) -> torch.Tensor:
+    batch, length, _ = x.shape
+
+    def heads(projected, width):
+        return projected.view(batch, length, -1, width).transpose(1, 2)
+
+    output = oracle.coca_attention(
+        heads(layer.q_proj(x), layer.head_dim),
+        heads(layer.t_proj(x), layer.head_dim // 2).relu(),
+        heads(layer.v_proj(x), layer.head_dim),
+        form=layer.form,
+    )
+    return layer.o_proj(output.transpose(1, 2).reshape(batch, length, -1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", [(32, 4, None), (32, 4, 2), (30, 5, 1)])
+def test_forward_agrees_with_the_oracle(form, sizes):
+    torch.manual_seed(0)
+    layer = CoCAAttention(*sizes, form=form, bias=True).double()
+    x = torch.randn(2, 17, sizes[0], dtype=torch.float64) * 5
+    assert (layer(x) - attend_by_oracle(layer, x)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_cache_of_transformers_gives_the_same_outputs(form):
+    torch.manual_seed(0)
+    layer = CoCAAttention(32, 4, 2, form=form).double()
+    x = torch.randn(2, 17, 32, dtype=torch.float64) * 5
+    cache = DynamicCache()
+    pieces = [layer(x[:, a:b], cache=cache) for a, b in ((0, 8), (8, 9), (9, 13), (13, 17))]
+    assert (torch.cat(pieces, 1) - layer(x)).abs().max() < 1e-12
+
+
+def test_positions_and_mask_for_left_padding():
+    torch.manual_seed(0)
+    layer = CoCAAttention(32, 4).double()
+    x = torch.randn(1, 12, 32, dtype=torch.float64) * 5
+    padded = torch.cat((torch.randn(1, 3, 32, dtype=torch.float64), x), 1)
+    mask = torch.ones(1, 1, 1, 15, dtype=torch.bool)
+    mask[..., :3] = False
+    positions = (torch.arange(15) - 3).clamp(min=0)
+    output = layer(padded, positions=positions, attention_mask=mask)[:, 3:]
+    assert (output - layer(x)).abs().max() < 1e-12
+
+
+def test_rotary_scaling_reaches_the_scores():
+    torch.manual_seed(0)
+    plain = CoCAAttention(32, 4).double()
+    scaled = CoCAAttention(32, 4, rotary_scaling=RotaryScaling("linear", 2.0)).double()
+    scaled.load_state_dict(plain.state_dict())
+    x = torch.randn(1, 20, 32, dtype=torch.float64) * 5
+    assert torch.allclose(
+        scaled(x, positions=torch.arange(20) * 2), plain(x, positions=torch.arange(20))
+    )
+
+
+def test_the_t_projection_has_half_the_rows_of_a_key_projection():
+    layer = CoCAAttention(64, 4, 2)
+    assert layer.t_proj.weight.shape == (2 * 16 // 2, 64)
+    assert layer.v_proj.weight.shape == (2 * 16, 64)
+
+
+def test_dropout_acts_in_training_only():
+    torch.manual_seed(0)
+    layer = CoCAAttention(32, 4, dropout=0.5)
+    x = torch.randn(1, 20, 32)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hidden_size": 30, "num_heads": 4}, "not a multiple of num_heads"),
+        ({"hidden_size": 12, "num_heads": 4}, "must be even"),
+        ({"hidden_size": 32, "num_heads": 4, "num_key_value_heads": 3}, "must divide num_heads"),
+        ({"hidden_size": 32, "num_heads": 4, "form": "loose"}, "unknown CoCA form"),
+    ],
+)
+def test_unfit_sizes_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CoCAAttention(**arguments)

@@ -1,0 +1,176 @@
+"""The report page from result files."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from coca_attention.report import build_report, write_report
+from coca_attention.report.page import findings
+from coca_attention.report.results import perplexity_series, read_results
+
+
+def cell(model: str, window: int, value: float, scaling: str = "none", **changes) -> dict:
+    return {
+        "task": "perplexity",
+        "model": model,
+        "training_length": 64,
+        "scaling": scaling,
+        "factor": 4.0 if scaling == "ntk" else None,
+        "window": window,
+        "stride": 64,
+        "targets": "shared",
+        "perplexity": value,
+        "ci95": [value * 0.9, value * 1.1],
+        "tokens": 1000,
+        "seed": 0,
+        "documents": [{"id": "a", "nats": 1.0, "tokens": 1000}],
+        **changes,
+    }
+
+
+CELLS = [
+    cell("RoFormer", 64, 40.0),
+    cell("RoFormer", 128, 90.0),
+    cell("RoFormer", 64, 41.0, "attend-last", stride=8),
+    cell("RoFormer", 64, 40.0, "ntk"),
+    cell("RoFormer", 128, 60.0, "ntk"),
+    cell("CoCA-Slack", 64, 41.5),
+    cell("CoCA-Slack", 128, 54.0),
+]
+TRAINING = {
+    "name": "RoFormer",
+    "parameters": 12345,
+    "steps": 10,
+    "tokens": 1000,
+    "epochs": 0.5,
+    "seconds": 3.0,
+    "curve": [{"step": 1, "loss": 5.0}, {"step": 10, "loss": 4.0}],
+}
+ENVIRONMENT = {
+    "versions": {"python": "3.11"},
+    "processor": "A <processor>",
+    "cores": 2,
+    "threads": 2,
+    "gpus": [],
+    "system": "Linux",
+    "command": "coca quickstart",
+}
+CONTENT = {"results": CELLS, "training": [TRAINING], "environment": ENVIRONMENT}
+
+
+class Page(HTMLParser):
+    """Text, ids and references of a page."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href", "data"):
+                self.references.append(value)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def html():
+    return build_report([CONTENT], title="A & B")
+
+
+def test_the_page_needs_nothing_from_outside(html):
+    page = Page(html)
+    assert all(reference.startswith("#") for reference in page.references)
+    assert not re.search(r"url\((?!#)|@import|<script|<link", html)
+    addresses = set(re.findall(r"https?://[^\s\"'<>]+", html))
+    assert all("w3.org" in address or "purl.org" in address for address in addresses), addresses
+
+
+def test_ids_are_unique_and_references_resolve(html):
+    page = Page(html)
+    assert len(page.ids) == len(set(page.ids))
+    internal = set(re.findall(r"url\(#([^)]+)\)", html))
+    internal |= {reference[1:] for reference in page.references}
+    assert internal and internal <= set(page.ids)
+
+
+def test_figures_tables_and_settings_are_there(html):
+    text = Page(html).text
+    for expected in (
+        "A & B", "RoFormer + NTK (4)", "RoFormer, last 64 tokens only", "54.00", "48.60 to 59.40",
+        "training length", "12,345", "A <processor>", "coca quickstart", "3276.00", "101.13",
+        "perplexity (lower is better)", "training loss (nats per token)",
+    ):  # fmt: skip
+        assert expected in text, expected
+
+
+def test_the_best_of_a_column_is_marked_and_attend_last_is_not_in_the_race():
+    html = build_report([CONTENT], title="t")
+    assert re.findall(r'<span class="best">([\d.]+)</span>', html) == ["40.00", "40.00", "54.00"]
+
+
+def test_findings_follow_the_numbers_whichever_way_they_fall():
+    sentences = findings(perplexity_series(CELLS), 64)
+    assert sentences[0] == (
+        "CoCA-Slack against RoFormer: perplexity 41.5 against 40.0 (3.8% higher) at 64 tokens, "
+        "perplexity 54.0 against 90.0 (40.0% lower) at 128 (2 × the training length)."
+    )
+    assert "No model earns its longest window" in sentences[1]
+    better = [*CELLS, cell("CoCA-Slack", 64, 60.0, "attend-last")]
+    assert any(
+        sentence == "At 128 tokens CoCA-Slack read better than the last 64 tokens only."
+        for sentence in findings(perplexity_series(better), 64)
+    )
+
+
+def test_the_page_is_the_same_every_time():
+    assert build_report([CONTENT], title="t") == build_report([CONTENT], title="t")
+
+
+def test_results_without_training_and_training_without_results(tmp_path):
+    (tmp_path / "eval.json").write_text(json.dumps({"results": CELLS, "environment": ENVIRONMENT}))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "training.json").write_text(json.dumps({**TRAINING, "environment": ENVIRONMENT}))
+    for paths in ([tmp_path / "eval.json"], [run], [run, tmp_path / "eval.json"]):
+        written = write_report(paths, tmp_path / "out" / "report.html", title="t")
+        assert "</html>" in written.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not a result file, no valid JSON"),
+        ("[]", "expected an object with results"),
+        ('{"a": 1}', "expected an object with results"),
+        ('{"results": []}', "neither results nor training curves"),
+    ],
+)
+def test_unfit_result_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "r.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        write_report([path], tmp_path / "report.html", title="t")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_missing_file_and_a_point_claimed_twice_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_results([tmp_path / "nowhere.json"])
+    with pytest.raises(ValueError, match=r"RoFormer .none. at one window twice"):
+        perplexity_series([*CELLS, CELLS[0]])
+
+
+def test_infinite_perplexity_is_shown_as_inf():
+    cells = [cell("m", 64, 2.0), cell("m", 128, float("inf"), ci95=None)]
+    html = build_report([{"results": cells}], title="t")
+    assert ">inf<" in html

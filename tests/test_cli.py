@@ -1,0 +1,208 @@
+"""The command line: one clear line for an error, help from the fields, whole commands."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from coca_attention.cli import COMMANDS, main
+from conftest import tiny_model
+
+
+def run(capsys, *words) -> tuple[int, str, str]:
+    code = main([str(word) for word in words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("slack").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_overview_lists_every_command_with_its_docstring(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for name, entry in COMMANDS.items():
+        functions = entry.values() if isinstance(entry, dict) else [entry]
+        assert name in out
+        for function in functions:
+            assert function.__doc__.splitlines()[0] in out
+    assert run(capsys)[1] == out
+    assert "perplexity" in run(capsys, "eval", "--help")[1]
+    assert run(capsys, "--version")[1].startswith("coca 0.")
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["quickstart"], ["--output", "--sizes.steps", "Optimizer steps of each model"]),
+        (["train"], ["--training.steps", "--model.attention", "AdamW's weight decay", "--output"]),
+        (["eval", "perplexity"], ["--windows", "--attend_last", "Seed of the bootstrap"]),
+        (["generate"], ["--max_new_tokens", "prompt", "Tokens to generate at most"]),
+        (["report"], ["--title", "HTML file to write"]),
+    ],
+)
+def test_help_comes_from_the_fields(capsys, words, options):
+    try:
+        main([*words, "--help"])
+    except SystemExit as stop:
+        assert stop.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for option in options:
+        assert option in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "no command 'trian'; choose one of quickstart, train"),
+        (["eval", "vibes"], "coca eval has no command 'vibes'; choose one of perplexity"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe"),
+        (["train", "--output", "x"], "the recipe comes first"),
+        (["quickstart", "--sizes.stepz", "3"], "--sizes.stepz"),
+        (["eval", "perplexity"], "model"),
+        (["eval", "perplexity", "nowhere", "--windows", "a,b"], "windows"),
+        (["eval", "perplexity", "nowhere", "--windows", "64", "--stride", "65"], "not exceed"),
+        (["eval", "perplexity", "nowhere"], "nowhere: no model could be loaded"),
+        (["generate", "nowhere", "x", "--max_new_tokens", "0"], "at least 1"),
+        (["report"], "give result files first"),
+        (["report", "nowhere.json"], "nowhere.json: cannot be read"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(capsys, words, message):
+    code, out, err = run(capsys, *words)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("coca: error: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_debug_shows_the_traceback(capsys):
+    with pytest.raises(ValueError, match="no such recipe"):
+        main(["train", "nowhere.yaml", "--debug"])
+
+
+def test_a_defect_is_one_line_too(capsys, monkeypatch):
+    def broken(words):
+        raise RuntimeError("one\ntwo")
+
+    monkeypatch.setitem(COMMANDS, "report", broken)
+    code, _, err = run(capsys, "report")
+    assert code == 1
+    assert err == (
+        "coca: unexpected RuntimeError: one two (run again with --debug for the traceback)\n"
+    )
+
+
+def test_an_interrupt_says_so(capsys, monkeypatch):
+    def interrupted(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "report", interrupted)
+    assert run(capsys, "report")[0] == 130
+
+
+def test_eval_perplexity_and_report(capsys, model_folder, text_folder, tmp_path):
+    output = tmp_path / "deep" / "result.json"
+    code, out, err = run(
+        capsys, "eval", "perplexity", model_folder, "--source", text_folder, "--windows", "16,64",
+        "--scaling", "ntk", "--factor", "2", "--attend_last", "16", "--output", output,
+        "--name", "tiny",
+    )  # fmt: skip
+    assert code == 0, err
+    content = json.loads(output.read_text())
+    cells = content["results"]
+    assert [(c["scaling"], c["window"]) for c in cells] == [
+        ("ntk", 16), ("ntk", 64), ("attend-last", 16),
+    ]  # fmt: skip
+    assert len({c["tokens"] for c in cells}) == 1
+    assert content["environment"]["versions"]["torch"] == torch.__version__
+    assert f"{cells[1]['perplexity']:.1f}" in out and "tiny + NTK (2)" in out
+    page = tmp_path / "page.html"
+    code, out, err = run(capsys, "report", output, "--output", page, "--title", "Mine")
+    assert code == 0, err
+    assert "<title>Mine</title>" in page.read_text()
+
+
+def test_a_document_shorter_than_the_window_is_an_error(capsys, model_folder, tmp_path):
+    (tmp_path / "short.txt").write_text("alpha1 beta2")
+    code, _, err = run(
+        capsys, "eval", "perplexity", model_folder, "--source", tmp_path, "--windows", "64"
+    )
+    assert code == 2
+    assert "short.txt' has" in err and "skip_short" in err
+
+
+def test_generate_continues_the_prompt(capsys, model_folder):
+    words = ["generate", model_folder, "alpha1 beta2", "--max_new_tokens", "5"]
+    code, first, err = run(capsys, *words)
+    assert code == 0, err
+    assert first.startswith("alpha1 beta2")
+    assert run(capsys, *words)[1] == first
+    assert run(capsys, *words, "--scaling", "ntk")[0] == 0
+    drawn = [run(capsys, *words, "--temperature", "5", "--seed", s)[1] for s in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_generate_refuses_an_empty_prompt(capsys, model_folder):
+    code, _, err = run(capsys, "generate", model_folder, "")
+    assert code == 2 and "the prompt has no tokens" in err
+
+
+QUICK = [
+    "--sizes.block_length=16", "--sizes.num_layers=1", "--sizes.hidden_size=16",
+    "--sizes.num_heads=2", "--sizes.vocab_size=300", "--sizes.steps=6", "--sizes.batch_size=4",
+    "--sizes.longest=4", "--sizes.judged=2",
+]  # fmt: skip
+
+
+def test_quickstart_small_then_reused_then_mended(capsys, tmp_path):
+    output = tmp_path / "quick"
+    words = ["quickstart", "--output", output, *QUICK]
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    content = json.loads((output / "results.json").read_text())
+    labels = {(c["model"], c["scaling"]) for c in content["results"]}
+    rotary = ("RoFormer", "CoCA-Slack", "CoCA-Strict")
+    assert labels == (
+        {(m, "none") for m in (*rotary, "ALiBi")}
+        | {(m, "attend-last") for m in (*rotary, "ALiBi")}
+        | {(m, "ntk") for m in rotary}
+    )
+    assert len({c["tokens"] for c in content["results"]}) == 1
+    assert [run["name"] for run in content["training"]] == [
+        "ALiBi", "RoFormer", "CoCA-Slack", "CoCA-Strict",
+    ]  # fmt: skip
+    assert len({run["tokens"] for run in content["training"]}) == 1
+    assert "</html>" in (output / "report.html").read_text()
+    assert "CoCA-Strict + NTK (4)" in out
+
+    weights = output / "RoFormer" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    (output / "evaluation" / "ALiBi.json").unlink()
+    code, _, err = run(capsys, *words)
+    assert code == 0, err
+    assert weights.stat().st_mtime_ns == written
+    again = json.loads((output / "results.json").read_text())
+    for before, after in zip(content["results"], again["results"], strict=True):
+        assert before["nats"] == pytest.approx(after["nats"], rel=1e-6)
+
+    (output / "evaluation" / "ALiBi.json").write_text("{")
+    code, _, err = run(capsys, *words)
+    assert code == 2 and "damaged; remove the file" in err
+    code, _, err = run(capsys, *words, "--sizes.seed=1")
+    assert code == 2 and "another recipe" in err
+
+
+def test_the_installed_program_runs():
+    finished = subprocess.run(
+        [sys.executable, "-m", "coca_attention.cli", "report"], capture_output=True, text=True
+    )
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("coca: error: give result files first")

@@ -1,0 +1,173 @@
+"""Training: the result, going on after a kill, divergence."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from coca_attention.training import (
+    TrainingDiverged,
+    is_finished,
+    last_checkpoint,
+    load_recipe,
+    read_summary,
+    train,
+)
+
+OPTIONS = {
+    "--model.hidden_size": 16,
+    "--model.num_layers": 1,
+    "--model.num_heads": 2,
+    "--data.vocab_size": 300,
+    "--data.block_length": 16,
+    "--data.held_out": 0.2,
+    "--training.steps": 12,
+    "--training.global_batch_size": 4,
+    "--training.micro_batch_size": 2,
+    "--training.precision": "float32",
+    "--training.learning_rate": 1e-2,
+    "--training.save_every": 4,
+    "--training.log_every": 2,
+    "--training.report_to": "[]",
+}
+
+
+def words(text_folder, **changes) -> list[str]:
+    options = {**OPTIONS, "--data.source": text_folder}
+    options.update({name.replace("__", "."): value for name, value in changes.items()})
+    return [word for name, value in options.items() for word in (name, str(value))]
+
+
+def recipe(text_folder, **changes):
+    prefixed = {f"--{name}": value for name, value in changes.items()}
+    return load_recipe(None, words(text_folder, **prefixed))
+
+
+@pytest.mark.parametrize("attention", ["slack", "strict", "rope", "alibi"])
+def test_the_result_is_an_ordinary_transformers_folder(text_folder, tmp_path, attention):
+    folder = train(recipe(text_folder, model__attention=attention), tmp_path / "run")
+    assert is_finished(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.max_position_embeddings == 16
+    assert model.config.vocab_size == len(tokenizer)
+    assert load_recipe(folder / "recipe.yaml") == recipe(text_folder, model__attention=attention)
+    summary = read_summary(folder)
+    assert summary["tokens"] == 12 * 4 * 16
+    assert [entry["step"] for entry in summary["curve"]] == [1, 2, 4, 6, 8, 10, 12]
+    assert summary["curve"][-1]["loss"] < summary["curve"][0]["loss"]
+    left = {path.name for path in folder.iterdir()}
+    assert not {name for name in left if name.endswith((".bin", ".pt", ".partial"))}
+
+
+def test_a_finished_run_is_not_repeated_and_another_recipe_is_refused(text_folder, tmp_path):
+    folder = train(recipe(text_folder), tmp_path)
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    train(recipe(text_folder), tmp_path)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    with pytest.raises(ValueError, match=r"another recipe .different: training\.seed"):
+        train(recipe(text_folder, training__seed=5), tmp_path)
+
+
+def test_a_folder_with_other_things_is_refused(text_folder, tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ValueError, match="is no run folder"):
+        train(recipe(text_folder), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+KILLED = """
+import os, signal, sys
+from transformers import TrainerCallback
+from coca_attention.training import load_recipe, train
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == int(sys.argv[1]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+train(load_recipe(None, sys.argv[3:]), sys.argv[2], callbacks=[Kill()])
+"""
+
+
+@pytest.mark.parametrize("step", [2, 7])
+def test_a_killed_run_goes_on_and_ends_with_the_same_weights(text_folder, tmp_path, step):
+    """Killed before the first checkpoint, and between two."""
+    straight = train(recipe(text_folder), tmp_path / "straight")
+    output = tmp_path / "killed"
+    arguments = [sys.executable, "-c", KILLED, str(step), str(output), *words(text_folder)]
+    killed = subprocess.run(arguments, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert not is_finished(output)
+    checkpoint = last_checkpoint(output / "checkpoints")
+    assert checkpoint is None if step == 2 else checkpoint.name == "checkpoint-4"
+    seen: list[int] = []
+
+    class Record(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(state.global_step)
+
+    train(recipe(text_folder), output, callbacks=[Record()])
+    assert seen == list(range(1 if step == 2 else 5, 13))
+    ours, theirs = (load_file(path / "model.safetensors") for path in (output, straight))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name
+    curves = [read_summary(path)["curve"] for path in (output, straight)]
+    assert curves[0] == curves[1]
+
+
+def test_a_checkpoint_cut_short_is_passed_over(tmp_path):
+    for step, state in ((4, '{"global_step": 4}'), (8, '{"global_step": 8'), (12, None)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if state is not None:
+            (folder / "trainer_state.json").write_text(state)
+    found = last_checkpoint(tmp_path)
+    assert found is not None and found.name == "checkpoint-4"
+    assert last_checkpoint(tmp_path / "nowhere") is None
+
+
+class Poison(TrainerCallback):
+    """Makes one weight NaN once a step is done."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step:
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (6, "the loss is nan at step 7: training stopped, the last good checkpoint is .*-4"),
+        (8, "not finite at step .*: training stopped, the last good checkpoint is .*-4"),
+        (1, "the loss is nan at step 2: training stopped, no checkpoint was saved yet"),
+    ],
+)
+def test_nan_stops_training_and_is_never_saved(text_folder, tmp_path, step, message):
+    with pytest.raises(TrainingDiverged, match=message):
+        train(recipe(text_folder), tmp_path, callbacks=[Poison(step)])
+    assert not is_finished(tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+    saved = list(Path(tmp_path).rglob("model.safetensors"))
+    assert len(saved) == (0 if step == 1 else 1)
+    for path in saved:
+        assert all(weight.isfinite().all() for weight in load_file(path).values())
+
+
+def test_text_shorter_than_a_block_is_refused(tmp_path):
+    (tmp_path / "tiny.txt").write_text("too little")
+    with pytest.raises(ValueError, match="fewer than one block"):
+        train(
+            recipe(tmp_path / "tiny.txt", data__held_out=0, data__block_length=512),
+            tmp_path / "run",
+        )
