@@ -1,6 +1,5 @@
 """The command ``coca``: a table of names and functions; options come from documented fields."""
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -310,7 +309,7 @@ def _parse(
     for section in sections:
         parser.add_class_arguments(section)
     try:
-        parsed = parser.parse_args([_listed(word) for word in words])
+        parsed = parser.parse_args(_listed(words))
         instances = parser.instantiate(parsed)
     except ArgumentError as error:
         text = ": ".join(line.strip() for line in str(error).splitlines() if line.strip())
@@ -322,9 +321,12 @@ def _parse(
     return values
 
 
-def _listed(word: str) -> str:
-    """Write 64,128,256 as the list it is meant as."""
-    return f"[{word}]" if re.fullmatch(r"\d+(,\d+)+", word) else word
+def _listed(words: list[str]) -> list[str]:
+    """Write the sizes of ``--windows 64,128,256`` as the list that they are meant as."""
+    words, sizes = _take(words, "--windows")
+    if sizes is None:
+        return words
+    return [*words, f"--windows=[{sizes.strip('[]')}]"]
 
 
 def _take(words: list[str], option: str) -> tuple[list[str], str | None]:

@@ -22,7 +22,7 @@ from coca_attention.ops import rotary_cos_sin
 
 
 class CoCARotary(nn.Module):
-    """cos and sin at width P in float32, computed from the configuration at every call.
+    """cos and sin at width P in float32 or wider, computed from the configuration at every call.
 
     It has no buffers: a long input never changes a later short one, and there is nothing to go
     stale when a model is loaded or its ``rope_parameters`` are changed.
@@ -34,10 +34,15 @@ class CoCARotary(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (B, T, P), float32, for position_ids (B, T)."""
+        """cos and sin, each (B, T, P), float32 or wider, for position_ids (B, T)."""
         base, scaling = rotary_scaling(self.config)
-        width = rotary_width(self.config)
-        return rotary_cos_sin(position_ids, width, base=base, scaling=scaling)
+        return rotary_cos_sin(
+            position_ids,
+            rotary_width(self.config),
+            base=base,
+            scaling=scaling,
+            dtype=torch.promote_types(hidden_states.dtype, torch.float32),
+        )
 
 
 class FoldedLinear(nn.Linear):

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from coca_attention.ops import FORMS, NO_SCALING, RotaryScaling
+import torch
+
+from coca_attention.ops import FORMS, NO_SCALING, RotaryScaling, inverse_frequencies
 
 # Transformers' names for the rotary scalings, and ours.
 ROPE_TYPES = {
@@ -63,6 +65,21 @@ def rotary_scaling(config: Any) -> tuple[float, RotaryScaling]:
         length=rope.get("length"),
         **optional,
     )
+
+
+def ntk_frequencies(
+    config: Any, device: Any = None, seq_len: Any = None, layer_type: Any = None
+) -> tuple[torch.Tensor, float]:
+    """The rule ``ntk`` in the form that Transformers' table of rope types wants.
+
+    Without an entry there, a model whose configuration says ``ntk`` could not be built at all.
+
+    Returns:
+        Frequencies (P,), float32, and the magnitude of cos and sin.
+    """
+    base, scaling = rotary_scaling(config)
+    theta = inverse_frequencies(rotary_width(config), base, scaling)
+    return theta.to(device, torch.float32), scaling.magnitude
 
 
 class CoCAConfigMixin:

@@ -50,7 +50,9 @@ def draw(name: str, plot: Callable[[Axes], None]) -> dict[str, str]:
                 fontsize=9,
             )
             buffer = io.StringIO()
-            figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+            figure.savefig(
+                buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            )
         text = buffer.getvalue()
         # Ids must not repeat between the drawings of one page.
         drawings[screen] = re.sub(

@@ -170,6 +170,8 @@ def load_recipe(path: str | Path | None = None, overrides: list[str] | None = No
 
     if path is not None and not Path(path).is_file():
         raise UserError(f"{path}: no such recipe; the project's own are in the folder recipes/")
+    if path is not None:
+        _check_sections(Path(path))
     parser = recipe_parser()
     words = [] if path is None else ["--recipe", str(path)]
     try:
@@ -182,6 +184,18 @@ def load_recipe(path: str | Path | None = None, overrides: list[str] | None = No
     recipe = Recipe(**{item.name: recipe[item.name] for item in fields(Recipe)})
     recipe.check()
     return recipe
+
+
+def _check_sections(path: Path) -> None:
+    """Refuse sections that a recipe does not have; the parser passes over those left empty."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a readable recipe: {' '.join(str(error).split())}") from error
+    known = [item.name for item in fields(Recipe)]
+    if not isinstance(content, dict) or not set(content) <= set(known):
+        there = ", ".join(map(str, content)) if isinstance(content, dict) else repr(content)
+        raise UserError(f"{path}: a recipe has the sections {', '.join(known)}; got {there}")
 
 
 def recipe_parser() -> Any:

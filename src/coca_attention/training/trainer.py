@@ -1,6 +1,7 @@
 """Transformers' Trainer with the paper's schedule, a stop at NaN, and whole checkpoints."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,6 @@ def training_arguments(
         "max_grad_norm": settings.max_grad_norm,
         "bf16": settings.precision == "bfloat16",
         "fp16": settings.precision == "float16",
-        "gradient_checkpointing": settings.gradient_checkpointing,
         "seed": settings.seed,
         "data_seed": settings.seed,
         "save_steps": settings.save_every,
@@ -84,6 +84,11 @@ def training_arguments(
         "ignore_data_skip": False,
         "use_cpu": not torch.accelerator.is_available(),
     }
+    if settings.gradient_checkpointing:
+        # Named anew in the course of Transformers 5.
+        names = {item.name for item in fields(TrainingArguments)}
+        new = "activation_checkpointing"
+        known[new if new in names else "gradient_checkpointing"] = True
     taken = sorted(set(known) & set(settings.trainer))
     if taken:
         raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
