@@ -352,16 +352,17 @@ class _progress:  # noqa: N801
             TextColumn("{task.completed:,}/{task.total:,} tokens"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
+            transient=True,
         )
-        self.tasks: dict[str, Any] = {}
+        self.task = self.bar.add_task("")
         return self.advance
 
     def advance(self, label: str, done: int, total: int) -> None:
-        if label not in self.tasks:
-            if not self.tasks:
-                self.bar.start()
-            self.tasks[label] = self.bar.add_task(label, total=total)
-        self.bar.update(self.tasks[label], completed=done)
+        # Shown only while something is judged: training has a bar of its own.
+        self.bar.start()
+        self.bar.update(self.task, description=label, completed=done, total=total)
+        if done >= total:
+            self.bar.stop()
 
     def __exit__(self, *_: Any) -> None:
         self.bar.stop()

@@ -162,9 +162,9 @@ def coca_attention(
                 f"{tuple(positions.shape)}"
             )
     wide = torch.promote_types(query.dtype, torch.float32)
-    scale = width**-0.5 if scale is None else scale
+    factor = width**-0.5 if scale is None else scale
     cos, sin = rotary_cos_sin(query_positions, width, base=base, dtype=wide)
-    q = query_map(query, cos, sin, form=form, scale=scale, interleaved=interleaved)
+    q = query_map(query, cos, sin, form=form, scale=factor, interleaved=interleaved)
     cos, sin = rotary_cos_sin(key_positions, width, base=base, dtype=wide)
     k = key_map(key_coefficients, cos, sin, form=form)
     return attend(q, k, value, attention_mask=attention_mask, is_causal=is_causal, scale=1.0)

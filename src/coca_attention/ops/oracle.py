@@ -184,5 +184,5 @@ def coca_attention(
     scores = SCORES[form](
         query, t, query_positions, key_positions, base=base, interleaved=interleaved
     )
-    scale = width**-0.5 if scale is None else scale
-    return attention(scores, v, scale=scale, is_causal=is_causal)
+    factor = width**-0.5 if scale is None else scale
+    return attention(scores, v, scale=factor, is_causal=is_causal)

@@ -146,13 +146,12 @@ def inverse_frequencies(
 
 def _yarn_kept_share(width: int, base: float, scaling: RotaryScaling) -> Tensor:
     """YaRN's ramp: 1 for pairs left alone, 0 for pairs interpolated by the factor. (P,) float64."""
-    assert scaling.training_length is not None  # held by RotaryScaling
+    length = scaling.training_length
+    assert length is not None  # held by RotaryScaling
 
     def pair_with_turns(turns: float) -> float:
         # The pair index j (real-valued) with turns = L_train * base ** (-2 j / D) / (2 pi).
-        return (
-            width * math.log(scaling.training_length / (turns * 2 * math.pi)) / (2 * math.log(base))
-        )
+        return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     first = max(math.floor(pair_with_turns(scaling.beta_fast)), 0)
     last = min(math.ceil(pair_with_turns(scaling.beta_slow)), width - 1)

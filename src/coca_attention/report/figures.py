@@ -15,7 +15,7 @@ from coca_attention.report.results import Series, all_windows
 COLOURS = ("#767676", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DASHES = {"none": "-", "ntk": "--", "dynamic": "--", "linear": "-.", "attend-last": ":"}
 SIZES = {"wide": (9.0, 5.2), "narrow": (4.4, 6.4)}
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "coca-attention",
     "font.family": "sans-serif",
@@ -68,11 +68,16 @@ def perplexity_figure(series: Sequence[Series], training_length: int | None) -> 
 
     def plot(axes: Axes) -> None:
         for item in series:
-            style = {"color": colours[item.model], "linestyle": DASHES[item.kind]}
+            colour, dash = colours[item.model], DASHES[item.kind]
             if item.kind == "attend-last":
                 value = item.points[0].perplexity
                 axes.plot(
-                    [windows[0], windows[-1]], [value, value], label=item.label, lw=1.2, **style
+                    [windows[0], windows[-1]],
+                    [value, value],
+                    label=item.label,
+                    lw=1.2,
+                    color=colour,
+                    ls=dash,
                 )
                 continue
             x = [point.window for point in item.points]
@@ -83,7 +88,8 @@ def perplexity_figure(series: Sequence[Series], training_length: int | None) -> 
                 marker="o",
                 ms=4,
                 lw=1.8,
-                **style,
+                color=colour,
+                ls=dash,
             )
             if item.kind == "none" and all(point.low is not None for point in item.points):
                 axes.fill_between(

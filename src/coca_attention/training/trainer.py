@@ -113,7 +113,7 @@ class RecipeTrainer(Trainer):
     ) -> LambdaLR:
         if self.lr_scheduler is None:
             self.lr_scheduler = LambdaLR(
-                optimizer or self.optimizer,
+                optimizer or self.optimizer,  # pyright: ignore[reportArgumentType]
                 lambda step: learning_rate_share(step, self.settings),
             )
             self._created_lr_scheduler = True
@@ -129,13 +129,14 @@ class RecipeTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # A step with a finite loss can still have overflowed into the weights.
+        assert self.model is not None  # given to __init__
         for name, weight in self.model.named_parameters():
             if not torch.isfinite(weight).all():
                 raise self._diverged(f"{name} holds numbers that are not finite")
         super().save_model(output_dir, _internal_call)
 
     def _diverged(self, what: str) -> TrainingDiverged:
-        last = last_checkpoint(Path(self.args.output_dir))
+        last = last_checkpoint(Path(str(self.args.output_dir)))
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved yet"
         return TrainingDiverged(
             f"{what} at step {self.state.global_step + 1}: training stopped, {kept}. Try a lower "
@@ -144,7 +145,12 @@ class RecipeTrainer(Trainer):
 
 
 class QuietProgress(ProgressCallback):
-    """One progress bar with the loss beside it, in place of a line for every entry."""
+    """One progress bar with the run's name and loss, in place of a line for every entry."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.training_bar is not None:
+            self.training_bar.set_description(f"training {Path(args.output_dir).parent.name}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:

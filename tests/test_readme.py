@@ -1,0 +1,58 @@
+"""The README's Python and its commands are run, so that they cannot rot."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from coca_attention.cli import main
+from conftest import some_text, tiny_model
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch, tokenizer):
+    """A folder with what the README's examples speak of: a quickstart's model, and books."""
+    folder = tmp_path / "runs" / "quickstart" / "CoCA-Strict"
+    tiny_model("strict").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "books").mkdir()
+    for index in range(3):
+        (tmp_path / "books" / f"{index}.txt").write_text(some_text(3000, seed=index))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_python_examples_run(workplace):
+    found = blocks("python")
+    assert len(found) >= 3
+    for block in found:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_coca_commands_run(workplace, capsys):
+    commands = [
+        shlex.split(line.replace("\\\n", " "), comments=True)
+        for block in blocks("sh")
+        for line in re.split(r"(?<!\\)\n", block)
+        if line.startswith("coca ")
+    ]
+    kinds = {command[1] for command in commands}
+    assert kinds == {"train", "eval", "generate", "report"}
+    for command in commands:
+        if command[1] == "train":
+            recipe = Path(__file__).parents[1] / command[2]
+            small = [
+                "--model.num_layers=1", "--model.hidden_size=16", "--model.num_heads=2",
+                "--data.vocab_size=300", "--data.max_tokens=3000", "--training.steps=2",
+                "--training.global_batch_size=4", "--training.micro_batch_size=4",
+                "--training.report_to=[]", "--training.precision=float32",
+            ]  # fmt: skip
+            command = [*command[:2], str(recipe), *command[3:], *small]
+        assert main(command[1:]) == 0, capsys.readouterr().err
