@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "data": {"errors"},
     "training": {"ops", "layers", "models", "data", "errors", "environment"},
     "evaluation": {"ops", "layers", "models", "data", "errors", "environment"},
-    "report": {"errors", "environment"},
+    "report": {"evaluation", "errors", "environment"},
     "quickstart": {"models", "data", "training", "evaluation", "report", "errors", "environment"},
     "cli": {
         "models", "data", "training", "evaluation", "report", "quickstart", "errors",

@@ -153,7 +153,7 @@ def run_generate(words: list[str]) -> None:
         raise UserError(f"max_new_tokens must be at least 1, got {settings.max_new_tokens}")
     if settings.temperature < 0:
         raise UserError(f"temperature must be 0 or above, got {settings.temperature}")
-    model = load_model(path, dtype=settings.dtype, device=settings.device)
+    model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
     tokenizer = load_tokenizer(path)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     if inputs["input_ids"].shape[-1] == 0:

@@ -16,6 +16,7 @@ from coca_attention.evaluation.perplexity import (
     bootstrap_interval,
     evaluate_perplexity,
     load_text,
+    paired_ratio_interval,
     perplexity,
     score_documents,
     sliding_windows,
@@ -120,6 +121,20 @@ def test_the_interval_is_seeded_and_covers_the_spread_of_documents():
     same = [DocumentScore(str(i), 100.0, 50) for i in range(20)]
     assert bootstrap_interval(same, seed=0) == pytest.approx((math.exp(2), math.exp(2)))
     assert bootstrap_interval(scores[:1], seed=0) is None
+
+
+def test_the_paired_interval_leaves_out_what_documents_share():
+    first = [DocumentScore(str(i), 100.0 + 10 * i, 50) for i in range(20)]
+    second = [DocumentScore(str(i), 95.0 + 10 * i + i % 3, 50) for i in range(20)]
+    interval = paired_ratio_interval(first, second, seed=0)
+    assert interval is not None
+    assert interval[0] < perplexity(first) / perplexity(second) < interval[1]
+    alone = bootstrap_interval(first, seed=0)
+    assert alone is not None
+    assert interval[1] / interval[0] < 1.02 < alone[1] / alone[0]
+    assert paired_ratio_interval(first[:1], second[:1], seed=0) is None
+    with pytest.raises(ValueError, match="same judged tokens of the same documents"):
+        paired_ratio_interval(first, second[1:], seed=0)
 
 
 def settings(**changes) -> WindowSettings:

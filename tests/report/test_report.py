@@ -132,6 +132,19 @@ def test_findings_follow_the_numbers_whichever_way_they_fall():
     )
 
 
+def test_changes_carry_an_interval_over_paired_documents():
+    def with_documents(model: str, factor: float) -> dict:
+        documents = [
+            {"id": str(i), "nats": 100 * (3 + i % 4) + 100 * factor, "tokens": 100}
+            for i in range(20)
+        ]
+        return cell(model, 64, 40.0, documents=documents)
+
+    cells = [with_documents("RoFormer", 0.0), with_documents("CoCA-Slack", -0.1)]
+    sentence = findings(perplexity_series(cells), 64)[0]
+    assert "95 % interval −9.5% to −9.5%" in sentence
+
+
 def test_the_page_is_the_same_every_time():
     assert build_report([CONTENT], title="t") == build_report([CONTENT], title="t")
 

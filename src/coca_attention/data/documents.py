@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from coca_attention.errors import UserError
 
@@ -130,7 +130,7 @@ def _file_documents(files: list[Path], text_field: str, bad_lines: BadLines) -> 
             yield from _parquet_documents(path, text_field)
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> Any:
     if path.suffix == ".gz":
         return gzip.open(path, "rb")
     if path.suffix == ".xz":

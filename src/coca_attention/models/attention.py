@@ -143,14 +143,34 @@ class CollinearAttention(nn.Module):
         return self.get_submodule(self.output_name)(output), weights
 
 
-def true_positions(
-    attention_mask: Tensor | None, position_ids: Tensor | None, length: int
-) -> Tensor | None:
-    """Positions that count real tokens only, from a padding mask (B, S); else ``position_ids``.
+class TruePositions:
+    """Takes positions from the padding mask where a caller gives a mask but no positions.
 
-    The slack form answers to true positions, so left padding must not shift them.
+    The slack form answers to true positions, so left padding must not shift them. Mixed in before
+    a family's decoder.
     """
-    if position_ids is not None or attention_mask is None or attention_mask.dim() != 2:
-        return position_ids
-    positions = attention_mask.long().cumsum(-1) - 1
-    return positions.clamp(min=0)[:, -length:]
+
+    def forward(
+        self: Any,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The decoder's forward pass; arguments as there."""
+        tokens = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+        if (
+            position_ids is None
+            and tokens is not None
+            and attention_mask is not None
+            and attention_mask.dim() == 2
+        ):
+            counted = attention_mask.long().cumsum(-1) - 1
+            position_ids = counted.clamp(min=0)[:, -tokens.shape[1] :]
+        forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        return forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **kwargs,
+        )

@@ -92,7 +92,7 @@ class CoCAConfigMixin:
 
     def validate_architecture(self: Any) -> None:
         """Called by Transformers whenever a configuration is made or loaded."""
-        super().validate_architecture()
+        super().validate_architecture()  # pyright: ignore[reportAttributeAccessIssue]
         if self.coca_form not in FORMS:
             raise ValueError(f"coca_form must be one of {', '.join(FORMS)}; got {self.coca_form!r}")
         partial = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)

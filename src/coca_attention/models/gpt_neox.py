@@ -21,7 +21,7 @@ from coca_attention.models.attention import (
     CoCARotary,
     CollinearAttention,
     FoldedLinear,
-    true_positions,
+    TruePositions,
 )
 from coca_attention.models.configuration import CoCAConfigMixin
 from coca_attention.ops import alibi
@@ -78,31 +78,13 @@ class CoCAGPTNeoXPreTrainedModel(GPTNeoXPreTrainedModel):
             super()._init_weights(module)
 
 
-class CoCAGPTNeoXModel(CoCAGPTNeoXPreTrainedModel, GPTNeoXModel):
+class CoCAGPTNeoXModel(TruePositions, CoCAGPTNeoXPreTrainedModel, GPTNeoXModel):
     def __init__(self, config: CoCAGPTNeoXConfig) -> None:
         super().__init__(config)
         for index, layer in enumerate(self.layers):
             layer.attention = CoCAGPTNeoXAttention(config, index)
         self.rotary_emb = CoCARotary(config)
         self.post_init()
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        tokens = input_ids if input_ids is not None else inputs_embeds
-        length = 0 if tokens is None else tokens.shape[1]
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=true_positions(attention_mask, position_ids, length),
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
 
 
 class CoCAGPTNeoXForCausalLM(CoCAGPTNeoXPreTrainedModel, GPTNeoXForCausalLM):

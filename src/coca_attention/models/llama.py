@@ -1,9 +1,7 @@
 """CoCA on the Llama body."""
 
-from typing import Any
-
 from huggingface_hub.dataclasses import strict
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaPreTrainedModel
 
@@ -11,7 +9,7 @@ from coca_attention.models.attention import (
     CoCARotary,
     CollinearAttention,
     FoldedLinear,
-    true_positions,
+    TruePositions,
 )
 from coca_attention.models.configuration import CoCAConfigMixin
 
@@ -62,33 +60,13 @@ class CoCALlamaPreTrainedModel(LlamaPreTrainedModel):
             super()._init_weights(module)
 
 
-class CoCALlamaModel(CoCALlamaPreTrainedModel, LlamaModel):
+class CoCALlamaModel(TruePositions, CoCALlamaPreTrainedModel, LlamaModel):
     def __init__(self, config: CoCALlamaConfig) -> None:
         super().__init__(config)
         for index, layer in enumerate(self.layers):
             layer.self_attn = CoCALlamaAttention(config, index)
         self.rotary_emb = CoCARotary(config)
         self.post_init()
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        tokens = input_ids if input_ids is not None else inputs_embeds
-        length = 0 if tokens is None else tokens.shape[1]
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=true_positions(attention_mask, position_ids, length),
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
 
 
 class CoCALlamaForCausalLM(CoCALlamaPreTrainedModel, LlamaForCausalLM):

@@ -38,7 +38,7 @@ def load_model(
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), output_loading_info=True, use_safetensors=True
         )
     except SafetensorError as error:
@@ -50,7 +50,8 @@ def load_model(
     finally:
         if shown:
             logging.enable_progress_bar()
-    missing: Any = sorted(info["missing_keys"])
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(
             f"{path}: the weight files lack {len(missing)} of the model's tensors, among them "

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
@@ -100,7 +100,7 @@ def set_rotary_scaling(
         setattr(model.get_submodule(parent), child, replacement)
 
 
-def _stateless(module: nn.Module, config: Any) -> VanillaRotary:
+def _stateless(module: Any, config: Any) -> VanillaRotary:
     """Our rotary in place of a Transformers one, after checking that they agree unscaled."""
     replacement = VanillaRotary(config)
     device = module.inv_freq.device

@@ -11,9 +11,11 @@ from markupsafe import Markup
 
 from coca_attention.environment import write_text
 from coca_attention.errors import UserError
+from coca_attention.evaluation.perplexity import paired_ratio_interval
 from coca_attention.report import paper
 from coca_attention.report.figures import perplexity_figure, training_figure
 from coca_attention.report.results import (
+    Point,
     Series,
     all_windows,
     best_per_window,
@@ -121,8 +123,20 @@ def _change(item: Series, base: Series, window: int) -> str:
     word = "higher" if change >= 0 else "lower"
     return (
         f"perplexity {mine.perplexity:.1f} against {theirs.perplexity:.1f} "
-        f"({abs(change):.1%} {word})"
+        f"({abs(change):.1%} {word}{_paired(mine, theirs)})"
     )
+
+
+def _paired(mine: Point, theirs: Point) -> str:
+    """The 95 % interval of a change, documents paired; nothing where they are not the same."""
+    try:
+        interval = paired_ratio_interval(mine.documents, theirs.documents, seed=0)
+    except ValueError:
+        return ""
+    if interval is None:
+        return ""
+    low, high = (f"{end - 1:+.1%}".replace("-", "−") for end in interval)
+    return f"; 95 % interval {low} to {high}"
 
 
 def _rows(series: Sequence[Series], windows: Sequence[int]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coca_attention.errors import UserError
+from coca_attention.evaluation.perplexity import DocumentScore
 
 SCALING_NAMES = {"linear": "PI", "ntk": "NTK", "dynamic": "dynamic NTK"}
 
@@ -20,6 +21,7 @@ class Point:
     perplexity: float
     low: float | None
     high: float | None
+    documents: tuple[DocumentScore, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def perplexity_series(cells: Sequence[dict[str, Any]]) -> list[Series]:
 
 def _point(cell: dict[str, Any]) -> Point:
     low, high = cell.get("ci95") or (None, None)
-    return Point(cell["window"], cell["perplexity"], low, high)
+    documents = tuple(DocumentScore(**document) for document in cell["documents"])
+    return Point(cell["window"], cell["perplexity"], low, high, documents)
 
 
 def _label(model: str, kind: str, factor: float | None, group: Sequence[dict[str, Any]]) -> str:

@@ -8,9 +8,7 @@ from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALla
 from coca_attention.training.recipe import Recipe
 
 
-def model_config(
-    recipe: Recipe, vocab_size: int, end_of_text: int | None = None
-) -> PretrainedConfig:
+def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> PretrainedConfig:
     """Transformers configuration of a recipe's model.
 
     Args:

@@ -4,6 +4,7 @@ from coca_attention.evaluation.perplexity.score import (
     DocumentScore,
     TokenDocument,
     bootstrap_interval,
+    paired_ratio_interval,
     perplexity,
     score_documents,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "check_settings",
     "evaluate_perplexity",
     "load_text",
+    "paired_ratio_interval",
     "perplexity",
     "score_documents",
     "shared_first_target",
