@@ -6,12 +6,17 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
 from coca_attention.data import Document, train_tokenizer
 from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
+
+# A shared, slow machine is no failure.
+hypothesis.settings.register_profile("project", deadline=None)
+hypothesis.settings.load_profile("project")
 
 VOCABULARY = 300
 SIZES = {

@@ -43,8 +43,8 @@ def test_overview_lists_every_command_with_its_docstring(capsys):
     [
         (["quickstart"], ["--output", "--sizes.steps", "Optimizer steps of each model"]),
         (["train"], ["--training.steps", "--model.attention", "AdamW's weight decay", "--output"]),
-        (["eval", "perplexity"], ["--windows", "--attend_last", "Seed of the bootstrap"]),
-        (["generate"], ["--max_new_tokens", "prompt", "Tokens to generate at most"]),
+        (["eval", "perplexity"], ["--windows", "--attend-last", "Seed of the bootstrap"]),
+        (["generate"], ["--max-new-tokens", "prompt", "Tokens to generate at most"]),
         (["report"], ["--title", "HTML file to write"]),
     ],
 )
@@ -70,7 +70,7 @@ def test_help_comes_from_the_fields(capsys, words, options):
         (["eval", "perplexity", "nowhere", "--windows", "a,b"], "windows"),
         (["eval", "perplexity", "nowhere", "--windows", "64", "--stride", "65"], "not exceed"),
         (["eval", "perplexity", "nowhere"], "nowhere: no model could be loaded"),
-        (["generate", "nowhere", "x", "--max_new_tokens", "0"], "at least 1"),
+        (["generate", "nowhere", "x", "--max-new-tokens", "0"], "at least 1"),
         (["report"], "give result files first"),
         (["report", "nowhere.json"], "nowhere.json: cannot be read"),
     ],
@@ -112,7 +112,7 @@ def test_eval_perplexity_and_report(capsys, model_folder, text_folder, tmp_path)
     output = tmp_path / "deep" / "result.json"
     code, out, err = run(
         capsys, "eval", "perplexity", model_folder, "--source", text_folder, "--windows", "16,64",
-        "--scaling", "ntk", "--factor", "2", "--attend_last", "16", "--output", output,
+        "--scaling", "ntk", "--factor", "2", "--attend-last", "16", "--output", output,
         "--name", "tiny",
     )  # fmt: skip
     assert code == 0, err
@@ -136,7 +136,7 @@ def test_a_document_shorter_than_the_window_is_an_error(capsys, model_folder, tm
         capsys, "eval", "perplexity", model_folder, "--source", tmp_path, "--windows", "64"
     )
     assert code == 2
-    assert "short.txt' has" in err and "skip_short" in err
+    assert "short.txt' has" in err and "--skip-short" in err
 
 
 def test_generate_continues_the_prompt(capsys, model_folder):
@@ -192,6 +192,13 @@ def test_quickstart_small_then_reused_then_mended(capsys, tmp_path):
     again = json.loads((output / "results.json").read_text())
     for before, after in zip(content["results"], again["results"], strict=True):
         assert before["nats"] == pytest.approx(after["nats"], rel=1e-6)
+
+    # The same models, other windows: judged anew.
+    code, _, err = run(capsys, *words, "--sizes.judged=3")
+    assert code == 0, err
+    assert weights.stat().st_mtime_ns == written
+    changed = json.loads((output / "results.json").read_text())
+    assert changed["results"][0]["tokens"] > content["results"][0]["tokens"]
 
     (output / "evaluation" / "ALiBi.json").write_text("{")
     code, _, err = run(capsys, *words)

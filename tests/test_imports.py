@@ -11,18 +11,19 @@ SOURCE = Path(__file__).parents[1] / "src" / "coca_attention"
 # Each part may import itself and what stands in its row.
 MAY_IMPORT = {
     "errors": set(),
+    "options": {"errors"},
     "environment": set(),
     "ops": set(),
     "layers": {"ops"},
     "models": {"ops", "layers", "errors"},
     "data": {"errors"},
-    "training": {"ops", "layers", "models", "data", "errors", "environment"},
+    "training": {"ops", "layers", "models", "data", "errors", "environment", "options"},
     "evaluation": {"ops", "layers", "models", "data", "errors", "environment"},
     "report": {"evaluation", "errors", "environment"},
     "quickstart": {"models", "data", "training", "evaluation", "report", "errors", "environment"},
     "cli": {
         "models", "data", "training", "evaluation", "report", "quickstart", "errors",
-        "environment", "__init__",
+        "environment", "options", "__init__",
     },
     "__init__": {"ops", "layers", "models"},
 }  # fmt: skip

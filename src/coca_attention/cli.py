@@ -73,6 +73,7 @@ def run_quickstart(words: list[str]) -> None:
 
 def run_train(words: list[str]) -> None:
     """Train a model from a recipe (YAML); started again, it goes on where it stopped."""
+    from coca_attention.options import take_option
     from coca_attention.training import load_recipe, read_summary, recipe_parser, train
 
     if not words or words[0] in ("-h", "--help"):
@@ -84,7 +85,7 @@ def run_train(words: list[str]) -> None:
     recipe, *overrides = words
     if recipe.startswith("-"):
         raise UserError("the recipe comes first: coca train RECIPE.yaml [--training.steps 100 …]")
-    overrides, output = _take(overrides, "--output")
+    overrides, output = take_option(overrides, "--output")
     folder = Path(output or Path("runs") / Path(recipe).stem)
     summary = read_summary(train(load_recipe(recipe, overrides), folder))
     print(
@@ -298,22 +299,16 @@ def _parse(
         UserError: If a word is unknown or a value unfit.
         SystemExit: After printing help.
     """
-    from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+    from coca_attention.options import OptionParser
 
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog=program, description=command.__doc__, exit_on_error=False)
+    parser = OptionParser(program, command.__doc__)
     names = [name for name in (positional, second) if name is not None]
     described = {"model": "Folder or name of a Transformers model.", "prompt": "Text to continue."}
     for name in names:
         parser.add_argument(name, type=str, help=described[name])
     for section in sections:
         parser.add_class_arguments(section)
-    try:
-        parsed = parser.parse_args(_listed(words))
-        instances = parser.instantiate(parsed)
-    except ArgumentError as error:
-        text = ": ".join(line.strip() for line in str(error).splitlines() if line.strip())
-        raise UserError(f"{text}; see {program} --help") from error
+    instances = parser.read(_listed(words))
     values: list[Any] = [instances[name] for name in names]
     for section in sections:
         fields = section.__dataclass_fields__
@@ -323,20 +318,12 @@ def _parse(
 
 def _listed(words: list[str]) -> list[str]:
     """Write the sizes of ``--windows 64,128,256`` as the list that they are meant as."""
-    words, sizes = _take(words, "--windows")
+    from coca_attention.options import take_option
+
+    words, sizes = take_option(words, "--windows")
     if sizes is None:
         return words
     return [*words, f"--windows=[{sizes.strip('[]')}]"]
-
-
-def _take(words: list[str], option: str) -> tuple[list[str], str | None]:
-    """Remove ``option VALUE`` or ``option=VALUE`` from words; return its value."""
-    for index, word in enumerate(words):
-        if word == option and index + 1 < len(words):
-            return words[:index] + words[index + 2 :], words[index + 1]
-        if word.startswith(f"{option}="):
-            return words[:index] + words[index + 1 :], word.split("=", 1)[1]
-    return words, None
 
 
 class _progress:  # noqa: N801

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from coca_attention.data import held_out, load_tokenizer, read_documents, train_tokenizer
+from coca_attention.data import held_out, kept_tokenizer, read_documents
 from coca_attention.environment import describe_environment, write_json
 from coca_attention.errors import UserError
 from coca_attention.evaluation.perplexity import (
@@ -93,7 +93,12 @@ def quickstart(
         What is also written to ``results.json``: results, training summaries, environment.
     """
     output, sizes = Path(settings.output), settings.sizes
-    tokenizer_folder = _tokenizer(settings, output)
+    tokenizer_folder = output / "tokenizer"
+    tokenizer = kept_tokenizer(
+        tokenizer_folder,
+        lambda: (d for d in read_documents(settings.source) if not held_out(d, HELD_OUT)),
+        sizes.vocab_size,
+    )
     text = TextSettings(
         source=settings.source,
         held_out=HELD_OUT,
@@ -106,6 +111,7 @@ def quickstart(
         attend_last=sizes.block_length,
         seed=sizes.seed,
     )
+    measured = {**asdict(text), **asdict(windows), "ntk_factor": NTK_FACTOR}
     documents = None
     results: list[dict[str, Any]] = []
     training: list[dict[str, Any]] = []
@@ -113,15 +119,14 @@ def quickstart(
         folder = train(_recipe(settings, attention, tokenizer_folder), output / name)
         training.append({"name": name, **read_summary(folder)})
         cells_file = output / "evaluation" / f"{name}.json"
-        cells = _finished_cells(cells_file)
+        cells = _finished_cells(cells_file, measured)
         if cells is None:
             if documents is None:
-                tokenizer = load_tokenizer(tokenizer_folder)
                 documents = load_text(text, tokenizer, at_least=tokens_needed(windows))
             model = load_model(folder)
             cells = evaluate_perplexity(model, documents, windows, name=name, progress=progress)
             if attention != "alibi":
-                plain = WindowSettings(**{**vars(windows), "attend_last": None})
+                plain = replace(windows, attend_last=None)
                 cells += evaluate_perplexity(
                     model,
                     documents,
@@ -131,7 +136,7 @@ def quickstart(
                     name=name,
                     progress=progress,
                 )
-            write_json(cells_file, cells)
+            write_json(cells_file, {"measured": measured, "results": cells})
         results += cells
     content = {
         "results": results,
@@ -176,24 +181,15 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
     )
 
 
-def _tokenizer(settings: QuickstartSettings, output: Path) -> Path:
-    """Folder of the tokenizer that the four models share; trained on the first start."""
-    folder = output / "tokenizer"
-    if not folder.is_dir():
-        documents = (d for d in read_documents(settings.source) if not held_out(d, HELD_OUT))
-        partial = output / ".tokenizer.partial"
-        train_tokenizer(documents, settings.sizes.vocab_size).save_pretrained(partial)
-        partial.rename(folder)
-    return folder
-
-
-def _finished_cells(path: Path) -> list[dict[str, Any]] | None:
+def _finished_cells(path: Path, measured: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Cells of an earlier start that measured the same, or None."""
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: damaged; remove the file to evaluate again") from error
+    return content["results"] if content["measured"] == measured else None
 
 
 def table(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

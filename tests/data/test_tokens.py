@@ -10,6 +10,7 @@ from coca_attention.data import (
     BlockDataset,
     DataError,
     Document,
+    kept_tokenizer,
     load_tokenizer,
     token_array,
     train_tokenizer,
@@ -34,6 +35,22 @@ def test_saved_and_loaded(tokenizer, tmp_path):
     loaded = load_tokenizer(tmp_path)
     assert loaded("alpha1 ß")["input_ids"] == tokenizer("alpha1 ß")["input_ids"]
     assert loaded.eos_token_id == tokenizer.eos_token_id is not None
+
+
+def test_a_kept_tokenizer_is_trained_once_and_put_there_whole(tokenizer, tmp_path):
+    folder = tmp_path / "tokenizer"
+    (tmp_path / ".tokenizer.partial").mkdir()  # left by a start that was killed
+    (tmp_path / ".tokenizer.partial" / "rubbish").write_text("")
+    documents = [Document("a", some_text(3000))]
+    first = kept_tokenizer(folder, lambda: documents, VOCABULARY)
+    assert first.get_vocab() == tokenizer.get_vocab()
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
+    assert not (folder / "rubbish").exists()
+
+    def never():
+        raise AssertionError("trained again")
+
+    assert kept_tokenizer(folder, never, VOCABULARY).get_vocab() == first.get_vocab()
 
 
 def test_no_tokenizer_and_too_small_a_vocabulary_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 """The perplexity task on models whose answer is known, and on tiny real ones."""
 
+import json
 import math
 
 import pytest
@@ -43,7 +44,7 @@ class KnownModel(nn.Module):
             logits = torch.zeros(shape)
         else:
             others = (1 - self.sure) / (self.vocabulary - 1)
-            logits = torch.full(shape, math.log(others))
+            logits = torch.full(shape, math.log(others) if others else -math.inf)
             following = (input_ids + 1) % self.vocabulary
             logits.scatter_(-1, following.unsqueeze(-1), math.log(self.sure))
         return CausalLMOutput(logits=logits[:, -logits_to_keep:])
@@ -109,6 +110,23 @@ def test_batches_agree_with_one_token_at_a_time(kind, batch_tokens):
 def test_tokens_weigh_the_same_and_not_windows_or_documents():
     scores = [DocumentScore("long", 90.0, 90), DocumentScore("short", 30.0, 10)]
     assert perplexity(scores) == pytest.approx(math.exp(1.2))
+
+
+def test_a_model_that_answers_nan_is_refused_by_document():
+    model = KnownModel(50, 0.5)
+    model.sure = float("nan")
+    with pytest.raises(ValueError, match=r"document 'e' is not a number .NaN."):
+        score_documents(model, [counting(1), counting(70, "e")], window=16, stride=16)
+
+
+def test_infinite_nats_become_plain_json():
+    model = KnownModel(50, 1.0)  # certain, and wrong where the text does not count on
+    model.config = tiny_model("rope").config
+    documents = [counting(100), TokenDocument("e", torch.zeros(100, dtype=torch.long))]
+    (cell,) = evaluate_perplexity(model, documents, settings(windows=[16]))
+    assert cell["perplexity"] is cell["nats"] is cell["ci95"] is None
+    assert [d["nats"] for d in cell["documents"]] == [0.0, None]
+    json.dumps(cell, allow_nan=False)
 
 
 def test_the_interval_is_seeded_and_covers_the_spread_of_documents():

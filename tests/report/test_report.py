@@ -184,6 +184,6 @@ def test_a_missing_file_and_a_point_claimed_twice_are_refused(tmp_path):
 
 
 def test_infinite_perplexity_is_shown_as_inf():
-    cells = [cell("m", 64, 2.0), cell("m", 128, float("inf"), ci95=None)]
+    cells = [cell("m", 64, 2.0), cell("m", 128, 2.0, perplexity=None, ci95=None)]
     html = build_report([{"results": cells}], title="t")
     assert ">inf<" in html

@@ -83,6 +83,7 @@ def test_overrides_win_over_the_file_and_the_rest_is_default(tmp_path):
     assert recipe.model.attention == "strict"
     assert (recipe.training.steps, recipe.training.seed) == (7, 3)
     assert recipe.data.source == "x.txt"
+    assert load_recipe(path, ["--data.block-length", "64"]).data.block_length == 64
     assert recipe.model.num_layers == Recipe().model.num_layers
 
 
@@ -109,7 +110,10 @@ def test_the_written_recipe_reads_back_equal(tmp_path):
         ("model:\n  attention: alibi\n  body: llama\n", "alibi comes on the body gpt_neox"),
         ("model:\n  num_key_value_heads: 2\n", "needs the body llama"),
         ("data:\n  held_out: 1.5\n", "held_out"),
-        ("model: [1, 2\n", "recipe"),
+        ("training:\n  learning_rate: 0\n", "learning_rate must be above 0"),
+        ("data:\n  max_tokens: 0\n", "max_tokens must be at least 1"),
+        ("model: [1, 2\n", "not a readable recipe"),
+        ("- model\n", "a recipe has the sections model, data, training"),
     ],
 )
 def test_unfit_recipes_are_refused_in_one_line(tmp_path, text, message):

@@ -74,6 +74,33 @@ def test_a_finished_run_is_not_repeated_and_another_recipe_is_refused(text_folde
         train(recipe(text_folder, training__seed=5), tmp_path)
 
 
+def test_curves_go_to_tensorboard_in_the_folder_of_each_run(text_folder, tmp_path):
+    for name in ("one", "two"):
+        train(recipe(text_folder, training__report_to='["tensorboard"]'), tmp_path / name)
+    for name in ("one", "two"):
+        assert len(list((tmp_path / name / "logs").glob("events.out.tfevents.*"))) == 1
+
+
+def test_bfloat16_trains_and_the_weights_stay_in_float32(text_folder, tmp_path):
+    exact = train(recipe(text_folder), tmp_path / "exact")
+    rough = train(recipe(text_folder, training__precision="bfloat16"), tmp_path / "rough")
+    ours, theirs = (load_file(path / "model.safetensors") for path in (rough, exact))
+    assert {weight.dtype for weight in ours.values()} == {torch.float32}
+    assert any(not torch.equal(weight, theirs[name]) for name, weight in ours.items())
+    losses = [read_summary(path)["curve"][-1]["loss"] for path in (rough, exact)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def test_gradient_checkpointing_gives_the_same_weights(text_folder, tmp_path):
+    plain = train(recipe(text_folder), tmp_path / "plain")
+    saving = train(
+        recipe(text_folder, training__gradient_checkpointing="true"), tmp_path / "saving"
+    )
+    ours, theirs = (load_file(path / "model.safetensors") for path in (saving, plain))
+    for name, weight in ours.items():
+        assert torch.allclose(weight, theirs[name], atol=1e-6), name
+
+
 def test_a_folder_with_other_things_is_refused(text_folder, tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ValueError, match="is no run folder"):

@@ -10,6 +10,7 @@ from coca_attention.data.documents import (
 from coca_attention.data.tokens import (
     BlockDataset,
     encode_documents,
+    kept_tokenizer,
     load_tokenizer,
     token_array,
     train_tokenizer,
@@ -22,6 +23,7 @@ __all__ = [
     "Document",
     "encode_documents",
     "held_out",
+    "kept_tokenizer",
     "load_tokenizer",
     "read_documents",
     "token_array",

@@ -173,7 +173,9 @@ def _json_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterato
         except ValueError as error:
             problem = f"{path}: line {number}: {error}"
             if bad_lines == "error":
-                raise DataError(f"{problem}; mend the line, or leave bad lines out") from error
+                raise DataError(
+                    f"{problem}; mend the line, or leave bad lines out (bad_lines: skip)"
+                ) from error
             _warn(f"left out {problem}")
             continue
         read += 1
@@ -230,13 +232,24 @@ def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
         rows = datasets.load_dataset(parts[0], config, split=split, streaming=True)
     except Exception as error:
         raise DataError(f"{source}: the dataset cannot be opened: {error}") from error
-    for number, row in enumerate(rows):
+    for number, row in enumerate(_rows(rows, source)):
         if not isinstance(row.get(text_field), str):
             raise DataError(
                 f"{source}: row {number} has no text in {text_field!r}; its fields: "
                 f"{', '.join(map(str, row))}"
             )
         yield Document(str(row.get("id") or f"{source}:{number}"), row[text_field])
+
+
+def _rows(rows: Any, source: str) -> Iterator[Any]:
+    """Rows of a streamed dataset; a stream that breaks off is a DataError."""
+    number = 0
+    try:
+        for row in rows:
+            yield row
+            number += 1
+    except Exception as error:
+        raise DataError(f"{source}: reading broke off after {number} rows: {error}") from error
 
 
 def _stdlib_documents() -> Iterator[Document]:

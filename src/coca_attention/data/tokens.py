@@ -1,6 +1,7 @@
 """Tokenizers, token arrays, and the blocks that training reads."""
 
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -51,6 +52,26 @@ def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> PreTraine
     )
 
 
+def kept_tokenizer(
+    folder: str | Path, documents: Callable[[], Iterable[Document]], vocab_size: int
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder; where there is none, one is trained and put there whole.
+
+    Args:
+        folder: Where the tokenizer is kept.
+        documents: Gives the texts to learn from, called where one has to be trained.
+        vocab_size: As for `train_tokenizer`.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        tokenizer = train_tokenizer(documents(), vocab_size)
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        tokenizer.save_pretrained(partial)
+        partial.rename(folder)
+    return load_tokenizer(folder)
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Any Transformers tokenizer by folder or name.
 
@@ -58,7 +79,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         UserError: If there is none at the path.
     """
     try:
-        return AutoTokenizer.from_pretrained(str(path))
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path}: no tokenizer could be loaded: {_first_line(error)}") from error
 

@@ -39,7 +39,11 @@ def load_model(
     logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), output_loading_info=True, use_safetensors=True
+            path,
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
     except SafetensorError as error:
         raise UserError(

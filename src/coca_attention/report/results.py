@@ -98,8 +98,12 @@ def perplexity_series(cells: Sequence[dict[str, Any]]) -> list[Series]:
 
 def _point(cell: dict[str, Any]) -> Point:
     low, high = cell.get("ci95") or (None, None)
-    documents = tuple(DocumentScore(**document) for document in cell["documents"])
-    return Point(cell["window"], cell["perplexity"], low, high, documents)
+    documents = tuple(
+        DocumentScore(d["id"], math.inf if d["nats"] is None else d["nats"], d["tokens"])
+        for d in cell["documents"]
+    )
+    value = math.inf if cell["perplexity"] is None else cell["perplexity"]
+    return Point(cell["window"], value, low, high, documents)
 
 
 def _label(model: str, kind: str, factor: float | None, group: Sequence[dict[str, Any]]) -> str:

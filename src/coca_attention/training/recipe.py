@@ -8,6 +8,7 @@ import yaml
 
 from coca_attention.data import BadLines
 from coca_attention.errors import UserError
+from coca_attention.options import OptionParser
 
 
 @dataclass
@@ -144,6 +145,10 @@ class Recipe:
             raise UserError("num_key_value_heads needs the body llama")
         if not 0 <= data.held_out < 1:
             raise UserError(f"held_out must be at least 0 and below 1, got {data.held_out}")
+        if not training.learning_rate > 0:
+            raise UserError(f"learning_rate must be above 0, got {training.learning_rate}")
+        if data.max_tokens is not None and data.max_tokens < 1:
+            raise UserError(f"max_tokens must be at least 1, got {data.max_tokens}")
         if not 0 <= training.warmup_share <= 1 or not 0 <= training.final_share <= 1:
             raise UserError("warmup_share and final_share must lie between 0 and 1")
 
@@ -166,22 +171,16 @@ def load_recipe(path: str | Path | None = None, overrides: list[str] | None = No
     Raises:
         UserError: If the file is missing or broken, a key unknown, or a value unfit.
     """
-    from jsonargparse import ArgumentError
-
     if path is not None and not Path(path).is_file():
         raise UserError(f"{path}: no such recipe; the project's own are in the folder recipes/")
     if path is not None:
         _check_sections(Path(path))
-    parser = recipe_parser()
-    words = [] if path is None else ["--recipe", str(path)]
+    words = [] if path is None else [f"--recipe={path}"]
     try:
-        namespace = parser.parse_args([*words, *(overrides or [])])
-        namespace.pop("recipe", None)
-        recipe = parser.instantiate(namespace)
-    except ArgumentError as error:
-        where = f"{path}: " if path is not None else ""
-        raise UserError(f"{where}{_one_line(error)}; see coca train --help") from error
-    recipe = Recipe(**{item.name: recipe[item.name] for item in fields(Recipe)})
+        read = recipe_parser().read([*words, *(overrides or [])])
+    except UserError as error:
+        raise UserError(f"{path}: {error}" if path is not None else str(error)) from error
+    recipe = Recipe(**{item.name: read[item.name] for item in fields(Recipe)})
     recipe.check()
     return recipe
 
@@ -198,12 +197,9 @@ def _check_sections(path: Path) -> None:
         raise UserError(f"{path}: a recipe has the sections {', '.join(known)}; got {there}")
 
 
-def recipe_parser() -> Any:
+def recipe_parser() -> OptionParser:
     """The parser of recipe files and overrides; its help comes from the fields above."""
-    from jsonargparse import ArgumentParser, set_parsing_settings
-
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog="coca train RECIPE", exit_on_error=False)
+    parser = OptionParser("coca train")
     parser.add_argument("--recipe", action="config", help="YAML file; also the first argument.")
     parser.add_class_arguments(Recipe)
     return parser
@@ -223,8 +219,3 @@ def differences(first: Recipe, second: Recipe) -> list[str]:
         return names
 
     return walk(first, second, "")
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ": ".join(dict.fromkeys(lines)) or type(error).__name__

@@ -14,15 +14,21 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerC
 from coca_attention.data import (
     BlockDataset,
     held_out,
+    kept_tokenizer,
     load_tokenizer,
     read_documents,
     token_array,
-    train_tokenizer,
 )
 from coca_attention.environment import describe_environment, write_json, write_text
 from coca_attention.errors import UserError
 from coca_attention.training.build import model_config
-from coca_attention.training.recipe import Recipe, as_yaml, differences, load_recipe
+from coca_attention.training.recipe import (
+    Recipe,
+    TrainingRecipe,
+    as_yaml,
+    differences,
+    load_recipe,
+)
 from coca_attention.training.trainer import RecipeTrainer, last_checkpoint, training_arguments
 
 RECIPE_FILE = "recipe.yaml"
@@ -50,10 +56,10 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
     recipe.check()
     output = Path(output)
     state = PartialState()
-    claim_folder(recipe, output)
-    if is_finished(output):
-        return output
     with state.main_process_first():
+        claim_folder(recipe, output)
+        if is_finished(output):
+            return output
         tokenizer = _tokenizer(recipe, output)
     tokens = training_tokens(recipe, tokenizer)
     dataset = BlockDataset(tokens, recipe.data.block_length)
@@ -63,20 +69,28 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
     model = AutoModelForCausalLM.from_config(
         model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
     )
-    # Transformers reads the folder for TensorBoard from the environment.
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "logs"))
     trainer = RecipeTrainer(
         settings,
         model=model,
         args=training_arguments(settings, output, state.num_processes),
         train_dataset=dataset,
-        callbacks=list(callbacks),
+        callbacks=[*_curves(settings, output, state), *callbacks],
     )
     resume = last_checkpoint(output / "checkpoints")
     result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     _save(trainer, tokenizer, recipe, output, dict(result.metrics), len(dataset))
     state.wait_for_everyone()
     return output
+
+
+def _curves(settings: TrainingRecipe, output: Path, state: PartialState) -> list[TrainerCallback]:
+    """TensorBoard into the run folder; Trainer's own takes its folder from the environment."""
+    if "tensorboard" not in settings.report_to or not state.is_main_process:
+        return []
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations import TensorBoardCallback
+
+    return [TensorBoardCallback(SummaryWriter(output / "logs"))]
 
 
 def claim_folder(recipe: Recipe, output: Path) -> None:
@@ -119,14 +133,9 @@ def _tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
     """The recipe's tokenizer; one that is trained is kept in the run folder for the next start."""
     if recipe.data.tokenizer is not None:
         return load_tokenizer(recipe.data.tokenizer)
-    folder = output / "tokenizer"
-    if not folder.is_dir():
-        tokenizer = train_tokenizer(_training_documents(recipe), recipe.data.vocab_size)
-        partial = output / ".tokenizer.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        tokenizer.save_pretrained(partial)
-        partial.rename(folder)
-    return load_tokenizer(folder)
+    return kept_tokenizer(
+        output / "tokenizer", lambda: _training_documents(recipe), recipe.data.vocab_size
+    )
 
 
 def _save(

@@ -77,7 +77,8 @@ def training_arguments(
         "logging_steps": settings.log_every,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
-        "report_to": settings.report_to or "none",
+        # TensorBoard's callback is made in `run`, with the run's own folder.
+        "report_to": [name for name in settings.report_to if name != "tensorboard"] or "none",
         "remove_unused_columns": False,
         "dataloader_drop_last": True,
         # The order of the blocks must be the same where training goes on.

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coca_attention.errors import UserError
 from coca_attention.evaluation.perplexity.windows import Window, sliding_windows
 
 
@@ -58,6 +59,9 @@ def score_documents(
 
     Returns:
         One score per document, in their order.
+
+    Raises:
+        UserError: If the model answers NaN.
     """
     nats = torch.zeros(len(documents), dtype=torch.float64)
     counts = [0] * len(documents)
@@ -83,6 +87,12 @@ def score_documents(
         for row, (d, w) in enumerate(batch):
             nats[d] += rows[row]
             counts[d] += w.targets
+        if nats.isnan().any():
+            worst = documents[int(nats.isnan().nonzero()[0])].id
+            raise UserError(
+                f"the model's answer to document {worst!r} is not a number (NaN); its weights are "
+                "damaged, or its precision overflows (try float32)"
+            )
         if progress is not None:
             progress(sum(w.targets for _, w in batch))
     return [
@@ -131,9 +141,9 @@ def bootstrap_interval(
         level: Share of draws inside the interval.
 
     Returns:
-        Lower and upper end, or None for fewer than two documents.
+        Lower and upper end, or None for fewer than two documents or infinite nats.
     """
-    if len(scores) < 2:
+    if len(scores) < 2 or not all(math.isfinite(score.nats) for score in scores):
         return None
     return _interval(_drawn_means(scores, seed, resamples), level)
 
@@ -159,14 +169,14 @@ def paired_ratio_interval(
         level: Share of draws inside the interval.
 
     Returns:
-        Lower and upper end, or None for fewer than two documents.
+        Lower and upper end, or None for fewer than two documents or infinite nats.
 
     Raises:
         ValueError: If the documents or their judged tokens differ.
     """
     if [(s.id, s.tokens) for s in first] != [(s.id, s.tokens) for s in second]:
         raise ValueError("a paired interval needs the same judged tokens of the same documents")
-    if len(first) < 2:
+    if len(first) < 2 or not all(math.isfinite(score.nats) for score in (*first, *second)):
         return None
     means = [_drawn_means(scores, seed, resamples) for scores in (first, second)]
     return _interval(means[0] - means[1], level)

@@ -1,5 +1,6 @@
 """The perplexity task: a model, a text, and window sizes in; plain JSON values out."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -89,7 +90,8 @@ def load_text(
             if not settings.skip_short:
                 raise UserError(
                     f"document {document.id!r} has {len(ids)} tokens and the largest window needs "
-                    f"{at_least}: use smaller windows, or leave short documents out (skip_short)"
+                    f"{at_least}: use smaller windows, or leave short documents out "
+                    "(--skip-short true)"
                 )
             continue
         chosen.append(TokenDocument(document.id, torch.tensor(ids)))
@@ -142,7 +144,7 @@ def evaluate_perplexity(
         progress: Called with a label, the tokens judged so far and the tokens to judge.
 
     Returns:
-        One cell per window, and one for ``attend_last``: plain JSON values.
+        One cell per window, and one for ``attend_last``: plain JSON values, None for infinity.
 
     Raises:
         UserError: If sizes do not fit or the model cannot be scaled so.
@@ -192,15 +194,20 @@ def evaluate_perplexity(
                 "window": window,
                 "stride": run_stride,
                 "targets": settings.targets,
-                "perplexity": value,
+                "perplexity": _number(value),
                 "ci95": list(interval) if interval else None,
-                "nats": sum(score.nats for score in scores),
+                "nats": _number(sum(score.nats for score in scores)),
                 "tokens": sum(score.tokens for score in scores),
                 "seed": settings.seed,
                 "seconds": round(time.perf_counter() - started, 3),
-                "documents": [asdict(score) for score in scores],
+                "documents": [{**asdict(s), "nats": _number(s.nats)} for s in scores],
             }
         )
         if kind not in ("none", "attend-last"):
             set_rotary_scaling(model, "none")
     return cells
+
+
+def _number(value: float) -> float | None:
+    """None for infinity, which JSON cannot say."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,59 @@
+"""Command-line options and YAML from documented dataclasses, errors in one line."""
+
+import re
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+from coca_attention.errors import UserError
+
+
+class OptionParser(ArgumentParser):
+    """Options named with hyphens, their help from the docstrings below the fields."""
+
+    def __init__(self, program: str, description: str | None = None) -> None:
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
+        super().__init__(prog=program, description=description, exit_on_error=False)
+
+    def format_help(self) -> str:
+        """The help, with hyphens for the underscores of the fields' names."""
+        return re.sub(
+            r"--[a-z_.]+", lambda match: match[0].replace("_", "-"), super().format_help()
+        )
+
+    def read(self, words: list[str]) -> Any:
+        """Parse words and build the dataclasses.
+
+        Args:
+            words: Command-line words; options with hyphens or underscores.
+
+        Returns:
+            A namespace of texts and dataclass instances.
+
+        Raises:
+            UserError: If an option is unknown or a value unfit, in one line.
+        """
+        try:
+            return self.instantiate(self.parse_args([_with_underscores(word) for word in words]))
+        except ArgumentError as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            text = ": ".join(dict.fromkeys(lines)) or type(error).__name__
+            raise UserError(f"{text}; see {self.prog} --help") from error
+
+
+def take_option(words: list[str], option: str) -> tuple[list[str], str | None]:
+    """Remove ``option VALUE`` or ``option=VALUE`` from words; return what is left and the value."""
+    for index, word in enumerate(words):
+        if word == option and index + 1 < len(words):
+            return words[:index] + words[index + 2 :], words[index + 1]
+        if word.startswith(f"{option}="):
+            return words[:index] + words[index + 1 :], word.split("=", 1)[1]
+    return words, None
+
+
+def _with_underscores(word: str) -> str:
+    """``--attend-last=64`` as the field is named: ``--attend_last=64``."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
