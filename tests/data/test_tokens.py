@@ -37,6 +37,14 @@ def test_saved_and_loaded(tokenizer, tmp_path):
     assert loaded.eos_token_id == tokenizer.eos_token_id is not None
 
 
+def test_a_tokenizer_learns_from_the_start_of_an_endless_stream():
+    def endless():
+        while True:
+            yield Document("x", some_text(500))
+
+    assert len(train_tokenizer(endless(), VOCABULARY, max_characters=20_000)) > 257
+
+
 def test_a_kept_tokenizer_is_trained_once_and_put_there_whole(tokenizer, tmp_path):
     folder = tmp_path / "tokenizer"
     (tmp_path / ".tokenizer.partial").mkdir()  # left by a start that was killed

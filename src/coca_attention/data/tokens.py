@@ -15,14 +15,19 @@ from coca_attention.data.documents import DataError, Document
 from coca_attention.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_CHARACTERS = 100_000_000
 
 
-def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    documents: Iterable[Document], vocab_size: int, *, max_characters: int = TOKENIZER_CHARACTERS
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE: any text in, the same text out; ``<|endoftext|>`` ends documents.
 
     Args:
         documents: Texts to learn the merges from.
         vocab_size: Entries at most; at least 257 (the bytes and the end of text).
+        max_characters: Learn from the first documents of about so many characters: more changes
+            little, and a stream may have no end.
 
     Raises:
         UserError: If vocab_size is too small.
@@ -42,7 +47,16 @@ def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> PreTraine
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+
+    def texts() -> Iterator[str]:
+        left = max_characters
+        for document in documents:
+            yield document.text
+            left -= len(document.text)
+            if left <= 0:
+                return
+
+    tokenizer.train_from_iterator(texts(), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
