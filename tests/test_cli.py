@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from coca_attention.cli import COMMANDS, main
+from coca_attention.data import held_out, read_documents
+from coca_attention.quickstart import HELD_OUT
 from conftest import tiny_model
 
 
@@ -130,6 +132,11 @@ def test_eval_perplexity_and_report(capsys, model_folder, text_folder, tmp_path)
     assert "<title>Mine</title>" in page.read_text()
 
 
+def test_a_result_file_that_cannot_be_written_is_found_before_the_work(capsys, tmp_path):
+    code, _, err = run(capsys, "eval", "perplexity", "nowhere", "--output", tmp_path)
+    assert code == 2 and "is a folder" in err
+
+
 def test_a_document_shorter_than_the_window_is_an_error(capsys, model_folder, tmp_path):
     (tmp_path / "short.txt").write_text("alpha1 beta2")
     code, _, err = run(
@@ -183,6 +190,10 @@ def test_quickstart_small_then_reused_then_mended(capsys, tmp_path):
     assert "</html>" in (output / "report.html").read_text()
     assert "CoCA-Strict + NTK (4)" in out
 
+    judged = {d["id"] for c in content["results"] for d in c["documents"]}
+    unseen = {d.id for d in read_documents("stdlib") if held_out(d, HELD_OUT)}
+    assert judged and judged <= unseen
+
     weights = output / "RoFormer" / "model.safetensors"
     written = weights.stat().st_mtime_ns
     (output / "evaluation" / "ALiBi.json").unlink()
@@ -203,6 +214,10 @@ def test_quickstart_small_then_reused_then_mended(capsys, tmp_path):
     (output / "evaluation" / "ALiBi.json").write_text("{")
     code, _, err = run(capsys, *words)
     assert code == 2 and "damaged; remove the file" in err
+    code, _, err = run(capsys, *words, "--sizes.vocab-size=290")
+    assert code == 2 and "another recipe" in err
+    code, _, err = run(capsys, *words, "--sizes.longest=0")
+    assert code == 2 and "longest and judged must be at least 1" in err
     code, _, err = run(capsys, *words, "--sizes.seed=1")
     assert code == 2 and "another recipe" in err
 

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "coca_attention"
 MAY_IMPORT = {
     "errors": set(),
     "options": {"errors"},
-    "environment": set(),
+    "environment": {"errors"},
     "ops": set(),
     "layers": {"ops"},
     "models": {"ops", "layers", "errors"},

@@ -22,7 +22,7 @@ class EvaluationSettings:
     name: str | None = None
     """What the results call the model; by default the name of its folder."""
     output: str | None = None
-    """Result file (JSON); by default perplexity.json in the model's folder."""
+    """Result file (JSON); by default in runs/eval/, named after the model and the scaling."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights."""
     device: str | None = None
@@ -97,7 +97,7 @@ def run_train(words: list[str]) -> None:
 def run_perplexity(words: list[str]) -> None:
     """Perplexity of a Transformers causal language model under sliding windows."""
     from coca_attention.data import load_tokenizer
-    from coca_attention.environment import describe_environment, write_json
+    from coca_attention.environment import check_writable, describe_environment, write_json
     from coca_attention.evaluation.perplexity import (
         TextSettings,
         WindowSettings,
@@ -117,6 +117,9 @@ def run_perplexity(words: list[str]) -> None:
         positional="model",
     )
     check_settings(windows)
+    name = settings.name or Path(path).name
+    output = Path(settings.output or Path("runs", "eval", f"{name}-{settings.scaling}.json"))
+    check_writable(output)
     model = load_model(path, dtype=settings.dtype, device=settings.device)
     documents = load_text(text, load_tokenizer(path), at_least=tokens_needed(windows))
     with _progress() as advance:
@@ -126,10 +129,9 @@ def run_perplexity(words: list[str]) -> None:
             windows,
             scaling=settings.scaling,
             factor=settings.factor,
-            name=settings.name or Path(path).name,
+            name=name,
             progress=advance,
         )
-    output = Path(settings.output or Path(path) / "perplexity.json")
     write_json(output, {"results": cells, "environment": describe_environment()})
     _print_table(*table(cells))
     print(f"Results: {output}")
@@ -161,7 +163,7 @@ def run_generate(words: list[str]) -> None:
         raise UserError("the prompt has no tokens; give some text to continue")
     if settings.scaling != "none":
         total = inputs["input_ids"].shape[-1] + settings.max_new_tokens
-        length = max(total, training_length(model.config.get_text_config()))
+        length = max(total, training_length(model.config.get_text_config()) or 0)
         set_rotary_scaling(
             model,
             settings.scaling,
@@ -254,8 +256,8 @@ def _find(words: list[str]) -> tuple[Run | None, list[str]]:
             raise UserError(
                 f"{' '.join(path)} has no command {words[0]!r}; choose one of {', '.join(table)}"
             )
+        path.append(words[0])
         found, words = table[words[0]], words[1:]
-        path.append(next(name for name, value in table.items() if value is found))
         if not isinstance(found, dict):
             return found, words
         table = found

@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from coca_attention.errors import UserError
+
 PACKAGES = ("coca-attention", "torch", "transformers", "tokenizers", "accelerate", "numpy")
 
 
@@ -62,6 +64,22 @@ def write_text(path: Path, text: str) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file to be written, before long work, or say why it cannot be.
+
+    Raises:
+        UserError: If the path is a folder, or its own folder cannot be made or written to.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file to write")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path.parent} cannot be made: {error.strerror}") from error
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{path.parent} is not writable; name another file")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,5 +1,6 @@
 """Train short, test long, in one command: four small models, one text, one page of figures."""
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -90,9 +91,13 @@ def quickstart(
         progress: Called with a label, the tokens judged so far and the tokens to judge.
 
     Returns:
-        What is also written to ``results.json``: results, training summaries, environment.
+        What is also written to ``results.json``: results, training summaries, environments.
     """
     output, sizes = Path(settings.output), settings.sizes
+    if sizes.longest < 1 or sizes.judged < 1:
+        raise UserError(
+            f"longest and judged must be at least 1, got {sizes.longest} and {sizes.judged}"
+        )
     tokenizer_folder = output / "tokenizer"
     tokenizer = kept_tokenizer(
         tokenizer_folder,
@@ -115,12 +120,15 @@ def quickstart(
     documents = None
     results: list[dict[str, Any]] = []
     training: list[dict[str, Any]] = []
+    environments: list[dict[str, Any]] = []
     for name, attention in MODELS.items():
         folder = train(_recipe(settings, attention, tokenizer_folder), output / name)
         training.append({"name": name, **read_summary(folder)})
         cells_file = output / "evaluation" / f"{name}.json"
-        cells = _finished_cells(cells_file, measured)
-        if cells is None:
+        weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+        measurement = {**measured, "weights": weights}
+        found = _finished(cells_file, measurement)
+        if found is None:
             if documents is None:
                 documents = load_text(text, tokenizer, at_least=tokens_needed(windows))
             model = load_model(folder)
@@ -136,12 +144,19 @@ def quickstart(
                     name=name,
                     progress=progress,
                 )
-            write_json(cells_file, {"measured": measured, "results": cells})
-        results += cells
+            found = {
+                "measured": measurement,
+                "results": cells,
+                "environment": describe_environment(),
+            }
+            write_json(cells_file, found)
+        results += found["results"]
+        if found["environment"] not in environments:
+            environments.append(found["environment"])
     content = {
         "results": results,
         "training": training,
-        "environment": describe_environment(),
+        "environments": environments,
     }
     write_json(output / "results.json", content)
     write_report(
@@ -165,6 +180,7 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
             source=settings.source,
             held_out=HELD_OUT,
             tokenizer=str(tokenizer),
+            vocab_size=sizes.vocab_size,  # so that another size is noticed as another run
             block_length=sizes.block_length,
         ),
         training=TrainingRecipe(
@@ -181,15 +197,16 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
     )
 
 
-def _finished_cells(path: Path, measured: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Cells of an earlier start that measured the same, or None."""
+def _finished(path: Path, measurement: dict[str, Any]) -> dict[str, Any] | None:
+    """The evaluation file of an earlier start that measured the same, or None."""
     if not path.is_file():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: damaged; remove the file to evaluate again") from error
-    return content["results"] if content["measured"] == measured else None
+    same = isinstance(content, dict) and content.get("measured") == measurement
+    return content if same else None
 
 
 def table(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -84,13 +84,20 @@ def test_the_standard_library_is_real_text_in_a_fixed_order():
 
 
 def test_the_split_is_by_document_and_independent_of_order():
-    documents = [Document(f"book {i}", "x") for i in range(2000)]
+    documents = [Document(str(i), f"text {i}") for i in range(2000)]
     chosen = {d.id for d in documents if held_out(d, 0.1)}
     assert chosen == {d.id for d in reversed(documents) if held_out(d, 0.1)}
     assert 150 < len(chosen) < 250
     assert chosen <= {d.id for d in documents if held_out(d, 0.2)}
     assert not any(held_out(d, 0.0) for d in documents)
     assert all(held_out(d, 1.0) for d in documents)
+
+
+def test_the_split_does_not_depend_on_how_the_path_is_typed(text_folder, monkeypatch):
+    whole = [d.text for d in read(text_folder) if held_out(d, 0.4)]
+    monkeypatch.chdir(text_folder.parent)
+    assert [d.text for d in read(text_folder.name) if held_out(d, 0.4)] == whole
+    assert 0 < len(whole) < 12
 
 
 def test_a_broken_line_is_named_and_fatal_or_skipped(tmp_path):
@@ -110,6 +117,7 @@ def test_a_broken_line_is_named_and_fatal_or_skipped(tmp_path):
         ("[1, 2]", "expected a JSON object, got list"),
         ('{"body": "x"}', "no text in field 'text' .fields: 'body'."),
         ('{"text": 5}', "no text in field 'text'"),
+        ('{"text": "\\ud800"}', "no valid Unicode"),
     ],
 )
 def test_lines_without_text_are_refused(tmp_path, line, message):
@@ -151,6 +159,18 @@ def test_a_truncated_zstandard_file_is_refused(tmp_path):
     path.write_bytes(PACKERS[".zst"](lines)[:-2000])
     with pytest.raises(DataError, match="Truncated compressed stream"):
         read(path)
+
+
+def test_the_last_ending_says_what_a_file_is(tmp_path):
+    path = tmp_path / "book.txt.jsonl"
+    path.write_text(LINES)
+    assert read(path) == EXPECTED
+
+
+def test_an_id_of_zero_is_an_id(tmp_path):
+    path = tmp_path / "books.jsonl"
+    path.write_text('{"id": 0, "text": "x"}\n')
+    assert read(path)[0].id == "0"
 
 
 @pytest.mark.parametrize(

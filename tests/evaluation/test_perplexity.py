@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
 from transformers.modeling_outputs import CausalLMOutput
 
 from coca_attention.evaluation.perplexity import (
@@ -23,6 +24,7 @@ from coca_attention.evaluation.perplexity import (
     sliding_windows,
     tokens_needed,
 )
+from coca_attention.models import set_rotary_scaling
 from conftest import VOCABULARY, some_text, tiny_model
 
 
@@ -197,10 +199,64 @@ def test_attend_last_never_reads_more_and_judges_the_same_tokens():
     cells = evaluate_perplexity(model, documents, settings(windows=[64], attend_last=16))
     assert [cell["scaling"] for cell in cells] == ["none", "attend-last"]
     assert cells[0]["tokens"] == cells[1]["tokens"]
-    assert cells[1]["stride"] == 2
-    alone = KnownModel(50, 0.5)
-    score_documents(alone, documents, window=16, stride=2, first_target=49)
-    assert max(alone.lengths) == 16 and min(alone.lengths) == 16
+    assert (cells[1]["window"], cells[1]["stride"]) == (16, 2)
+    assert model.lengths[0] == 64
+    switch = model.lengths.index(16)
+    assert set(model.lengths[:switch]) == {64} and set(model.lengths[switch:]) == {16}
+
+
+def test_a_models_own_scaling_is_reported_and_survives():
+    model = tiny_model("slack")
+    set_rotary_scaling(model, "ntk", factor=4.0, length=64)
+    own = dict(model.config.rope_parameters)
+    (plain,) = evaluate_perplexity(model, documents_of(), settings(windows=[64]))
+    assert plain["rope_parameters"] == own
+    (scaled,) = evaluate_perplexity(
+        model, documents_of(), settings(windows=[64]), scaling="linear", factor=2.0
+    )
+    assert scaled["rope_parameters"]["rope_type"] == "linear"
+    assert model.config.rope_parameters == own
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_perplexity(
+            model, documents_of(), settings(), scaling="linear", factor=2.0, progress=stop
+        )
+    assert model.config.rope_parameters == own
+
+
+def test_models_of_other_kinds_are_judged_too():
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 1, "n_head": 2}
+    bloom = AutoModelForCausalLM.from_config(BloomConfig(**sizes)).eval()
+    cells = evaluate_perplexity(bloom, documents_of(), settings())
+    assert all(math.isfinite(cell["perplexity"]) for cell in cells)
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(**sizes, n_embd=16, n_positions=32)).eval()
+    assert evaluate_perplexity(gpt2, documents_of(), settings(windows=[16, 32]))
+    with pytest.raises(ValueError, match=r"cannot read 64 tokens at once .* 32: use smaller"):
+        evaluate_perplexity(gpt2, documents_of(), settings())
+
+
+def test_short_or_no_documents_are_refused():
+    with pytest.raises(ValueError, match="no documents to judge"):
+        evaluate_perplexity(tiny_model("slack"), [], settings())
+    with pytest.raises(ValueError, match="'0' has 40 tokens and the largest window needs 65"):
+        evaluate_perplexity(tiny_model("slack"), documents_of(length=40), settings())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": -5}, "max_tokens must be at least 1"),
+        ({"max_documents": 0}, "max_documents must be at least 1"),
+        ({"held_out": -1.0}, "held_out must lie between 0 and 1"),
+        ({"max_tokens": 10}, "max_tokens cuts documents to 10 tokens"),
+    ],
+)
+def test_bad_text_settings_are_refused(tokenizer, text_folder, changes, message):
+    with pytest.raises(ValueError, match=message):
+        load_text(TextSettings(source=str(text_folder), **changes), tokenizer, at_least=20)
 
 
 def test_progress_ends_at_the_total():
@@ -225,6 +281,7 @@ def test_progress_ends_at_the_total():
         ({"stride": -1}, "stride must be at least 1"),
         ({"stride": 17}, "must not exceed the window"),
         ({"attend_last": 0}, "attend_last must be at least 1"),
+        ({"attend_last": 65}, "at most the largest window"),
         ({"batch_tokens": 0}, "batch_tokens must be at least 1"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from coca_attention import CoCAAttention
 from coca_attention.ops import FORMS, RotaryScaling, oracle
@@ -35,11 +35,33 @@ def test_forward_agrees_with_the_oracle(form, sizes):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_cache_of_transformers_gives_the_same_outputs(form):
     torch.manual_seed(0)
-    layer = CoCAAttention(32, 4, 2, form=form).double()
+    layer = CoCAAttention(32, 4, 2, form=form, layer_idx=0).double()
     x = torch.randn(2, 17, 32, dtype=torch.float64) * 5
     cache = DynamicCache()
     pieces = [layer(x[:, a:b], cache=cache) for a, b in ((0, 8), (8, 9), (9, 13), (13, 17))]
     assert (torch.cat(pieces, 1) - layer(x)).abs().max() < 1e-12
+
+
+def test_layers_share_a_cache_by_their_index():
+    torch.manual_seed(0)
+    layers = [CoCAAttention(32, 4, layer_idx=index).double() for index in range(2)]
+    x = torch.randn(1, 9, 32, dtype=torch.float64) * 5
+    cache = DynamicCache()
+    whole = layers[1](layers[0](x))
+    pieces = [
+        layers[1](layers[0](x[:, a:b], cache=cache), cache=cache) for a, b in ((0, 4), (4, 9))
+    ]
+    assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-12
+
+
+def test_caches_that_would_give_wrong_numbers_are_refused():
+    x = torch.randn(1, 4, 32)
+    with pytest.raises(ValueError, match="its own layer_idx"):
+        CoCAAttention(32, 4)(x, cache=DynamicCache())
+    sizes = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 1}
+    static = StaticCache(config=LlamaConfig(**sizes), max_cache_len=16)
+    with pytest.raises(ValueError, match="returned 16 keys where 4 were put in; StaticCache"):
+        CoCAAttention(32, 4, layer_idx=0)(x, cache=static)
 
 
 def test_positions_and_mask_for_left_padding():
@@ -66,8 +88,12 @@ def test_rotary_scaling_reaches_the_scores():
 
 
 def test_the_t_projection_has_half_the_rows_of_a_key_projection():
-    layer = CoCAAttention(64, 4, 2)
+    torch.manual_seed(0)
+    layer = CoCAAttention(64, 4, 2, bias=True)
     assert layer.t_proj.weight.shape == (2 * 16 // 2, 64)
+    for name in ("weight", "bias"):
+        t, v = getattr(layer.t_proj, name), getattr(layer.v_proj, name)
+        assert t.abs().max() <= v.abs().max() * 2**-0.5 * 1.05  # uniform, narrowed by √2
     assert layer.v_proj.weight.shape == (2 * 16, 64)
 
 

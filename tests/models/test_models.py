@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from coca_attention.models import CoCAGPTNeoXConfig, load_model
+from coca_attention.models import CoCAGPTNeoXConfig, CoCALlamaConfig, load_model
 from coca_attention.ops import oracle
 from conftest import CONFIGS, VOCABULARY, tiny_model
 
@@ -182,6 +182,7 @@ def test_bfloat16_autocast_stays_near_float32(kind):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"hidden_size": 12, "num_attention_heads": 4}, "head width must be even"),
         ({"coca_form": "loose"}, "coca_form must be one of slack, strict"),
         ({"rotary_pct": 0.25}, "partial_rotary_factor must be 1.0"),
         ({"rope_parameters": {"rope_type": "ntk", "factor": 0.5}}, "at least 1"),
@@ -191,6 +192,24 @@ def test_bfloat16_autocast_stays_near_float32(kind):
 def test_unfit_configurations_are_refused(changes, message):
     with pytest.raises(Exception, match=message):
         CoCAGPTNeoXConfig(**changes)
+
+
+def test_the_scaling_ntk_is_known_and_heads_must_divide(capfd):
+    rope = {"rope_type": "ntk", "rope_theta": 10000.0, "factor": 4.0, "length": 128}
+    CoCAGPTNeoXConfig(rope_parameters=rope)
+    assert "Missing validation" not in capfd.readouterr().err
+    with pytest.raises(Exception, match="num_key_value_heads must divide"):
+        CoCALlamaConfig(num_attention_heads=4, num_key_value_heads=3)
+
+
+def test_an_unfit_saved_configuration_and_device_are_user_errors(tmp_path):
+    tiny_model("slack").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="device 'foo' cannot be used"):
+        load_model(tmp_path, device="foo")
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"slack"', '"loose"'))
+    with pytest.raises(ValueError, match="coca_form must be one of"):
+        load_model(tmp_path)
 
 
 def test_a_truncated_weight_file_is_named(tmp_path):

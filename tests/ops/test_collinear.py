@@ -268,6 +268,32 @@ def test_bad_inputs_are_refused(change, message):
         coca_attention(q, t, v, form=change.get("form", "slack"), query_positions=positions)
 
 
+def test_masks_of_integers_or_one_dimension_are_refused():
+    q, t, v = inputs()
+    with pytest.raises(TypeError, match=r"must be boolean .* got torch.int64; .* \.bool\(\)"):
+        coca_attention(q, t, v, attention_mask=torch.ones(2, 1, 1, 29, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"broadcastable .* got shape \(29,\)"):
+        coca_attention(q, t, v, attention_mask=torch.ones(29, dtype=torch.bool))
+
+
+def test_no_queries_give_an_empty_output():
+    q, t, v = inputs(value_width=5)
+    assert coca_attention(q[:, :, :0], t, v).shape == (2, 4, 0, 5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_over_several_blocks_of_queries(masked):
+    q, t, v = inputs(batch=1, heads=2, groups=1, queries=1100, keys=1200, width=4, value_width=4)
+    mask = torch.ones(1200, dtype=torch.bool)[None] if masked else None
+    ours = [x.clone().requires_grad_() for x in (q, t, v)]
+    theirs = [x.clone().requires_grad_() for x in (q, t, v)]
+    weights = torch.randn_like(q)
+    (coca_attention(*ours, attention_mask=mask) * weights).sum().backward()
+    (oracle.coca_attention(*theirs) * weights).sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.grad - b.grad).abs().max() <= 1e-10 * b.grad.abs().max()
+
+
 def test_mixed_dtypes_are_refused():
     q, t, v = inputs()
     with pytest.raises(TypeError, match="one floating dtype"):

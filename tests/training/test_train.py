@@ -1,5 +1,6 @@
 """Training: the result, going on after a kill, divergence."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from coca_attention.data import held_out, read_documents
+from coca_attention.errors import UserError
 from coca_attention.training import (
     TrainingDiverged,
     is_finished,
@@ -18,6 +21,8 @@ from coca_attention.training import (
     read_summary,
     train,
 )
+from coca_attention.training.run import training_tokens
+from conftest import some_text
 
 OPTIONS = {
     "--model.hidden_size": 16,
@@ -149,6 +154,57 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_weights(text_folder, tmp_pa
     assert curves[0] == curves[1]
 
 
+def test_a_run_killed_after_its_last_step_is_not_trained_further(text_folder, tmp_path):
+    """10 steps are no whole number of passes over the text."""
+    straight = train(recipe(text_folder, training__steps=10), tmp_path / "straight")
+    output = tmp_path / "late"
+    train(recipe(text_folder, training__steps=10), output)
+    for name in ("training.json", "model.safetensors", "config.json"):
+        (output / name).unlink()
+    seen: list[int] = []
+
+    class Record(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(state.global_step)
+
+    train(recipe(text_folder, training__steps=10), output, callbacks=[Record()])
+    assert seen == []
+    ours, theirs = (load_file(path / "model.safetensors") for path in (output, straight))
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+    assert read_summary(output)["curve"] == read_summary(straight)["curve"]
+
+
+def test_changed_text_is_noticed_when_a_run_goes_on(text_folder, tmp_path):
+    source = tmp_path / "books"
+    shutil.copytree(text_folder, source)
+    output = train(recipe(source), tmp_path / "run")
+    (output / "training.json").unlink()
+    (source / "zz.txt").write_text(some_text(400, seed=99))
+    with pytest.raises(ValueError, match="the training text has changed"):
+        train(recipe(source, data__held_out=0.2), output)
+
+
+def test_held_out_documents_and_tokens_past_the_limit_are_never_trained_on(text_folder, tokenizer):
+    documents = list(read_documents(str(text_folder)))
+    chosen = recipe(text_folder, data__held_out=0.4)
+    text = tokenizer.decode(training_tokens(chosen, tokenizer))
+    for document in documents:
+        assert (document.text in text) != held_out(document, 0.4)
+    assert 0 < sum(held_out(document, 0.4) for document in documents) < len(documents)
+    few = recipe(text_folder, data__max_tokens=50)
+    assert len(training_tokens(few, tokenizer)) == 50
+
+
+def test_a_start_killed_while_writing_its_recipe_does_not_lock_the_folder(text_folder, tmp_path):
+    (tmp_path / ".recipe.yaml.123.partial").write_text("mod")
+    assert is_finished(train(recipe(text_folder), tmp_path))
+
+
+def test_settings_that_the_trainer_refuses_are_user_errors(text_folder, tmp_path):
+    with pytest.raises(UserError, match="bogus"):
+        train(recipe(text_folder, training__report_to='["bogus"]'), tmp_path)
+
+
 def test_a_checkpoint_cut_short_is_passed_over(tmp_path):
     for step, state in ((4, '{"global_step": 4}'), (8, '{"global_step": 8'), (12, None)):
         folder = tmp_path / f"checkpoint-{step}"
@@ -193,8 +249,9 @@ def test_nan_stops_training_and_is_never_saved(text_folder, tmp_path, step, mess
 
 def test_text_shorter_than_a_block_is_refused(tmp_path):
     (tmp_path / "tiny.txt").write_text("too little")
-    with pytest.raises(ValueError, match="fewer than one block"):
-        train(
-            recipe(tmp_path / "tiny.txt", data__held_out=0, data__block_length=512),
-            tmp_path / "run",
-        )
+    for length, message in ((512, "fewer than one block"), (1, "fewer than global_batch_size")):
+        with pytest.raises(ValueError, match=message):
+            train(
+                recipe(tmp_path / "tiny.txt", data__held_out=0, data__block_length=length),
+                tmp_path / str(length),
+            )

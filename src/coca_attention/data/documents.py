@@ -44,7 +44,7 @@ class DataError(UserError):
 
 @dataclass(frozen=True)
 class Document:
-    """One text. ``id`` is stable between runs: splits are drawn from it."""
+    """One text; ``id`` names it in messages and results."""
 
     id: str
     text: str
@@ -75,14 +75,14 @@ def read_documents(
 def held_out(document: Document, share: float) -> bool:
     """Whether a document belongs to the held-out split.
 
-    Decided by a hash of its id alone: the same on every machine, in every order, and unchanged
-    when other documents are added.
+    Decided by a hash of its text alone: the same on every machine, from every path, in every
+    order, unchanged when other documents are added; copies of a text stay on one side.
 
     Args:
         document: The document.
         share: Share of documents held out, between 0 and 1.
     """
-    digest = hashlib.sha256(document.id.encode("utf-8", "surrogatepass")).digest()
+    digest = hashlib.sha256(document.text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
@@ -116,7 +116,8 @@ def find_files(source: str) -> list[Path]:
 
 def _file_documents(files: list[Path], text_field: str, bad_lines: BadLines) -> Iterator[Document]:
     for path in files:
-        kind = next(kind for kind in FORMATS if kind in path.suffixes[-2:])
+        suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
+        kind = suffixes[-1]
         if path.stat().st_size == 0:
             raise DataError(f"{path}: the file is empty")
         if kind == ".txt":
@@ -169,7 +170,7 @@ def _json_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterato
         if not line.strip():
             continue
         try:
-            text, name = _json_record(line, text_field)
+            record = _json_record(line, text_field)
         except ValueError as error:
             problem = f"{path}: line {number}: {error}"
             if bad_lines == "error":
@@ -179,13 +180,13 @@ def _json_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterato
             _warn(f"left out {problem}")
             continue
         read += 1
-        yield Document(str(name) if name is not None else f"{path}:{number}", text)
+        yield Document(_name(record, f"{path}:{number}"), record[text_field])
     if not read:
         raise DataError(f"{path}: no document in the file")
 
 
-def _json_record(line: str, text_field: str) -> tuple[str, Any]:
-    """Text and id of one JSON line; ValueError says what is wrong with it."""
+def _json_record(line: str, text_field: str) -> dict[str, Any]:
+    """The object of one JSON line, its text checked; ValueError says what is wrong with it."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -195,7 +196,11 @@ def _json_record(line: str, text_field: str) -> tuple[str, Any]:
     if not isinstance(record.get(text_field), str):
         there = ", ".join(map(repr, record)) or "none"
         raise ValueError(f"no text in field {text_field!r} (fields: {there})")
-    return record[text_field], record.get("id")
+    try:
+        record[text_field].encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text is no valid Unicode ({error.reason})") from error
+    return record
 
 
 def _parquet_documents(path: Path, text_field: str) -> Iterator[Document]:
@@ -211,12 +216,19 @@ def _parquet_documents(path: Path, text_field: str) -> Iterator[Document]:
         raise DataError(f"{path}: no column {text_field!r}; its columns: {', '.join(names)}")
     columns = [text_field, "id"] if "id" in names and text_field != "id" else [text_field]
     row = 0
-    for batch in table.iter_batches(columns=columns):
+    batches = table.iter_batches(columns=columns)
+    while True:
+        try:
+            batch = next(batches, None)
+        except OSError as error:
+            raise DataError(f"{path}: damaged after row {row}: {error}") from error
+        if batch is None:
+            break
         for record in batch.to_pylist():
             row += 1
             if not isinstance(record[text_field], str):
                 raise DataError(f"{path}: row {row}: column {text_field!r} holds no text")
-            yield Document(str(record.get("id") or f"{path}:{row}"), record[text_field])
+            yield Document(_name(record, f"{path}:{row}"), record[text_field])
     if not row:
         raise DataError(f"{path}: no rows in the file")
 
@@ -238,7 +250,13 @@ def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
                 f"{source}: row {number} has no text in {text_field!r}; its fields: "
                 f"{', '.join(map(str, row))}"
             )
-        yield Document(str(row.get("id") or f"{source}:{number}"), row[text_field])
+        yield Document(_name(row, f"{source}:{number}"), row[text_field])
+
+
+def _name(record: Any, otherwise: str) -> str:
+    """A record's ``id``, or where it stands."""
+    name = record.get("id")
+    return otherwise if name is None else str(name)
 
 
 def _rows(rows: Any, source: str) -> Iterator[Any]:

@@ -22,7 +22,11 @@ from coca_attention.ops.rotary import check_width
 
 
 class Cache(Protocol):
-    """What a cache must offer; Transformers' caches do, for example `DynamicCache()`."""
+    """What a cache must offer: it returns all it holds, and grows by what is appended.
+
+    Transformers' `DynamicCache()` does. A static or sliding one does not, for its keys are not the
+    last so many positions.
+    """
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of keys held for a layer."""
@@ -88,7 +92,7 @@ class CoCAAttention(nn.Module):
         dropout: Probability of dropping an attention weight in training.
         base: Rotary base.
         rotary_scaling: Rule for reading beyond the training length.
-        layer_idx: Which layer of a cache this module writes to.
+        layer_idx: Which layer of a cache this module writes to; needed where a cache is used.
 
     Raises:
         ValueError: If the sizes do not divide or the head width is odd.
@@ -111,7 +115,7 @@ class CoCAAttention(nn.Module):
         dropout: float = 0.0,
         base: float = 10000.0,
         rotary_scaling: RotaryScaling = NO_SCALING,
-        layer_idx: int = 0,
+        layer_idx: int | None = None,
     ) -> None:
         super().__init__()
         groups = num_heads if num_key_value_heads is None else num_key_value_heads
@@ -138,7 +142,8 @@ class CoCAAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
         # The mean of two rows drawn like the other projections' has 1/√2 of their spread.
         with torch.no_grad():
-            self.t_proj.weight.mul_(2**-0.5)
+            for parameter in self.t_proj.parameters():
+                parameter.mul_(2**-0.5)
 
     def forward(
         self,
@@ -163,9 +168,19 @@ class CoCAAttention(nn.Module):
 
         Returns:
             (B, T, hidden_size).
+
+        Raises:
+            ValueError: If there is a cache and no layer_idx, or the cache does not return all
+                keys.
         """
         batch, length, _ = hidden_states.shape
-        past = 0 if cache is None else int(cache.get_seq_length(self.layer_idx))
+        past, layer = 0, self.layer_idx
+        if cache is not None:
+            if layer is None:
+                raise ValueError(
+                    "a cache keeps every layer apart: give each CoCAAttention its own layer_idx"
+                )
+            past = int(cache.get_seq_length(layer))
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden_states.device)
 
@@ -186,8 +201,13 @@ class CoCAAttention(nn.Module):
             form=self.form,
             head_dim=self.head_dim,
         )
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
+        if cache is not None and layer is not None:
+            key, value = cache.update(key, value, layer)
+            if key.shape[-2] != past + length:
+                raise ValueError(
+                    f"the cache returned {key.shape[-2]} keys where {past + length} were put in; "
+                    f"{type(cache).__name__} is static or sliding: use DynamicCache()"
+                )
         output = attend(
             query,
             key,

@@ -78,11 +78,6 @@ class CollinearAttention(nn.Module):
     ) -> None:
         super().__init__()
         heads = config.num_attention_heads
-        if heads % num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads must divide num_attention_heads; got {num_key_value_heads} "
-                f"and {heads}"
-            )
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = head_dim

@@ -16,10 +16,14 @@ ROPE_TYPES = {
 }
 
 
-def training_length(config: Any) -> int:
-    """Tokens that the model was trained on: ``max_position_embeddings``, or the original one."""
+def training_length(config: Any) -> int | None:
+    """Tokens that the model was trained on: ``max_position_embeddings``, or the original one.
+
+    None where a configuration says neither.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
-    return rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    given = rope.get("original_max_position_embeddings")
+    return given or getattr(config, "max_position_embeddings", None)
 
 
 def rotary_width(config: Any) -> int:
@@ -95,6 +99,15 @@ class CoCAConfigMixin:
         super().validate_architecture()  # pyright: ignore[reportAttributeAccessIssue]
         if self.coca_form not in FORMS:
             raise ValueError(f"coca_form must be one of {', '.join(FORMS)}; got {self.coca_form!r}")
+        heads = self.num_attention_heads
+        groups = getattr(self, "num_key_value_heads", None) or heads
+        width = getattr(self, "head_dim", None) or self.hidden_size // heads
+        if width % 2:
+            raise ValueError(f"the head width must be even, for rotary pairs; got {width}")
+        if heads % groups:
+            raise ValueError(
+                f"num_key_value_heads must divide num_attention_heads; got {groups} and {heads}"
+            )
         partial = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         if partial != 1.0:
             raise ValueError(

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -49,7 +50,7 @@ def load_model(
         raise UserError(
             f"{path}: a weight file is damaged or cut short ({error}); copy or save it again"
         ) from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
         raise UserError(f"{path}: no model could be loaded: {_brief(error)}") from error
     finally:
         if shown:
@@ -61,7 +62,10 @@ def load_model(
             f"{path}: the weight files lack {len(missing)} of the model's tensors, among them "
             f"{missing[0]}; they would have been left random"
         )
-    return model.to(device).eval()
+    try:
+        return model.to(device).eval()
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {device!r} cannot be used: {_brief(error)}") from error
 
 
 def _brief(error: Exception) -> str:

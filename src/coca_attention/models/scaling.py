@@ -72,7 +72,7 @@ def set_rotary_scaling(
     if kind not in native:
         raise UserError(f"unknown rotary scaling {kind!r}; choose one of {', '.join(native)}")
     trained = training_length(config)
-    if length is not None and length < trained:
+    if length is not None and trained is not None and length < trained:
         raise UserError(
             f"the target length ({length} tokens) is shorter than the training length ({trained})"
         )

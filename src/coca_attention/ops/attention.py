@@ -7,6 +7,7 @@ Dv value width.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 # Rows of queries handled at once where a mask has to be written out: the mask of a block takes
 # QUERY_BLOCK * S entries, so memory stays linear in S.
@@ -40,11 +41,13 @@ def attend(
         (B, H, T, Dv).
 
     Raises:
-        ValueError: If G does not divide H or there are more queries than keys under causality.
+        ValueError: If G does not divide H, there are more queries than keys under causality, or
+            the mask has fewer than two dimensions.
+        TypeError: If the mask is neither boolean nor floating.
     """
     heads, queries, width = query.shape[-3:]
     groups, keys, value_width = value.shape[-3:]
-    if heads % groups:
+    if groups == 0 or heads % groups:
         raise ValueError(
             f"the number of key/value heads must divide the number of query heads; got "
             f"{groups} and {heads}"
@@ -54,6 +57,9 @@ def attend(
             f"causal attention takes the queries as the last positions of the keys, so it needs "
             f"at least as many keys as queries; got {queries} queries and {keys} keys"
         )
+    _check_mask(attention_mask)
+    if queries == 0:
+        return query.new_zeros(*query.shape[:-1], value_width)
     scale = width**-0.5 if scale is None else scale
     # The fused kernels want equal widths: with unequal ones PyTorch falls back to a kernel that
     # holds the whole score matrix. Zero columns change neither the scores nor the kept output.
@@ -62,24 +68,21 @@ def attend(
     elif value_width > width:
         query = F.pad(query, (0, value_width - width))
         key = F.pad(key, (0, value_width - width))
+    masked = attention_mask is not None or (is_causal and 1 < queries < keys)
+    if groups != heads and not _groups_are_fused(query, masked):
+        key = key.repeat_interleave(heads // groups, dim=-3)
+        value = value.repeat_interleave(heads // groups, dim=-3)
 
     def call(rows: Tensor, last: int, mask: Tensor | None, causal: bool) -> Tensor:
-        k, v = key[..., :last, :], value[..., :last, :]
-        grouped = groups != heads
-        if grouped and mask is not None and query.device.type != "cpu":
-            # On accelerators a mask together with enable_gqa selects the S * S kernel.
-            k = k.repeat_interleave(heads // groups, dim=-3)
-            v = v.repeat_interleave(heads // groups, dim=-3)
-            grouped = False
         return F.scaled_dot_product_attention(
             rows,
-            k,
-            v,
+            key[..., :last, :],
+            value[..., :last, :],
             attn_mask=mask,
             dropout_p=dropout,
             is_causal=causal,
             scale=scale,
-            enable_gqa=grouped,
+            enable_gqa=key.shape[-3] != heads,
         )
 
     if not is_causal or (queries == 1 and attention_mask is None):
@@ -88,14 +91,47 @@ def attend(
         output = call(query, keys, None, True)
     else:
         # `is_causal` of the kernel aligns the first query with the first key and excludes a mask.
-        blocks = []
-        for start in range(0, queries, QUERY_BLOCK):
-            stop = min(start + QUERY_BLOCK, queries)
+        def block(rows: Tensor, start: int) -> Tensor:
+            stop = start + rows.shape[-2]
             last = keys - queries + stop
-            mask = _causal_block_mask(attention_mask, start, stop, last, query.device)
-            blocks.append(call(query[..., start:stop, :], last, mask, False))
-        output = torch.cat(blocks, dim=-2)
+            mask = _causal_block_mask(attention_mask, start, stop, last, rows.device)
+            return call(rows, last, mask, False)
+
+        starts = range(0, queries, QUERY_BLOCK)
+        pieces = [(query[..., start : start + QUERY_BLOCK, :], start) for start in starts]
+        if torch.is_grad_enabled() and len(pieces) > 1:
+            # Otherwise the masks of all blocks, S * S together, would be kept for the backward.
+            outputs = [checkpoint(block, *piece, use_reentrant=False) for piece in pieces]
+        else:
+            outputs = [block(*piece) for piece in pieces]
+        output = torch.cat(outputs, dim=-2)
     return output[..., :value_width]
+
+
+def _check_mask(mask: Tensor | None) -> None:
+    if mask is None:
+        return
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(
+            f"attention_mask must be boolean (True = may attend) or floating (added to the "
+            f"scores), got {mask.dtype}; turn a mask of 0 and 1 into one with .bool()"
+        )
+    if mask.dim() < 2:
+        raise ValueError(
+            f"attention_mask must be broadcastable to (batch, heads, queries, keys), got shape "
+            f"{tuple(mask.shape)}"
+        )
+
+
+def _groups_are_fused(query: Tensor, masked: bool) -> bool:
+    """Whether a linear-memory kernel takes fewer key/value heads than query heads.
+
+    On accelerators only FlashAttention does, in half precision without a mask; anything else with
+    grouped heads selects the kernel with the S * S matrix.
+    """
+    return query.device.type == "cpu" or (
+        not masked and query.dtype in (torch.float16, torch.bfloat16)
+    )
 
 
 def _causal_block_mask(

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from coca_attention.environment import write_text
+from coca_attention.environment import check_writable, write_text
 from coca_attention.errors import UserError
 from coca_attention.evaluation.perplexity import paired_ratio_interval
 from coca_attention.report import paper
@@ -37,13 +37,28 @@ def write_report(paths: Sequence[str | Path], output: str | Path, *, title: str)
         UserError: If a file is unfit or nothing in them can be shown.
     """
     output = Path(output)
+    check_writable(output)
     write_text(output, build_report(read_results(paths), title=title))
     return output
 
 
 def build_report(contents: Sequence[dict[str, Any]], *, title: str) -> str:
-    """HTML of the page from the contents of result files."""
+    """HTML of the page from the contents of result files.
+
+    Raises:
+        UserError: If they hold nothing to show, or lack what every result has.
+    """
+    try:
+        return _render(contents, title)
+    except KeyError as error:
+        raise UserError(
+            f"a result lacks the field {error}; was the file written by this version of coca eval?"
+        ) from error
+
+
+def _render(contents: Sequence[dict[str, Any]], title: str) -> str:
     cells = [cell for content in contents for cell in content.get("results", [])]
+    cells = [cell for cell in cells if cell["task"] == "perplexity"]
     training = [run for content in contents for run in content.get("training", [])]
     if not cells and not training:
         raise UserError("the result files hold neither results nor training curves")
@@ -65,7 +80,13 @@ def build_report(contents: Sequence[dict[str, Any]], *, title: str) -> str:
         training_length=training_length,
         facts=_facts(cells),
         training=training,
-        environments=_unique([content.get("environment") for content in contents]),
+        environments=_unique(
+            [
+                environment
+                for content in contents
+                for environment in [content.get("environment"), *content.get("environments", [])]
+            ]
+        ),
         paper_windows=paper.TABLE_1_WINDOWS,
         paper_rows=paper.TABLE_1,
     )
@@ -92,9 +113,10 @@ def findings(series: Sequence[Series], training_length: int | None) -> list[str]
             + "."
         )
     flat = [item for item in series if item.kind == "attend-last"]
+    longest = all_windows(series)[-1]
+    earned = False
     for item in flat:
-        longest = all_windows(series)[-1]
-        beaten = [
+        better = [
             other.label
             for other in series
             if other.kind != "attend-last"
@@ -102,14 +124,16 @@ def findings(series: Sequence[Series], training_length: int | None) -> list[str]
             and (point := other.at(longest)) is not None
             and point.perplexity < item.points[0].perplexity
         ]
-        if beaten:
+        if better:
+            earned = True
             sentences.append(
-                f"At {longest:,} tokens {' and '.join(beaten)} read better than "
-                f"{item.label.replace(item.model + ', ', 'the ')}."
+                f"At {longest:,} tokens {' and '.join(better)} read better than through the "
+                f"{item.label.removeprefix(item.model + ', ')}."
             )
-    if flat and not any("read better" in sentence for sentence in sentences):
+    if flat and not earned:
         sentences.append(
-            "No model earns its longest window yet: each reads best through its last tokens only."
+            f"At {longest:,} tokens no model reads better than through its last tokens only: the "
+            "longest window has not been earned yet."
         )
     return sentences
 

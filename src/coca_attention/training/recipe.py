@@ -46,7 +46,7 @@ class DataRecipe:
     bad_lines: BadLines = "error"
     """What to do with a broken JSON line: error, or skip with a warning."""
     held_out: float = 0.05
-    """Share of documents, chosen by a hash of their id, that training never sees."""
+    """Share of documents, chosen by a hash of their text, that training never sees."""
     max_tokens: int | None = None
     """Read at most this many training tokens; needed for endless streams."""
     tokenizer: str | None = None
@@ -120,6 +120,8 @@ class Recipe:
             (model, "num_layers"),
             (model, "num_heads"),
             (data, "block_length"),
+            (model, "intermediate_size"),
+            (model, "num_key_value_heads"),
             (training, "steps"),
             (training, "global_batch_size"),
             (training, "micro_batch_size"),
@@ -127,8 +129,9 @@ class Recipe:
             (training, "keep_checkpoints"),
             (training, "log_every"),
         ):
-            if getattr(section, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(section, name)}")
+            value = getattr(section, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
         if model.hidden_size % model.num_heads:
             raise UserError(
                 f"hidden_size must be a multiple of num_heads, got {model.hidden_size} and "
@@ -143,6 +146,13 @@ class Recipe:
             raise UserError("alibi comes on the body gpt_neox alone")
         if model.body != "llama" and model.num_key_value_heads is not None:
             raise UserError("num_key_value_heads needs the body llama")
+        if model.num_heads % (model.num_key_value_heads or model.num_heads):
+            raise UserError(
+                f"num_key_value_heads must divide num_heads, got {model.num_key_value_heads} and "
+                f"{model.num_heads}"
+            )
+        if not model.rope_base > 0:
+            raise UserError(f"rope_base must be above 0, got {model.rope_base}")
         if not 0 <= data.held_out < 1:
             raise UserError(f"held_out must be at least 0 and below 1, got {data.held_out}")
         if not training.learning_rate > 0:

@@ -1,5 +1,6 @@
 """`train`: from a recipe to an ordinary Transformers folder; started again, it goes on."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -9,7 +10,14 @@ from typing import Any
 
 import numpy as np
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerCallback, set_seed
+from torch.utils.data import Subset
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerState,
+    set_seed,
+)
 
 from coca_attention.data import (
     BlockDataset,
@@ -29,7 +37,12 @@ from coca_attention.training.recipe import (
     differences,
     load_recipe,
 )
-from coca_attention.training.trainer import RecipeTrainer, last_checkpoint, training_arguments
+from coca_attention.training.trainer import (
+    STATE_FILE,
+    RecipeTrainer,
+    last_checkpoint,
+    training_arguments,
+)
 
 RECIPE_FILE = "recipe.yaml"
 # Written last: a run folder that has it is finished.
@@ -61,26 +74,76 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
         if is_finished(output):
             return output
         tokenizer = _tokenizer(recipe, output)
-    tokens = training_tokens(recipe, tokenizer)
-    dataset = BlockDataset(tokens, recipe.data.block_length)
-
     settings = recipe.training
+    tokens = training_tokens(recipe, tokenizer)
+    with state.main_process_first():
+        check_same_text(tokens, output)
+    dataset = _whole_batches(BlockDataset(tokens, recipe.data.block_length), settings)
+
     set_seed(settings.seed)
-    model = AutoModelForCausalLM.from_config(
-        model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
-    )
-    trainer = RecipeTrainer(
-        settings,
-        model=model,
-        args=training_arguments(settings, output, state.num_processes),
-        train_dataset=dataset,
-        callbacks=[*_curves(settings, output, state), *callbacks],
-    )
     resume = last_checkpoint(output / "checkpoints")
-    result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    _save(trainer, tokenizer, recipe, output, dict(result.metrics), len(dataset))
+    trained = None if resume is None else TrainerState.load_from_json(str(resume / STATE_FILE))
+    # Killed between the last step and the end: Trainer would do one step more.
+    done = trained is not None and trained.global_step >= settings.steps
+    if done and resume is not None:
+        model = AutoModelForCausalLM.from_pretrained(resume)
+    else:
+        model = AutoModelForCausalLM.from_config(
+            model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
+        )
+    arguments = training_arguments(settings, output, state.num_processes)
+    try:
+        trainer = RecipeTrainer(
+            settings,
+            model=model,
+            args=arguments,
+            train_dataset=dataset,
+            callbacks=[*_curves(settings, output, state), *callbacks],
+        )
+    except (ValueError, ImportError) as error:
+        raise UserError(f"the Trainer refuses these settings: {error}") from error
+    seconds = None
+    if done and trained is not None:
+        trainer.state = trained
+    else:
+        result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        seconds = result.metrics.get("train_runtime") if resume is None else None
+    if trainer.state.global_step != settings.steps:
+        raise UserError(
+            f"training stopped at step {trainer.state.global_step} of {settings.steps}; start it "
+            "again to go on"
+        )
+    _save(trainer, tokenizer, recipe, output, seconds, len(dataset))
     state.wait_for_everyone()
     return output
+
+
+def _whole_batches(dataset: BlockDataset, settings: TrainingRecipe) -> Subset:
+    """The blocks that fill whole global batches, so that every step sees as many."""
+    whole = len(dataset) // settings.global_batch_size * settings.global_batch_size
+    if not whole:
+        raise UserError(
+            f"the training text makes {len(dataset)} blocks of {dataset.length} tokens, fewer than "
+            f"global_batch_size {settings.global_batch_size}; use more text or a smaller batch"
+        )
+    return Subset(dataset, range(whole))
+
+
+def check_same_text(tokens: np.ndarray, output: Path) -> None:
+    """Keep a fingerprint of the training tokens, or check that it has not changed.
+
+    Raises:
+        UserError: If the run was begun on other text.
+    """
+    found = {"tokens": len(tokens), "sha256": hashlib.sha256(tokens.data).hexdigest()}
+    path = output / "text.json"
+    if not path.is_file():
+        write_json(path, found)
+    elif json.loads(path.read_text(encoding="utf-8")) != found:
+        raise UserError(
+            f"{output}: the training text has changed since this run was begun ({path} holds its "
+            "fingerprint); bring the text back, or give another --output"
+        )
 
 
 def _curves(settings: TrainingRecipe, output: Path, state: PartialState) -> list[TrainerCallback]:
@@ -108,7 +171,10 @@ def claim_folder(recipe: Recipe, output: Path) -> None:
                 "another --output, or remove the folder"
             )
         return
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    # What a start killed while writing has left does not count.
+    there = output.iterdir() if output.is_dir() else []
+    others = [path for path in there if not path.name.endswith(".partial")]
+    if others or (output.exists() and not output.is_dir()):
         raise UserError(f"{output} is there already and is no run folder; give another --output")
     write_text(path, as_yaml(recipe))
 
@@ -143,7 +209,7 @@ def _save(
     tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
     output: Path,
-    metrics: dict[str, Any],
+    seconds: float | None,
     blocks: int,
 ) -> None:
     """Put the finished model into the run folder: written aside, then moved, the summary last."""
@@ -174,7 +240,7 @@ def _save(
             "steps": settings.steps,
             "tokens": settings.steps * settings.global_batch_size * recipe.data.block_length,
             "epochs": settings.steps * settings.global_batch_size / blocks,
-            "seconds": metrics.get("train_runtime"),
+            "seconds": seconds,  # None where it took more than one start
             "curve": curve,
             "seed": settings.seed,
             "environment": describe_environment(),

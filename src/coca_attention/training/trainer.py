@@ -16,6 +16,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from coca_attention.errors import UserError
 from coca_attention.training.recipe import TrainingRecipe
 
+STATE_FILE = "trainer_state.json"
+
 
 class TrainingDiverged(UserError):
     """The loss or the weights are no longer finite; nothing of it was saved."""
@@ -52,6 +54,11 @@ def training_arguments(
     Raises:
         UserError: If the batch sizes do not divide or an extra field is unknown.
     """
+    if world_size == 1 and torch.cuda.device_count() > 1:
+        raise UserError(
+            f"{torch.cuda.device_count()} GPUs and one process: start with accelerate launch, a "
+            "process for each, or choose one by CUDA_VISIBLE_DEVICES=0"
+        )
     per_pass = settings.micro_batch_size * world_size
     if settings.global_batch_size % per_pass:
         raise UserError(
@@ -166,7 +173,7 @@ def last_checkpoint(folder: Path) -> Path | None:
     best: tuple[int, Path] | None = None
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         try:
-            state = json.loads((path / "trainer_state.json").read_text())
+            state = json.loads((path / STATE_FILE).read_text())
             step = int(state["global_step"])
         except (OSError, ValueError, KeyError, TypeError):
             continue

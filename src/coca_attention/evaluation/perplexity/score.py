@@ -61,7 +61,7 @@ def score_documents(
         One score per document, in their order.
 
     Raises:
-        UserError: If the model answers NaN.
+        UserError: If the model answers NaN, or cannot read so many tokens.
     """
     nats = torch.zeros(len(documents), dtype=torch.float64)
     counts = [0] * len(documents)
@@ -76,7 +76,14 @@ def score_documents(
             targets[row, judged - w.targets :] = documents[d].tokens[w.first_target : w.stop + 1]
         keep = {"logits_to_keep": judged} if trims else {}
         with torch.inference_mode():
-            logits = model(input_ids=inputs.to(device), use_cache=False, **keep).logits
+            try:
+                logits = model(input_ids=inputs.to(device), use_cache=False, **keep).logits
+            except IndexError as error:
+                limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+                raise UserError(
+                    f"the model cannot read {inputs.shape[1]} tokens at once ({error}); its "
+                    f"configuration says max_position_embeddings {limit}: use smaller windows"
+                ) from error
             losses = F.cross_entropy(
                 logits[:, -judged:].float().transpose(1, 2),
                 targets.to(device),

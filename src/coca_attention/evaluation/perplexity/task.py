@@ -74,6 +74,17 @@ def load_text(
     Raises:
         UserError: If a document is shorter and short ones are not to be left out, or none is left.
     """
+    for name in ("max_documents", "max_tokens"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    if not 0 <= settings.held_out <= 1:
+        raise UserError(f"held_out must lie between 0 and 1, got {settings.held_out}")
+    if settings.max_tokens is not None and settings.max_tokens < at_least:
+        raise UserError(
+            f"max_tokens cuts documents to {settings.max_tokens} tokens and the largest window "
+            f"needs {at_least}: cut less, or use smaller windows"
+        )
     documents = read_documents(
         settings.source, text_field=settings.text_field, bad_lines=settings.bad_lines
     )
@@ -105,7 +116,7 @@ def load_text(
 
 def tokens_needed(settings: WindowSettings) -> int:
     """Tokens that a document must have so that every window is filled."""
-    return max([*settings.windows, settings.attend_last or 0]) + 1
+    return max(settings.windows) + 1
 
 
 def check_settings(settings: WindowSettings) -> int:
@@ -115,8 +126,11 @@ def check_settings(settings: WindowSettings) -> int:
     stride = settings.stride if settings.stride is not None else min(settings.windows)
     for window in settings.windows:
         check_sizes(window, stride)
-    if settings.attend_last is not None and settings.attend_last < 1:
-        raise UserError(f"attend_last must be at least 1 token, got {settings.attend_last}")
+    if settings.attend_last is not None and not 1 <= settings.attend_last <= max(settings.windows):
+        raise UserError(
+            f"attend_last must be at least 1 token and at most the largest window, got "
+            f"{settings.attend_last}"
+        )
     if settings.batch_tokens < 1:
         raise UserError(f"batch_tokens must be at least 1, got {settings.batch_tokens}")
     return stride
@@ -138,7 +152,8 @@ def evaluate_perplexity(
         model: A causal language model of Transformers.
         documents: Token documents, each of at least `tokens_needed` tokens.
         settings: Windows, stride, targets.
-        scaling: Rotary scaling; ``ntk`` fixes the base from each window's size.
+        scaling: Rotary scaling; ``ntk`` fixes the base from each window's size, ``none`` leaves
+            the model as it was loaded.
         factor: The scaling's factor.
         name: What the results call the model.
         progress: Called with a label, the tokens judged so far and the tokens to judge.
@@ -147,10 +162,20 @@ def evaluate_perplexity(
         One cell per window, and one for ``attend_last``: plain JSON values, None for infinity.
 
     Raises:
-        UserError: If sizes do not fit or the model cannot be scaled so.
+        UserError: If sizes do not fit, a document is too short, or the model cannot be scaled so.
     """
     stride = check_settings(settings)
-    trained = training_length(model.config.get_text_config())
+    if not documents:
+        raise UserError("no documents to judge")
+    for document in documents:
+        if len(document.tokens) < tokens_needed(settings):
+            raise UserError(
+                f"document {document.id!r} has {len(document.tokens)} tokens and the largest "
+                f"window needs {tokens_needed(settings)}"
+            )
+    config = model.config.get_text_config()
+    trained = training_length(config)
+    as_loaded = getattr(config, "rope_parameters", None)
     first = shared_first_target(settings.windows, stride) if settings.targets == "shared" else 1
     runs: list[tuple[int, int, str]] = [(window, stride, scaling) for window in settings.windows]
     if settings.attend_last is not None:
@@ -159,10 +184,8 @@ def evaluate_perplexity(
         runs.append((last, min(max(1, last // 8), stride), "attend-last"))
     cells = []
     for window, run_stride, kind in runs:
-        if kind not in ("none", "attend-last"):
-            length = max(window, trained) if kind == "ntk" else None
-            set_rotary_scaling(model, scaling, factor=factor, length=length)
         total = sum(len(document.tokens) - first for document in documents)
+        scaled = kind not in ("none", "attend-last")
         done = 0
         label = f"{name} {kind} {window}"
 
@@ -173,15 +196,23 @@ def evaluate_perplexity(
                 progress(label, done, total)
 
         started = time.perf_counter()
-        scores = score_documents(
-            model,
-            documents,
-            window=window,
-            stride=run_stride,
-            first_target=first,
-            batch_tokens=settings.batch_tokens,
-            progress=advance,
-        )
+        try:
+            if scaled:
+                length = max(window, trained or 0) if kind == "ntk" else None
+                set_rotary_scaling(model, scaling, factor=factor, length=length)
+            rope = getattr(config, "rope_parameters", None)
+            scores = score_documents(
+                model,
+                documents,
+                window=window,
+                stride=run_stride,
+                first_target=first,
+                batch_tokens=settings.batch_tokens,
+                progress=advance,
+            )
+        finally:
+            if scaled:
+                config.rope_parameters = as_loaded
         value = perplexity(scores)
         interval = bootstrap_interval(scores, seed=settings.seed)
         cells.append(
@@ -190,7 +221,8 @@ def evaluate_perplexity(
                 "model": name,
                 "training_length": trained,
                 "scaling": kind,
-                "factor": float(factor) if kind not in ("none", "attend-last") else None,
+                "factor": float(factor) if scaled else None,
+                "rope_parameters": rope,
                 "window": window,
                 "stride": run_stride,
                 "targets": settings.targets,
@@ -203,8 +235,6 @@ def evaluate_perplexity(
                 "documents": [{**asdict(s), "nats": _number(s.nats)} for s in scores],
             }
         )
-        if kind not in ("none", "attend-last"):
-            set_rotary_scaling(model, "none")
     return cells
 
 
