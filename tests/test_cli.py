@@ -10,7 +10,7 @@ import torch
 from coca_attention.cli import COMMANDS, main
 from coca_attention.data import held_out, read_documents
 from coca_attention.quickstart import HELD_OUT
-from conftest import tiny_model
+from conftest import some_text, tiny_model
 
 
 def run(capsys, *words) -> tuple[int, str, str]:
@@ -144,6 +144,13 @@ def test_a_document_shorter_than_the_window_is_an_error(capsys, model_folder, tm
     )
     assert code == 2
     assert "short.txt' has" in err and "--skip-short" in err
+    (tmp_path / "long.txt").write_text(some_text(300))
+    code, out, err = run(
+        capsys, "eval", "perplexity", model_folder, "--source", tmp_path, "--windows", "64",
+        "--skip-short", "--output", tmp_path / "r.json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "perplexity at" in out
 
 
 def test_generate_continues_the_prompt(capsys, model_folder):

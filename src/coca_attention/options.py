@@ -34,7 +34,7 @@ class OptionParser(ArgumentParser):
             UserError: If an option is unknown or a value unfit, in one line.
         """
         try:
-            return self.instantiate(self.parse_args([_with_underscores(word) for word in words]))
+            return self.instantiate(self.parse_args(_as_fields(words)))
         except ArgumentError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             text = ": ".join(dict.fromkeys(lines)) or type(error).__name__
@@ -51,9 +51,16 @@ def take_option(words: list[str], option: str) -> tuple[list[str], str | None]:
     return words, None
 
 
-def _with_underscores(word: str) -> str:
-    """``--attend-last=64`` as the field is named: ``--attend_last=64``."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value
+def _as_fields(words: list[str]) -> list[str]:
+    """Write ``--attend-last 64 --skip-short`` as ``--attend_last 64 --skip_short=true``."""
+    fields = []
+    for index, word in enumerate(words):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            following = words[index + 1] if index + 1 < len(words) else "--"
+            alone = not equals and following.startswith("--")
+            if alone and name not in ("--help", "--print-config", "--print_config"):
+                equals, value = "=", "true"
+            word = "--" + name[2:].replace("-", "_") + equals + value
+        fields.append(word)
+    return fields

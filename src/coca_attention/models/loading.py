@@ -1,5 +1,7 @@
 """Loading a causal language model from a folder or by name, refusing what is incomplete."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from coca_attention.errors import UserError
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep Transformers from drawing a bar for every file that it reads or writes."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def load_model(
@@ -36,25 +50,21 @@ def load_model(
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=getattr(torch, dtype),
-            output_loading_info=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
+        with no_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=getattr(torch, dtype),
+                output_loading_info=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+            )
     except SafetensorError as error:
         raise UserError(
             f"{path}: a weight file is damaged or cut short ({error}); copy or save it again"
         ) from error
     except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
         raise UserError(f"{path}: no model could be loaded: {_brief(error)}") from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:

@@ -29,6 +29,7 @@ from coca_attention.data import (
 )
 from coca_attention.environment import describe_environment, write_json, write_text
 from coca_attention.errors import UserError
+from coca_attention.models.loading import load_model, no_progress_bars
 from coca_attention.training.build import model_config
 from coca_attention.training.recipe import (
     Recipe,
@@ -86,7 +87,7 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
     # Killed between the last step and the end: Trainer would do one step more.
     done = trained is not None and trained.global_step >= settings.steps
     if done and resume is not None:
-        model = AutoModelForCausalLM.from_pretrained(resume)
+        model = load_model(resume)
     else:
         model = AutoModelForCausalLM.from_config(
             model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
@@ -106,7 +107,8 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
     if done and trained is not None:
         trainer.state = trained
     else:
-        result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        with no_progress_bars():
+            result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         seconds = result.metrics.get("train_runtime") if resume is None else None
     if trainer.state.global_step != settings.steps:
         raise UserError(
@@ -217,7 +219,8 @@ def _save(
     if trainer.is_world_process_zero():
         shutil.rmtree(partial, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-    trainer.save_model(str(partial))
+    with no_progress_bars():
+        trainer.save_model(str(partial))
     if not trainer.is_world_process_zero():
         return
     (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle; recipe.yaml says it all

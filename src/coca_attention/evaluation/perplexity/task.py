@@ -102,7 +102,7 @@ def load_text(
                 raise UserError(
                     f"document {document.id!r} has {len(ids)} tokens and the largest window needs "
                     f"{at_least}: use smaller windows, or leave short documents out "
-                    "(--skip-short true)"
+                    "(--skip-short)"
                 )
             continue
         chosen.append(TokenDocument(document.id, torch.tensor(ids)))
