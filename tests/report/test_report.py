@@ -46,6 +46,7 @@ TRAINING = {
     "tokens": 1000,
     "epochs": 0.5,
     "seconds": 3.0,
+    "recipe": {"training": {"learning_rate": 0.003}},
     "curve": [{"step": 1, "loss": 5.0}, {"step": 10, "loss": 4.0}],
 }
 ENVIRONMENT = {
@@ -108,7 +109,7 @@ def test_figures_tables_and_settings_are_there(html):
     for expected in (
         "A & B", "RoFormer + NTK (4)", "RoFormer, last 64 tokens only", "54.00", "48.60 to 59.40",
         "training length", "12,345", "A <processor>", "coca quickstart", "3276.00", "101.13",
-        "perplexity (lower is better)", "training loss (nats per token)",
+        "perplexity (lower is better)", "Recipe of RoFormer", "learning_rate: 0.003", "training loss (nats per token)",
     ):  # fmt: skip
         assert expected in text, expected
 

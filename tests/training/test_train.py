@@ -64,6 +64,7 @@ def test_the_result_is_an_ordinary_transformers_folder(text_folder, tmp_path, at
     assert load_recipe(folder / "recipe.yaml") == recipe(text_folder, model__attention=attention)
     summary = read_summary(folder)
     assert summary["tokens"] == 12 * 4 * 16
+    assert summary["recipe"]["model"]["attention"] == attention
     assert [entry["step"] for entry in summary["curve"]] == [1, 2, 4, 6, 8, 10, 12]
     assert summary["curve"][-1]["loss"] < summary["curve"][0]["loss"]
     left = {path.name for path in folder.iterdir()}

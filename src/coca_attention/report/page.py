@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
@@ -80,6 +81,11 @@ def _render(contents: Sequence[dict[str, Any]], title: str) -> str:
         training_length=training_length,
         facts=_facts(cells),
         training=training,
+        recipes={
+            run["name"]: yaml.safe_dump(run["recipe"], sort_keys=False)
+            for run in training
+            if "recipe" in run
+        },
         environments=_unique(
             [
                 environment

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
     Args:
         recipe: The run.
         output: Folder of the run. At the end it holds the model, the tokenizer, the recipe with
-            every default written out, and ``training.json`` (curve, tokens, seconds, versions,
-            hardware).
+            every default written out, and ``training.json`` (curve, tokens, seconds, recipe,
+            versions, hardware).
         callbacks: Further Trainer callbacks.
 
     Returns:
@@ -245,6 +246,7 @@ def _save(
             "epochs": settings.steps * settings.global_batch_size / blocks,
             "seconds": seconds,  # None where it took more than one start
             "curve": curve,
+            "recipe": asdict(recipe),
             "seed": settings.seed,
             "environment": describe_environment(),
         },
