@@ -109,7 +109,8 @@ def test_figures_tables_and_settings_are_there(html):
     for expected in (
         "A & B", "RoFormer + NTK (4)", "RoFormer, last 64 tokens only", "54.00", "48.60 to 59.40",
         "training length", "12,345", "A <processor>", "coca quickstart", "3276.00", "101.13",
-        "perplexity (lower is better)", "Recipe of RoFormer", "learning_rate: 0.003", "training loss (nats per token)",
+        "perplexity (lower is better)", "Recipe of RoFormer", "learning_rate: 0.003",
+        "training loss (nats per token)",
     ):  # fmt: skip
         assert expected in text, expected
 
