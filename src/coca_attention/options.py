@@ -13,7 +13,9 @@ class OptionParser(ArgumentParser):
 
     def __init__(self, program: str, description: str | None = None) -> None:
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
-        super().__init__(prog=program, description=description, exit_on_error=False)
+        super().__init__(
+            prog=program, description=description, exit_on_error=False, allow_abbrev=False
+        )
 
     def format_help(self) -> str:
         """The help, with hyphens for the underscores of the fields' names."""

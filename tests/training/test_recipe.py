@@ -132,6 +132,8 @@ def test_a_missing_recipe_and_an_unknown_option_are_refused():
         load_recipe("nowhere.yaml")
     with pytest.raises(ValueError, match=r"training\.stepz"):
         load_recipe(None, ["--training.stepz", "5"])
+    with pytest.raises(ValueError, match=r"training\.step"):  # no abbreviations
+        load_recipe(None, ["--training.step", "5"])
 
 
 def test_batch_sizes_must_divide_and_trainer_fields_must_be_known(tmp_path):
