@@ -61,12 +61,13 @@ class ReportSettings:
 
 def run_quickstart(words: list[str]) -> None:
     """Train four small models and see which of them reads long text: the whole project at once."""
-    from coca_attention.quickstart import QuickstartSettings, quickstart, table
+    from coca_attention.quickstart import QuickstartSettings, quickstart
+    from coca_attention.report import printed_table
 
     settings = _parse("coca quickstart", run_quickstart, words, [QuickstartSettings])[0]
-    with _progress() as advance:
+    with _Progress() as advance:
         content = quickstart(settings, progress=advance)
-    _print_table(*table(content["results"]))
+    _print_table(*printed_table(content["results"]))
     output = Path(settings.output)
     print(f"Results: {output / 'results.json'}\nReport:  {output / 'report.html'}")
 
@@ -107,7 +108,7 @@ def run_perplexity(words: list[str]) -> None:
         tokens_needed,
     )
     from coca_attention.models import load_model
-    from coca_attention.quickstart import table
+    from coca_attention.report import printed_table
 
     path, text, windows, settings = _parse(
         "coca eval perplexity",
@@ -122,7 +123,7 @@ def run_perplexity(words: list[str]) -> None:
     check_writable(output)
     model = load_model(path, dtype=settings.dtype, device=settings.device)
     documents = load_text(text, load_tokenizer(path), at_least=tokens_needed(windows))
-    with _progress() as advance:
+    with _Progress() as advance:
         cells = evaluate_perplexity(
             model,
             documents,
@@ -133,7 +134,7 @@ def run_perplexity(words: list[str]) -> None:
             progress=advance,
         )
     write_json(output, {"results": cells, "environment": describe_environment()})
-    _print_table(*table(cells))
+    _print_table(*printed_table(cells))
     print(f"Results: {output}")
 
 
@@ -328,7 +329,7 @@ def _listed(words: list[str]) -> list[str]:
     return [*words, f"--windows=[{sizes.strip('[]')}]"]
 
 
-class _progress:  # noqa: N801
+class _Progress:
     """A rich progress bar as a function of (label, done, total)."""
 
     def __enter__(self) -> Callable[[str, int, int], None]:

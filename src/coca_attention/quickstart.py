@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -207,16 +207,3 @@ def _finished(path: Path, measurement: dict[str, Any]) -> dict[str, Any] | None:
         raise UserError(f"{path}: damaged; remove the file to evaluate again") from error
     same = isinstance(content, dict) and content.get("measured") == measurement
     return content if same else None
-
-
-def table(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the printed table: a row a model and scaling, a column a window."""
-    from coca_attention.report.results import all_windows, perplexity_series
-
-    series = perplexity_series(results)
-    windows = all_windows(series)
-    rows = []
-    for item in series:
-        points = [item.at(window) for window in windows]
-        rows.append([item.label, *(f"{p.perplexity:.1f}" if p else "–" for p in points)])
-    return ["perplexity at", *(f"{window:,}" for window in windows)], rows

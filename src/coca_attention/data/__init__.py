@@ -1,9 +1,9 @@
 """Documents → tokens → blocks."""
 
 from coca_attention.data.documents import (
-    BadLines,
     DataError,
     Document,
+    SourceSettings,
     held_out,
     read_documents,
 )
@@ -17,10 +17,10 @@ from coca_attention.data.tokens import (
 )
 
 __all__ = [
-    "BadLines",
     "BlockDataset",
     "DataError",
     "Document",
+    "SourceSettings",
     "encode_documents",
     "held_out",
     "kept_tokenizer",

@@ -72,6 +72,22 @@ def read_documents(
     return _file_documents(find_files(source), text_field, bad_lines)
 
 
+@dataclass
+class SourceSettings:
+    """Which documents are read."""
+
+    source: str = "stdlib"
+    """stdlib; a file, folder or glob of .txt, .jsonl, .parquet (or .gz, .xz, .zst); or hf:NAME."""
+    text_field: str = "text"
+    """Where the text of a JSON record, Parquet row or dataset row stands."""
+    bad_lines: BadLines = "error"
+    """What to do with a broken JSON line: error, or skip with a warning."""
+
+    def documents(self) -> Iterator[Document]:
+        """`read_documents` of these settings."""
+        return read_documents(self.source, text_field=self.text_field, bad_lines=self.bad_lines)
+
+
 def held_out(document: Document, share: float) -> bool:
     """Whether a document belongs to the held-out split.
 

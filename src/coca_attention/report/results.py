@@ -134,3 +134,14 @@ def best_per_window(series: Sequence[Series], windows: Sequence[int]) -> dict[in
         ]
         best[window] = min(values, default=math.nan)
     return best
+
+
+def printed_table(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the printed table: a row a model and scaling, a column a window."""
+    series = perplexity_series(results)
+    windows = all_windows(series)
+    rows = []
+    for item in series:
+        points = [item.at(window) for window in windows]
+        rows.append([item.label, *(f"{p.perplexity:.1f}" if p else "–" for p in points)])
+    return ["perplexity at", *(f"{window:,}" for window in windows)], rows

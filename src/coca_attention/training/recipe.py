@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import yaml
 
-from coca_attention.data import BadLines
+from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
 from coca_attention.options import OptionParser
 
@@ -36,15 +36,9 @@ class ModelRecipe:
 
 
 @dataclass
-class DataRecipe:
+class DataRecipe(SourceSettings):
     """The text."""
 
-    source: str = "stdlib"
-    """stdlib; a file, folder or glob of .txt, .jsonl, .parquet (or .gz, .xz, .zst); or hf:NAME."""
-    text_field: str = "text"
-    """Where the text of a JSON record, Parquet row or dataset row stands."""
-    bad_lines: BadLines = "error"
-    """What to do with a broken JSON line: error, or skip with a warning."""
     held_out: float = 0.05
     """Share of documents, chosen by a hash of their text, that training never sees."""
     max_tokens: int | None = None

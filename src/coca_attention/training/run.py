@@ -25,7 +25,6 @@ from coca_attention.data import (
     held_out,
     kept_tokenizer,
     load_tokenizer,
-    read_documents,
     token_array,
 )
 from coca_attention.environment import describe_environment, write_json, write_text
@@ -193,9 +192,8 @@ def training_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> np.nd
 
 
 def _training_documents(recipe: Recipe) -> Any:
-    data = recipe.data
-    documents = read_documents(data.source, text_field=data.text_field, bad_lines=data.bad_lines)
-    return (document for document in documents if not held_out(document, data.held_out))
+    share = recipe.data.held_out
+    return (d for d in recipe.data.documents() if not held_out(d, share))
 
 
 def _tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coca_attention.data import BadLines, encode_documents, held_out, read_documents
+from coca_attention.data import SourceSettings, encode_documents, held_out
 from coca_attention.errors import UserError
 from coca_attention.evaluation.perplexity.score import (
     TokenDocument,
@@ -24,15 +24,9 @@ Scaling = Literal["none", "linear", "ntk", "dynamic"]
 
 
 @dataclass
-class TextSettings:
+class TextSettings(SourceSettings):
     """Which text a model is judged on."""
 
-    source: str = "stdlib"
-    """stdlib; a file, folder or glob of .txt, .jsonl, .parquet (or .gz, .xz, .zst); or hf:NAME."""
-    text_field: str = "text"
-    """Where the text of a JSON record, Parquet row or dataset row stands."""
-    bad_lines: BadLines = "error"
-    """What to do with a broken JSON line: error, or skip with a warning."""
     held_out: float = 0.0
     """Read only this held-out share of the documents, as a recipe of the same value left it."""
     max_documents: int | None = None
@@ -85,9 +79,7 @@ def load_text(
             f"max_tokens cuts documents to {settings.max_tokens} tokens and the largest window "
             f"needs {at_least}: cut less, or use smaller windows"
         )
-    documents = read_documents(
-        settings.source, text_field=settings.text_field, bad_lines=settings.bad_lines
-    )
+    documents = settings.documents()
     if settings.held_out:
         documents = (d for d in documents if held_out(d, settings.held_out))
     chosen: list[TokenDocument] = []
