@@ -115,7 +115,7 @@ def run_perplexity(words: list[str]) -> None:
         run_perplexity,
         words,
         [TextSettings, WindowSettings, EvaluationSettings],
-        positional="model",
+        positionals=["model"],
     )
     check_settings(windows)
     name = settings.name or Path(path).name
@@ -150,8 +150,7 @@ def run_generate(words: list[str]) -> None:
         run_generate,
         words,
         [GenerateSettings],
-        positional="model",
-        second="prompt",
+        positionals=["model", "prompt"],
     )
     if settings.max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {settings.max_new_tokens}")
@@ -285,8 +284,7 @@ def _parse(
     command: Run,
     words: list[str],
     sections: list[type],
-    positional: str | None = None,
-    second: str | None = None,
+    positionals: Sequence[str] = (),
 ) -> list[Any]:
     """Parse words into the positionals' texts and an instance of every section.
 
@@ -295,8 +293,7 @@ def _parse(
         command: Function whose docstring describes it.
         words: The words.
         sections: Documented dataclasses; their fields are the options.
-        positional: Name of a required first word.
-        second: Name of a required second word.
+        positionals: Names of the required words before the options.
 
     Raises:
         UserError: If a word is unknown or a value unfit.
@@ -305,14 +302,13 @@ def _parse(
     from coca_attention.options import OptionParser
 
     parser = OptionParser(program, command.__doc__)
-    names = [name for name in (positional, second) if name is not None]
     described = {"model": "Folder or name of a Transformers model.", "prompt": "Text to continue."}
-    for name in names:
+    for name in positionals:
         parser.add_argument(name, type=str, help=described[name])
     for section in sections:
         parser.add_class_arguments(section)
     instances = parser.read(_listed(words))
-    values: list[Any] = [instances[name] for name in names]
+    values: list[Any] = [instances[name] for name in positionals]
     for section in sections:
         fields = section.__dataclass_fields__
         values.append(section(**{name: instances[name] for name in fields}))

@@ -185,8 +185,13 @@ def test_unfit_result_files_are_refused(tmp_path, content, message):
 def test_a_missing_file_and_a_point_claimed_twice_are_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         read_results([tmp_path / "nowhere.json"])
+    other = cell("RoFormer", 64, 41.0, documents=[{"id": "a", "nats": 2.0, "tokens": 1000}])
     with pytest.raises(ValueError, match=r"RoFormer .none. at one window twice"):
-        perplexity_series([*CELLS, CELLS[0]])
+        perplexity_series([*CELLS, other])
+
+
+def test_the_attend_last_line_of_two_evaluations_is_one():
+    assert perplexity_series([*CELLS, CELLS[2]]) == perplexity_series(CELLS)
 
 
 def test_a_folder_is_no_page_to_write(tmp_path):

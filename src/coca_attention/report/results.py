@@ -75,13 +75,16 @@ def perplexity_series(cells: Sequence[dict[str, Any]]) -> list[Series]:
     """Lines of perplexity against the window, in the order of the models' first appearance.
 
     Raises:
-        UserError: If two cells claim the same point, which must not be shown as one.
+        UserError: If two cells claim one point with different figures.
     """
     grouped: dict[tuple[str, str, Any], list[dict[str, Any]]] = {}
     for cell in cells:
         if cell.get("task") == "perplexity":
             key = (cell["model"], cell["scaling"], cell.get("factor"))
-            grouped.setdefault(key, []).append(cell)
+            group = grouped.setdefault(key, [])
+            # Two evaluations of a model share its attend-last line: the same figure is one point.
+            if not any(_same(cell, other) for other in group):
+                group.append(cell)
     models = list(dict.fromkeys(model for model, _, _ in grouped))
     series = []
     for (model, kind, factor), group in grouped.items():
@@ -94,6 +97,12 @@ def perplexity_series(cells: Sequence[dict[str, Any]]) -> list[Series]:
         points = [_point(cell) for cell in sorted(group, key=lambda cell: cell["window"])]
         series.append(Series(model, kind, _label(model, kind, factor, group), tuple(points)))
     return sorted(series, key=lambda item: (models.index(item.model), _rank(item.kind)))
+
+
+def _same(cell: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two cells measured the same thing and found the same."""
+    names = ("window", "stride", "targets", "documents")
+    return all(cell[name] == other[name] for name in names)
 
 
 def _point(cell: dict[str, Any]) -> Point:

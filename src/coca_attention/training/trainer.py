@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -180,13 +180,3 @@ def last_checkpoint(folder: Path) -> Path | None:
         if best is None or step > best[0]:
             best = (step, path)
     return best[1] if best else None
-
-
-__all__ = [
-    "RecipeTrainer",
-    "TrainerCallback",
-    "TrainingDiverged",
-    "last_checkpoint",
-    "learning_rate_share",
-    "training_arguments",
-]
