@@ -4,6 +4,7 @@ Legend: B batch, T query length, S key length, H query heads, G key/value heads,
 P = D/2 rotary pairs.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from coca_attention.ops import (
     key_map,
     query_map,
     rotary_cos_sin,
+    score_scale,
 )
 from coca_attention.ops.collinear import Form, check_form
 from coca_attention.ops.rotary import check_width
@@ -39,40 +41,37 @@ class Cache(Protocol):
 
 def project_collinear(
     hidden_states: Tensor,
-    q_proj: nn.Module,
-    t_proj: nn.Module,
-    v_proj: nn.Module,
-    cos: Tensor,
-    sin: Tensor,
+    q_proj: Callable[[Tensor], Tensor],
+    t_proj: Callable[[Tensor], Tensor],
+    v_proj: Callable[[Tensor], Tensor],
     *,
-    form: Form,
     head_dim: int,
+    q_norm: Callable[[Tensor], Tensor] | None = None,
+    t_norm: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Effective queries and keys, and values, of one layer: what any attention kernel takes.
+    """Queries before rotation, key coefficients and values of one layer.
 
     Args:
         hidden_states: (B, T, hidden).
         q_proj: hidden to H * D.
         t_proj: hidden to G * P, the folded T projection; its ReLU is applied here (Eq. 5, 6).
         v_proj: hidden to G * D.
-        cos: cos at the tokens' positions, (T, P) or (B, T, P).
-        sin: Like cos.
-        form: ``slack`` or ``strict``.
         head_dim: D.
+        q_norm: Applied to queries as (B, T, H, D).
+        t_norm: Applied to coefficients as (B, T, G, P), before the ReLU.
 
     Returns:
-        Q' (B, H, T, D) with 1/sqrt(D) folded in, K' (B, G, T, D) and V (B, G, T, D).
+        q (B, H, T, D), t (B, G, T, P) of at least zero, and V (B, G, T, D).
     """
     batch, length, _ = hidden_states.shape
-
-    def heads(x: Tensor, width: int) -> Tensor:
-        return x.view(batch, length, -1, width).transpose(1, 2)
-
-    query = heads(q_proj(hidden_states), head_dim)
-    coefficients = heads(t_proj(hidden_states), head_dim // 2).relu()
-    value = heads(v_proj(hidden_states), head_dim)
-    query = query_map(query, cos, sin, form=form, scale=head_dim**-0.5)
-    return query, key_map(coefficients, cos, sin, form=form), value
+    query = q_proj(hidden_states).view(batch, length, -1, head_dim)
+    coefficients = t_proj(hidden_states).view(batch, length, -1, head_dim // 2)
+    value = v_proj(hidden_states).view(batch, length, -1, head_dim)
+    if q_norm is not None:
+        query = q_norm(query)
+    if t_norm is not None:
+        coefficients = t_norm(coefficients)
+    return query.transpose(1, 2), coefficients.transpose(1, 2).relu(), value.transpose(1, 2)
 
 
 class CoCAAttention(nn.Module):
@@ -191,16 +190,17 @@ class CoCAAttention(nn.Module):
             scaling=self.rotary_scaling,
             dtype=torch.promote_types(hidden_states.dtype, torch.float32),
         )
-        query, key, value = project_collinear(
+        query, coefficients, value = project_collinear(
             hidden_states,
             self.q_proj,
             self.t_proj,
             self.v_proj,
-            cos,
-            sin,
-            form=self.form,
             head_dim=self.head_dim,
         )
+        divisor = score_scale(query.dtype)
+        factor = self.head_dim**-0.5 / divisor
+        query = query_map(query, cos, sin, form=self.form, scale=factor)
+        key = key_map(coefficients, cos, sin, form=self.form)
         if cache is not None and layer is not None:
             key, value = cache.update(key, value, layer)
             if key.shape[-2] != past + length:
@@ -214,7 +214,7 @@ class CoCAAttention(nn.Module):
             value,
             attention_mask=attention_mask,
             is_causal=is_causal,
-            scale=1.0,
+            scale=divisor,
             dropout=self.dropout if self.training else 0.0,
         )
         return self.o_proj(output.transpose(1, 2).reshape(batch, length, -1))

@@ -6,41 +6,36 @@ The rope type ``ntk`` is added to Transformers' table of rope types at the same 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from coca_attention.models.configuration import ntk_frequencies, training_length
-from coca_attention.models.gpt_neox import (
+from coca_attention.models.alibi import (
     AlibiGPTNeoXConfig,
     AlibiGPTNeoXForCausalLM,
     AlibiGPTNeoXModel,
-    CoCAGPTNeoXConfig,
-    CoCAGPTNeoXForCausalLM,
-    CoCAGPTNeoXModel,
 )
-from coca_attention.models.llama import CoCALlamaConfig, CoCALlamaForCausalLM, CoCALlamaModel
+from coca_attention.models.configuration import ntk_frequencies, training_length
+from coca_attention.models.convert import convert
+from coca_attention.models.families import register
+from coca_attention.models.families.gpt_neox import CoCAGPTNeoXConfig, CoCAGPTNeoXForCausalLM
+from coca_attention.models.families.llama import CoCALlamaConfig, CoCALlamaForCausalLM
 from coca_attention.models.loading import load_model
+from coca_attention.models.original import load_original
 from coca_attention.models.scaling import set_rotary_scaling
 
 ROPE_INIT_FUNCTIONS.setdefault("ntk", ntk_frequencies)
-
-for _config, _model, _causal_lm in (
-    (CoCAGPTNeoXConfig, CoCAGPTNeoXModel, CoCAGPTNeoXForCausalLM),
-    (CoCALlamaConfig, CoCALlamaModel, CoCALlamaForCausalLM),
-    (AlibiGPTNeoXConfig, AlibiGPTNeoXModel, AlibiGPTNeoXForCausalLM),
-):
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    AutoModel.register(_config, _model, exist_ok=True)
-    AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
+register()
+AutoConfig.register(AlibiGPTNeoXConfig.model_type, AlibiGPTNeoXConfig, exist_ok=True)
+AutoModel.register(AlibiGPTNeoXConfig, AlibiGPTNeoXModel, exist_ok=True)
+AutoModelForCausalLM.register(AlibiGPTNeoXConfig, AlibiGPTNeoXForCausalLM, exist_ok=True)
 
 __all__ = [
     "AlibiGPTNeoXConfig",
     "AlibiGPTNeoXForCausalLM",
-    "AlibiGPTNeoXModel",
     "CoCAGPTNeoXConfig",
     "CoCAGPTNeoXForCausalLM",
-    "CoCAGPTNeoXModel",
     "CoCALlamaConfig",
     "CoCALlamaForCausalLM",
-    "CoCALlamaModel",
+    "convert",
     "load_model",
+    "load_original",
     "set_rotary_scaling",
     "training_length",
 ]

@@ -5,27 +5,32 @@ P = D/2 rotary pairs.
 
 The core hands (Q', K', V) to Transformers' own attention interface, so that SDPA, FlashAttention,
 FlexAttention and eager attention all compute CoCA. The cache holds K' after rotation at the usual
-width D: it works with every cache class that Transformers has.
+width D (``kv_cache="full"``) or the coefficients t before it at width P (``"half"``).
 """
 
-from typing import Any
+import copy
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from coca_attention.layers.coca import project_collinear
 from coca_attention.models.configuration import rotary_scaling, rotary_width
-from coca_attention.ops import rotary_cos_sin
+from coca_attention.ops import fold, key_map, query_map, rotary_cos_sin, score_scale
+
+Initialisation = Literal["fold", "random"]
 
 
 class CoCARotary(nn.Module):
-    """cos and sin at width P in float32 or wider, computed from the configuration at every call.
+    """cos and sin, half as wide as the rotated part of a head, in float32 or wider.
 
-    It has no buffers: a long input never changes a later short one, and there is nothing to go
-    stale when a model is loaded or its ``rope_parameters`` are changed.
+    Computed from the configuration at every call. It has no buffers: a long input never changes a
+    later short one, and there is nothing to go stale when a model is loaded or its
+    ``rope_parameters`` are changed.
     """
 
     def __init__(self, config: Any) -> None:
@@ -33,12 +38,14 @@ class CoCARotary(nn.Module):
         self.config = config
 
     @torch.no_grad()
-    def forward(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (B, T, P), float32 or wider, for position_ids (B, T)."""
-        base, scaling = rotary_scaling(self.config)
+    def forward(
+        self, hidden_states: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (B, T, R/2) for a rotary width R, at position_ids (B, T)."""
+        base, scaling = rotary_scaling(self.config, layer_type)
         return rotary_cos_sin(
             position_ids,
-            rotary_width(self.config),
+            rotary_width(self.config, layer_type),
             base=base,
             scaling=scaling,
             dtype=torch.promote_types(hidden_states.dtype, torch.float32),
@@ -57,45 +64,146 @@ class FoldedLinear(nn.Linear):
         if self.bias is not None:
             init.zeros_(self.bias)
 
+    @classmethod
+    def from_full_width(cls, projection: nn.Linear, folded: Callable[[Tensor], Tensor]) -> Any:
+        """The pair means of a projection's rows.
+
+        Args:
+            projection: hidden to G * D.
+            folded: (..., D) to (..., P).
+        """
+        weight = projection.weight.detach()
+        rows = folded(weight.t()).t().contiguous()
+        made = cls(weight.shape[1], rows.shape[0], bias=False, device="meta")
+        made.weight = nn.Parameter(rows, requires_grad=projection.weight.requires_grad)
+        if projection.bias is not None:
+            made.bias = nn.Parameter(
+                folded(projection.bias.detach()), requires_grad=projection.bias.requires_grad
+            )
+        return made
+
+
+def separated(fused: nn.Linear, rows: Callable[[Tensor], Tensor]) -> nn.Linear:
+    """A projection of its own from some rows of a fused one, its storage not shared.
+
+    Args:
+        fused: The projection to queries, keys and values.
+        rows: Takes the wanted rows of its weight or bias.
+    """
+    made = nn.Linear(fused.in_features, 1, bias=False, device="meta")
+    for name in ("weight", "bias"):
+        parameter = getattr(fused, name)
+        if parameter is not None:
+            own = rows(parameter.detach()).clone()
+            setattr(made, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+    made.out_features = made.weight.shape[0]
+    return made
+
+
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scaling * Q K^T + mask) V written out, scores in float32 or wider.
+
+    The kernels form scores in float32; eager attention as families write it forms them in the
+    model's dtype, where |q|^2 leaves the range of float16.
+
+    Args:
+        module: Knows `num_key_value_groups` and `training`.
+        query: (B, H, T, D).
+        key: (B, G, S, D).
+        value: (B, G, S, D).
+        attention_mask: Additive, broadcastable to (B, H, T, S).
+        scaling: Multiplies the scores.
+        dropout: Probability of dropping an attention weight.
+
+    Returns:
+        (B, T, H, D), and the weights (B, H, T, S).
+    """
+    groups: Any = module.num_key_value_groups
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query.to(wide) @ key.to(wide).transpose(-2, -1) * scaling
+    if attention_mask is not None:
+        # Masked means the least number of the mask's dtype: in float16 that is not low enough.
+        masked = attention_mask <= torch.finfo(attention_mask.dtype).min / 2
+        scores = (scores + attention_mask).masked_fill(masked, torch.finfo(wide).min)
+    weights = scores.softmax(-1).to(value.dtype)
+    output = F.dropout(weights, p=dropout, training=module.training) @ value
+    return output.transpose(1, 2).contiguous(), weights
+
 
 class CollinearAttention(nn.Module):
-    """Projections and scores of CoCA for a Transformers decoder layer.
+    """Projections and scores of CoCA for a decoder layer: mixed in before a family's attention.
 
-    Subclasses name the output projection after their family's (`output_name`), so that a vanilla
-    model's other weights fit as they are.
+    An instance is the family's own attention module whose key projection was exchanged for a T
+    projection, so that everything else is as it was: weights, scale, window, hooks.
     """
 
     output_name = "o_proj"
+    """The output projection's name."""
+    interleaved = False
+    """Pair layout, see `split_pairs`."""
+    norm_spans_heads = False
+    """Whether q and k norms are over all heads at once, not over each."""
+    norm_offset = 0.0
+    """What a q or k norm adds to its weight."""
 
-    def __init__(
-        self,
-        config: Any,
-        layer_idx: int,
-        *,
-        num_key_value_heads: int,
-        head_dim: int,
-        bias: bool,
-    ) -> None:
-        super().__init__()
-        heads = config.num_attention_heads
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = head_dim
-        self.num_key_value_groups = heads // num_key_value_heads
-        self.is_causal = True
-        hidden = config.hidden_size
-        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=bias)
-        self.t_proj = FoldedLinear(hidden, num_key_value_heads * head_dim // 2, bias=bias)
-        self.v_proj = nn.Linear(hidden, num_key_value_heads * head_dim, bias=bias)
-        self.add_module(self.output_name, nn.Linear(heads * head_dim, hidden, bias=bias))
+    def __init__(self: Any, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)  # pyright: ignore[reportCallIssue]
+        self.exchange_key_projection("fold")
+
+    @classmethod
+    def adopt(cls, attention: Any, initialisation: Initialisation) -> None:
+        """Turn the family's attention module into this class, in place."""
+        attention.__class__ = cls
+        attention.exchange_key_projection(initialisation)
+
+    def separate_projections(self) -> None:
+        """Give the module q_proj, k_proj and v_proj; families that fuse them override this."""
+
+    def exchange_key_projection(self: Any, initialisation: Initialisation) -> None:
+        """Put a T projection (and norm) in the place of the key projection (and norm)."""
+        self.separate_projections()
+        self.t_proj = FoldedLinear.from_full_width(self.k_proj, self._folded)
+        if initialisation == "random":
+            self.t_proj.init_folded(self.config.initializer_range)
+        del self.k_proj
+        if getattr(self, "k_norm", None) is not None:
+            # Pair means of normalised keys are 1/√2 as large as the keys where the two members
+            # are independent; normalising the means brings them to 1.
+            weight = self._folded(self.k_norm.weight.detach() + self.norm_offset) / 2**0.5
+            self.t_norm = copy.deepcopy(self.k_norm)
+            self.t_norm.weight = nn.Parameter(weight - self.norm_offset)
+            del self.k_norm
+
+    def _folded(self: Any, x: Tensor) -> Tensor:
+        """Pair means of the last axis, of every head where it holds several."""
+        heads = x.unflatten(-1, (-1, self.head_dim))
+        span = rotary_width(self.config, getattr(self, "layer_type", None))
+        return fold(heads, self.interleaved, span).flatten(-2)
+
+    def _norm(self: Any, name: str) -> Callable[[Tensor], Tensor] | None:
+        norm = getattr(self, name, None)
+        if norm is None or not self.norm_spans_heads:
+            return norm
+        return lambda x: norm(x.flatten(-2)).view(x.shape)
 
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         past_key_values: Any = None,
         layer_past: Any = None,
+        key_rotary: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """One attention layer.
@@ -106,6 +214,8 @@ class CollinearAttention(nn.Module):
             position_embeddings: cos and sin from `CoCARotary`.
             past_key_values: Cache, by the name most families use.
             layer_past: Cache, by GPT-NeoX's name.
+            key_rotary: With a half cache, cos and sin of all positions of the text so far, from
+                `CollinearModel`.
             **kwargs: Passed on to the attention implementation.
 
         Returns:
@@ -114,58 +224,79 @@ class CollinearAttention(nn.Module):
         assert position_embeddings is not None  # always passed by the decoder
         batch, length, _ = hidden_states.shape
         cos, sin = position_embeddings
-        query, key, value = project_collinear(
+        form = self.config.coca_form
+        query, coefficients, value = project_collinear(
             hidden_states,
             self.q_proj,
             self.t_proj,
             self.v_proj,
-            cos,
-            sin,
-            form=self.config.coca_form,
             head_dim=self.head_dim,
+            q_norm=self._norm("q_norm"),
+            t_norm=self._norm("t_norm"),
         )
+        divisor = score_scale(query.dtype)
+        factor = self.scaling / divisor
+        query = query_map(query, cos, sin, form=form, scale=factor, interleaved=self.interleaved)
         cache = past_key_values if past_key_values is not None else layer_past
-        if cache is not None:
+        half = cache is not None and self.config.kv_cache == "half"
+        if half:
+            coefficients, value, cos, sin = self._through_half_cache(
+                cache, coefficients, value, cos, sin, key_rotary
+            )
+        key = key_map(coefficients, cos, sin, form=form)
+        if cache is not None and not half:
+            check_cache_width(cache, self.layer_idx, key.shape[-1])
             key, value = cache.update(key, value, self.layer_idx)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
+            self.config._attn_implementation, eager_attention
         )
-        dropout = self.config.attention_dropout if self.training else 0.0
+        window = getattr(self.config, "sliding_window", None)
         output, weights = attention(
-            self, query, key, value, attention_mask, scaling=1.0, dropout=dropout, **kwargs
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=divisor,
+            dropout=self.attention_dropout if self.training else 0.0,
+            sliding_window=getattr(self, "sliding_window", window),
+            **kwargs,
         )
         output = output.reshape(batch, length, -1).contiguous()
         return self.get_submodule(self.output_name)(output), weights
 
-
-class TruePositions:
-    """Takes positions from the padding mask where a caller gives a mask but no positions.
-
-    The slack form answers to true positions, so left padding must not shift them. Mixed in before
-    a family's decoder.
-    """
-
-    def forward(
+    def _through_half_cache(
         self: Any,
-        input_ids: Any = None,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """The decoder's forward pass; arguments as there."""
-        tokens = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
-        if (
-            position_ids is None
-            and tokens is not None
-            and attention_mask is not None
-            and attention_mask.dim() == 2
-        ):
-            counted = attention_mask.long().cumsum(-1) - 1
-            position_ids = counted.clamp(min=0)[:, -tokens.shape[1] :]
-        forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        return forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **kwargs,
+        cache: Any,
+        coefficients: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        key_rotary: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All coefficients and values of the layer, and cos and sin at their positions."""
+        check_cache_width(cache, self.layer_idx, coefficients.shape[-1])
+        length = coefficients.shape[-2]
+        _, first = cache.get_mask_sizes(length, self.layer_idx)
+        coefficients, value = cache.update(coefficients, value, self.layer_idx)
+        keys = coefficients.shape[-2]
+        if keys != length:
+            if isinstance(key_rotary, dict):
+                key_rotary = key_rotary[self.layer_type]
+            cos, sin = (table[:, first : first + keys] for table in key_rotary)
+        return coefficients, value, cos, sin
+
+
+def check_cache_width(cache: Any, layer_idx: int, width: int) -> None:
+    """Raise ValueError if a cache holds keys of another width than the ones to be added."""
+    layers = getattr(cache, "layers", None)
+    if layers is None or layer_idx >= len(layers):
+        return
+    keys = getattr(layers[layer_idx], "keys", None)
+    if isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[-1] != width:
+        raise ValueError(
+            f"the cache holds keys of width {keys.shape[-1]} and this model adds keys of width "
+            f"{width}: ready-made keys (prefix tuning, a cache of another model or of another "
+            'kv_cache) fit only the cache they were made for; set config.kv_cache = "full" for '
+            "prefix tuning"
         )

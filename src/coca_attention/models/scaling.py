@@ -1,5 +1,6 @@
 """Rotary scaling of a loaded model, CoCA or vanilla, without state and without reloading."""
 
+import copy
 from typing import Any
 
 import torch
@@ -8,21 +9,40 @@ from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.models.attention import CoCARotary
-from coca_attention.models.configuration import ROPE_TYPES, training_length
-from coca_attention.ops.rotary import ScalingKind
+from coca_attention.models.configuration import (
+    PARAMETERS,
+    ROPE_TYPES,
+    rope_parameters,
+    training_length,
+)
+from coca_attention.ops.rotary import ScalingKind, join_pairs
+
+KEPT = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 
 class VanillaRotary(CoCARotary):
     """Stateless stand-in for a Transformers rotary module: cos and sin at the full rotary width.
 
     Transformers' own ``dynamic`` remembers the longest input seen; this one does not.
+
+    Args:
+        config: The model's configuration.
+        interleaved: Whether the module repeats each pair's number next to itself (Cohere).
     """
 
-    def forward(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def __init__(self, config: Any, interleaved: bool = False) -> None:
+        super().__init__(config)
+        self.interleaved = interleaved
+
+    def forward(
+        self, hidden_states: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
         """cos and sin, each (B, T, rotary width), in the dtype of the hidden states."""
-        cos, sin = super().forward(hidden_states, position_ids)
-        dtype = hidden_states.dtype
-        return torch.cat((cos, cos), -1).to(dtype), torch.cat((sin, sin), -1).to(dtype)
+        cos, sin = (
+            join_pairs(x, x, self.interleaved).to(hidden_states.dtype)
+            for x in super().forward(hidden_states, position_ids, layer_type)
+        )
+        return cos, sin
 
 
 def set_rotary_scaling(
@@ -31,93 +51,124 @@ def set_rotary_scaling(
     *,
     factor: float = 1.0,
     length: int | None = None,
+    **parameters: Any,
 ) -> None:
     """Change how a model's rotary angles are scaled, in place and for good until the next call.
 
-    Works on CoCA models and on Transformers' rotary models with half-split pairs, so that both
-    are compared by the same code. The configuration says what was set.
+    Works on CoCA models and on Transformers' rotary models, so that both are compared by the same
+    code. The rule replaces the one that the model had; the configuration says what was set. Where
+    kinds of layers differ (Gemma 3), those with full attention are scaled: a sliding window never
+    sees far.
 
     Args:
         model: A loaded model.
         kind: ``none``, ``linear`` (position interpolation), ``ntk`` (base fixed from the target
             length), ``dynamic`` (base follows the length of each forward pass; exact for a full
-            pass, inexact while decoding with a cache) or ``yarn``.
+            pass, inexact while decoding with a cache), ``yarn``, ``llama3`` or ``longrope``.
         factor: Scaling factor, at least 1.
-        length: ``ntk``: target length in tokens; without it the base is multiplied by
-            ``factor ** (D / (D - 2))``.
+        length: Target length in tokens, for ``ntk`` (without it the base is multiplied by
+            ``factor ** (D / (D - 2))``) and ``longrope`` (without it the long factors are taken).
+        **parameters: What the rule takes besides, in Transformers' names (`PARAMETERS`), for
+            example ``low_freq_factor`` for ``llama3``. Those of the model's present rule stay
+            when it is of the same kind.
 
     Raises:
         UserError: If the model has no rotary embedding, one of an unknown kind, or a value is
-            out of range.
+            out of range. The model is then as it was.
     """
     config = model.config.get_text_config()
     modules = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, CoCARotary) or hasattr(module, "original_inv_freq")
+        if isinstance(module, CoCARotary) or hasattr(module, "compute_default_rope_parameters")
     }
     if not modules:
         raise UserError(
             f"a model of type {config.model_type!r} has no rotary embedding to scale; evaluate it "
             "with scaling none"
         )
-    rope = dict(config.rope_parameters or {})
-    current = rope.get("rope_type", "default")
-    if current not in ROPE_TYPES:
-        raise UserError(
-            f"this model's rotary embedding is already scaled or of another kind ({current!r} in "
-            f"its configuration); supported are {', '.join(ROPE_TYPES)}"
-        )
-    native = {ours: theirs for theirs, ours in ROPE_TYPES.items()}
+    native: dict[str, str] = {ours: theirs for theirs, ours in ROPE_TYPES.items()}
     if kind not in native:
         raise UserError(f"unknown rotary scaling {kind!r}; choose one of {', '.join(native)}")
+    unknown = sorted(set(parameters) - set(PARAMETERS.get(kind, ())))
+    if unknown:
+        raise UserError(
+            f"rotary scaling {kind!r} has no {', '.join(unknown)}"
+            + (f"; it takes {', '.join(PARAMETERS[kind])}" if kind in PARAMETERS else "")
+        )
+    if length is not None and kind not in ("ntk", "longrope"):
+        raise UserError(f"rotary scaling {kind!r} has no target length; give it to ntk or longrope")
     trained = training_length(config)
-    if length is not None and trained is not None and length < trained:
+    if length is not None and trained is not None and length < trained and kind == "ntk":
         raise UserError(
             f"the target length ({length} tokens) is shorter than the training length ({trained})"
         )
-    kept = {"rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
-    changed: dict[str, Any] = {name: value for name, value in rope.items() if name in kept}
+    rope = rope_parameters(config)
+    same = rope.get("rope_type", "default") == native[kind]
+    changed = {name: rope[name] for name in KEPT if name in rope}
     changed["rope_type"] = native[kind]
     if kind != "none":
         changed["factor"] = float(factor)
-    if kind == "ntk" and length is not None:
+    if length is not None:
         changed["length"] = length
+    for name in PARAMETERS.get(kind, ()):
+        value = parameters.get(name, rope.get(name) if same else None)
+        if value is not None:
+            changed[name] = list(value) if isinstance(value, tuple) else value
+    whole = config.rope_parameters
+    nested = rope is not whole
+    # Built, and so checked, before the model sees it.
+    probe = copy.copy(config)
+    probe.rope_parameters = {**whole, "full_attention": changed} if nested else changed
+    layer_type = "full_attention" if nested else None
+    try:
+        positions = torch.zeros(1, 1, dtype=torch.long)
+        CoCARotary(probe)(torch.zeros(1), positions, layer_type)
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
     replacements = {
         name: _stateless(module, config)
         for name, module in modules.items()
         if not isinstance(module, CoCARotary)
     }
-    config.rope_parameters = changed
-    try:
-        # The rule is built, and so checked, before the model sees it.
-        CoCARotary(config)(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
-    except ValueError as error:
-        config.rope_parameters = rope
-        raise UserError(str(error)) from error
+    config.rope_parameters = probe.rope_parameters
     for name, replacement in replacements.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, replacement)
 
 
 def _stateless(module: Any, config: Any) -> VanillaRotary:
-    """Our rotary in place of a Transformers one, after checking that they agree unscaled."""
-    replacement = VanillaRotary(config)
-    device = module.inv_freq.device
+    """Our rotary in place of a Transformers one, after checking that they agree as loaded."""
+    kinds = sorted(set(config.layer_types)) if hasattr(module, "layer_types") else [None]
+    device = next(module.buffers()).device
+    for interleaved in (False, True):
+        replacement = VanillaRotary(_as_for_short_texts(config), interleaved)
+        if all(_agree(module, replacement, kind, device) for kind in kinds):
+            return VanillaRotary(config, interleaved)
+    raise UserError(
+        f"the rotary embedding {type(module).__name__} is of a kind whose scaling is not "
+        f"supported (supported: {', '.join(ROPE_TYPES)}; one set of frequencies a kind of layer)"
+    )
+
+
+def _as_for_short_texts(config: Any) -> Any:
+    if rope_parameters(config).get("rope_type") != "longrope":
+        return config
+    short = copy.copy(config)
+    short.rope_parameters = {**config.rope_parameters, "length": 1}
+    return short
+
+
+def _agree(module: Any, replacement: VanillaRotary, kind: str | None, device: Any) -> bool:
     positions = torch.arange(8, device=device).unsqueeze(0)
     probe = torch.zeros(1, device=device, dtype=torch.float32)
+    where = () if kind is None else (kind,)
     try:
-        theirs = module(probe, positions)
-        ours = replacement(probe, positions)
-        agree = all(
+        return all(
             a.shape == b.shape and torch.allclose(a, b, atol=1e-5)
-            for a, b in zip(theirs, ours, strict=True)
+            for a, b in zip(
+                module(probe, positions, *where), replacement(probe, positions, *where), strict=True
+            )
         )
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
-        agree = False
-    if not agree:
-        raise UserError(
-            f"the rotary embedding {type(module).__name__} is of a kind whose scaling is not "
-            "supported (supported: one set of frequencies, pairs j and j + D/2)"
-        )
-    return replacement
+        return False

@@ -8,7 +8,14 @@
 """
 
 from coca_attention.ops.attention import attend
-from coca_attention.ops.collinear import FORMS, coca_attention, fold, key_map, query_map
+from coca_attention.ops.collinear import (
+    FORMS,
+    coca_attention,
+    fold,
+    key_map,
+    query_map,
+    score_scale,
+)
 from coca_attention.ops.rotary import (
     NO_SCALING,
     SCALING_KINDS,
@@ -33,4 +40,5 @@ __all__ = [
     "ntk_base",
     "query_map",
     "rotary_cos_sin",
+    "score_scale",
 ]

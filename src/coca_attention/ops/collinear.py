@@ -16,6 +16,7 @@ depend on m - n alone; the slack ones depend on both positions, so they need tru
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from coca_attention.ops.attention import attend
@@ -25,18 +26,29 @@ Form = Literal["slack", "strict"]
 FORMS: tuple[str, ...] = get_args(Form)
 
 
-def fold(x: Tensor, interleaved: bool = False) -> Tensor:
+def fold(x: Tensor, interleaved: bool = False, rotary_width: int | None = None) -> Tensor:
     """Mean of the two members of every rotary pair, as in the authors' released code.
 
     Args:
         x: (..., D).
         interleaved: Pair layout, see `split_pairs`.
+        rotary_width: Numbers of a head that are rotated, see `split_pairs`; default D.
 
     Returns:
         (..., P).
     """
-    first, second = split_pairs(x, interleaved)
+    first, second = split_pairs(x, interleaved, rotary_width)
     return (first + second) / 2
+
+
+def score_scale(dtype: torch.dtype) -> float:
+    """Power of two to divide Q' by, and to give to the attention kernel as its scale.
+
+    Q' grows with |q|^2. In float16, with its largest number of 65,504, |q| of 700 would overflow;
+    divided by 1024 it may reach 16,000 for a head of 16 and more for wider ones. Kernels multiply
+    by their scale in float32, so nothing is lost. 1 for every other dtype.
+    """
+    return 1024.0 if dtype == torch.float16 else 1.0
 
 
 def query_map(
@@ -55,10 +67,11 @@ def query_map(
 
     Args:
         query: q before rotation, (B, H, T, D).
-        cos: cos of the angles at the queries' positions, (T, P) or (B, T, P).
+        cos: cos of the angles at the queries' positions, (T, R/2) or (B, T, R/2). R is the rotary
+            width: D, or less under partial rotary, whose other pairs are not rotated.
         sin: Like cos.
         form: ``slack`` (Eq. 10) or ``strict`` (Eq. 9).
-        scale: Folded into the result, so that attention runs with scale 1.
+        scale: Folded into the result, so that attention runs with scale 1; see `score_scale`.
         interleaved: Pair layout of the query, see `split_pairs`.
 
     Returns:
@@ -66,8 +79,8 @@ def query_map(
     """
     check_form(form)
     wide = torch.promote_types(query.dtype, torch.float32)
-    q0, q1 = split_pairs(query.to(wide), interleaved)
-    cos, sin = cos.to(wide).unsqueeze(-3), sin.to(wide).unsqueeze(-3)
+    q0, q1 = split_pairs(query.to(wide), interleaved, 2 * cos.shape[-1])
+    cos, sin = _over_all_pairs(cos, sin, q0.shape[-1], wide)
     if form == "slack":
         first = q0 * (q0 * cos - q1 * sin)
         second = q1 * (q0 * sin + q1 * cos)
@@ -82,7 +95,7 @@ def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, form: Form) -
 
     Args:
         key_coefficients: t, non-negative, (B, G, S, P).
-        cos: cos of the angles at the keys' positions, (S, P) or (B, S, P).
+        cos: cos of the angles at the keys' positions, (S, R/2) or (B, S, R/2), see `query_map`.
         sin: Like cos.
         form: ``slack`` or ``strict``.
 
@@ -92,12 +105,22 @@ def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, form: Form) -
     check_form(form)
     wide = torch.promote_types(key_coefficients.dtype, torch.float32)
     t = key_coefficients.to(wide)
-    cos, sin = cos.to(wide).unsqueeze(-3), sin.to(wide).unsqueeze(-3)
+    cos, sin = _over_all_pairs(cos, sin, t.shape[-1], wide)
     if form == "slack":
         key = torch.cat((t * (cos - sin), t * (sin + cos)), dim=-1)
     else:
         key = torch.cat((t * cos, t * sin), dim=-1)
     return key.to(key_coefficients.dtype)
+
+
+def _over_all_pairs(
+    cos: Tensor, sin: Tensor, pairs: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin for every head and pair; pairs beyond the rotary width have angle zero."""
+    missing = pairs - cos.shape[-1]
+    if missing:
+        cos, sin = F.pad(cos, (0, missing), value=1.0), F.pad(sin, (0, missing))
+    return cos.to(dtype).unsqueeze(-3), sin.to(dtype).unsqueeze(-3)
 
 
 def coca_attention(
@@ -110,6 +133,7 @@ def coca_attention(
     key_positions: Tensor | None = None,
     base: float = 10000.0,
     interleaved: bool = False,
+    rotary_width: int | None = None,
     attention_mask: Tensor | None = None,
     is_causal: bool = True,
     scale: float | None = None,
@@ -129,6 +153,8 @@ def coca_attention(
             batches: the slack form is not shift-invariant.
         base: Base of the rotary frequencies (see `ntk_base` for scaled ones).
         interleaved: Pair layout of the query: False for pairs (j, j + D/2), True for (2j, 2j + 1).
+        rotary_width: Numbers of a head that are rotated (partial rotary), see `split_pairs`;
+            default D.
         attention_mask: Boolean (True = may attend) or additive, broadcastable to (B, H, T, S);
             applied on top of causality.
         is_causal: Causality by index, not by position: query i sees keys 0 … S - T + i.
@@ -163,11 +189,13 @@ def coca_attention(
             )
     wide = torch.promote_types(query.dtype, torch.float32)
     factor = width**-0.5 if scale is None else scale
-    cos, sin = rotary_cos_sin(query_positions, width, base=base, dtype=wide)
-    q = query_map(query, cos, sin, form=form, scale=factor, interleaved=interleaved)
-    cos, sin = rotary_cos_sin(key_positions, width, base=base, dtype=wide)
+    divisor = score_scale(query.dtype)
+    span = width if rotary_width is None else rotary_width
+    cos, sin = rotary_cos_sin(query_positions, span, base=base, dtype=wide)
+    q = query_map(query, cos, sin, form=form, scale=factor / divisor, interleaved=interleaved)
+    cos, sin = rotary_cos_sin(key_positions, span, base=base, dtype=wide)
     k = key_map(key_coefficients, cos, sin, form=form)
-    return attend(q, k, value, attention_mask=attention_mask, is_causal=is_causal, scale=1.0)
+    return attend(q, k, value, attention_mask=attention_mask, is_causal=is_causal, scale=divisor)
 
 
 def check_form(form: str) -> None:

@@ -133,6 +133,50 @@ def slack_scores(
     return (rotated_query.unsqueeze(-3) * keys).sum((-1, -2))
 
 
+def partial_scores(
+    form: Form,
+    query: Tensor,
+    key_coefficients: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    *,
+    rotary_width: int,
+    base: float = 10000.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """Scores under partial rotary: of the rotated span, plus of the rest with every position 0.
+
+    Args:
+        form: ``slack`` or ``strict``.
+        query: (..., T, D), the first ``rotary_width`` numbers of each head rotated.
+        key_coefficients: t, (..., S, P).
+        query_positions: (T,).
+        key_positions: (S,).
+        rotary_width: Even, less than D.
+        base: Rotary base.
+        interleaved: Pair layout inside the span.
+
+    Returns:
+        (..., T, S), float64.
+    """
+    pairs = rotary_width // 2
+    turned = SCORES[form](
+        query[..., :rotary_width],
+        key_coefficients[..., :pairs],
+        query_positions,
+        key_positions,
+        base=base,
+        interleaved=interleaved,
+    )
+    passed = SCORES[form](
+        query[..., rotary_width:],
+        key_coefficients[..., pairs:],
+        torch.zeros_like(query_positions),
+        torch.zeros_like(key_positions),
+    )
+    return turned + passed
+
+
 SCORES = {"slack": slack_scores, "strict": strict_scores}
 
 
@@ -166,6 +210,7 @@ def coca_attention(
     key_positions: Tensor | None = None,
     base: float = 10000.0,
     interleaved: bool = False,
+    rotary_width: int | None = None,
     is_causal: bool = True,
     scale: float | None = None,
 ) -> Tensor:
@@ -181,8 +226,12 @@ def coca_attention(
         query_positions = key_positions[keys - queries :]
     t = key_coefficients.repeat_interleave(heads // groups, dim=-3)
     v = value.repeat_interleave(heads // groups, dim=-3)
-    scores = SCORES[form](
-        query, t, query_positions, key_positions, base=base, interleaved=interleaved
-    )
+    tensors = (query, t, query_positions, key_positions)
+    if rotary_width is None or rotary_width == width:
+        scores = SCORES[form](*tensors, base=base, interleaved=interleaved)
+    else:
+        scores = partial_scores(
+            form, *tensors, rotary_width=rotary_width, base=base, interleaved=interleaved
+        )
     factor = width**-0.5 if scale is None else scale
     return attention(scores, v, scale=factor, is_causal=is_causal)

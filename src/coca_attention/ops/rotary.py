@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-ScalingKind = Literal["none", "linear", "ntk", "dynamic", "yarn"]
+ScalingKind = Literal["none", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"]
 SCALING_KINDS: tuple[str, ...] = get_args(ScalingKind)
 
 
@@ -25,16 +25,26 @@ class RotaryScaling:
     Attributes:
         kind: ``none``; ``linear`` (position interpolation, arXiv 2306.15595: n becomes
             n / factor); ``ntk`` (a larger base, fixed for the whole request); ``dynamic`` (the
-            same with the base following the current length); ``yarn`` (arXiv 2309.00071).
+            same with the base following the current length); ``yarn`` (arXiv 2309.00071);
+            ``llama3`` (the rule of Llama 3.1); ``longrope`` (arXiv 2402.13753, one divisor per
+            pair).
         factor: The scaling factor k, at least 1.
-        training_length: Length L_train in tokens that the model was trained on. Needed by
-            ``dynamic``, ``yarn`` and ``ntk`` with a target length.
-        length: Target length L in tokens for ``ntk`` and ``dynamic``. ``ntk`` without it
-            multiplies the base by ``k ** (D / (D - 2))`` everywhere. ``dynamic`` without it
-            takes the largest position plus one.
+        training_length: Length L_train in tokens that the model was trained on before it was
+            scaled. Needed by all but ``none``, ``linear`` and ``ntk`` without a target length.
+        length: Target length L in tokens. ``ntk`` without it multiplies the base by
+            ``k ** (D / (D - 2))`` everywhere. ``dynamic`` without it takes the largest position
+            plus one. ``longrope`` takes the short factors up to L_train, and the long ones above
+            it or without a target length.
         beta_fast: ``yarn``: pairs that turn more often than this over L_train stay as they are.
         beta_slow: ``yarn``: pairs that turn less often than this are interpolated by k.
-        attention_factor: ``yarn``: multiplies cos and sin; default ``0.1 ln k + 1``.
+        truncate: ``yarn``: whether the ends of its ramp are whole pairs.
+        low_freq_factor: ``llama3``: pairs that turn less often than this over L_train are
+            interpolated by k.
+        high_freq_factor: ``llama3``: pairs that turn more often than this stay as they are.
+        short_factor: ``longrope``: P divisors of the frequencies for texts up to L_train.
+        long_factor: ``longrope``: P divisors for longer texts.
+        attention_factor: ``yarn`` and ``longrope``: multiplies cos and sin; default
+            ``0.1 ln k + 1`` and ``sqrt(1 + ln k / ln L_train)``.
     """
 
     kind: ScalingKind = "none"
@@ -43,6 +53,11 @@ class RotaryScaling:
     length: int | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
@@ -58,7 +73,7 @@ class RotaryScaling:
             tokens = getattr(self, name)
             if tokens is not None and tokens < 1:
                 raise ValueError(f"rotary scaling {name} must be at least 1 token, got {tokens}")
-        needs_training_length = self.kind in ("dynamic", "yarn") or (
+        needs_training_length = self.kind in ("dynamic", "yarn", "llama3", "longrope") or (
             self.kind == "ntk" and self.length is not None
         )
         if needs_training_length and self.training_length is None:
@@ -70,15 +85,33 @@ class RotaryScaling:
             raise ValueError(
                 f"yarn needs beta_fast > beta_slow > 0, got {self.beta_fast} and {self.beta_slow}"
             )
+        if not self.high_freq_factor > self.low_freq_factor > 0:
+            raise ValueError(
+                "llama3 needs high_freq_factor > low_freq_factor > 0, got "
+                f"{self.high_freq_factor} and {self.low_freq_factor}"
+            )
+        if self.kind == "longrope":
+            for name in ("short_factor", "long_factor"):
+                factors = getattr(self, name)
+                if not factors or min(factors) <= 0:
+                    raise ValueError(
+                        f"longrope needs {name}, one positive divisor per rotary pair; got "
+                        f"{factors}"
+                    )
 
     @property
     def magnitude(self) -> float:
-        """What cos and sin are multiplied by: 1 except for ``yarn``."""
-        if self.kind != "yarn":
+        """What cos and sin are multiplied by: 1 except for ``yarn`` and ``longrope``."""
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0
+        if self.kind == "yarn":
+            return 0.1 * math.log(self.factor) + 1.0
+        assert self.training_length is not None  # held by __post_init__
+        if self.factor == 1.0:
+            return 1.0
+        return math.sqrt(1.0 + math.log(self.factor) / math.log(self.training_length))
 
 
 NO_SCALING = RotaryScaling()
@@ -125,7 +158,8 @@ def inverse_frequencies(
         theta of shape (P,), float64, in radians per token.
 
     Raises:
-        ValueError: If the width is odd, the base not positive, or ``dynamic`` has no length.
+        ValueError: If the width is odd, the base not positive, ``dynamic`` has no length, or
+            ``longrope`` has not one divisor per pair.
     """
     check_width(width, "rotary width")
     if not base > 0:
@@ -138,9 +172,20 @@ def inverse_frequencies(
     theta = torch.pow(torch.tensor(base, dtype=torch.float64), -exponents)
     if scaling.kind == "linear":
         return theta / scaling.factor
-    if scaling.kind == "yarn":
-        keep = _yarn_kept_share(width, base, scaling)
+    if scaling.kind in ("yarn", "llama3"):
+        share = _yarn_kept_share if scaling.kind == "yarn" else _llama3_kept_share
+        keep = share(width, base, scaling)
         return theta * keep + theta / scaling.factor * (1.0 - keep)
+    if scaling.kind == "longrope":
+        assert scaling.training_length is not None  # held by RotaryScaling
+        long = scaling.length is None or scaling.length > scaling.training_length
+        divisors = scaling.long_factor if long else scaling.short_factor
+        if len(divisors) != width // 2:
+            raise ValueError(
+                f"longrope needs one divisor per rotary pair, {width // 2} of them; got "
+                f"{len(divisors)}"
+            )
+        return theta / torch.tensor(divisors, dtype=torch.float64)
     return theta
 
 
@@ -153,12 +198,23 @@ def _yarn_kept_share(width: int, base: float, scaling: RotaryScaling) -> Tensor:
         # The pair index j (real-valued) with turns = L_train * base ** (-2 j / D) / (2 pi).
         return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    first = max(math.floor(pair_with_turns(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_with_turns(scaling.beta_slow)), width - 1)
+    first, last = pair_with_turns(scaling.beta_fast), pair_with_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
     # Equal ends would divide by zero; a hair's breadth makes the ramp a step.
     span = max(last - first, 1e-3)
     pairs = torch.arange(width // 2, dtype=torch.float64)
     return 1.0 - ((pairs - first) / span).clamp(0.0, 1.0)
+
+
+def _llama3_kept_share(width: int, base: float, scaling: RotaryScaling) -> Tensor:
+    """Llama 3.1's ramp, linear in a pair's turns over L_train: 1 for pairs left alone. (P,)."""
+    assert scaling.training_length is not None  # held by RotaryScaling
+    theta = inverse_frequencies(width, base)
+    turns = scaling.training_length * theta / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def rotary_cos_sin(
@@ -194,21 +250,36 @@ def rotary_cos_sin(
     )
 
 
-def split_pairs(x: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+def split_pairs(
+    x: Tensor, interleaved: bool = False, rotary_width: int | None = None
+) -> tuple[Tensor, Tensor]:
     """First and second members of every rotary pair.
 
     Args:
         x: (..., D).
         interleaved: False when pair j is (j, j + D/2) as in Llama and GPT-NeoX, True when it is
             (2j, 2j + 1) as in GPT-J, Cohere and the paper's formulas.
+        rotary_width: R, where only the first R numbers of a head are rotated (partial rotary):
+            pairs are taken inside that span; the numbers behind it, not rotated, form half-split
+            pairs of their own. Default D.
 
     Returns:
-        Two views (..., P).
+        Two tensors (..., P), views where R = D.
 
     Raises:
-        ValueError: If D is odd.
+        ValueError: If D or R is odd, or R is larger than D.
     """
     check_width(x.shape[-1])
+    if rotary_width is not None and rotary_width != x.shape[-1]:
+        check_width(rotary_width, "rotary width")
+        if rotary_width > x.shape[-1]:
+            raise ValueError(
+                f"the rotary width must be at most the head width {x.shape[-1]}; got {rotary_width}"
+            )
+        turned = split_pairs(x[..., :rotary_width], interleaved)
+        passed = split_pairs(x[..., rotary_width:])
+        first, second = (torch.cat(both, dim=-1) for both in zip(turned, passed, strict=True))
+        return first, second
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
     first, second = x.chunk(2, dim=-1)
@@ -216,7 +287,7 @@ def split_pairs(x: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def join_pairs(first: Tensor, second: Tensor, interleaved: bool = False) -> Tensor:
-    """Inverse of `split_pairs`: (..., P) and (..., P) to (..., D)."""
+    """Inverse of `split_pairs` of the whole head: (..., P) and (..., P) to (..., D)."""
     if interleaved:
         return torch.stack((first, second), dim=-1).flatten(-2)
     return torch.cat((first, second), dim=-1)

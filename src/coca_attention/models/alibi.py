@@ -1,7 +1,4 @@
-"""CoCA and ALiBi on the GPT-NeoX body, the body of the paper's models from scratch.
-
-The paper's RoFormer baseline is Transformers' own GPT-NeoX with rotary on the whole head.
-"""
+"""ALiBi on the GPT-NeoX body: the paper's baseline."""
 
 from typing import Any
 
@@ -17,85 +14,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
     eager_attention_forward,
 )
 
-from coca_attention.models.attention import (
-    CoCARotary,
-    CollinearAttention,
-    FoldedLinear,
-    TruePositions,
-)
-from coca_attention.models.configuration import CoCAConfigMixin
 from coca_attention.ops import alibi
-
-
-@strict
-class CoCAGPTNeoXConfig(CoCAConfigMixin, GPTNeoXConfig):
-    """GPT-NeoX with CoCA attention; rotary on the whole head unless said otherwise.
-
-    Args:
-        coca_form: ``slack`` (the paper's Eq. 10) or ``strict`` (Eq. 9).
-        max_position_embeddings: The training length in tokens.
-        rope_parameters: Rotary base and scaling, see `CoCAConfigMixin`.
-    """
-
-    model_type = "coca_gpt_neox"
-    base_model_tp_plan = {
-        "layers.*.attention.q_proj": "colwise",
-        "layers.*.attention.t_proj": "colwise",
-        "layers.*.attention.v_proj": "colwise",
-        "layers.*.attention.dense": "rowwise",
-        "layers.*.mlp.dense_h_to_4h": "colwise",
-        "layers.*.mlp.dense_4h_to_h": "rowwise",
-    }
-
-    coca_form: str = "slack"
-
-    def convert_rope_params_to_dict(self, **kwargs: Any) -> Any:
-        kwargs.setdefault("rotary_pct", 1.0)
-        return super().convert_rope_params_to_dict(**kwargs)
-
-
-class CoCAGPTNeoXAttention(CollinearAttention):
-    output_name = "dense"
-
-    def __init__(self, config: CoCAGPTNeoXConfig, layer_idx: int) -> None:
-        super().__init__(
-            config,
-            layer_idx,
-            num_key_value_heads=config.num_attention_heads,
-            head_dim=config.hidden_size // config.num_attention_heads,
-            bias=config.attention_bias,
-        )
-
-
-class CoCAGPTNeoXPreTrainedModel(GPTNeoXPreTrainedModel):
-    config: CoCAGPTNeoXConfig
-    _can_record_outputs = {"hidden_states": GPTNeoXLayer, "attentions": CoCAGPTNeoXAttention}
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, FoldedLinear):
-            module.init_folded(self.config.initializer_range)
-        else:
-            super()._init_weights(module)
-
-
-class CoCAGPTNeoXModel(TruePositions, CoCAGPTNeoXPreTrainedModel, GPTNeoXModel):
-    def __init__(self, config: CoCAGPTNeoXConfig) -> None:
-        super().__init__(config)
-        for index, layer in enumerate(self.layers):
-            layer.attention = CoCAGPTNeoXAttention(config, index)
-        self.rotary_emb = CoCARotary(config)
-        self.post_init()
-
-
-class CoCAGPTNeoXForCausalLM(CoCAGPTNeoXPreTrainedModel, GPTNeoXForCausalLM):
-    """GPT-NeoX with CoCA attention and a language-model head."""
-
-    def __init__(self, config: CoCAGPTNeoXConfig) -> None:
-        # Past GPTNeoXForCausalLM's own, which would build a vanilla body first.
-        GPTNeoXPreTrainedModel.__init__(self, config)
-        self.gpt_neox = CoCAGPTNeoXModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
 
 
 @strict

@@ -1,0 +1,118 @@
+"""Turning a vanilla decoder into the CoCA model of its family, in place."""
+
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, initialization
+
+from coca_attention.errors import UserError
+from coca_attention.models.attention import Initialisation
+from coca_attention.models.decoder import (
+    CollinearForCausalLM,
+    CollinearModel,
+    become,
+    exchange_attention,
+)
+from coca_attention.models.families import FAMILIES
+from coca_attention.ops.collinear import Form
+
+INITIALISATIONS: tuple[str, ...] = get_args(Initialisation)
+
+
+def vanilla_type(family: type[CollinearForCausalLM]) -> str:
+    """The ``model_type`` that a family's vanilla models have."""
+    return family.body_class.config_class.model_type.removeprefix("coca_")  # pyright: ignore
+
+
+def convert(
+    model: PreTrainedModel,
+    form: Form = "slack",
+    *,
+    init: Initialisation = "fold",
+    kv_cache: str = "full",
+) -> PreTrainedModel:
+    """Turn a vanilla decoder into the CoCA model of its family, in place.
+
+    Its key projections (and key norms) are exchanged for T projections, its class and
+    configuration for the registered ``coca_*`` ones. Every other weight stays the same tensor.
+    The result is another function than before: it has to be trained on.
+
+    Args:
+        model: A loaded causal language model (or its decoder) of a supported family.
+        form: ``slack`` (the paper's Eq. 10) or ``strict`` (Eq. 9).
+        init: How T projections begin. ``fold``: as the pair means of the key projections' rows,
+            so that t_j = relu of the mean of key pair j. ``random``: drawn.
+        kv_cache: ``full`` or ``half``, see `CoCAConfig`.
+
+    Returns:
+        The model given.
+
+    Raises:
+        UserError: If the model is of no supported family, already converted, or its projections
+            are not plain and in memory. It is then as it was.
+    """
+    if init not in INITIALISATIONS:
+        raise UserError(f"init must be one of {', '.join(INITIALISATIONS)}; got {init!r}")
+    if isinstance(model, CollinearForCausalLM | CollinearModel):
+        raise UserError(f"{type(model).__name__} is a CoCA model already")
+    family, new_class = _classes_for(model)
+    body = model.base_model
+    _check_projections(body, family.body_class)
+    old: Any = model.config
+    values = {k: v for k, v in old.to_dict().items() if k not in ("model_type", "architectures")}
+    try:
+        config = family.body_class.config_class.from_dict(  # pyright: ignore
+            {**values, "coca_form": form, "kv_cache": kv_cache}
+        )
+    except Exception as error:
+        # A strict configuration wraps what its checks raised.
+        raise UserError(f"no CoCA model can have this configuration: {error}") from error
+    config._attn_implementation = old._attn_implementation
+    config.name_or_path = old.name_or_path
+
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = config
+    exchange_attention(body, family.body_class, init)
+    become(model, new_class, config)
+    # Sharding plans and the like follow the class and are made here; the weights are not drawn.
+    with initialization.no_init_weights():
+        body.post_init()
+        model.post_init()
+    return model
+
+
+def _classes_for(model: Any) -> tuple[type[CollinearForCausalLM], type]:
+    """A model's family, and the class that it is to have."""
+    for family in FAMILIES:
+        if type(model) is family.__bases__[-1]:
+            return family, family
+        if type(model) is family.body_class.__bases__[-1]:
+            return family, family.body_class
+    known = ", ".join(vanilla_type(family) for family in FAMILIES)
+    hint = ""
+    if hasattr(model, "merge_and_unload"):
+        hint = "; merge the adapters first (merge_and_unload)"
+    raise UserError(
+        f"{type(model).__name__} cannot be converted: supported are the causal language models of "
+        f"the families {known}{hint}"
+    )
+
+
+def _check_projections(body: Any, body_class: type[CollinearModel]) -> None:
+    for index, layer in enumerate(body.layers):
+        attention = getattr(layer, body_class.attention_name)
+        for name, module in attention.named_children():
+            if not name.endswith(("proj", "query_key_value", "dense")):
+                continue
+            if type(module) is not nn.Linear:
+                raise UserError(
+                    f"layer {index}: {name} is a {type(module).__name__}, not a plain Linear: "
+                    "merge adapters, and load the model without quantisation"
+                )
+            if module.weight.device == torch.device("meta"):
+                raise UserError(
+                    f"layer {index}: the weights of {name} are not in memory: load the model "
+                    "without offloading"
+                )

@@ -1,0 +1,149 @@
+"""A family's decoder and language model with collinear attention: mixed in before its classes.
+
+A CoCA model is the family's own model whose attention modules were exchanged in place, whether it
+is built from a configuration, loaded, or converted.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coca_attention.models.attention import (
+    CoCARotary,
+    CollinearAttention,
+    FoldedLinear,
+    Initialisation,
+)
+from coca_attention.models.configuration import rope_parameters
+
+
+def become(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
+    """Change the class of a model in place."""
+    # Transformers notes some things about a class when an instance is made: make a bare one.
+    PreTrainedModel.__init__(cls.__new__(cls), config)
+    model.__class__ = cls
+
+
+def exchange_attention(body: Any, cls: type, initialisation: Initialisation = "fold") -> None:
+    """Turn a family's decoder into its CoCA class in place; its configuration must say so already.
+
+    Args:
+        body: The decoder, for example a `LlamaModel`.
+        cls: A `CollinearModel`.
+        initialisation: How the T projections begin, see `convert`.
+    """
+    become(body, cls, body.config)
+    for layer in body.layers:
+        body.attention_class.adopt(getattr(layer, body.attention_name), initialisation)
+    body.rotary_emb = CoCARotary(body.config)
+
+
+class CollinearPreTrained:
+    """What decoder and language model share."""
+
+    def _init_weights(self: Any, module: nn.Module) -> None:
+        if isinstance(module, FoldedLinear):
+            module.init_folded(self.config.initializer_range)
+        else:
+            super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class CollinearModel(CollinearPreTrained):
+    """A decoder with collinear attention that knows every token's true position.
+
+    The slack form answers to true positions, so padding must not shift them: where a caller gives
+    a mask but no positions, they are counted from the mask.
+    """
+
+    attention_class: type[CollinearAttention]
+    attention_name = "self_attn"
+
+    def __init__(self: Any, config: Any) -> None:
+        super().__init__(config)  # pyright: ignore[reportCallIssue]
+        exchange_attention(self, type(self))
+        self.post_init()
+
+    def forward(
+        self: Any,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        inputs_embeds: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The decoder's forward pass; arguments as there."""
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        mask = attention_mask if isinstance(attention_mask, Tensor) else None
+        mask = mask.long() if mask is not None and mask.dim() == 2 else None
+        if position_ids is None and tokens is not None and mask is not None:
+            position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        if self.config.kv_cache == "half" and past_key_values is not None and tokens is not None:
+            if position_ids is None:
+                past = past_key_values.get_seq_length()
+                steps = torch.arange(tokens.shape[1], device=tokens.device) + past
+                position_ids = steps.unsqueeze(0)
+            kwargs["key_rotary"] = self._key_rotary(past_key_values, position_ids, mask)
+        forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        return forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+
+    def _key_rotary(self: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> Any:
+        """cos and sin of every token of the text so far, (B, S, R/2) each, for half caches.
+
+        One pair for the family, or one for each kind of layer where they differ.
+
+        Args:
+            cache: As before this pass.
+            position_ids: Positions of this pass, (B, T).
+            mask: 1 for every real token of the text so far, (B, S), where one was given.
+        """
+        length = position_ids.shape[1]
+        if not hasattr(cache, "get_mask_sizes"):
+            raise ValueError(
+                f'{type(cache).__name__} keeps keys and values in one pool; set kv_cache="full" '
+                "for continuous batching"
+            )
+        sizes = [cache.get_mask_sizes(length, index) for index in range(len(self.layers))]
+        slots = max(keys + first for keys, first in sizes)
+        last = position_ids[:, -1:]
+        if mask is not None and mask.shape[1] == slots:
+            # Count real tokens back from the last one: padding anywhere shifts nothing.
+            counted = mask.cumsum(-1)
+            positions = last - (counted[:, -1:] - counted)
+        else:
+            end = cache.get_seq_length() + length
+            positions = last - (end - 1) + torch.arange(slots, device=last.device)
+        positions = positions.clamp(min=0)
+        dtype = torch.empty((), dtype=self.dtype, device=last.device)
+        if rope_parameters(self.config) is (self.config.rope_parameters or {}):
+            return self.rotary_emb(dtype, positions)
+        return {
+            kind: self.rotary_emb(dtype, positions, kind) for kind in set(self.config.layer_types)
+        }
+
+
+class CollinearForCausalLM(CollinearPreTrained):
+    """A causal language model around a `CollinearModel`."""
+
+    body_class: type[CollinearModel]
+
+    def __init__(self: Any, config: Any) -> None:
+        super().__init__(config)  # pyright: ignore[reportCallIssue]
+        exchange_attention(self.base_model, self.body_class)
+        self.base_model.post_init()
+        self.post_init()
+
+    def _get_static_cache_init_shape(self: Any) -> Any:
+        # Transformers would make keys as wide as values; the first update makes them as they are.
+        if self.config.kv_cache == "half":
+            return None
+        return super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,36 @@
+"""CoCA on Gemma 3's text models: local and global layers, each kind with its own rotary base."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Gemma3TextModel
+from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
+
+from coca_attention.models.attention import CollinearAttention
+from coca_attention.models.configuration import CoCAConfig
+from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+
+
+@strict
+class CoCAGemma3TextConfig(CoCAConfig, Gemma3TextConfig):
+    """Gemma 3 (text) with CoCA attention; see `CoCAConfig`."""
+
+    model_type = "coca_gemma3_text"
+
+
+class CoCAGemma3Attention(CollinearAttention, Gemma3Attention):
+    """Gemma 3's attention with a T projection in the place of its key projection."""
+
+    norm_offset = 1.0
+
+
+class CoCAGemma3TextModel(CollinearModel, Gemma3TextModel):
+    """Gemma 3's text decoder with CoCA attention."""
+
+    config: CoCAGemma3TextConfig
+    attention_class = CoCAGemma3Attention
+
+
+class CoCAGemma3ForCausalLM(CollinearForCausalLM, Gemma3ForCausalLM):
+    """Gemma 3 (text) with CoCA attention and a language-model head."""
+
+    config: CoCAGemma3TextConfig
+    body_class = CoCAGemma3TextModel

@@ -1,0 +1,67 @@
+"""CoCA on GPT-NeoX, the body of the paper's models from scratch.
+
+The paper's RoFormer baseline is Transformers' own GPT-NeoX with rotary on the whole head.
+"""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
+
+from coca_attention.models.attention import CollinearAttention, separated
+from coca_attention.models.configuration import CoCAConfig
+from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+
+
+@strict
+class CoCAGPTNeoXConfig(CoCAConfig, GPTNeoXConfig):
+    """GPT-NeoX with CoCA attention; rotary on the whole head unless said otherwise.
+
+    See `CoCAConfig`.
+    """
+
+    model_type = "coca_gpt_neox"
+    base_model_tp_plan = {
+        "layers.*.attention.q_proj": "colwise",
+        "layers.*.attention.t_proj": "colwise",
+        "layers.*.attention.v_proj": "colwise",
+        "layers.*.attention.dense": "rowwise",
+        "layers.*.mlp.dense_h_to_4h": "colwise",
+        "layers.*.mlp.dense_4h_to_h": "rowwise",
+    }
+
+    def convert_rope_params_to_dict(self, **kwargs: Any) -> Any:
+        kwargs.setdefault("rotary_pct", 1.0)
+        return super().convert_rope_params_to_dict(**kwargs)
+
+
+class CoCAGPTNeoXAttention(CollinearAttention, GPTNeoXAttention):
+    """GPT-NeoX's attention with a T projection in the place of its key projection."""
+
+    output_name = "dense"
+
+    def separate_projections(self) -> None:
+        self.head_dim, self.num_key_value_groups = self.head_size, 1
+        # The rows are those of each head's query, key and value in turn.
+        rows = (self.config.num_attention_heads, 3, self.head_size)
+        self.q_proj, self.k_proj, self.v_proj = (
+            separated(self.query_key_value, lambda x, i=i: x.unflatten(0, rows)[:, i].flatten(0, 1))
+            for i in range(3)
+        )
+        del self.query_key_value
+
+
+class CoCAGPTNeoXModel(CollinearModel, GPTNeoXModel):
+    """GPT-NeoX's decoder with CoCA attention."""
+
+    config: CoCAGPTNeoXConfig
+    attention_class = CoCAGPTNeoXAttention
+    attention_name = "attention"
+
+
+class CoCAGPTNeoXForCausalLM(CollinearForCausalLM, GPTNeoXForCausalLM):
+    """GPT-NeoX with CoCA attention and a language-model head."""
+
+    config: CoCAGPTNeoXConfig
+    body_class = CoCAGPTNeoXModel

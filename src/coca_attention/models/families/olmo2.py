@@ -1,0 +1,36 @@
+"""CoCA on OLMo 2."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import Olmo2Config, Olmo2ForCausalLM, Olmo2Model
+from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
+
+from coca_attention.models.attention import CollinearAttention
+from coca_attention.models.configuration import CoCAConfig
+from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+
+
+@strict
+class CoCAOlmo2Config(CoCAConfig, Olmo2Config):
+    """OLMo 2 with CoCA attention; see `CoCAConfig`."""
+
+    model_type = "coca_olmo2"
+
+
+class CoCAOlmo2Attention(CollinearAttention, Olmo2Attention):
+    """OLMo 2's attention with a T projection in the place of its key projection."""
+
+    norm_spans_heads = True
+
+
+class CoCAOlmo2Model(CollinearModel, Olmo2Model):
+    """OLMo 2's decoder with CoCA attention."""
+
+    config: CoCAOlmo2Config
+    attention_class = CoCAOlmo2Attention
+
+
+class CoCAOlmo2ForCausalLM(CollinearForCausalLM, Olmo2ForCausalLM):
+    """OLMo 2 with CoCA attention and a language-model head."""
+
+    config: CoCAOlmo2Config
+    body_class = CoCAOlmo2Model

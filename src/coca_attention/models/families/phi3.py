@@ -1,0 +1,55 @@
+"""CoCA on Phi-3."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import Phi3Config, Phi3ForCausalLM, Phi3Model
+from transformers.models.phi3.modeling_phi3 import Phi3Attention
+
+from coca_attention.models.attention import CollinearAttention, separated
+from coca_attention.models.configuration import CoCAConfig
+from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+
+
+@strict
+class CoCAPhi3Config(CoCAConfig, Phi3Config):
+    """Phi-3 with CoCA attention; see `CoCAConfig`."""
+
+    model_type = "coca_phi3"
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.t_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_up_proj": "colwise_gather_output",
+        "layers.*.mlp.down_proj": "rowwise_split_input",
+    }
+
+    def validate_rope(self) -> None:
+        # Phi-3's own check refuses every rule but longrope.
+        super(Phi3Config, self).validate_rope()
+
+
+class CoCAPhi3Attention(CollinearAttention, Phi3Attention):
+    """Phi-3's attention with a T projection in the place of its key projection."""
+
+    def separate_projections(self) -> None:
+        width = self.head_dim
+        queries, keys = self.config.num_attention_heads * width, self.num_key_value_heads * width
+        self.q_proj, self.k_proj, self.v_proj = (
+            separated(self.qkv_proj, lambda x, i=i: x.split((queries, keys, keys))[i])
+            for i in range(3)
+        )
+        del self.qkv_proj
+
+
+class CoCAPhi3Model(CollinearModel, Phi3Model):
+    """Phi-3's decoder with CoCA attention."""
+
+    config: CoCAPhi3Config
+    attention_class = CoCAPhi3Attention
+
+
+class CoCAPhi3ForCausalLM(CollinearForCausalLM, Phi3ForCausalLM):
+    """Phi-3 with CoCA attention and a language-model head."""
+
+    config: CoCAPhi3Config
+    body_class = CoCAPhi3Model
