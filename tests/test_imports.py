@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "ops": set(),
     "layers": {"ops"},
     "models": {"ops", "layers", "errors"},
+    "testing": set(),
     "data": {"errors"},
     "training": {"ops", "layers", "models", "data", "errors", "environment", "options"},
     "evaluation": {"ops", "layers", "models", "data", "errors", "environment"},

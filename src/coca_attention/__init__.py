@@ -10,10 +10,13 @@ import importlib.util
 from coca_attention.layers import CoCAAttention
 from coca_attention.ops import coca_attention, fold
 
-# Operators and layers need torch alone; the models need Transformers.
-if importlib.util.find_spec("transformers") is not None:
-    from coca_attention import models as models  # registers the coca_* models
-
 __version__ = "0.1.0"
 
 __all__ = ["CoCAAttention", "coca_attention", "fold"]
+
+# Operators and layers need torch alone; the models need Transformers.
+if importlib.util.find_spec("transformers") is not None:
+    # Registers the coca_* models.
+    from coca_attention.models import convert, load_original, set_rotary_scaling
+
+    __all__ += ["convert", "load_original", "set_rotary_scaling"]

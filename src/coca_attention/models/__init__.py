@@ -12,7 +12,7 @@ from coca_attention.models.alibi import (
     AlibiGPTNeoXModel,
 )
 from coca_attention.models.configuration import ntk_frequencies, training_length
-from coca_attention.models.convert import convert
+from coca_attention.models.conversion import convert
 from coca_attention.models.families import register
 from coca_attention.models.families.gpt_neox import CoCAGPTNeoXConfig, CoCAGPTNeoXForCausalLM
 from coca_attention.models.families.llama import CoCALlamaConfig, CoCALlamaForCausalLM

@@ -35,7 +35,7 @@ def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any
             rotary embedding (Gemma 3).
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope and all(isinstance(value, dict | None) for value in rope.values()):
+    if rope and all(value is None or isinstance(value, dict) for value in rope.values()):
         rope = rope.get(layer_type or "full_attention") or {}
     return rope
 

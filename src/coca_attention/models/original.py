@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTr
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import rotary_width
-from coca_attention.models.convert import convert
+from coca_attention.models.conversion import convert
 
 CONFIGS = {"llama": LlamaConfig, "gpt_neox": GPTNeoXConfig}
 # Tables and masks that old versions of Transformers saved with the weights.

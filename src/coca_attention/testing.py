@@ -1,0 +1,202 @@
+"""Does a model say the same thing however it is asked? Checks for any Transformers causal LM.
+
+A decoder may be asked for the same logits in many ways: in one pass or token by token with a
+cache, padded on either side, after a longer text, in another row of the batch. Rotary embeddings
+are where they come apart: a base that follows the length, positions that count padding, keys
+rotated once and read under another rule. Each check measures the largest difference between two
+ways; `assert_consistent` says which are beyond round-off.
+
+Example:
+    >>> from coca_attention.testing import assert_consistent
+    >>> assert_consistent(model)
+"""
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+Check = Callable[[PreTrainedModel, Tensor], float]
+
+
+def some_tokens(model: PreTrainedModel, batch: int = 2, length: int = 24, seed: int = 0) -> Tensor:
+    """Token ids (B, T) drawn from a model's vocabulary, padding aside."""
+    generator = torch.Generator().manual_seed(seed)
+    config: Any = model.config.get_text_config()
+    ids = torch.randint(0, config.vocab_size - 1, (batch, length), generator=generator)
+    pad = config.pad_token_id
+    if isinstance(pad, int):
+        ids += ids >= pad  # skips the padding token
+    return ids.to(model.device)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
+    """Logits (B, T, vocabulary) of one forward pass, float64."""
+    return model(input_ids=input_ids, use_cache=False, **kwargs).logits.double()
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest absolute difference, relative to the largest number of the second."""
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@torch.no_grad()
+def decoded_logits(
+    model: PreTrainedModel, input_ids: Tensor, cache: Any = None, first: int = 0
+) -> Tensor:
+    """Logits of a text read in pieces with a cache: a prefill, one token, a chunk, single tokens.
+
+    Args:
+        model: The model.
+        input_ids: (B, T).
+        cache: An empty cache; default `DynamicCache` of the model's configuration.
+        first: Tokens of the prefill; default two fifths.
+
+    Returns:
+        (B, T, vocabulary), float64.
+    """
+    length = input_ids.shape[1]
+    first = first or max(1, 2 * length // 5)
+    chunk = min(first + 1 + max(2, length // 5), length)
+    edges = [0, first, min(first + 1, length), *range(chunk, length + 1)]
+    cache = cache if cache is not None else DynamicCache(config=model.config.get_text_config())
+    pieces = [
+        model(input_ids=input_ids[:, a:b], past_key_values=cache, use_cache=True).logits
+        for a, b in itertools.pairwise(edges)
+        if a < b
+    ]
+    return torch.cat(pieces, dim=1).double()
+
+
+def decoding(model: PreTrainedModel, input_ids: Tensor) -> float:
+    """Reading in pieces with a growing cache against one pass."""
+    return difference(decoded_logits(model, input_ids), logits(model, input_ids))
+
+
+def static_decoding(model: PreTrainedModel, input_ids: Tensor) -> float:
+    """Reading in pieces with a cache of fixed size against one pass."""
+    cache = StaticCache(config=model.config.get_text_config(), max_cache_len=input_ids.shape[1] + 5)
+    return difference(decoded_logits(model, input_ids, cache), logits(model, input_ids))
+
+
+def long_then_short(model: PreTrainedModel, input_ids: Tensor) -> float:
+    """A short text after a long one against the same short text before it."""
+    short = input_ids[:, : max(1, input_ids.shape[1] // 3)]
+    before = logits(model, short)
+    logits(model, input_ids.repeat(1, 4))
+    return difference(logits(model, short), before)
+
+
+def batch_order(model: PreTrainedModel, input_ids: Tensor) -> float:
+    """Rows in another order, and each alone, against the batch."""
+    whole = logits(model, input_ids)
+    turned = difference(logits(model, input_ids.flip(0)).flip(0), whole)
+    alone = torch.cat([logits(model, row.unsqueeze(0)) for row in input_ids])
+    return max(turned, difference(alone, whole))
+
+
+def batch_composition(model: PreTrainedModel, input_ids: Tensor) -> float:
+    """A short text beside a four times longer one against the short text alone."""
+    short = input_ids[:1]
+    padding = torch.zeros_like(short).repeat(1, 3)
+    rows = torch.cat((torch.cat((short, padding), 1), input_ids[1:2].repeat(1, 4)))
+    mask = torch.ones_like(rows)
+    mask[0, short.shape[1] :] = 0
+    together = logits(model, rows, attention_mask=mask)[:1, : short.shape[1]]
+    return difference(together, logits(model, short))
+
+
+def _padded(model: PreTrainedModel, input_ids: Tensor, left: bool) -> float:
+    """Rows of different lengths in one padded batch against each row alone."""
+    length = input_ids.shape[1]
+    rows = [row[: length - 3 * index] for index, row in enumerate(input_ids) if length > 3 * index]
+    batch = torch.zeros(len(rows), length + 2, dtype=torch.long, device=input_ids.device)
+    mask = torch.zeros_like(batch)
+    spans = []
+    for index, row in enumerate(rows):
+        start = batch.shape[1] - len(row) if left else 0
+        spans.append(slice(start, start + len(row)))
+        batch[index, spans[-1]] = row
+        mask[index, spans[-1]] = 1
+    together = logits(model, batch, attention_mask=mask)
+    return max(
+        difference(together[index, span], logits(model, row.unsqueeze(0))[0])
+        for index, (row, span) in enumerate(zip(rows, spans, strict=True))
+    )
+
+
+def left_padding(model: PreTrainedModel, input_ids: Tensor) -> float:
+    """A batch padded on the left against its rows alone."""
+    return _padded(model, input_ids, left=True)
+
+
+def right_padding(model: PreTrainedModel, input_ids: Tensor) -> float:
+    """A batch padded on the right against its rows alone."""
+    return _padded(model, input_ids, left=False)
+
+
+CHECKS: dict[str, Check] = {
+    "decoding": decoding,
+    "static decoding": static_decoding,
+    "long then short": long_then_short,
+    "batch order": batch_order,
+    "batch composition": batch_composition,
+    "left padding": left_padding,
+    "right padding": right_padding,
+}
+
+
+def measure_consistency(
+    model: PreTrainedModel, input_ids: Tensor | None = None, checks: Iterable[str] = tuple(CHECKS)
+) -> dict[str, float]:
+    """The largest difference of logits, relative to the largest logit, of every check.
+
+    Args:
+        model: A causal language model in evaluation mode.
+        input_ids: (B, T) of at least 2 rows and 10 tokens, without padding; default `some_tokens`.
+        checks: Names out of `CHECKS`.
+
+    Raises:
+        ValueError: If the tokens are too few or a check is unknown.
+    """
+    ids = input_ids if input_ids is not None else some_tokens(model)
+    if ids.dim() != 2 or ids.shape[0] < 2 or ids.shape[1] < 10:
+        raise ValueError(
+            f"input_ids must have at least 2 rows of 10 tokens, got {tuple(ids.shape)}"
+        )
+    unknown = set(checks) - CHECKS.keys()
+    if unknown:
+        raise ValueError(f"unknown checks {sorted(unknown)}; choose from {', '.join(CHECKS)}")
+    return {name: CHECKS[name](model, ids) for name in checks}
+
+
+def assert_consistent(
+    model: PreTrainedModel,
+    input_ids: Tensor | None = None,
+    checks: Iterable[str] = tuple(CHECKS),
+    *,
+    tolerance: float | None = None,
+) -> None:
+    """Raise AssertionError unless every check is within round-off.
+
+    Args:
+        model: A causal language model in evaluation mode; float32 or float64 say most.
+        input_ids: See `measure_consistency`.
+        checks: Names out of `CHECKS`.
+        tolerance: Largest difference relative to the largest logit; default 1,000 times the
+            spacing of the model's dtype.
+    """
+    if tolerance is None:
+        tolerance = 1000 * torch.finfo(model.dtype).eps
+    found = measure_consistency(model, input_ids, checks)
+    failed = {name: value for name, value in found.items() if not value <= tolerance}
+    if failed:
+        listed = ", ".join(f"{name} {value:.2g}" for name, value in failed.items())
+        raise AssertionError(
+            f"{type(model).__name__} does not say the same thing every way it is asked: {listed} "
+            f"(relative to the largest logit; round-off would be within {tolerance:.2g})"
+        )

@@ -1,0 +1,104 @@
+"""Tiny models of every family, and what is claimed of each: the README's table."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from coca_attention import convert
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOWED = ["sliding_attention", "full_attention"]
+# What sets each family apart: name in the README, model_type, differing sizes.
+FAMILIES = {
+    "Llama": ("llama", {}),
+    "Mistral": ("mistral", {"sliding_window": 8}),
+    "Qwen2": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": WINDOWED},
+    ),
+    "Qwen3": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": WINDOWED},
+    ),
+    "Gemma 3": (
+        "gemma3_text",
+        {"sliding_window": 8, "layer_types": WINDOWED, "query_pre_attn_scalar": 8},
+    ),
+    "Phi-3": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 8}),
+    "OLMo 2": ("olmo2", {}),
+    "GPT-NeoX": ("gpt_neox", {"rotary_pct": 0.5, "num_key_value_heads": None, "head_dim": None}),
+    "Cohere": ("cohere", {"use_qk_norm": True}),
+    "GLM-4": ("glm4", {}),
+}
+CAPABILITIES = [
+    "convert",
+    "forward",
+    "generate",
+    "static cache",
+    "sliding cache",
+    "beam search",
+    "left padding",
+    "save and load",
+    "training step",
+    "gradient checkpointing",
+    "compile",
+    "LoRA",
+    "half cache",
+]
+# Families whose models have no sliding window.
+NO_WINDOW = ("Llama", "OLMo 2", "GPT-NeoX", "Cohere", "GLM-4")
+
+
+def applies(family: str, capability: str) -> bool:
+    return capability != "sliding cache" or family not in NO_WINDOW
+
+
+CELLS = [(f, c) for f in FAMILIES for c in CAPABILITIES if applies(f, c)]
+
+
+def readme_table(passed: set[tuple[str, str]]) -> str:
+    """The table as Markdown: ✓ where the cell's test passed, ✗ where not, – where none applies."""
+    lines = [
+        "| | " + " | ".join(CAPABILITIES) + " |",
+        "|---|" + ":-:|" * len(CAPABILITIES),
+    ]
+    for family in FAMILIES:
+        marks = [
+            "–" if not applies(family, c) else "✓" if (family, c) in passed else "✗"
+            for c in CAPABILITIES
+        ]
+        lines.append(f"| {family} | " + " | ".join(marks) + " |")
+    return "\n".join(lines)
+
+
+def vanilla(family: str, seed: int = 0, **changes):
+    """A small random model whose attention is far from uniform."""
+    model_type, differences = FAMILIES[family]
+    settings = {**SIZES, **differences, **changes}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **settings)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            # Norms' weights too are no ones, or exchanging two of them would go unseen.
+            if weight.dim() == 2 and "norm" not in name:
+                weight.mul_(8.0)
+            else:
+                weight.add_(0.2 * torch.randn_like(weight))
+    return model
+
+
+def collinear(family: str, form: str = "slack", seed: int = 0, **changes):
+    return convert(vanilla(family, seed, **changes), form)
