@@ -50,6 +50,22 @@ class GenerateSettings:
 
 
 @dataclass
+class ConversionSettings:
+    """What the converted model is like."""
+
+    form: Literal["slack", "strict"] = "slack"
+    """The scores: slack (the paper's Eq. 10) or strict (Eq. 9)."""
+    init: Literal["fold", "random"] = "fold"
+    """T projections: the pair means of the key projections, or drawn."""
+    kv_cache: Literal["full", "half"] = "full"
+    """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
+    from_original: bool = False
+    """SOURCE is a checkpoint in the format of the paper's authors."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the weights; auto keeps it."""
+
+
+@dataclass
 class ReportSettings:
     """The report page."""
 
@@ -182,6 +198,25 @@ def run_generate(words: list[str]) -> None:
     )
 
 
+def run_convert(words: list[str]) -> None:
+    """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
+    from coca_attention.models.folders import convert_folder
+
+    source, target, settings = _parse(
+        "coca convert",
+        run_convert,
+        words,
+        [ConversionSettings],
+        positionals=["source", "target"],
+    )
+    model = convert_folder(source, target, **vars(settings))
+    parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"{target}: {model.config.model_type}, {settings.form}, {parameters:,} parameters"
+        + ("" if settings.from_original else "; another function than before: train it on")
+    )
+
+
 def run_report(words: list[str]) -> None:
     """Turn result files and run folders into one self-contained HTML page."""
     from coca_attention.report import write_report
@@ -197,6 +232,7 @@ def run_report(words: list[str]) -> None:
 COMMANDS: dict[str, Run | dict[str, Run]] = {
     "quickstart": run_quickstart,
     "train": run_train,
+    "convert": run_convert,
     "eval": {"perplexity": run_perplexity},
     "generate": run_generate,
     "report": run_report,
@@ -302,7 +338,12 @@ def _parse(
     from coca_attention.options import OptionParser
 
     parser = OptionParser(program, command.__doc__)
-    described = {"model": "Folder or name of a Transformers model.", "prompt": "Text to continue."}
+    described = {
+        "model": "Folder or name of a Transformers model.",
+        "prompt": "Text to continue.",
+        "source": "Folder or name of the model to convert.",
+        "target": "Folder to write; it must not exist yet, or be empty.",
+    }
     for name in positionals:
         parser.add_argument(name, type=str, help=described[name])
     for section in sections:

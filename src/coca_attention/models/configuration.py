@@ -88,7 +88,7 @@ def rotary_scaling(config: Any, layer_type: str | None = None) -> tuple[float, R
             f"rope_type {rope_type!r} with {' and '.join(unknown)} is not supported; give "
             "attention_factor, what cos and sin are multiplied by"
         )
-    given = {
+    given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name in PARAMETERS.get(rope_type, ())
         if (value := rope.get(name)) is not None

@@ -22,7 +22,7 @@ INITIALISATIONS: tuple[str, ...] = get_args(Initialisation)
 
 def vanilla_type(family: type[CollinearForCausalLM]) -> str:
     """The ``model_type`` that a family's vanilla models have."""
-    return family.body_class.config_class.model_type.removeprefix("coca_")  # pyright: ignore
+    return family.body_class.config_class.model_type.removeprefix("coca_")
 
 
 def convert(
@@ -57,12 +57,12 @@ def convert(
     if isinstance(model, CollinearForCausalLM | CollinearModel):
         raise UserError(f"{type(model).__name__} is a CoCA model already")
     family, new_class = _classes_for(model)
-    body = model.base_model
+    body: Any = model.base_model
     _check_projections(body, family.body_class)
     old: Any = model.config
     values = {k: v for k, v in old.to_dict().items() if k not in ("model_type", "architectures")}
     try:
-        config = family.body_class.config_class.from_dict(  # pyright: ignore
+        config = family.body_class.config_class.from_dict(
             {**values, "coca_form": form, "kv_cache": kv_cache}
         )
     except Exception as error:

@@ -57,6 +57,7 @@ class CollinearModel(CollinearPreTrained):
     a mask but no positions, they are counted from the mask.
     """
 
+    config_class: Any
     attention_class: type[CollinearAttention]
     attention_name = "self_attn"
 
@@ -107,11 +108,6 @@ class CollinearModel(CollinearPreTrained):
             mask: 1 for every real token of the text so far, (B, S), where one was given.
         """
         length = position_ids.shape[1]
-        if not hasattr(cache, "get_mask_sizes"):
-            raise ValueError(
-                f'{type(cache).__name__} keeps keys and values in one pool; set kv_cache="full" '
-                "for continuous batching"
-            )
         sizes = [cache.get_mask_sizes(length, index) for index in range(len(self.layers))]
         slots = max(keys + first for keys, first in sizes)
         last = position_ids[:, -1:]
@@ -147,3 +143,16 @@ class CollinearForCausalLM(CollinearPreTrained):
         if self.config.kv_cache == "half":
             return None
         return super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Transformers' continuous batching, whose pages hold keys as wide as values.
+
+        Raises:
+            ValueError: If the model keeps half keys.
+        """
+        if self.config.kv_cache == "half":
+            raise ValueError(
+                "continuous batching keeps keys and values in one pool, so it cannot hold keys of "
+                'half their width: set config.kv_cache = "full"'
+            )
+        return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore

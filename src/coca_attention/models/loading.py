@@ -33,7 +33,7 @@ def load_model(
 
     Args:
         path: Folder of a Transformers model, or a name that Transformers resolves.
-        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
         device: ``cpu``, ``cuda``, …; by default the accelerator where there is one.
 
     Raises:
@@ -54,7 +54,7 @@ def load_model(
         with no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
-                dtype=getattr(torch, dtype),
+                dtype="auto" if dtype == "auto" else getattr(torch, dtype),
                 output_loading_info=True,
                 use_safetensors=True,
                 trust_remote_code=False,

@@ -121,7 +121,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if index.is_file():
             try:
                 files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{index}: no map of weight files ({error!r})") from error
         elif (folder / name).is_file():
             files = [name]

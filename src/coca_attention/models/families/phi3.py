@@ -32,8 +32,8 @@ class CoCAPhi3Attention(CollinearAttention, Phi3Attention):
     """Phi-3's attention with a T projection in the place of its key projection."""
 
     def separate_projections(self) -> None:
-        width = self.head_dim
-        queries, keys = self.config.num_attention_heads * width, self.num_key_value_heads * width
+        keys = self.qkv_proj.out_features // (self.num_key_value_groups + 2)
+        queries = keys * self.num_key_value_groups
         self.q_proj, self.k_proj, self.v_proj = (
             separated(self.qkv_proj, lambda x, i=i: x.split((queries, keys, keys))[i])
             for i in range(3)

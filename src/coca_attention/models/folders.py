@@ -1,0 +1,80 @@
+"""Converting a model's folder into another folder, whole or not at all."""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from coca_attention.errors import UserError
+from coca_attention.models.attention import Initialisation
+from coca_attention.models.conversion import convert
+from coca_attention.models.loading import load_model, no_progress_bars
+from coca_attention.models.original import load_original
+from coca_attention.ops.collinear import Form
+
+
+def convert_folder(
+    source: str | Path,
+    target: str | Path,
+    *,
+    form: Form = "slack",
+    init: Initialisation = "fold",
+    kv_cache: str = "full",
+    from_original: bool = False,
+    dtype: str = "auto",
+) -> PreTrainedModel:
+    """`convert` or `load_original` from folder to folder, the tokenizer with it.
+
+    Written into a folder beside the target and renamed when complete: stopped at any moment, it
+    leaves no half model. The source stays as it is.
+
+    Args:
+        source: Folder of a Transformers model (or its name), or of an original checkpoint.
+        target: Folder to write; it must not exist, or be empty.
+        form: ``slack`` or ``strict``.
+        init: See `convert`; an original checkpoint has its own T projection.
+        kv_cache: ``full`` or ``half``.
+        from_original: Whether the source is in the format of the paper's authors.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
+
+    Returns:
+        The converted model.
+
+    Raises:
+        UserError: If the source cannot be loaded or converted, or the target not written.
+    """
+    target = Path(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists and is not empty: name another folder, or remove it")
+    if from_original and (form, init) != ("slack", "fold"):
+        raise UserError(
+            "an original checkpoint is of the slack form and has its own T projection: leave out "
+            "--form and --init"
+        )
+    if from_original:
+        model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
+        model.config.kv_cache = kv_cache
+    else:
+        model = convert(
+            load_model(source, dtype=dtype, device="cpu"), form, init=init, kv_cache=kv_cache
+        )
+    partial = target.absolute().with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        with no_progress_bars():
+            model.save_pretrained(partial)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
+        except (OSError, ValueError, KeyError):
+            tokenizer = None  # a model of token ids alone
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        os.replace(partial, target)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return model

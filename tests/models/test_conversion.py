@@ -1,0 +1,175 @@
+"""What conversion refuses, what it leaves alone, and folders."""
+
+import signal
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+from families import FAMILIES, SIZES, vanilla
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from coca_attention import convert
+from coca_attention.cli import main
+from coca_attention.models.attention import FoldedLinear
+from coca_attention.models.decoder import CollinearModel
+from coca_attention.testing import logits, some_tokens
+
+
+def test_an_unsupported_model_lists_the_families():
+    model = AutoModelForCausalLM.from_config(
+        GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9, bos_token_id=0, eos_token_id=0)
+    )
+    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot be converted") as caught:
+        convert(model)
+    for name in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "gpt_neox"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"form": "loose"}, "coca_form must be one of slack, strict"),
+        ({"init": "zeros"}, "init must be one of fold, random"),
+        ({"kv_cache": "third"}, "kv_cache must be one of full, half"),
+    ],
+)
+def test_a_refused_conversion_leaves_the_model_as_it_was(arguments, message):
+    model = vanilla("Llama")
+    kind, config, ids = type(model), model.config, some_tokens(model)
+    before = logits(model, ids)
+    with pytest.raises(ValueError, match=message):
+        convert(model, **arguments)
+    assert type(model) is kind and model.config is config
+    assert torch.equal(logits(model, ids), before)
+
+
+def test_converted_adapted_and_unloaded_models_are_refused():
+    with pytest.raises(ValueError, match="is a CoCA model already"):
+        convert(convert(vanilla("Llama")))
+    adapted = peft.get_peft_model(vanilla("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="merge the adapters first"):
+        convert(adapted)
+    with pytest.raises(ValueError, match=r"layer 0: q_proj is a Linear, not a plain Linear"):
+        convert(adapted.base_model.model)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    with pytest.raises(ValueError, match="not in memory: load the model without offloading"):
+        convert(empty)
+
+
+def test_random_initialisation_draws_as_training_from_scratch_does():
+    torch.manual_seed(0)
+    model = convert(vanilla("Llama", hidden_size=256, head_dim=64), init="random")
+    weights = torch.cat([m.weight.flatten() for m in model.modules() if type(m) is FoldedLinear])
+    assert weights.std().item() == pytest.approx(0.02 / 2**0.5, rel=0.03)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-NeoX"])
+def test_a_decoder_without_head_is_converted(family):
+    whole = vanilla(family)
+    body = type(whole.base_model)(whole.config).eval()
+    body.load_state_dict(whole.base_model.state_dict())
+    ids = some_tokens(whole)
+    convert(body)
+    assert isinstance(body, CollinearModel)
+    assert type(body) is type(AutoModel.from_config(body.config))
+    expected = convert(whole).base_model(ids).last_hidden_state
+    assert torch.equal(body(ids).last_hidden_state, expected)
+
+
+def test_settings_of_the_model_survive():
+    model = vanilla("Llama")
+    model.set_attn_implementation("eager")
+    model.generation_config.max_new_tokens = 7
+    model.half().train()
+    for weight in model.model.layers[0].parameters():
+        weight.requires_grad_(False)
+    convert(model)
+    assert model.config._attn_implementation == "eager"
+    assert model.generation_config.max_new_tokens == 7
+    assert model.training and model.dtype == torch.float16
+    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+    assert "model.layers.0.self_attn.t_proj.weight" in frozen
+    assert not any("layers.1" in name for name in frozen)
+
+
+def test_a_tied_head_stays_tied_and_sharding_plans_know_t():
+    model = vanilla("Gemma 3")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    convert(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "model.layers.*.self_attn.t_proj" in model.tp_plan
+    assert not any("k_proj" in name for name in model.tp_plan)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_plan_names_modules_that_exist(family):
+    model = convert(vanilla(family))
+    plan = type(model.config).base_model_tp_plan
+    modules = {n.replace("layers.0", "layers.*") for n, _ in model.base_model.named_modules()}
+    assert plan and plan.keys() <= modules | {"norm"}, plan.keys() - modules
+    assert any("t_proj" in name for name in plan)
+
+
+def test_convert_from_folder_to_folder(tmp_path, capsys, tokenizer):
+    source, target = tmp_path / "source", tmp_path / "deep" / "target"
+    model = vanilla("Qwen2", vocab_size=300).bfloat16()
+    model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    words = ["convert", str(source), str(target), "--form", "strict", "--kv-cache", "half"]
+    assert main(words) == 0
+    assert "coca_qwen2, strict" in capsys.readouterr().out
+    loaded = AutoModelForCausalLM.from_pretrained(target).eval()
+    assert loaded.dtype == torch.bfloat16
+    assert (loaded.config.coca_form, loaded.config.kv_cache) == ("strict", "half")
+    assert (target / "tokenizer.json").is_file()
+    ids = some_tokens(loaded)
+    assert torch.equal(logits(loaded, ids), logits(convert(model, "strict"), ids))
+    # A second time it would write over the first.
+    assert main(words) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert sorted(p.name for p in target.parent.iterdir()) == ["target"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "no model could be loaded"),
+        (["SOURCE", "--from-original", "--form", "strict"], "leave out --form and --init"),
+        (["SOURCE", "--from-original"], "no weights"),
+    ],
+)
+def test_a_failed_conversion_writes_nothing(words, message, tmp_path, capsys):
+    source = tmp_path / "source"
+    vanilla("Llama").save_pretrained(source)
+    (source / "model.safetensors").unlink()
+    words = [str(source) if word == "SOURCE" else word for word in words]
+    words.insert(1, str(tmp_path / "target"))
+    assert main(["convert", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_killed_while_writing_it_leaves_no_model(tmp_path):
+    """Killed at the moment when the weights are written; then the same command succeeds."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    vanilla("Llama").save_pretrained(source)
+    program = (
+        "import os, signal, safetensors.torch, transformers.modeling_utils as m\n"
+        "save = m.safe_save_file\n"
+        "def half(tensors, path, **kw):\n"
+        "    save(tensors, path, **kw)\n"
+        "    os.truncate(path, 100)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "m.safe_save_file = half\n"
+        "from coca_attention.cli import main\n"
+        f"main(['convert', {str(source)!r}, {str(target)!r}])\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL
+    assert not target.exists()
+    assert main(["convert", str(source), str(target)]) == 0
+    AutoModelForCausalLM.from_pretrained(target)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]

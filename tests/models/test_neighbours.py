@@ -1,0 +1,274 @@
+"""Beside everything that people put around a model: precision, PEFT, pipelines, decoders."""
+
+import peft
+import pytest
+import torch
+from families import FAMILIES, collinear
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    TextStreamer,
+    pipeline,
+)
+
+from coca_attention.models.attention import eager_attention
+from coca_attention.testing import difference, logits, some_tokens
+
+FORMS = ["slack", "strict"]
+GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+
+
+def greedy(model, ids, **options):
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY, **options)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("form", FORMS)
+def test_float16_survives_queries_of_ten_thousand(form, backend):
+    """|q| of 1e4, scores of 1e7: finite, and the attention weights those of float64."""
+    exact = collinear("Llama", form).double()
+    with torch.no_grad():
+        for layer in exact.model.layers:
+            # Queries in the direction of one hidden state, to know their length.
+            layer.self_attn.q_proj.weight.mul_(1e4)
+    ids = some_tokens(exact)
+    sizes = []
+    for layer in exact.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(
+            lambda _, __, out: sizes.append(out.unflatten(-1, (-1, 8)).norm(dim=-1).max().item())
+        )
+    expected = logits(exact, ids)
+    scale = 1e4 / max(sizes)
+    with torch.no_grad():
+        for layer in exact.model.layers:
+            layer.self_attn.q_proj.weight.mul_(scale)
+    sizes.clear()
+    expected = logits(exact, ids)
+    assert 9_900 < max(sizes) < 10_100
+    model = collinear("Llama", form)
+    model.load_state_dict(exact.state_dict())
+    model.half().set_attn_implementation(backend)
+    found = logits(model, ids)
+    assert found.isfinite().all()
+    # Softmax is nearly one-hot here, and float16 queries may pick a neighbour: most rows agree.
+    close = (found - expected).abs().amax(-1) < 0.05 * expected.abs().max()
+    assert close.float().mean() > 0.8
+    padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), ids), 1)
+    mask = (padded != 0).long()
+    assert logits(model, padded, attention_mask=mask)[:, 3:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision_is_as_near_as_its_rounding(form, dtype):
+    exact = collinear("Llama", form).double()
+    with torch.no_grad():
+        for weight in exact.parameters():
+            if weight.dim() == 2:
+                weight.div_(4)
+    ids = some_tokens(exact)
+    rough = collinear("Llama", form)
+    rough.load_state_dict(exact.state_dict())
+    rough.to(dtype)
+    # About forty roundings in a row between the embedding and the logits.
+    assert difference(logits(rough, ids), logits(exact, ids)) < 40 * torch.finfo(dtype).eps
+    for kind in ("full", "half"):
+        rough.config.kv_cache = kind
+        cached = greedy(rough, ids)
+        assert cached.shape == (2, 36)
+
+
+def test_eager_attention_in_float16_hides_what_is_masked_from_huge_scores():
+    module = torch.nn.Module()
+    module.num_key_value_groups = 1
+    query = torch.full((1, 1, 2, 4), 300.0, dtype=torch.float16)
+    key = torch.full((1, 1, 2, 4), 300.0, dtype=torch.float16)
+    value = torch.tensor([[1.0], [2.0]], dtype=torch.float16).view(1, 1, 2, 1)
+    mask = torch.zeros(1, 1, 2, 2, dtype=torch.float16)
+    mask[..., 0, 1] = torch.finfo(torch.float16).min
+    output, weights = eager_attention(module, query, key, value, mask, scaling=1024.0)
+    assert weights[0, 0].tolist() == [[1.0, 0.0], [0.5, 0.5]]
+    assert output.flatten().tolist() == [1.0, 1.5]
+
+
+@pytest.mark.parametrize("kind", ["full", "half"])
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_documents_are_read_apart(form, kind):
+    model = collinear("Llama", form).double()
+    model.config.kv_cache = kind
+    ids = some_tokens(model)
+    positions = torch.cat((torch.arange(10), torch.arange(14))).unsqueeze(0)
+    packed = torch.cat((ids[:1, :10], ids[1:, :14]), 1)
+    found = logits(model, packed, position_ids=positions)
+    assert difference(found[0, :10], logits(model, ids[:1, :10])[0]) < 1e-12
+    assert difference(found[0, 10:], logits(model, ids[1:, :14])[0]) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["full", "half"])
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_in_the_middle_of_a_cache(form, kind):
+    """Right-padded prompts, then more text: the keys' positions must not count the padding."""
+    model = collinear("Llama", form).double()
+    model.config.kv_cache = kind
+    ids = some_tokens(model)
+    cache = DynamicCache(config=model.config)
+    prompt = torch.cat((ids[:, :8], torch.zeros(2, 3, dtype=torch.long)), 1)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[:, 8:] = 0
+    with torch.no_grad():
+        model(prompt, attention_mask=mask, past_key_values=cache, use_cache=True)
+        rest = []
+        for start, stop in ((8, 13), (13, 14), (14, 24)):
+            mask = torch.cat((mask, torch.ones(2, stop - start, dtype=torch.long)), 1)
+            rest.append(
+                model(ids[:, start:stop], attention_mask=mask, past_key_values=cache).logits
+            )
+    assert difference(torch.cat(rest, 1), logits(model, ids)[:, 8:]) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["full", "half"])
+@pytest.mark.parametrize("form", FORMS)
+def test_positions_of_ones_own_with_a_cache(form, kind):
+    model = collinear("Llama", form).double()
+    model.config.kv_cache = kind
+    ids = some_tokens(model)
+    positions = torch.arange(1000, 1024).expand(2, 24)
+    whole = logits(model, ids, position_ids=positions)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        pieces = [
+            model(ids[:, a:b], position_ids=positions[:, a:b], past_key_values=cache).logits
+            for a, b in ((0, 9), (9, 10), (10, 24))
+        ]
+    assert difference(torch.cat(pieces, 1), whole) < 1e-12
+    moved = difference(whole, logits(model, ids))
+    assert moved < 1e-9 if form == "strict" else moved > 1e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_strict_does_not_see_a_shift_of_all_positions(family):
+    ids = some_tokens(collinear(family))
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    moved = {}
+    for form in FORMS:
+        model = collinear(family, form).double()
+        shifted = logits(model, ids, position_ids=positions + 1000)
+        moved[form] = difference(shifted, logits(model, ids, position_ids=positions))
+    assert moved["strict"] < 1e-9  # the angles' round-off at position 1000
+    assert moved["slack"] > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["full", "half"])
+def test_assisted_decoding_and_prompt_lookup(kind):
+    model, helper = collinear("Llama").double(), collinear("Llama", num_hidden_layers=1).double()
+    model.config.kv_cache = helper.config.kv_cache = kind
+    ids = some_tokens(model, batch=1)
+    plain = greedy(model, ids, use_cache=False)
+    assert torch.equal(greedy(model, ids, assistant_model=helper), plain)
+    assert torch.equal(greedy(model, ids, prompt_lookup_num_tokens=3), plain)
+
+
+@pytest.mark.parametrize("kind", ["full", "half"])
+def test_chunked_prefill(kind):
+    model = collinear("Llama").double()
+    model.config.kv_cache = kind
+    ids = some_tokens(model)
+    plain = greedy(model, ids, use_cache=False)
+    assert torch.equal(greedy(model, ids, prefill_chunk_size=7), plain)
+
+
+def test_a_static_cache_is_not_made_as_wide_as_values_for_half_keys():
+    model = collinear("Llama")
+    assert model._get_static_cache_init_shape() == (2, 8)
+    model.config.kv_cache = "half"
+    assert model._get_static_cache_init_shape() is None
+
+
+def test_pipeline_and_streaming(tokenizer, capsys):
+    model = collinear("Llama", vocab_size=len(tokenizer)).float()
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    settings = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    text = generate("alpha1 beta2", generation_config=settings, return_full_text=False)
+    ids = tokenizer("alpha1 beta2", return_tensors="pt").input_ids
+    streamer = TextStreamer(tokenizer, skip_prompt=True)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings,
+                         streamer=streamer)  # fmt: skip
+    expected = tokenizer.decode(out[0, ids.shape[1] :])
+    assert text[0]["generated_text"] == expected
+    assert expected.strip() in capsys.readouterr().out
+
+
+def test_device_map(tmp_path):
+    model = collinear("Llama", "strict")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
+    ids = some_tokens(model)
+    assert torch.equal(logits(loaded.eval(), ids), logits(model, ids))
+    automatic = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto")
+    assert torch.equal(logits(automatic.eval(), ids), logits(model, ids))
+
+
+def test_prefix_tuning_works_on_full_and_is_refused_on_half():
+    model = collinear("Llama")
+    settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    adapted = peft.get_peft_model(model, settings)
+    ids = some_tokens(model)
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    assert adapted.prompt_encoder.default.embedding.weight.grad.abs().max() > 0
+    model.config.kv_cache = "half"
+    with pytest.raises(ValueError, match=r'width 8.*width 4.*kv_cache = "full" for prefix tuning'):
+        adapted(input_ids=ids)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_continuous_batching_works_on_full(form):
+    model = collinear("Llama", form).float()
+    ids = some_tokens(model, batch=2)
+    prompts = [ids[0].tolist(), ids[1, :9].tolist()]
+    settings = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    results = model.generate_batch(prompts, generation_config=settings, progress_bar=False)
+    for prompt, result in zip(prompts, results.values(), strict=True):
+        row = torch.tensor([prompt])
+        alone = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=8,
+                               min_new_tokens=8, do_sample=False, eos_token_id=None)  # fmt: skip
+        assert result.generated_tokens == alone[0, len(prompt) :].tolist()
+
+
+def test_continuous_batching_is_refused_on_half():
+    model = collinear("Llama").float()
+    model.config.kv_cache = "half"
+    settings = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    with pytest.raises(ValueError, match=r'kv_cache = "full" for continuous batching'):
+        model.generate_batch([[3, 4, 5]], generation_config=settings, progress_bar=False)
+
+
+def test_switching_the_cache_in_the_middle_is_refused():
+    model = collinear("Llama")
+    ids, cache = some_tokens(model), DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, use_cache=True)
+    model.config.kv_cache = "half"
+    with pytest.raises(ValueError, match="keys of width 8 and this model adds keys of width 4"):
+        model(ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "half"])
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_generation(form, kind):
+    """torch.compile with the default backend, one graph, a static cache, as generate() uses it."""
+    from transformers import StaticCache
+
+    model = collinear("Llama", form).float()
+    model.config.kv_cache = kind
+    ids = some_tokens(model)
+    whole = logits(model, ids)
+    compiled = torch.compile(model.forward, fullgraph=True)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    pieces = []
+    with torch.no_grad():
+        for a, b in ((0, 20), *((i, i + 1) for i in range(20, 24))):
+            positions = torch.arange(a, b).unsqueeze(0)
+            out = compiled(ids[:, a:b], position_ids=positions, past_key_values=cache)
+            pieces.append(out.logits.clone())
+    assert difference(torch.cat(pieces, 1), whole) < 1e-4

@@ -1,0 +1,163 @@
+"""Checkpoints of the paper's authors, against what their own implementation computed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from coca_attention import load_original
+
+# Extracts kept here: two of six models, with the last rows of logits and attention weights.
+EXTRACTS = Path(__file__).parent / "golden"
+WHOLE = Path(__file__).parents[3] / "shared" / "golden"
+NAMES = [f"{f}_{s}" for f in ("llama", "gpt_neox") for s in ("plain", "linear", "dynamic")]
+
+
+def read(path: Path) -> tuple[dict, dict, dict]:
+    """Configuration, weights and figures."""
+    tensors = load_file(path)
+    beside = path.with_suffix(".json")
+    if beside.exists():
+        config = json.loads(beside.read_text())
+    else:
+        with safe_open(path, "pt") as file:
+            config = json.loads(file.metadata()["config"])
+    weights = {name[2:]: w for name, w in tensors.items() if name.startswith("w.")}
+    return config, weights, {n: t for n, t in tensors.items() if not n.startswith("w.")}
+
+
+def extract(name: str = "llama_dynamic") -> tuple[dict, dict, dict]:
+    return read(EXTRACTS / f"{name}.safetensors")
+
+
+def agree(config, weights, figures):
+    model = load_original((config, weights))
+    assert model.config.model_type == "coca_" + config["model_type"]
+    assert model.config.coca_form == "slack"
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        output = model(figures["input_ids"], output_attentions=True)
+    rows = figures["logits"].shape[1]
+    assert (output.logits[:, -rows:] - figures["logits"]).abs().max() < 1e-4
+    for ours, theirs in (
+        (output.attentions[0], figures["attn_layer0"]),
+        (output.attentions[-1], figures["attn_last"]),
+    ):
+        assert (ours[:, :, -theirs.shape[2] :] - theirs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama_dynamic", "gpt_neox_plain"])
+def test_extracts_of_the_authors_figures(name):
+    agree(*extract(name))
+
+
+@pytest.mark.skipif(not WHOLE.is_dir(), reason="the authors' six models are not at hand")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_authors_figures(name):
+    agree(*read(WHOLE / f"{name}.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "sharded"])
+@pytest.mark.parametrize("name", ["llama_dynamic", "gpt_neox_plain"])
+def test_a_folder_of_either_kind_of_file(name, kind, tmp_path):
+    config, weights, figures = extract(name)
+    expected = load_original((config, weights))(figures["input_ids"]).logits
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    # Tables that old versions of Transformers saved are passed over.
+    stale = {"gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(3)}
+    if kind == "safetensors":
+        save_file({**weights, **stale}, tmp_path / "model.safetensors")
+    elif kind == "bin":
+        torch.save({**weights, **stale}, tmp_path / "pytorch_model.bin")
+    else:
+        names = sorted(weights)
+        halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        for file, part in halves.items():
+            save_file({name: weights[name] for name in part}, tmp_path / file)
+        where = {name: file for file, part in halves.items() for name in part}
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": where}))
+    assert torch.equal(load_original(tmp_path)(figures["input_ids"]).logits, expected)
+
+
+def test_dtype_and_saving(tmp_path):
+    config, weights, figures = extract()
+    model = load_original((config, weights), dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = figures["input_ids"]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    # The dictionary that was given is not written to.
+    assert weights["model.norm.weight"].dtype == torch.float32
+
+
+def test_a_tied_head_may_be_missing():
+    config, weights, _ = extract()
+    weights = {n: w for n, w in weights.items() if n != "lm_head.weight"}
+    model = load_original(({**config, "tie_word_embeddings": True}, weights))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+T = "model.layers.1.self_attn.t_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "message"),
+    [
+        ({}, {T: None}, r"model\.layers\.1\.self_attn\.t_proj\.weight is missing"),
+        ({}, {T: torch.zeros(16, 64)}, r"t_proj\.weight has shape \(16, 64\), expected \(32, 64\)"),
+        ({}, {"model.extra": torch.zeros(1)}, r"model\.extra is not known"),
+        ({"model_type": "gpt2"}, {}, "model_type is 'gpt2'; the authors' checkpoints are"),
+        ({"model_type": None}, {}, "model_type is None"),
+        ({"hidden_size": "wide"}, {}, "the configuration cannot be used"),
+    ],
+)
+def test_unfit_checkpoints_are_refused(settings, change, message):
+    config, weights, _ = extract()
+    weights = {n: w for n, w in {**weights, **change}.items() if w is not None}
+    with pytest.raises(ValueError, match=message):
+        load_original(({**config, **settings}, weights))
+
+
+def test_partial_rotary_is_refused():
+    config, weights, _ = extract("gpt_neox_plain")
+    with pytest.raises(ValueError, match=r"16 numbers are rotated.*would not be collinear"):
+        load_original(({**config, "rotary_pct": 0.25}, weights))
+
+
+def test_unreadable_folders_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json: cannot be read"):
+        load_original(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        load_original(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(extract()[0]))
+    with pytest.raises(ValueError, match="no weights; expected"):
+        load_original(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\x00")
+    with pytest.raises(ValueError, match="damaged"):
+        load_original(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match="no map of weight files"):
+        load_original(tmp_path)
+
+
+class Payload:
+    """Its pickle would run code when loaded."""
+
+    def __reduce__(self):
+        return (print, ("executed",))
+
+
+def test_code_in_a_checkpoint_is_not_executed(tmp_path, capsys):
+    config, weights, _ = extract()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.save({**weights, "x": Payload()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds more than tensors"):
+        load_original(tmp_path)
+    assert "executed" not in capsys.readouterr().out
