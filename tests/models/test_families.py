@@ -83,13 +83,12 @@ def check_forward(family):
         by_sdpa = logits(model, ids)
         model.set_attn_implementation("eager")
         inputs = {}
-        for index, attention in enumerate(attentions(model)):
-            attention.register_forward_pre_hook(
-                lambda _, args, kwargs, index=index: inputs.update(
-                    {index: args[0] if args else kwargs["hidden_states"]}
-                ),
-                with_kwargs=True,
-            )
+
+        def remember(module, args, kwargs, inputs=inputs):
+            inputs[module] = args[0] if args else kwargs["hidden_states"]
+
+        for attention in attentions(model):
+            attention.register_forward_pre_hook(remember, with_kwargs=True)
         with torch.no_grad():
             output = model(ids, output_attentions=True)
         assert difference(output.logits, by_sdpa) < ROUND_OFF
@@ -98,7 +97,7 @@ def check_forward(family):
             kind = getattr(attention, "layer_type", None)
             with torch.no_grad():
                 q, t, _ = project_collinear(
-                    inputs[index],
+                    inputs[attention],
                     attention.q_proj,
                     attention.t_proj,
                     attention.v_proj,

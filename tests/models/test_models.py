@@ -184,9 +184,14 @@ def test_bfloat16_autocast_stays_near_float32(kind):
     [
         ({"hidden_size": 12, "num_attention_heads": 4}, "head width must be even"),
         ({"coca_form": "loose"}, "coca_form must be one of slack, strict"),
-        ({"rotary_pct": 0.25}, "partial_rotary_factor must be 1.0"),
+        ({"rotary_pct": 0.29}, "an even number of at least 2"),
+        ({"kv_cache": "third"}, "kv_cache must be one of full, half"),
         ({"rope_parameters": {"rope_type": "ntk", "factor": 0.5}}, "at least 1"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "not supported"),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "not supported"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}},
+            "mscale is not supported; give attention_factor",
+        ),
     ],
 )
 def test_unfit_configurations_are_refused(changes, message):

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CohereConfig, GPTNeoXConfig, LlamaConfig
+from families import FAMILIES, collinear, vanilla
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
+from coca_attention import convert
 from coca_attention.models import set_rotary_scaling, training_length
+from coca_attention.models.configuration import rope_parameters, rotary_scaling, rotary_width
+from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from conftest import VOCABULARY, tiny_model
 
 IDS = torch.randint(1, VOCABULARY, (1, 48), generator=torch.Generator().manual_seed(2))
@@ -84,26 +88,137 @@ def test_models_that_cannot_be_scaled_are_refused_and_left_alone():
     with pytest.raises(ValueError, match="no rotary embedding to scale"):
         set_rotary_scaling(alibi, "ntk", factor=4.0)
 
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-    }
-    interleaved = AutoModelForCausalLM.from_config(CohereConfig(**sizes)).eval()
-    before = interleaved(IDS).logits
-    with pytest.raises(ValueError, match="of a kind whose scaling is not supported"):
-        set_rotary_scaling(interleaved, "ntk", factor=4.0)
-    assert torch.equal(interleaved(IDS).logits, before)
+    model = vanilla("Llama")
+    before = logits(model, some_tokens(model))
 
-    llama3 = {
-        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-    }  # fmt: skip
-    scaled = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, rope_parameters=llama3))
-    with pytest.raises(ValueError, match="already scaled"):
-        set_rotary_scaling(scaled, "linear", factor=2.0)
+    class Unknown(type(model.model.rotary_emb)):
+        def forward(self, x, position_ids):
+            cos, sin = super().forward(x, position_ids)
+            return sin, cos
+
+    model.model.rotary_emb.__class__ = Unknown
+    strange = logits(model, some_tokens(model))
+    assert not torch.allclose(strange, before)
+    with pytest.raises(ValueError, match="Unknown is of a kind whose scaling is not supported"):
+        set_rotary_scaling(model, "ntk", factor=4.0)
+    assert torch.equal(logits(model, some_tokens(model)), strange)
+    assert model.config.rope_parameters["rope_type"] == "default"
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 4.0, 8.0]}
+RULES = {
+    "linear": {},
+    "ntk": {"length": 256},
+    "yarn": {},
+    "llama3": LLAMA3,
+    "longrope": LONGROPE,
+}
+
+
+def rule_for(model, kind):
+    """The rule's parameters, with as many longrope factors as the model has rotary pairs."""
+    pairs = rotary_width(model.config) // 2
+    return {n: v[:pairs] if isinstance(v, list) else v for n, v in RULES[kind].items()}
+
+
+@pytest.mark.parametrize("kind", ["none", *RULES])
+@pytest.mark.parametrize("form", ["slack", "strict"])
+@pytest.mark.parametrize("cache", ["full", "half"])
+def test_every_rule_but_dynamic_is_consistent(kind, form, cache):
+    """Cached decoding, static caches, padding, batches, long then short: beyond L_train = 64."""
+    model = collinear("Llama", form).double()
+    model.config.kv_cache = cache
+    if kind != "none":
+        set_rotary_scaling(model, kind, factor=4.0, **rule_for(model, kind))
+    assert_consistent(model, some_tokens(model, length=90), tolerance=1e-11)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("form", ["vanilla", "slack"])
+def test_every_family_is_consistent_when_scaled(family, form):
+    """The same call on Transformers' own model and on ours."""
+    model = (vanilla(family) if form == "vanilla" else collinear(family, form)).double()
+    ids = some_tokens(model, length=70)
+    plain = logits(model, ids)
+    for kind in RULES:
+        set_rotary_scaling(model, kind, factor=4.0, **rule_for(model, kind))
+        assert difference(logits(model, ids), plain) > 1e-3
+        # Vanilla families hand rotary tables on in the model's dtype; the checks are ours.
+        checks = ("decoding", "long then short", "left padding")
+        assert_consistent(model, ids, checks, tolerance=1e-11)
+    set_rotary_scaling(model, "none")
+    # Transformers keeps its frequencies in float32.
+    assert difference(logits(model, ids), plain) < (1e-4 if form == "vanilla" else 1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3", "longrope", "dynamic"])
+def test_vanilla_families_scale_as_transformers_scales_them(family, kind):
+    if family == "Phi-3" and kind not in ("longrope",):
+        pytest.skip("Transformers' Phi-3 refuses every rule but longrope")
+    model = vanilla(family)
+    ids = some_tokens(model, length=80)
+    rope = rope_parameters(model.config)
+    native = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+    pairs = rotary_width(model.config) // 2
+    extra = {n: v[:pairs] if isinstance(v, list) else v for n, v in RULES.get(kind, {}).items()}
+    changed = {**rope, **native, **extra}
+    config = model.config.to_dict()
+    nested = "full_attention" in model.config.rope_parameters
+    config["rope_parameters"] = (
+        {**model.config.rope_parameters, "full_attention": changed} if nested else changed
+    )
+    theirs = AutoModelForCausalLM.from_config(type(model.config)(**config)).eval()
+    theirs.load_state_dict(model.state_dict())
+    expected = logits(theirs, ids)
+    set_rotary_scaling(model, kind, factor=4.0, **extra)
+    assert difference(logits(model, ids), expected) < 1e-4
+    assert difference(logits(vanilla(family), ids), expected) > 1e-3
+    if kind == "dynamic":
+        return
+    # And a model that comes scaled so is recognised, and left as it was by the same call again.
+    set_rotary_scaling(theirs, kind, factor=4.0)
+    assert difference(logits(theirs, ids), expected) < 1e-4
+
+
+def test_longrope_takes_the_short_factors_for_short_targets():
+    model = collinear("Llama").double()
+    ids = some_tokens(model)
+    set_rotary_scaling(model, "longrope", factor=4.0, length=64, **LONGROPE)
+    short = logits(model, ids)
+    set_rotary_scaling(model, "longrope", factor=4.0, length=65)  # its factors stay
+    long = logits(model, ids)
+    set_rotary_scaling(model, "longrope", factor=4.0)
+    assert torch.equal(logits(model, ids), long)
+    assert difference(long, short) > 1e-3
+    # With a magnitude of one the short factors alone remain.
+    ones = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "attention_factor": 1.0}
+    set_rotary_scaling(model, "longrope", factor=4.0, length=8, **ones)
+    plain = logits(collinear("Llama").double(), ids)
+    assert difference(logits(model, ids), plain) < 1e-12
+
+
+def test_gemma_scales_its_global_layers_alone():
+    model = collinear("Gemma 3").double()
+    set_rotary_scaling(model, "linear", factor=8.0)
+    rope = model.config.rope_parameters
+    assert rope["full_attention"]["rope_type"] == "linear"
+    assert rope["full_attention"]["factor"] == 8.0
+    assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def test_a_converted_model_keeps_its_scaling():
+    model = vanilla("Llama", rope_parameters={
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
+        "original_max_position_embeddings": 16, **LLAMA3,
+    })  # fmt: skip
+    convert(model)
+    assert model.config.rope_parameters["rope_type"] == "llama3"
+    base, scaling = rotary_scaling(model.config)
+    assert (base, scaling.kind, scaling.factor) == (500000.0, "llama3", 8.0)
+    assert scaling.training_length == 16
+    assert_consistent(model.double(), some_tokens(model, length=40))
 
 
 @pytest.mark.parametrize(
@@ -113,6 +228,17 @@ def test_models_that_cannot_be_scaled_are_refused_and_left_alone():
         ({"kind": "ntk", "factor": -1.0}, "at least 1"),
         ({"kind": "ntk", "factor": 2.0, "length": 31}, "shorter than the training length"),
         ({"kind": "cubic"}, "unknown rotary scaling"),
+        ({"kind": "linear", "factor": 2.0, "length": 64}, "'linear' has no target length"),
+        ({"kind": "linear", "low_freq_factor": 2.0}, "'linear' has no low_freq_factor"),
+        ({"kind": "llama3", "beta_fast": 2.0}, "takes low_freq_factor, high_freq_factor"),
+        ({"kind": "llama3", "high_freq_factor": 0.5}, "high_freq_factor > low_freq_factor"),
+        ({"kind": "longrope"}, "longrope needs short_factor"),
+        (
+            {"kind": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+            "one divisor per rotary pair",
+        ),
+        ({"kind": "yarn", "attention_factor": "much"}, "must be a positive number"),
+        ({"kind": "yarn", "attention_factor": 0.0}, "must be a positive number"),
     ],
 )
 def test_bad_scalings_are_refused_and_change_nothing(arguments, message):

@@ -115,15 +115,10 @@ def set_rotary_scaling(
         value = parameters.get(name, rope.get(name) if same else None)
         if value is not None:
             changed[name] = list(value) if isinstance(value, tuple) else value
-    whole = config.rope_parameters
-    nested = rope is not whole
-    # Built, and so checked, before the model sees it.
-    probe = copy.copy(config)
-    probe.rope_parameters = {**whole, "full_attention": changed} if nested else changed
-    layer_type = "full_attention" if nested else None
+    probe = _with_rule(config, changed)
     try:
-        positions = torch.zeros(1, 1, dtype=torch.long)
-        CoCARotary(probe)(torch.zeros(1), positions, layer_type)
+        # Built, and so checked, before the model sees it.
+        CoCARotary(probe)(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
     replacements = {
@@ -151,12 +146,18 @@ def _stateless(module: Any, config: Any) -> VanillaRotary:
     )
 
 
+def _with_rule(config: Any, rule: dict[str, Any]) -> Any:
+    """A copy of a configuration with another rule (for its global layers, where kinds differ)."""
+    changed = copy.copy(config)
+    whole = config.rope_parameters
+    nested = rope_parameters(config) is not whole
+    changed.rope_parameters = {**whole, "full_attention": rule} if nested else rule
+    return changed
+
+
 def _as_for_short_texts(config: Any) -> Any:
-    if rope_parameters(config).get("rope_type") != "longrope":
-        return config
-    short = copy.copy(config)
-    short.rope_parameters = {**config.rope_parameters, "length": 1}
-    return short
+    rope = rope_parameters(config)
+    return _with_rule(config, {**rope, "length": 1}) if "long_factor" in rope else config
 
 
 def _agree(module: Any, replacement: VanillaRotary, kind: str | None, device: Any) -> bool:

@@ -85,6 +85,9 @@ class RotaryScaling:
             raise ValueError(
                 f"yarn needs beta_fast > beta_slow > 0, got {self.beta_fast} and {self.beta_slow}"
             )
+        magnitude = self.attention_factor
+        if magnitude is not None and not (isinstance(magnitude, (int, float)) and magnitude > 0):
+            raise ValueError(f"attention_factor must be a positive number, got {magnitude!r}")
         if not self.high_freq_factor > self.low_freq_factor > 0:
             raise ValueError(
                 "llama3 needs high_freq_factor > low_freq_factor > 0, got "
