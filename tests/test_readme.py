@@ -8,12 +8,19 @@ import pytest
 
 from coca_attention.cli import main
 from conftest import some_text, tiny_model
+from families import CELLS, readme_table
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+def test_the_table_of_families_is_what_the_tests_say():
+    """Each of its marks is a test in tests/models/test_families.py, which fails where it lies."""
+    table = README.partition("<!-- families -->\n")[2].partition("\n<!-- /families -->")[0]
+    assert table == readme_table(set(CELLS)), "run scripts/family_table.py"
 
 
 @pytest.fixture

@@ -100,14 +100,15 @@ def batch_order(model: PreTrainedModel, input_ids: Tensor) -> float:
 
 
 def batch_composition(model: PreTrainedModel, input_ids: Tensor) -> float:
-    """A short text beside a four times longer one against the short text alone."""
-    short = input_ids[:1]
-    padding = torch.zeros_like(short).repeat(1, 3)
-    rows = torch.cat((torch.cat((short, padding), 1), input_ids[1:2].repeat(1, 4)))
+    """A short text beside a six times longer one against the short text alone."""
+    short, long = input_ids[:1], input_ids[1:2].repeat(1, 6)
+    alone = logits(model, short)
+    padding = torch.zeros_like(long[:, short.shape[1] :])
+    rows = torch.cat((torch.cat((short, padding), 1), long))
     mask = torch.ones_like(rows)
     mask[0, short.shape[1] :] = 0
     together = logits(model, rows, attention_mask=mask)[:1, : short.shape[1]]
-    return difference(together, logits(model, short))
+    return difference(together, alone)
 
 
 def _padded(model: PreTrainedModel, input_ids: Tensor, left: bool) -> float:

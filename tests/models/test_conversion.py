@@ -7,7 +7,6 @@ import sys
 import peft
 import pytest
 import torch
-from families import FAMILIES, SIZES, vanilla
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from coca_attention import convert
@@ -15,6 +14,7 @@ from coca_attention.cli import main
 from coca_attention.models.attention import FoldedLinear
 from coca_attention.models.decoder import CollinearModel
 from coca_attention.testing import logits, some_tokens
+from families import FAMILIES, SIZES, vanilla
 
 
 def test_an_unsupported_model_lists_the_families():

@@ -5,7 +5,6 @@ import copy
 import peft
 import pytest
 import torch
-from families import CAPABILITIES, CELLS, collinear, vanilla
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -14,6 +13,7 @@ from coca_attention.layers.coca import project_collinear
 from coca_attention.models.configuration import rotary_scaling, rotary_width
 from coca_attention.ops import fold, oracle
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
+from families import CAPABILITIES, CELLS, collinear, vanilla
 
 ROUND_OFF = 1e-12  # float64, relative to the largest logit
 FORMS = ["slack", "strict"]

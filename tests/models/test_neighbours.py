@@ -3,9 +3,9 @@
 import peft
 import pytest
 import torch
-from families import FAMILIES, collinear
 from transformers import (
     AutoModelForCausalLM,
+    ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     TextStreamer,
@@ -14,6 +14,7 @@ from transformers import (
 
 from coca_attention.models.attention import eager_attention
 from coca_attention.testing import difference, logits, some_tokens
+from families import FAMILIES, collinear
 
 FORMS = ["slack", "strict"]
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
@@ -227,7 +228,13 @@ def test_continuous_batching_works_on_full(form):
     ids = some_tokens(model, batch=2)
     prompts = [ids[0].tolist(), ids[1, :9].tolist()]
     settings = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    results = model.generate_batch(prompts, generation_config=settings, progress_bar=False)
+    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    results = model.generate_batch(
+        prompts,
+        generation_config=settings,
+        continuous_batching_config=small,
+        progress_bar=False,
+    )
     for prompt, result in zip(prompts, results.values(), strict=True):
         row = torch.tensor([prompt])
         alone = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=8,

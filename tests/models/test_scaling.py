@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from families import FAMILIES, collinear, vanilla
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from coca_attention import convert
@@ -10,6 +9,7 @@ from coca_attention.models import set_rotary_scaling, training_length
 from coca_attention.models.configuration import rope_parameters, rotary_scaling, rotary_width
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from conftest import VOCABULARY, tiny_model
+from families import FAMILIES, collinear, vanilla
 
 IDS = torch.randint(1, VOCABULARY, (1, 48), generator=torch.Generator().manual_seed(2))
 ROTARY = ["slack", "strict", "llama-slack", "rope", "llama-rope"]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coca_attention.ops import FORMS, coca_attention, fold, oracle
+from coca_attention.ops import FORMS, coca_attention, fold, oracle, score_scale
 
 
 def inputs(
@@ -51,25 +51,54 @@ def test_float64_agrees_with_the_oracle(form, interleaved, shape, is_causal):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotary_width", [2, 10, 14])
+def test_partial_rotary_agrees_with_the_oracle(form, interleaved, rotary_width):
+    q, t, v = inputs()
+    options = {"form": form, "interleaved": interleaved, "rotary_width": rotary_width}
+    ours = coca_attention(q, t, v, **options)
+    assert (ours - oracle.coca_attention(q, t, v, **options)).abs().max() <= 1e-12
+    assert (ours - coca_attention(q, t, v, form=form)).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="at most the head width 16"):
+        coca_attention(q, t, v, form=form, rotary_width=18)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_error_stays_within_that_of_plain_attention(form, interleaved, dtype, shape):
     """At most twice the error of attention in this dtype on the exact Q', K' and V."""
-    q, t, v = (x.to(dtype) for x in inputs(**shape))
+    error, budget = errors(inputs(**shape), dtype, form, interleaved)
+    assert error.max() <= 2 * budget.max()
+    assert error.square().mean().sqrt() <= 2 * budget.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float16_holds_queries_of_ten_thousand(form):
+    """|q|^2 is then far beyond its range; the error is still that of rounding Q' and K'."""
+    q, t, v = inputs(queries=200, keys=200)
+    q, t = q * (1e4 / q.norm(dim=-1).max()), t * 1e-5
+    error, budget = errors([q, t, v], torch.float16, form, interleaved=False)
+    assert error.isfinite().all()
+    assert error.square().mean().sqrt() <= 2 * budget.square().mean().sqrt() < 0.2
+
+
+def errors(tensors, dtype, form, interleaved):
+    """Our error in a dtype, and that of plain attention on the exact Q', K' and V in it."""
+    q, t, v = (x.to(dtype) for x in tensors)
     exact = oracle.coca_attention(q, t, v, form=form, interleaved=interleaved)
     error = (coca_attention(q, t, v, form=form, interleaved=interleaved) - exact).abs()
-
     exact_q, exact_k = effective(q, t, form, interleaved)
     heads = q.shape[1] // t.shape[1]
     plain_inputs = [exact_q, exact_k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)]
     mask = torch.ones(q.shape[2], t.shape[2], dtype=torch.bool).tril(t.shape[2] - q.shape[2])
     scale = q.shape[-1] ** -0.5
+    divisor = score_scale(dtype)
+    plain_inputs[0] = plain_inputs[0] / divisor
     plain = torch.nn.functional.scaled_dot_product_attention(
-        *(x.to(dtype) for x in plain_inputs), attn_mask=mask, scale=scale
+        *(x.to(dtype) for x in plain_inputs), attn_mask=mask, scale=scale * divisor
     )
-    budget = (plain.double() - exact).abs()
-    assert error.max() <= 2 * budget.max()
-    assert error.square().mean().sqrt() <= 2 * budget.square().mean().sqrt()
+    return error, (plain.double() - exact).abs()
 
 
 def effective(q, t, form, interleaved):

@@ -17,6 +17,7 @@ from coca_attention.ops import (
     oracle,
     rotary_cos_sin,
 )
+from coca_attention.ops.rotary import split_pairs
 
 
 def transformers_frequencies(kind: str, seq_len: int | None = None, **parameters):
@@ -56,6 +57,63 @@ def test_yarn_agrees_with_transformers(factor, attention_factor):
         "yarn", factor=factor, original_max_position_embeddings=128, **optional
     )
     scaling = RotaryScaling("yarn", factor, training_length=128, attention_factor=attention_factor)
+    assert torch.allclose(inverse_frequencies(64, scaling=scaling).float(), theirs, rtol=1e-5)
+    assert scaling.magnitude == pytest.approx(magnitude)
+
+
+def test_yarn_without_rounding_of_its_ramp():
+    theirs, _ = transformers_frequencies(
+        "yarn", factor=4.0, original_max_position_embeddings=128, truncate=False
+    )
+    scaling = RotaryScaling("yarn", 4.0, training_length=128, truncate=False)
+    ours = inverse_frequencies(64, scaling=scaling)
+    assert torch.allclose(ours.float(), theirs, rtol=1e-5)
+    rounded = inverse_frequencies(64, scaling=RotaryScaling("yarn", 4.0, training_length=128))
+    assert not torch.allclose(ours, rounded, rtol=1e-3)
+
+
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+@pytest.mark.parametrize("edges", [(1.0, 4.0), (0.5, 12.0)])
+def test_llama3_agrees_with_transformers(factor, edges):
+    low, high = edges
+    theirs, _ = transformers_frequencies(
+        "llama3",
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position_embeddings=128,
+    )
+    scaling = RotaryScaling(
+        "llama3", factor, training_length=128, low_freq_factor=low, high_freq_factor=high
+    )
+    assert torch.allclose(inverse_frequencies(64, scaling=scaling).float(), theirs, rtol=1e-5)
+    assert scaling.magnitude == 1.0
+
+
+@pytest.mark.parametrize("length", [1, 128, 129, None])
+@pytest.mark.parametrize("attention_factor", [None, 1.5])
+def test_longrope_agrees_with_transformers(length, attention_factor):
+    short = [1.0 + 0.01 * j for j in range(32)]
+    long = [2.0 + j for j in range(32)]
+    optional = {} if attention_factor is None else {"attention_factor": attention_factor}
+    theirs, magnitude = transformers_frequencies(
+        "longrope",
+        seq_len=length or 10**6,
+        factor=8.0,
+        short_factor=short,
+        long_factor=long,
+        original_max_position_embeddings=128,
+        **optional,
+    )
+    scaling = RotaryScaling(
+        "longrope",
+        8.0,
+        training_length=128,
+        length=length,
+        short_factor=tuple(short),
+        long_factor=tuple(long),
+        attention_factor=attention_factor,
+    )
     assert torch.allclose(inverse_frequencies(64, scaling=scaling).float(), theirs, rtol=1e-5)
     assert scaling.magnitude == pytest.approx(magnitude)
 
@@ -151,3 +209,15 @@ def test_bad_base_and_dynamic_without_length_are_refused():
         inverse_frequencies(8, 0.0)
     with pytest.raises(ValueError, match="needs the current length"):
         inverse_frequencies(8, scaling=RotaryScaling("dynamic", 2.0, training_length=8))
+
+
+def test_pairs_under_partial_rotary_are_taken_inside_the_span():
+    x = torch.arange(10.0)
+    first, second = split_pairs(x, rotary_width=6)
+    assert (first.tolist(), second.tolist()) == ([0, 1, 2, 6, 7], [3, 4, 5, 8, 9])
+    first, second = split_pairs(x, interleaved=True, rotary_width=6)
+    assert (first.tolist(), second.tolist()) == ([0, 2, 4, 6, 7], [1, 3, 5, 8, 9])
+    assert split_pairs(x, rotary_width=10)[0].tolist() == [0, 1, 2, 3, 4]
+    for width, message in ((5, "must be even"), (0, "at least 2"), (12, "at most the head width")):
+        with pytest.raises(ValueError, match=message):
+            split_pairs(x, rotary_width=width)

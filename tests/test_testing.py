@@ -1,0 +1,93 @@
+"""The consistency checks find what they are for."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from coca_attention.testing import CHECKS, assert_consistent, measure_consistency, some_tokens
+from conftest import CONFIGS, tiny_model
+
+
+def llama(**rope):
+    config = CONFIGS["llama-rope"]()
+    config.rope_parameters = {**config.rope_parameters, **rope}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**config.to_dict())).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(8.0)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["llama-rope", "rope", "slack", "llama-strict"])
+def test_plain_models_are_consistent(kind):
+    model = tiny_model(kind)
+    assert_consistent(model, some_tokens(model, length=20))
+
+
+def test_transformers_dynamic_scaling_is_found_out():
+    """Its base follows the longest text seen, and changes under cached keys."""
+    model = llama(rope_type="dynamic", factor=4.0)
+    found = measure_consistency(model, some_tokens(model, length=48))
+    assert found["decoding"] > 1e-2
+    assert found["batch composition"] > 1e-2
+    assert found["batch order"] < 1e-4
+    with pytest.raises(AssertionError, match=r"LlamaForCausalLM does not say.*decoding 0\."):
+        assert_consistent(model, some_tokens(model, length=48))
+
+
+def broken(model, name):
+    """Undo one thing that a check is for."""
+    body = model.model
+    forward = type(body).forward
+    seen = {"length": 0}
+
+    def wrong(input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        length = input_ids.shape[1]
+        cache = kwargs.get("past_key_values")
+        if name == "left padding":
+            position_ids = torch.arange(length).unsqueeze(0)
+        elif name == "right padding" and attention_mask is not None and cache is None:
+            # Counted from the end, as if all padding were on the left.
+            pads = (1 - attention_mask).sum(-1, keepdim=True)
+            position_ids = (torch.arange(length) - pads).clamp(min=0)
+        elif name in ("decoding", "static decoding") and cache is not None:
+            static = type(cache).__name__ == "StaticCache"
+            if static == (name == "static decoding"):
+                position_ids = torch.arange(length).unsqueeze(0)
+        elif name == "long then short":
+            seen["length"] = max(seen["length"], length)
+            position_ids = (torch.arange(length) * (1 + seen["length"] // 50)).unsqueeze(0)
+        elif name == "batch order":
+            position_ids = torch.arange(length) + 7 * torch.arange(len(input_ids)).unsqueeze(1)
+        elif name == "batch composition" and attention_mask is not None:
+            position_ids = (torch.arange(length) * (length // 30)).unsqueeze(0)
+        return forward(body, input_ids, attention_mask, position_ids, **kwargs)
+
+    body.forward = wrong
+    return model
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_every_check_finds_its_fault(name):
+    model = broken(tiny_model("llama-slack"), name)
+    ids = some_tokens(model, length=20)
+    assert measure_consistency(model, ids, [name])[name] > 1e-2
+    assert measure_consistency(tiny_model("llama-slack"), ids, [name])[name] < 1e-4
+
+
+def test_unfit_arguments_are_refused():
+    model = tiny_model("llama-rope")
+    with pytest.raises(ValueError, match="at least 2 rows of 10 tokens"):
+        measure_consistency(model, torch.ones(1, 20, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"unknown checks \['speed'\]"):
+        measure_consistency(model, None, ["speed"])
+
+
+def test_tokens_avoid_padding_and_stay_in_the_vocabulary():
+    model = tiny_model("llama-rope")
+    model.config.pad_token_id = 7
+    ids = some_tokens(model, batch=50, length=100)
+    assert not (ids == 7).any()
+    assert ids.min() == 0 and ids.max() == model.config.vocab_size - 1
