@@ -154,6 +154,103 @@ def run_perplexity(words: list[str]) -> None:
     print(f"Results: {output}")
 
 
+def run_passkey(words: list[str]) -> None:
+    """Passkey retrieval: does a model find five digits hidden in a long prompt?"""
+    from coca_attention.evaluation.passkey import (
+        PasskeySettings,
+        check_settings,
+        evaluate_passkey,
+    )
+
+    _evaluate_prompts(
+        "passkey", run_passkey, words, PasskeySettings, check_settings, evaluate_passkey
+    )
+
+
+def run_needles(words: list[str]) -> None:
+    """Needles of RULER's kinds: one or many facts in a long prompt, and variables to follow."""
+    from coca_attention.evaluation.needles import (
+        NeedleSettings,
+        check_settings,
+        evaluate_needles,
+    )
+
+    _evaluate_prompts(
+        "needles", run_needles, words, NeedleSettings, check_settings, evaluate_needles
+    )
+
+
+def _evaluate_prompts(
+    task: str,
+    command: Run,
+    words: list[str],
+    settings_class: type,
+    check: Callable[[Any], None],
+    evaluate: Callable[..., list[dict[str, Any]]],
+) -> None:
+    """A task that asks prompts: parse, load, ask what is missing, write, print."""
+    from coca_attention.data import load_tokenizer
+    from coca_attention.environment import check_writable, describe_environment, write_json
+    from coca_attention.evaluation.journal import Journal, fingerprint
+    from coca_attention.models import load_model
+    from coca_attention.report import printed_tables
+
+    path, task_settings, settings = _parse(
+        f"coca eval {task}",
+        command,
+        words,
+        [settings_class, EvaluationSettings],
+        positionals=["model"],
+    )
+    check(task_settings)
+    name = settings.name or Path(path).name
+    output = Path(settings.output or Path("runs", "eval", f"{name}-{settings.scaling}-{task}.json"))
+    check_writable(output)
+    journal = Journal(output.with_suffix(".journal.jsonl"))
+    model = load_model(path, dtype=settings.dtype, device=settings.device)
+    with _Progress() as advance:
+        cells = evaluate(
+            model,
+            load_tokenizer(path),
+            task_settings,
+            scaling=settings.scaling,
+            factor=settings.factor,
+            name=name,
+            identity=f"{fingerprint(path)} {settings.dtype}",
+            journal=journal,
+            progress=advance,
+        )
+    write_json(output, {"results": cells, "environment": describe_environment()})
+    journal.remove()
+    for table in printed_tables(cells):
+        _print_table(*table)
+    print(f"Results: {output}")
+
+
+def run_suite_command(words: list[str]) -> None:
+    """Measure models x scalings x tasks from one YAML; started again, it does what is missing."""
+    from coca_attention.evaluation.suite import load_suite, run_suite, suite_parser
+    from coca_attention.options import take_option
+    from coca_attention.report import printed_tables, read_results
+
+    if not words or words[0] in ("-h", "--help"):
+        parser = suite_parser()
+        parser.add_argument("--output", help="Folder; by default runs/ and the suite's name.")
+        parser.description = run_suite_command.__doc__
+        parser.print_help()
+        return
+    path, *overrides = words
+    if path.startswith("-"):
+        raise UserError("the suite comes first: coca eval suite SUITE.yaml [--passkey.samples 20]")
+    overrides, output = take_option(overrides, "--output")
+    folder = Path(output or Path("runs") / Path(path).stem)
+    with _Progress() as advance:
+        results = run_suite(load_suite(path, overrides), folder, progress=advance)
+    for table in printed_tables(read_results([results])[0]["results"]):
+        _print_table(*table)
+    print(f"Results: {results}")
+
+
 def run_generate(words: list[str]) -> None:
     """Continue a prompt with a Transformers causal language model."""
     from transformers import TextStreamer, set_seed
@@ -233,7 +330,12 @@ COMMANDS: dict[str, Run | dict[str, Run]] = {
     "quickstart": run_quickstart,
     "train": run_train,
     "convert": run_convert,
-    "eval": {"perplexity": run_perplexity},
+    "eval": {
+        "perplexity": run_perplexity,
+        "passkey": run_passkey,
+        "needles": run_needles,
+        "suite": run_suite_command,
+    },
     "generate": run_generate,
     "report": run_report,
 }
@@ -357,13 +459,14 @@ def _parse(
 
 
 def _listed(words: list[str]) -> list[str]:
-    """Write the sizes of ``--windows 64,128,256`` as the list that they are meant as."""
+    """Write the items of ``--windows 64,128,256`` as the list that they are meant as."""
     from coca_attention.options import take_option
 
-    words, sizes = take_option(words, "--windows")
-    if sizes is None:
-        return words
-    return [*words, f"--windows=[{sizes.strip('[]')}]"]
+    for option in ("--windows", "--lengths", "--kinds"):
+        words, items = take_option(words, option)
+        if items is not None:
+            words = [*words, f"{option}=[{items.strip('[]')}]"]
+    return words
 
 
 class _Progress:
@@ -376,7 +479,7 @@ class _Progress:
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.completed:,}/{task.total:,} tokens"),
+            TextColumn("{task.completed:,}/{task.total:,}"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,

@@ -1,8 +1,10 @@
 """Command-line options and YAML from documented dataclasses, errors in one line."""
 
 import re
+from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from coca_attention.errors import UserError
@@ -11,11 +13,13 @@ from coca_attention.errors import UserError
 class OptionParser(ArgumentParser):
     """Options named with hyphens, their help from the docstrings below the fields."""
 
-    def __init__(self, program: str, description: str | None = None) -> None:
+    def __init__(
+        self, program: str | None = None, description: str | None = None, **kwargs: Any
+    ) -> None:
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
-        super().__init__(
-            prog=program, description=description, exit_on_error=False, allow_abbrev=False
-        )
+        # jsonargparse makes parsers of this class for nested settings, with arguments of its own.
+        kwargs = {"exit_on_error": False, "allow_abbrev": False, **kwargs}
+        super().__init__(prog=program, description=description, **kwargs)
 
     def format_help(self) -> str:
         """The help, with hyphens for the underscores of the fields' names."""
@@ -51,6 +55,26 @@ def take_option(words: list[str], option: str) -> tuple[list[str], str | None]:
         if word.startswith(f"{option}="):
             return words[:index] + words[index + 1 :], word.split("=", 1)[1]
     return words, None
+
+
+def check_sections(path: Path, kind: str, known: list[str]) -> None:
+    """Refuse sections that a YAML file should not have; the parser passes over those left empty.
+
+    Args:
+        path: The file.
+        kind: What it is called.
+        known: Names of its sections.
+
+    Raises:
+        UserError: If it is no readable YAML, no mapping, or has an unknown section.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a readable {kind}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict) or not set(content) <= set(known):
+        there = ", ".join(map(str, content)) if isinstance(content, dict) else repr(content)
+        raise UserError(f"{path}: a {kind} has the sections {', '.join(known)}; got {there}")
 
 
 def _as_fields(words: list[str]) -> list[str]:

@@ -234,7 +234,7 @@ def test_models_of_other_kinds_are_judged_too():
     assert all(math.isfinite(cell["perplexity"]) for cell in cells)
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(**sizes, n_embd=16, n_positions=32)).eval()
     assert evaluate_perplexity(gpt2, documents_of(), settings(windows=[16, 32]))
-    with pytest.raises(ValueError, match=r"cannot read 64 tokens at once .* 32: use smaller"):
+    with pytest.raises(ValueError, match=r"cannot read 64 tokens at once .* 32: use shorter"):
         evaluate_perplexity(gpt2, documents_of(), settings())
 
 

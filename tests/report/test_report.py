@@ -170,7 +170,7 @@ def test_results_without_training_and_training_without_results(tmp_path):
         ("[]", "expected an object with results"),
         ('{"a": 1}', "expected an object with results"),
         ('{"results": []}', "neither results nor training curves"),
-        ('{"results": [{"task": "passkey", "model": "m"}]}', "neither results nor training"),
+        ('{"results": [{"task": "poetry", "model": "m"}]}', "neither results nor training"),
         ('{"results": [{"task": "perplexity", "model": "m"}]}', "lacks the field 'scaling'"),
     ],
 )

@@ -9,6 +9,7 @@ from coca_attention.data.documents import (
 )
 from coca_attention.data.tokens import (
     BlockDataset,
+    PasskeyBlocks,
     encode_documents,
     kept_tokenizer,
     load_tokenizer,
@@ -20,6 +21,7 @@ __all__ = [
     "BlockDataset",
     "DataError",
     "Document",
+    "PasskeyBlocks",
     "SourceSettings",
     "encode_documents",
     "held_out",

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coca_attention.data.documents import DataError, Document
+from coca_attention.data.passkey import encoder, passkey_block
 from coca_attention.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -19,13 +20,18 @@ TOKENIZER_CHARACTERS = 100_000_000
 
 
 def train_tokenizer(
-    documents: Iterable[Document], vocab_size: int, *, max_characters: int = TOKENIZER_CHARACTERS
+    documents: Iterable[Document],
+    vocab_size: int,
+    *,
+    split_digits: bool = False,
+    max_characters: int = TOKENIZER_CHARACTERS,
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE: any text in, the same text out; ``<|endoftext|>`` ends documents.
 
     Args:
         documents: Texts to learn the merges from.
         vocab_size: Entries at most; at least 257 (the bytes and the end of text).
+        split_digits: Whether every digit is a token of its own.
         max_characters: Learn from the first documents of about so many characters: more changes
             little, and a stream may have no end.
 
@@ -39,7 +45,9 @@ def train_tokenizer(
             f"vocab_size must be at least 257 (256 bytes and the end of text), got {vocab_size}"
         )
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_]) if split_digits else bytes_
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -67,7 +75,11 @@ def train_tokenizer(
 
 
 def kept_tokenizer(
-    folder: str | Path, documents: Callable[[], Iterable[Document]], vocab_size: int
+    folder: str | Path,
+    documents: Callable[[], Iterable[Document]],
+    vocab_size: int,
+    *,
+    split_digits: bool = False,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder; where there is none, one is trained and put there whole.
 
@@ -75,10 +87,11 @@ def kept_tokenizer(
         folder: Where the tokenizer is kept.
         documents: Gives the texts to learn from, called where one has to be trained.
         vocab_size: As for `train_tokenizer`.
+        split_digits: As for `train_tokenizer`.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        tokenizer = train_tokenizer(documents(), vocab_size)
+        tokenizer = train_tokenizer(documents(), vocab_size, split_digits=split_digits)
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         tokenizer.save_pretrained(partial)
@@ -109,6 +122,14 @@ def encode_documents(
         yield from zip(chunk, ids["input_ids"], strict=True)
 
 
+def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Token id that ends documents; UserError where the tokenizer has none."""
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise UserError("the tokenizer has no eos_token, which is needed to end documents")
+    return end
+
+
 def token_array(
     documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerBase,
@@ -129,9 +150,7 @@ def token_array(
         UserError: If the tokenizer has no end of text.
         DataError: If there are no tokens.
     """
-    end = tokenizer.eos_token_id
-    if end is None:
-        raise UserError("the tokenizer has no eos_token, which is needed to end documents")
+    end = end_of_text(tokenizer)
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     parts: list[np.ndarray] = []
     count = 0
@@ -174,10 +193,43 @@ class BlockDataset(Dataset):
         if not 0 <= index < len(self):
             raise IndexError(index)
         start = index * self.length
-        block = torch.from_numpy(self.tokens[start : start + self.length + 1].astype(np.int64))
-        # `shift_labels` are targets already aligned with the inputs; Transformers' loss uses them
-        # in place of shifting `labels` itself, which would lose the last one.
-        return {"input_ids": block[:-1], "labels": block[:-1], "shift_labels": block[1:]}
+        return _with_targets(self.tokens[start : start + self.length + 1])
+
+
+class PasskeyBlocks(Dataset):
+    """Passkey texts with their answers (`passkey_block`) as blocks, each of another key.
+
+    Args:
+        tokenizer: Tokenizer with an ``eos_token``.
+        length: L, inputs and targets of a block.
+        count: Number of blocks.
+        seed: Seed of keys and depths.
+
+    Raises:
+        UserError: If no such text fits into a block.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int
+    ) -> None:
+        self.encode, self.end = encoder(tokenizer), end_of_text(tokenizer)
+        self.length, self.count, self.seed = length, count, seed
+        self[0]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        block = passkey_block(self.encode, self.end, self.length + 1, (self.seed, index))
+        return _with_targets(block)
+
+
+def _with_targets(block: np.ndarray) -> dict[str, Tensor]:
+    """L + 1 tokens as L inputs and L targets."""
+    tokens = torch.from_numpy(block.astype(np.int64))
+    # `shift_labels` are targets already aligned with the inputs; Transformers' loss uses them in
+    # place of shifting `labels` itself, which would lose the last one.
+    return {"input_ids": tokens[:-1], "labels": tokens[:-1], "shift_labels": tokens[1:]}
 
 
 def _first_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ from coca_attention.errors import UserError
 from coca_attention.evaluation.perplexity import paired_ratio_interval
 from coca_attention.report import paper
 from coca_attention.report.figures import perplexity_figure, training_figure
+from coca_attention.report.forms import form_sections
 from coca_attention.report.results import (
     Point,
     Series,
@@ -23,6 +24,7 @@ from coca_attention.report.results import (
     perplexity_series,
     read_results,
 )
+from coca_attention.report.retrieval import retrieval_sections
 
 
 def write_report(paths: Sequence[str | Path], output: str | Path, *, title: str) -> Path:
@@ -58,10 +60,11 @@ def build_report(contents: Sequence[dict[str, Any]], *, title: str) -> str:
 
 
 def _render(contents: Sequence[dict[str, Any]], title: str) -> str:
-    cells = [cell for content in contents for cell in content.get("results", [])]
-    cells = [cell for cell in cells if cell["task"] == "perplexity"]
+    every = [cell for content in contents for cell in content.get("results", [])]
+    sections = [*retrieval_sections(every), *form_sections(every)]
+    cells = [cell for cell in every if cell["task"] == "perplexity"]
     training = [run for content in contents for run in content.get("training", [])]
-    if not cells and not training:
+    if not cells and not training and not sections:
         raise UserError("the result files hold neither results nor training curves")
     series = perplexity_series(cells)
     windows = all_windows(series)
@@ -75,6 +78,10 @@ def _render(contents: Sequence[dict[str, Any]], title: str) -> str:
         title=title,
         findings=findings(series, training_length),
         figure=_safe(perplexity_figure(series, training_length)) if series else None,
+        sections=[
+            {**vars(section), "figure": _safe(section.figure) if section.figure else None}
+            for section in sections
+        ],
         curves=_safe(training_figure(training)) if training else None,
         windows=windows,
         rows=_rows(series, windows),

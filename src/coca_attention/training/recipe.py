@@ -8,7 +8,7 @@ import yaml
 
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
-from coca_attention.options import OptionParser
+from coca_attention.options import OptionParser, check_sections
 
 
 @dataclass
@@ -47,8 +47,12 @@ class DataRecipe(SourceSettings):
     """Folder or name of a Transformers tokenizer; by default a byte-level BPE is trained."""
     vocab_size: int = 32768
     """Entries of the tokenizer that is trained where none is named."""
+    split_digits: bool = False
+    """Whether every digit is a token of its own in a tokenizer that is trained."""
     block_length: int = 512
     """Training length in tokens."""
+    passkey_share: float = 0.0
+    """Share of the blocks that are passkey texts with their answers, each of another key."""
 
 
 @dataclass
@@ -149,6 +153,10 @@ class Recipe:
             raise UserError(f"rope_base must be above 0, got {model.rope_base}")
         if not 0 <= data.held_out < 1:
             raise UserError(f"held_out must be at least 0 and below 1, got {data.held_out}")
+        if not 0 <= data.passkey_share < 1:
+            raise UserError(
+                f"passkey_share must be at least 0 and below 1, got {data.passkey_share}"
+            )
         if not training.learning_rate > 0:
             raise UserError(f"learning_rate must be above 0, got {training.learning_rate}")
         if data.max_tokens is not None and data.max_tokens < 1:
@@ -178,7 +186,7 @@ def load_recipe(path: str | Path | None = None, overrides: list[str] | None = No
     if path is not None and not Path(path).is_file():
         raise UserError(f"{path}: no such recipe; the project's own are in the folder recipes/")
     if path is not None:
-        _check_sections(Path(path))
+        check_sections(Path(path), "recipe", [item.name for item in fields(Recipe)])
     words = [] if path is None else [f"--recipe={path}"]
     try:
         read = recipe_parser().read([*words, *(overrides or [])])
@@ -187,18 +195,6 @@ def load_recipe(path: str | Path | None = None, overrides: list[str] | None = No
     recipe = Recipe(**{item.name: read[item.name] for item in fields(Recipe)})
     recipe.check()
     return recipe
-
-
-def _check_sections(path: Path) -> None:
-    """Refuse sections that a recipe does not have; the parser passes over those left empty."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not a readable recipe: {' '.join(str(error).split())}") from error
-    known = [item.name for item in fields(Recipe)]
-    if not isinstance(content, dict) or not set(content) <= set(known):
-        there = ", ".join(map(str, content)) if isinstance(content, dict) else repr(content)
-        raise UserError(f"{path}: a recipe has the sections {', '.join(known)}; got {there}")
 
 
 def recipe_parser() -> OptionParser:

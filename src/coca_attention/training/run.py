@@ -6,12 +6,13 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate import PartialState
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedTokenizerBase,
@@ -22,11 +23,14 @@ from transformers import (
 
 from coca_attention.data import (
     BlockDataset,
+    Document,
+    PasskeyBlocks,
     held_out,
     kept_tokenizer,
     load_tokenizer,
     token_array,
 )
+from coca_attention.data.passkey import vocabulary_text
 from coca_attention.environment import describe_environment, write_json, write_text
 from coca_attention.errors import UserError
 from coca_attention.models.loading import load_model, no_progress_bars
@@ -79,7 +83,7 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
     tokens = training_tokens(recipe, tokenizer)
     with state.main_process_first():
         check_same_text(tokens, output)
-    dataset = _whole_batches(BlockDataset(tokens, recipe.data.block_length), settings)
+    dataset = _whole_batches(_blocks(recipe, tokens, tokenizer), settings)
 
     set_seed(settings.seed)
     resume = last_checkpoint(output / "checkpoints")
@@ -120,12 +124,24 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
     return output
 
 
-def _whole_batches(dataset: BlockDataset, settings: TrainingRecipe) -> Subset:
+def _blocks(
+    recipe: Recipe, tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase
+) -> ConcatDataset | BlockDataset:
+    """Blocks of text, and passkey texts as many as their share asks for."""
+    length, share = recipe.data.block_length, recipe.data.passkey_share
+    text = BlockDataset(tokens, length)
+    count = round(len(text) * share / (1 - share))
+    if not count:
+        return text
+    return ConcatDataset([text, PasskeyBlocks(tokenizer, length, count, recipe.training.seed)])
+
+
+def _whole_batches(dataset: Any, settings: TrainingRecipe) -> Subset:
     """The blocks that fill whole global batches, so that every step sees as many."""
     whole = len(dataset) // settings.global_batch_size * settings.global_batch_size
     if not whole:
         raise UserError(
-            f"the training text makes {len(dataset)} blocks of {dataset.length} tokens, fewer than "
+            f"the training data makes {len(dataset)} blocks, fewer than "
             f"global_batch_size {settings.global_batch_size}; use more text or a smaller batch"
         )
     return Subset(dataset, range(whole))
@@ -200,8 +216,13 @@ def _tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
     """The recipe's tokenizer; one that is trained is kept in the run folder for the next start."""
     if recipe.data.tokenizer is not None:
         return load_tokenizer(recipe.data.tokenizer)
+    data = recipe.data
+    extra = [Document("passkey", vocabulary_text())] if data.passkey_share else []
     return kept_tokenizer(
-        output / "tokenizer", lambda: _training_documents(recipe), recipe.data.vocab_size
+        output / "tokenizer",
+        lambda: chain(extra, _training_documents(recipe)),
+        data.vocab_size,
+        split_digits=data.split_digits,
     )
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coca_attention.errors import UserError
+from coca_attention.evaluation.generation import naming_the_limit
 from coca_attention.evaluation.perplexity.windows import Window, sliding_windows
 
 
@@ -76,14 +77,8 @@ def score_documents(
             targets[row, judged - w.targets :] = documents[d].tokens[w.first_target : w.stop + 1]
         keep = {"logits_to_keep": judged} if trims else {}
         with torch.inference_mode():
-            try:
+            with naming_the_limit(model, inputs.shape[1]):
                 logits = model(input_ids=inputs.to(device), use_cache=False, **keep).logits
-            except IndexError as error:
-                limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-                raise UserError(
-                    f"the model cannot read {inputs.shape[1]} tokens at once ({error}); its "
-                    f"configuration says max_position_embeddings {limit}: use smaller windows"
-                ) from error
             losses = F.cross_entropy(
                 logits[:, -judged:].float().transpose(1, 2),
                 targets.to(device),

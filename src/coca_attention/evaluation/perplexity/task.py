@@ -1,5 +1,7 @@
 """The perplexity task: a model, a text, and window sizes in; plain JSON values out."""
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.data import SourceSettings, encode_documents, held_out
 from coca_attention.errors import UserError
+from coca_attention.evaluation.generation import rotary_scaling_for
+from coca_attention.evaluation.journal import Journal
 from coca_attention.evaluation.perplexity.score import (
     TokenDocument,
     bootstrap_interval,
@@ -18,7 +22,7 @@ from coca_attention.evaluation.perplexity.score import (
     score_documents,
 )
 from coca_attention.evaluation.perplexity.windows import check_sizes, shared_first_target
-from coca_attention.models import set_rotary_scaling, training_length
+from coca_attention.models import training_length
 
 Scaling = Literal["none", "linear", "ntk", "dynamic"]
 
@@ -136,6 +140,8 @@ def evaluate_perplexity(
     scaling: Scaling = "none",
     factor: float = 1.0,
     name: str = "model",
+    identity: str = "",
+    journal: Journal | None = None,
     progress: Callable[[str, int, int], Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Perplexity at every window size.
@@ -148,6 +154,8 @@ def evaluate_perplexity(
             the model as it was loaded.
         factor: The scaling's factor.
         name: What the results call the model.
+        identity: What tells the model from others in the journal (`fingerprint`).
+        journal: Where finished cells are kept, and found again.
         progress: Called with a label, the tokens judged so far and the tokens to judge.
 
     Returns:
@@ -165,10 +173,10 @@ def evaluate_perplexity(
                 f"document {document.id!r} has {len(document.tokens)} tokens and the largest "
                 f"window needs {tokens_needed(settings)}"
             )
-    config = model.config.get_text_config()
-    trained = training_length(config)
-    as_loaded = getattr(config, "rope_parameters", None)
+    journal = journal if journal is not None else Journal()
+    trained = training_length(model.config.get_text_config())
     first = shared_first_target(settings.windows, stride) if settings.targets == "shared" else 1
+    texts = [[d.id, hashlib.sha256(d.tokens.numpy().tobytes()).hexdigest()] for d in documents]
     runs: list[tuple[int, int, str]] = [(window, stride, scaling) for window in settings.windows]
     if settings.attend_last is not None:
         # Read anew every eighth of the window, so that each token has 7/8 to all of it before it.
@@ -177,9 +185,24 @@ def evaluate_perplexity(
     cells = []
     for window, run_stride, kind in runs:
         total = sum(len(document.tokens) - first for document in documents)
-        scaled = kind not in ("none", "attend-last")
+        applied = "none" if kind == "attend-last" else kind
+        about = {
+            "task": "perplexity",
+            "model": identity or name,
+            "scaling": [kind, float(factor) if applied != "none" else None],
+            "window": [window, run_stride, first],
+            "targets": settings.targets,
+            "text": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
+            "seed": settings.seed,
+        }
         done = 0
         label = f"{name} {kind} {window}"
+        kept = journal.get(about)
+        if kept is not None:
+            cells.append({**kept, "model": name})
+            if progress is not None:
+                progress(label, total, total)
+            continue
 
         def advance(tokens: int, label: str = label, total: int = total) -> None:
             nonlocal done
@@ -188,11 +211,7 @@ def evaluate_perplexity(
                 progress(label, done, total)
 
         started = time.perf_counter()
-        try:
-            if scaled:
-                length = max(window, trained or 0) if kind == "ntk" else None
-                set_rotary_scaling(model, scaling, factor=factor, length=length)
-            rope = getattr(config, "rope_parameters", None)
+        with rotary_scaling_for(model, applied, factor, window) as rope:
             scores = score_documents(
                 model,
                 documents,
@@ -202,31 +221,28 @@ def evaluate_perplexity(
                 batch_tokens=settings.batch_tokens,
                 progress=advance,
             )
-        finally:
-            if scaled:
-                config.rope_parameters = as_loaded
         value = perplexity(scores)
         interval = bootstrap_interval(scores, seed=settings.seed)
-        cells.append(
-            {
-                "task": "perplexity",
-                "model": name,
-                "training_length": trained,
-                "scaling": kind,
-                "factor": float(factor) if scaled else None,
-                "rope_parameters": rope,
-                "window": window,
-                "stride": run_stride,
-                "targets": settings.targets,
-                "perplexity": _number(value),
-                "ci95": list(interval) if interval else None,
-                "nats": _number(sum(score.nats for score in scores)),
-                "tokens": sum(score.tokens for score in scores),
-                "seed": settings.seed,
-                "seconds": round(time.perf_counter() - started, 3),
-                "documents": [{**asdict(s), "nats": _number(s.nats)} for s in scores],
-            }
-        )
+        cell = {
+            "task": "perplexity",
+            "model": name,
+            "training_length": trained,
+            "scaling": kind,
+            "factor": float(factor) if applied != "none" else None,
+            "rope_parameters": rope,
+            "window": window,
+            "stride": run_stride,
+            "targets": settings.targets,
+            "perplexity": _number(value),
+            "ci95": list(interval) if interval else None,
+            "nats": _number(sum(score.nats for score in scores)),
+            "tokens": sum(score.tokens for score in scores),
+            "seed": settings.seed,
+            "seconds": round(time.perf_counter() - started, 3),
+            "documents": [{**asdict(s), "nats": _number(s.nats)} for s in scores],
+        }
+        journal.put(about, cell)
+        cells.append(cell)
     return cells
 
 
