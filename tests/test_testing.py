@@ -81,6 +81,13 @@ def test_unfit_arguments_are_refused():
     model = tiny_model("llama-rope")
     with pytest.raises(ValueError, match="at least 2 rows of 10 tokens"):
         measure_consistency(model, torch.ones(1, 20, dtype=torch.long))
+    with pytest.raises(ValueError, match="no checks"):
+        measure_consistency(model, None, [])
+    with pytest.raises(ValueError, match=r"in torch\.bfloat16 rounding hides"):
+        assert_consistent(model.bfloat16())
+    model.float()
+    found = measure_consistency(model, None, (name for name in ["batch order"]))
+    assert list(found) == ["batch order"]
     with pytest.raises(ValueError, match=r"unknown checks \['speed'\]"):
         measure_consistency(model, None, ["speed"])
 

@@ -12,21 +12,27 @@ Run = Callable[[list[str]], None]
 
 
 @dataclass
-class EvaluationSettings:
+class LoadingSettings:
+    """How a model is loaded, and where the results go."""
+
+    name: str | None = None
+    """What the results call the model; by default the name of its folder."""
+    output: str | None = None
+    """Result file (JSON); by default in runs/eval/, named after the model and what is measured."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the weights."""
+    device: str | None = None
+    """cpu, cuda, …; by default the accelerator where there is one."""
+
+
+@dataclass
+class EvaluationSettings(LoadingSettings):
     """How a model is loaded and scaled, and where the results go."""
 
     scaling: Literal["none", "linear", "ntk", "dynamic"] = "none"
     """Rotary scaling; ntk fixes the base from each window, linear is position interpolation."""
     factor: float = 4.0
     """Factor of the scaling."""
-    name: str | None = None
-    """What the results call the model; by default the name of its folder."""
-    output: str | None = None
-    """Result file (JSON); by default in runs/eval/, named after the model and the scaling."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the weights."""
-    device: str | None = None
-    """cpu, cuda, …; by default the accelerator where there is one."""
 
 
 @dataclass
@@ -227,6 +233,37 @@ def _evaluate_prompts(
     print(f"Results: {output}")
 
 
+def run_harness(words: list[str]) -> None:
+    """Short-context tasks of EleutherAI's lm-evaluation-harness (an optional extra)."""
+    from coca_attention.data import load_tokenizer
+    from coca_attention.environment import check_writable, describe_environment, write_json
+    from coca_attention.evaluation.harness import (
+        HarnessSettings,
+        check_settings,
+        evaluate_harness,
+    )
+    from coca_attention.models import load_model
+    from coca_attention.report.harness import harness_sections
+
+    path, tasks, settings = _parse(
+        "coca eval harness",
+        run_harness,
+        words,
+        [HarnessSettings, LoadingSettings],
+        positionals=["model"],
+    )
+    check_settings(tasks)
+    name = settings.name or Path(path).name
+    output = Path(settings.output or Path("runs", "eval", f"{name}-harness.json"))
+    check_writable(output)
+    model = load_model(path, dtype=settings.dtype, device=settings.device)
+    cells = evaluate_harness(model, load_tokenizer(path), tasks, name=name)
+    write_json(output, {"results": cells, "environment": describe_environment()})
+    for section in harness_sections(cells):
+        _print_table(section.header, section.rows)
+    print(f"Results: {output}")
+
+
 def run_suite_command(words: list[str]) -> None:
     """Measure models x scalings x tasks from one YAML; started again, it does what is missing."""
     from coca_attention.evaluation.suite import load_suite, run_suite, suite_parser
@@ -334,6 +371,7 @@ COMMANDS: dict[str, Run | dict[str, Run]] = {
         "perplexity": run_perplexity,
         "passkey": run_passkey,
         "needles": run_needles,
+        "harness": run_harness,
         "suite": run_suite_command,
     },
     "generate": run_generate,
@@ -462,7 +500,7 @@ def _listed(words: list[str]) -> list[str]:
     """Write the items of ``--windows 64,128,256`` as the list that they are meant as."""
     from coca_attention.options import take_option
 
-    for option in ("--windows", "--lengths", "--kinds"):
+    for option in ("--windows", "--lengths", "--kinds", "--tasks"):
         words, items = take_option(words, option)
         if items is not None:
             words = [*words, f"{option}=[{items.strip('[]')}]"]

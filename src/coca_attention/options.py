@@ -19,7 +19,15 @@ class OptionParser(ArgumentParser):
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
         # jsonargparse makes parsers of this class for nested settings, with arguments of its own.
         kwargs = {"exit_on_error": False, "allow_abbrev": False, **kwargs}
+        self.flags: set[str] = set()
         super().__init__(prog=program, description=description, **kwargs)
+
+    def add_class_arguments(self, theclass: Any, *args: Any, **kwargs: Any) -> Any:
+        """As jsonargparse's; remembers which fields are flags."""
+        for item in getattr(theclass, "__dataclass_fields__", {}).values():
+            if item.type in (bool, "bool"):
+                self.flags.add("--" + item.name)
+        return super().add_class_arguments(theclass, *args, **kwargs)
 
     def format_help(self) -> str:
         """The help, with hyphens for the underscores of the fields' names."""
@@ -40,7 +48,7 @@ class OptionParser(ArgumentParser):
             UserError: If an option is unknown or a value unfit, in one line.
         """
         try:
-            return self.instantiate(self.parse_args(_as_fields(words)))
+            return self.instantiate(self.parse_args(_as_fields(words, self.flags)))
         except ArgumentError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             text = ": ".join(dict.fromkeys(lines)) or type(error).__name__
@@ -77,14 +85,18 @@ def check_sections(path: Path, kind: str, known: list[str]) -> None:
         raise UserError(f"{path}: a {kind} has the sections {', '.join(known)}; got {there}")
 
 
-def _as_fields(words: list[str]) -> list[str]:
+def _as_fields(words: list[str], flags: set[str]) -> list[str]:
     """Write ``--attend-last 64 --skip-short`` as ``--attend_last 64 --skip_short=true``."""
     fields = []
     for index, word in enumerate(words):
         if word.startswith("--"):
             name, equals, value = word.partition("=")
             following = words[index + 1] if index + 1 < len(words) else "--"
-            alone = not equals and following.startswith("--")
+            field = "--" + name[2:].replace("-", "_")
+            alone = not equals and (
+                following.startswith("--")
+                or (field in flags and following.lower() not in ("true", "false", "yes", "no"))
+            )
             if alone and name not in ("--help", "--print-config", "--print_config"):
                 equals, value = "=", "true"
             word = "--" + name[2:].replace("-", "_") + equals + value

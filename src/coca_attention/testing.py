@@ -4,7 +4,8 @@ A decoder may be asked for the same logits in many ways: in one pass or token by
 cache, padded on either side, after a longer text, in another row of the batch. Rotary embeddings
 are where they come apart: a base that follows the length, positions that count padding, keys
 rotated once and read under another rule. Each check measures the largest difference between two
-ways; `assert_consistent` says which are beyond round-off.
+ways; `assert_consistent` says which are beyond round-off. They read up to six times the tokens
+that they are given.
 
 Example:
     >>> from coca_attention.testing import assert_consistent
@@ -164,7 +165,9 @@ def measure_consistency(
     Raises:
         ValueError: If the tokens are too few or a check is unknown.
     """
-    ids = input_ids if input_ids is not None else some_tokens(model)
+    ids, checks = input_ids if input_ids is not None else some_tokens(model), tuple(checks)
+    if not checks:
+        raise ValueError(f"no checks; choose from {', '.join(CHECKS)}")
     if ids.dim() != 2 or ids.shape[0] < 2 or ids.shape[1] < 10:
         raise ValueError(
             f"input_ids must have at least 2 rows of 10 tokens, got {tuple(ids.shape)}"
@@ -185,13 +188,23 @@ def assert_consistent(
     """Raise AssertionError unless every check is within round-off.
 
     Args:
-        model: A causal language model in evaluation mode; float32 or float64 say most.
+        model: A causal language model in evaluation mode, float32 or float64.
         input_ids: See `measure_consistency`.
         checks: Names out of `CHECKS`.
         tolerance: Largest difference relative to the largest logit; default 1,000 times the
             spacing of the model's dtype.
+
+    Raises:
+        AssertionError: If a check fails.
+        ValueError: As `measure_consistency`; or if the model is in half precision and no tolerance
+            is given.
     """
     if tolerance is None:
+        if torch.finfo(model.dtype).bits < 32:
+            raise ValueError(
+                f"in {model.dtype} rounding hides what these checks look for: use model.float(), "
+                "or give the tolerance that you expect"
+            )
         tolerance = 1000 * torch.finfo(model.dtype).eps
     found = measure_consistency(model, input_ids, checks)
     failed = {name: value for name, value in found.items() if not value <= tolerance}

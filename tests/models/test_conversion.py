@@ -66,6 +66,33 @@ def test_random_initialisation_draws_as_training_from_scratch_does():
     assert weights.std().item() == pytest.approx(0.02 / 2**0.5, rel=0.03)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_stays_frozen(family):
+    model = vanilla(family).requires_grad_(False)
+    convert(model)
+    assert not [name for name, weight in model.named_parameters() if weight.requires_grad]
+
+
+def test_what_cannot_be_converted_is_left_alone():
+    model = vanilla("Llama")
+    model.model.layers[1].self_attn = model.model.layers[0].self_attn
+    with pytest.raises(ValueError, match="layers share an attention module"):
+        convert(model)
+    logits(model, some_tokens(model))
+    model = vanilla("Llama")
+    with torch.inference_mode(), pytest.raises(ValueError, match="convert outside of it"):
+        convert(model)
+    convert(model.model)
+    with pytest.raises(ValueError, match="convert the language model as a whole"):
+        convert(model)
+
+
+def test_a_configuration_prints_all_of_itself():
+    model = convert(vanilla("Llama"))
+    assert "rope_parameters" in repr(model.config) and "coca_form" in repr(model.config)
+    assert convert(vanilla("Llama")).config.name_or_path == vanilla("Llama").config.name_or_path
+
+
 @pytest.mark.parametrize("family", ["Llama", "GPT-NeoX"])
 def test_a_decoder_without_head_is_converted(family):
     whole = vanilla(family)
@@ -150,6 +177,31 @@ def test_a_failed_conversion_writes_nothing(words, message, tmp_path, capsys):
     assert main(["convert", *words]) == 2
     assert message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_targets_that_would_harm_are_refused(tmp_path, capsys, monkeypatch):
+    source = tmp_path / "source"
+    vanilla("Llama").save_pretrained(source)
+    before = sorted(p.name for p in source.iterdir())
+    monkeypatch.chdir(tmp_path)
+    for target, message in (
+        (source / "inside", "lies inside the source"),
+        (source, "exists and is not empty"),
+        (".", "is the current folder"),
+    ):
+        assert main(["convert", str(source), str(target)]) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    assert main(["convert", str(source), str(tmp_path / "link")]) == 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "link")
+    assert sorted(p.name for p in source.iterdir()) == before
+
+
+def test_a_flag_may_stand_first(tmp_path, capsys):
+    words = ["convert", "--from-original", str(tmp_path / "none"), str(tmp_path / "target")]
+    assert main(words) == 2
+    assert "config.json: cannot be read" in capsys.readouterr().err
 
 
 def test_killed_while_writing_it_leaves_no_model(tmp_path):

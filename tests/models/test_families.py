@@ -68,6 +68,12 @@ def check_convert(family):
     for made, expected in ((ours.q_proj, q), (ours.t_proj, t), (ours.v_proj, v)):
         assert torch.allclose(made(x), expected.reshape(2, 5, -1), atol=1e-5)
     assert not hasattr(ours, "k_proj") and not hasattr(ours, "k_norm")
+    if hasattr(theirs, "k_norm"):
+        # What multiplies normalised coefficients: pair means of what multiplied keys, over √2.
+        one = 1.0 if family == "Gemma 3" else 0.0
+        weights = (theirs.k_norm.weight + one).view(-1, width)
+        means = fold(weights, ours.interleaved).flatten() / 2**0.5
+        assert torch.allclose(ours.t_norm.weight.flatten() + one, means, atol=1e-6)
     # Under the Auto class the same configuration builds the same shapes.
     again = AutoModelForCausalLM.from_config(model.config)
     assert {n: w.shape for n, w in again.state_dict().items()} == {

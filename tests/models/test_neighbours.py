@@ -8,6 +8,7 @@ from transformers import (
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
+    StaticCache,
     TextStreamer,
     pipeline,
 )
@@ -106,14 +107,19 @@ def test_packed_documents_are_read_apart(form, kind):
     assert difference(found[0, 10:], logits(model, ids[1:, :14])[0]) < 1e-12
 
 
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", ["full", "half"])
 @pytest.mark.parametrize("form", FORMS)
-def test_padding_in_the_middle_of_a_cache(form, kind):
+def test_padding_in_the_middle_of_a_cache(form, kind, static):
     """Right-padded prompts, then more text: the keys' positions must not count the padding."""
     model = collinear("Llama", form).double()
     model.config.kv_cache = kind
     ids = some_tokens(model)
-    cache = DynamicCache(config=model.config)
+    cache = (
+        StaticCache(config=model.config, max_cache_len=40)
+        if static
+        else DynamicCache(config=model.config)
+    )
     prompt = torch.cat((ids[:, :8], torch.zeros(2, 3, dtype=torch.long)), 1)
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[:, 8:] = 0
@@ -121,11 +127,59 @@ def test_padding_in_the_middle_of_a_cache(form, kind):
         model(prompt, attention_mask=mask, past_key_values=cache, use_cache=True)
         rest = []
         for start, stop in ((8, 13), (13, 14), (14, 24)):
-            mask = torch.cat((mask, torch.ones(2, stop - start, dtype=torch.long)), 1)
-            rest.append(
-                model(ids[:, start:stop], attention_mask=mask, past_key_values=cache).logits
-            )
+            # The last piece ends in padding too.
+            pads = 2 if stop == 24 else 0
+            piece = torch.cat((ids[:, start:stop], torch.zeros(2, pads, dtype=torch.long)), 1)
+            added = (torch.arange(piece.shape[1]) < stop - start).long().expand(2, -1)
+            mask = torch.cat((mask, added), 1)
+            out = model(piece, attention_mask=mask, past_key_values=cache).logits
+            rest.append(out[:, : stop - start])
     assert difference(torch.cat(rest, 1), logits(model, ids)[:, 8:]) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["full", "half"])
+def test_packed_documents_in_a_static_cache(kind):
+    model = collinear("Llama").double()
+    model.config.kv_cache = kind
+    ids = some_tokens(model)
+    positions = torch.cat((torch.arange(10), torch.arange(14))).unsqueeze(0)
+    packed = torch.cat((ids[:1, :10], ids[1:, :14]), 1)
+    document = (torch.arange(24) >= 10).long()
+    apart = (document.unsqueeze(-1) == document) & torch.ones(24, 24, dtype=torch.bool).tril()
+    mask = torch.zeros(1, 1, 24, 40, dtype=torch.bool)
+    mask[0, 0, :, :24] = apart
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    with torch.no_grad():
+        found = model(
+            packed, position_ids=positions, attention_mask=mask, past_key_values=cache
+        ).logits[0]
+    assert difference(found[:10], logits(model, ids[:1, :10])[0]) < 1e-12
+    assert difference(found[10:], logits(model, ids[1:, :14])[0]) < 1e-12
+
+
+def test_a_kind_of_cache_that_there_is_not_is_refused_at_run_time():
+    model = collinear("Llama")
+    model.config.kv_cache = "Half"
+    with pytest.raises(ValueError, match="kv_cache must be one of full, half; got 'Half'"):
+        model(some_tokens(model))
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Gemma 3", "Llama"])
+def test_kernels_are_told_the_window(family, monkeypatch):
+    """FlashAttention takes the window from its argument, not from a mask."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model, told = collinear(family), []
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def listening(*args, **kwargs):
+        told.append(kwargs.get("sliding_window"))
+        return sdpa(*args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", listening)
+    model(some_tokens(model))
+    expected = {"Mistral": [8, 8], "Gemma 3": [8, None], "Llama": [None, None]}
+    assert told == expected[family]
 
 
 @pytest.mark.parametrize("kind", ["full", "half"])
@@ -264,8 +318,6 @@ def test_switching_the_cache_in_the_middle_is_refused():
 @pytest.mark.parametrize("form", FORMS)
 def test_compiled_generation(form, kind):
     """torch.compile with the default backend, one graph, a static cache, as generate() uses it."""
-    from transformers import StaticCache
-
     model = collinear("Llama", form).float()
     model.config.kv_cache = kind
     ids = some_tokens(model)

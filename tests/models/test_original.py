@@ -42,7 +42,7 @@ def agree(config, weights, figures):
     with torch.no_grad():
         output = model(figures["input_ids"], output_attentions=True)
     rows = figures["logits"].shape[1]
-    assert (output.logits[:, -rows:] - figures["logits"]).abs().max() < 1e-4
+    assert (output.logits[:, -rows:] - figures["logits"]).abs().max() < 1e-5
     for ours, theirs in (
         (output.attentions[0], figures["attn_layer0"]),
         (output.attentions[-1], figures["attn_last"]),
@@ -115,6 +115,8 @@ T = "model.layers.1.self_attn.t_proj.weight"
         ({"model_type": "gpt2"}, {}, "model_type is 'gpt2'; the authors' checkpoints are"),
         ({"model_type": None}, {}, "model_type is None"),
         ({"hidden_size": "wide"}, {}, "the configuration cannot be used"),
+        ({"rope_scaling": {"type": "cubic", "factor": 2.0}}, {}, "cannot be used: .*cubic"),
+        ({}, {"state_dict": {}}, "one level down, under 'state_dict'"),
     ],
 )
 def test_unfit_checkpoints_are_refused(settings, change, message):
@@ -144,6 +146,16 @@ def test_unreadable_folders_are_named(tmp_path):
         load_original(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ValueError, match="no map of weight files"):
+        load_original(tmp_path)
+
+
+def test_files_of_other_shapes_are_named(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    torch.save([1, 2], tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="expected a mapping of tensors, got list"):
+        load_original(tmp_path)
+    torch.save(extract()[1], tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="each a mapping; got list and"):
         load_original(tmp_path)
 
 

@@ -1,5 +1,7 @@
 """Rotary scaling of loaded models, CoCA and vanilla."""
 
+import math
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
@@ -85,7 +87,7 @@ def test_the_saved_configuration_keeps_the_scaling(kind, tmp_path):
 
 def test_models_that_cannot_be_scaled_are_refused_and_left_alone():
     alibi = tiny_model("alibi")
-    with pytest.raises(ValueError, match="no rotary embedding to scale"):
+    with pytest.raises(ValueError, match="no rotary embedding that could be scaled"):
         set_rotary_scaling(alibi, "ntk", factor=4.0)
 
     model = vanilla("Llama")
@@ -182,6 +184,84 @@ def test_vanilla_families_scale_as_transformers_scales_them(family, kind):
     assert difference(logits(theirs, ids), expected) < 1e-4
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("form", ["vanilla", "slack"])
+@pytest.mark.parametrize("kind", ["none", *RULES, "dynamic"])
+def test_a_scaled_model_is_saved_and_loaded(family, form, kind, tmp_path):
+    if (family, form) == ("Phi-3", "vanilla") and kind not in ("none", "longrope"):
+        pytest.skip("Transformers' Phi-3 refuses every rule but longrope")
+    model = vanilla(family) if form == "vanilla" else collinear(family, form)
+    extra = rule_for(model, kind) if kind in RULES else {}
+    set_rotary_scaling(model, kind, factor=4.0, **extra)
+    ids = some_tokens(model, length=80)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert difference(logits(loaded, ids), logits(model, ids)) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_cast_after_loading_is_scaled_like_the_others(dtype):
+    for family in ("Llama", "Gemma 3", "Cohere"):
+        cast, plain = vanilla(family).to(dtype), vanilla(family)
+        for model in (cast, plain):
+            set_rotary_scaling(model, "ntk", factor=4.0, length=256)
+        x, positions = torch.zeros(1), torch.arange(100).unsqueeze(0)
+        where = ("full_attention",) if family == "Gemma 3" else ()
+        ours, theirs = (m.model.rotary_emb(x, positions, *where) for m in (cast, plain))
+        assert torch.equal(ours[0], theirs[0])
+
+
+def test_parameters_of_the_same_rule_stay():
+    model = collinear("Llama")
+    set_rotary_scaling(model, "yarn", factor=4.0, beta_fast=16.0)
+    set_rotary_scaling(model, "yarn")
+    rope = model.config.rope_parameters
+    assert (rope["factor"], rope["beta_fast"]) == (4.0, 16.0)
+    set_rotary_scaling(model, "linear")
+    assert model.config.rope_parameters["factor"] == 1.0
+
+
+def test_phi3_as_it_is_published_keeps_its_magnitude():
+    """longrope without a factor: it follows from the two lengths, in vanilla and in CoCA."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.1], "long_factor": [2.0, 4.0],
+            "original_max_position_embeddings": 64}  # fmt: skip
+    model = vanilla("Phi-3", max_position_embeddings=512, rope_parameters=rope)
+    ids = some_tokens(model, length=80)
+    expected = logits(model, ids)
+    magnitude = (1 + math.log(8) / math.log(64)) ** 0.5
+    for length in (None, 512):
+        set_rotary_scaling(model, "longrope", length=length)
+        assert difference(logits(model, ids), expected) < 1e-4
+    convert(model)
+    _, scaling = rotary_scaling(model.config)
+    assert scaling.magnitude == pytest.approx(magnitude)
+    assert (scaling.factor, scaling.training_length) == (8.0, 64)
+
+
+def test_rules_count_from_the_length_before_scaling():
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+            "original_max_position_embeddings": 16}  # fmt: skip
+    model = vanilla("Llama", rope_parameters=rope)
+    assert training_length(model.config) == 16
+    ids = some_tokens(model, length=40)
+    expected = logits(model, ids)
+    assert difference(logits(convert(vanilla("Llama", rope_parameters=rope)), ids), expected) > 0.01
+    set_rotary_scaling(model, "yarn", factor=4.0)
+    assert difference(logits(model, ids), expected) < 1e-4
+
+
+def test_rotary_embeddings_of_other_kinds_are_left_alone():
+    model = vanilla("Llama")
+    model.config.rope_parameters["mrope_section"] = [2, 1, 1]
+    with pytest.raises(ValueError, match="its parameters have mrope_section"):
+        set_rotary_scaling(model, "none")
+    assert "mrope_section" in model.config.rope_parameters
+    local = vanilla("Gemma 3", layer_types=["sliding_attention"] * 2)
+    with pytest.raises(ValueError, match="no layer with full attention"):
+        set_rotary_scaling(local, "linear", factor=8.0)
+
+
 def test_longrope_takes_the_short_factors_for_short_targets():
     model = collinear("Llama").double()
     ids = some_tokens(model)
@@ -233,6 +313,16 @@ def test_a_converted_model_keeps_its_scaling():
         ({"kind": "llama3", "beta_fast": 2.0}, "takes low_freq_factor, high_freq_factor"),
         ({"kind": "llama3", "high_freq_factor": 0.5}, "high_freq_factor > low_freq_factor"),
         ({"kind": "longrope"}, "longrope needs short_factor"),
+        ({"kind": ["ntk"]}, "unknown rotary scaling"),
+        ({"kind": "ntk", "factor": "x"}, "could not convert"),
+        ({"kind": "ntk", "factor": 1e300}, "out of range"),
+        ({"kind": "ntk", "factor": 2.0, "length": "128"}, "whole number of tokens"),
+        ({"kind": "ntk", "factor": 2.0, "length": 128.5}, "whole number of tokens"),
+        ({"kind": "yarn", "attention_factor": float("inf")}, "must be a positive number"),
+        (
+            {"kind": "longrope", "short_factor": [float("nan")] * 4, "long_factor": [1.0] * 4},
+            "one positive divisor",
+        ),
         (
             {"kind": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
             "one divisor per rotary pair",

@@ -181,7 +181,9 @@ class CollinearAttention(nn.Module):
             # are independent; normalising the means brings them to 1.
             weight = self._folded(self.k_norm.weight.detach() + self.norm_offset) / 2**0.5
             self.t_norm = copy.deepcopy(self.k_norm)
-            self.t_norm.weight = nn.Parameter(weight - self.norm_offset)
+            self.t_norm.weight = nn.Parameter(
+                weight - self.norm_offset, requires_grad=self.k_norm.weight.requires_grad
+            )
             del self.k_norm
 
     def _folded(self: Any, x: Tensor) -> Tensor:

@@ -93,14 +93,14 @@ def rotary_scaling(config: Any, layer_type: str | None = None) -> tuple[float, R
         for name in PARAMETERS.get(rope_type, ())
         if (value := rope.get(name)) is not None
     }
-    trained = training_length(config)
+    trained = rope.get("original_max_position_embeddings") or training_length(config)
     factor = rope.get("factor")
     if factor is None and rope_type == "longrope" and trained:
         factor = max(config.max_position_embeddings / trained, 1.0)
     return base, RotaryScaling(
         kind=ROPE_TYPES[rope_type],  # pyright: ignore[reportArgumentType]
         factor=float(factor if factor is not None else 1.0),
-        training_length=rope.get("original_max_position_embeddings") or trained,
+        training_length=trained,
         length=rope.get("length"),
         **given,
     )
@@ -121,7 +121,13 @@ def ntk_frequencies(
     return theta.to(device, torch.float32), scaling.magnitude
 
 
-@dataclass(kw_only=True)
+def check_cache_kind(kind: str) -> None:
+    """Raise ValueError unless it is one of `CACHES`."""
+    if kind not in CACHES:
+        raise ValueError(f"kv_cache must be one of {', '.join(CACHES)}; got {kind!r}")
+
+
+@dataclass(kw_only=True, repr=False)
 class CoCAConfig:
     """The fields that CoCA adds to a family's configuration, mixed in before it.
 
@@ -133,7 +139,9 @@ class CoCAConfig:
         coca_form: ``slack`` (the paper's Eq. 10) or ``strict`` (Eq. 9).
         kv_cache: What is kept of earlier tokens besides their values. ``full``: the effective key,
             as wide as a head; works with everything. ``half``: the coefficients before rotation,
-            half as wide; the key is formed when it is read.
+            half as wide; the key is formed when it is read, at the position that follows from the
+            tokens behind it: within a text that is read in several passes, positions have to be
+            consecutive over its real tokens.
     """
 
     coca_form: str = "slack"
@@ -157,8 +165,7 @@ class CoCAConfig:
             parents.validate_architecture()  # pyright: ignore[reportAttributeAccessIssue]
         if self.coca_form not in FORMS:
             raise ValueError(f"coca_form must be one of {', '.join(FORMS)}; got {self.coca_form!r}")
-        if self.kv_cache not in CACHES:
-            raise ValueError(f"kv_cache must be one of {', '.join(CACHES)}; got {self.kv_cache!r}")
+        check_cache_kind(self.kv_cache)
         heads = self.num_attention_heads
         groups = getattr(self, "num_key_value_heads", None) or heads
         width = getattr(self, "head_dim", None) or self.hidden_size // heads

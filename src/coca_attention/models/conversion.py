@@ -56,8 +56,17 @@ def convert(
         raise UserError(f"init must be one of {', '.join(INITIALISATIONS)}; got {init!r}")
     if isinstance(model, CollinearForCausalLM | CollinearModel):
         raise UserError(f"{type(model).__name__} is a CoCA model already")
+    if torch.is_inference_mode_enabled():
+        raise UserError(
+            "weights made under torch.inference_mode() can never be trained: convert outside of it"
+        )
     family, new_class = _classes_for(model)
     body: Any = model.base_model
+    if isinstance(body, CollinearModel):
+        raise UserError(
+            f"the decoder inside this {type(model).__name__} was converted by itself: convert the "
+            "language model as a whole"
+        )
     _check_projections(body, family.body_class)
     old: Any = model.config
     values = {k: v for k, v in old.to_dict().items() if k not in ("model_type", "architectures")}
@@ -101,6 +110,9 @@ def _classes_for(model: Any) -> tuple[type[CollinearForCausalLM], type]:
 
 
 def _check_projections(body: Any, body_class: type[CollinearModel]) -> None:
+    modules = [getattr(layer, body_class.attention_name) for layer in body.layers]
+    if len(set(map(id, modules))) < len(modules):
+        raise UserError("layers share an attention module, which cannot be converted twice")
     for index, layer in enumerate(body.layers):
         attention = getattr(layer, body_class.attention_name)
         for name, module in attention.named_children():

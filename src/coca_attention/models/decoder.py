@@ -7,6 +7,7 @@ is built from a configuration, loaded, or converted.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -16,7 +17,7 @@ from coca_attention.models.attention import (
     FoldedLinear,
     Initialisation,
 )
-from coca_attention.models.configuration import rope_parameters
+from coca_attention.models.configuration import check_cache_kind, rope_parameters
 
 
 def become(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
@@ -76,6 +77,7 @@ class CollinearModel(CollinearPreTrained):
         **kwargs: Any,
     ) -> Any:
         """The decoder's forward pass; arguments as there."""
+        check_cache_kind(self.config.kv_cache)
         tokens = input_ids if input_ids is not None else inputs_embeds
         mask = attention_mask if isinstance(attention_mask, Tensor) else None
         mask = mask.long() if mask is not None and mask.dim() == 2 else None
@@ -100,26 +102,34 @@ class CollinearModel(CollinearPreTrained):
     def _key_rotary(self: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> Any:
         """cos and sin of every token of the text so far, (B, S, R/2) each, for half caches.
 
-        One pair for the family, or one for each kind of layer where they differ.
+        One pair for the family, or one for each kind of layer where they differ. The tokens of this
+        pass have the positions given; those before them are taken to be consecutive.
 
         Args:
             cache: As before this pass.
             position_ids: Positions of this pass, (B, T).
             mask: 1 for every real token of the text so far, (B, S), where one was given.
         """
-        length = position_ids.shape[1]
+        device, length = position_ids.device, position_ids.shape[1]
         sizes = [cache.get_mask_sizes(length, index) for index in range(len(self.layers))]
         slots = max(keys + first for keys, first in sizes)
-        last = position_ids[:, -1:]
-        if mask is not None and mask.shape[1] == slots:
-            # Count real tokens back from the last one: padding anywhere shifts nothing.
-            counted = mask.cumsum(-1)
-            positions = last - (counted[:, -1:] - counted)
+        start = cache.get_seq_length()  # a tensor for static caches
+        slot = torch.arange(slots, device=device)
+        own = position_ids[:, (slot - start).clamp(0, length - 1)]
+        if mask is None:
+            earlier = position_ids[:, :1] - (start - slot)
         else:
-            end = cache.get_seq_length() + length
-            positions = last - (end - 1) + torch.arange(slots, device=last.device)
-        positions = positions.clamp(min=0)
-        dtype = torch.empty((), dtype=self.dtype, device=last.device)
+            # Count real tokens back from the last real one of this pass, so that padding anywhere
+            # shifts nothing.
+            mask = F.pad(mask, (0, slots - mask.shape[1]))
+            real = mask[:, (start + torch.arange(length, device=device))]
+            index = (real * torch.arange(length, device=device)).argmax(-1, keepdim=True)
+            counted = mask.cumsum(-1)
+            earlier = position_ids.expand(len(mask), -1).gather(1, index) - (
+                counted.gather(1, index + start) - counted
+            )
+        positions = torch.where(slot < start, earlier, own).clamp(min=0)
+        dtype = torch.empty((), dtype=self.dtype, device=device)
         if rope_parameters(self.config) is (self.config.rope_parameters or {}):
             return self.rotary_emb(dtype, positions)
         return {

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.models.attention import Initialisation
+from coca_attention.models.configuration import check_cache_kind
 from coca_attention.models.conversion import convert
 from coca_attention.models.loading import load_model, no_progress_bars
 from coca_attention.models.original import load_original
@@ -45,7 +46,13 @@ def convert_folder(
     Raises:
         UserError: If the source cannot be loaded or converted, or the target not written.
     """
-    target = Path(target)
+    target = Path(target).resolve()
+    if target in (Path.cwd(), *Path.cwd().parents):
+        raise UserError(f"{target} is the current folder, or holds it: name a folder to be made")
+    if Path(source).is_dir() and Path(source).resolve() in target.parents:
+        raise UserError(
+            f"{target} lies inside the source, which stays as it is: name another folder"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not empty: name another folder, or remove it")
     if from_original and (form, init) != ("slack", "fold"):
@@ -55,12 +62,16 @@ def convert_folder(
         )
     if from_original:
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
+        try:
+            check_cache_kind(kv_cache)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         model.config.kv_cache = kv_cache
     else:
         model = convert(
             load_model(source, dtype=dtype, device="cpu"), form, init=init, kv_cache=kv_cache
         )
-    partial = target.absolute().with_name(f".{target.name}.partial")
+    partial = target.with_name(f".{target.name}.coca-partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

@@ -51,6 +51,15 @@ def load_original(
     else:
         label = "original checkpoint"
         settings, weights = source
+    if not isinstance(settings, Mapping) or not isinstance(weights, Mapping):
+        raise UserError(
+            f"{label}: expected a configuration and a state dict, each a mapping; got "
+            f"{type(settings).__name__} and {type(weights).__name__}"
+        )
+    if isinstance(weights.get("state_dict"), Mapping):
+        raise UserError(
+            f"{label}: the weights stand one level down, under 'state_dict': save those alone"
+        )
     kind = settings.get("model_type")
     if kind not in CONFIGS:
         raise UserError(
@@ -60,8 +69,10 @@ def load_original(
     values = {k: v for k, v in settings.items() if k not in ("model_type", "auto_map")}
     try:
         config = CONFIGS[kind](**values)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
     except Exception as error:
-        raise UserError(f"{label}: the configuration cannot be used: {error}") from error
+        raise UserError(f"{label}: the configuration cannot be used: {error!r}") from error
     head = config.hidden_size // config.num_attention_heads
     if rotary_width(config) != head:
         raise UserError(
@@ -70,8 +81,6 @@ def load_original(
             "rotary_pct = 1 can be loaded"
         )
     renamed = {_renamed(name): w for name, w in weights.items() if not name.endswith(BUFFERS)}
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
     _check_weights(model, renamed, label)
     model.load_state_dict(
         {name: w.to(dtype) if dtype else w.clone() for name, w in renamed.items()},
@@ -129,7 +138,12 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             continue
         weights: dict[str, Tensor] = {}
         for file in files:
-            weights |= _read_weights(folder / file)
+            part = _read_weights(folder / file)
+            if not isinstance(part, Mapping):
+                raise UserError(
+                    f"{folder / file}: expected a mapping of tensors, got {type(part).__name__}"
+                )
+            weights.update(part)
         return settings, weights
     raise UserError(f"{folder}: no weights; expected {' or '.join(WEIGHT_FILES)}")
 

@@ -17,6 +17,7 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.ops.rotary import ScalingKind, join_pairs
 
+CHANGED = ("rope_type", "type", "factor", "length")
 KEPT = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 
@@ -49,7 +50,7 @@ def set_rotary_scaling(
     model: PreTrainedModel,
     kind: ScalingKind,
     *,
-    factor: float = 1.0,
+    factor: float | None = None,
     length: int | None = None,
     **parameters: Any,
 ) -> None:
@@ -58,14 +59,17 @@ def set_rotary_scaling(
     Works on CoCA models and on Transformers' rotary models, so that both are compared by the same
     code. The rule replaces the one that the model had; the configuration says what was set. Where
     kinds of layers differ (Gemma 3), those with full attention are scaled: a sliding window never
-    sees far.
+    sees far. A vanilla model that is saved with ``ntk`` can be loaded where this package is
+    imported, for it registers the rule; Transformers' own Phi-3 can be saved with ``longrope``
+    alone.
 
     Args:
         model: A loaded model.
         kind: ``none``, ``linear`` (position interpolation), ``ntk`` (base fixed from the target
             length), ``dynamic`` (base follows the length of each forward pass; exact for a full
             pass, inexact while decoding with a cache), ``yarn``, ``llama3`` or ``longrope``.
-        factor: Scaling factor, at least 1.
+        factor: Scaling factor, at least 1. Without it that of the model's present rule, if of the
+            same kind; for ``longrope`` the one that follows from its configuration; or else 1.
         length: Target length in tokens, for ``ntk`` (without it the base is multiplied by
             ``factor ** (D / (D - 2))``) and ``longrope`` (without it the long factors are taken).
         **parameters: What the rule takes besides, in Transformers' names (`PARAMETERS`), for
@@ -84,11 +88,11 @@ def set_rotary_scaling(
     }
     if not modules:
         raise UserError(
-            f"a model of type {config.model_type!r} has no rotary embedding to scale; evaluate it "
-            "with scaling none"
+            f"a model of type {config.model_type!r} has no rotary embedding that could be scaled; "
+            "evaluate it with scaling none"
         )
     native: dict[str, str] = {ours: theirs for theirs, ours in ROPE_TYPES.items()}
-    if kind not in native:
+    if not isinstance(kind, str) or kind not in native:
         raise UserError(f"unknown rotary scaling {kind!r}; choose one of {', '.join(native)}")
     unknown = sorted(set(parameters) - set(PARAMETERS.get(kind, ())))
     if unknown:
@@ -96,6 +100,8 @@ def set_rotary_scaling(
             f"rotary scaling {kind!r} has no {', '.join(unknown)}"
             + (f"; it takes {', '.join(PARAMETERS[kind])}" if kind in PARAMETERS else "")
         )
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
+        raise UserError(f"the target length must be a whole number of tokens, got {length!r}")
     if length is not None and kind not in ("ntk", "longrope"):
         raise UserError(f"rotary scaling {kind!r} has no target length; give it to ntk or longrope")
     trained = training_length(config)
@@ -104,11 +110,28 @@ def set_rotary_scaling(
             f"the target length ({length} tokens) is shorter than the training length ({trained})"
         )
     rope = rope_parameters(config)
+    if rope is not config.rope_parameters and "full_attention" not in config.layer_types:
+        raise UserError(
+            "this model has no layer with full attention, and sliding windows are not scaled"
+        )
+    known = {*KEPT, *CHANGED, *(name for names in PARAMETERS.values() for name in names)}
+    strange = sorted(name for name in rope if name not in known and rope[name] is not None)
+    if strange:
+        raise UserError(
+            f"this model's rotary embedding is of a kind whose scaling is not supported: its "
+            f"parameters have {', '.join(strange)}"
+        )
     same = rope.get("rope_type", "default") == native[kind]
     changed = {name: rope[name] for name in KEPT if name in rope}
     changed["rope_type"] = native[kind]
-    if kind != "none":
-        changed["factor"] = float(factor)
+    factor = factor if factor is not None else rope.get("factor") if same else None
+    if factor is None and kind not in ("none", "longrope"):
+        factor = 1.0
+    if kind != "none" and factor is not None:
+        changed["factor"] = factor
+    if kind in ("yarn", "llama3", "longrope") and trained is not None:
+        # Without it Transformers refuses to save the configuration.
+        changed.setdefault("original_max_position_embeddings", trained)
     if length is not None:
         changed["length"] = length
     for name in PARAMETERS.get(kind, ()):
@@ -118,8 +141,10 @@ def set_rotary_scaling(
     probe = _with_rule(config, changed)
     try:
         # Built, and so checked, before the model sees it.
+        if factor is not None:
+            changed["factor"] = float(factor)
         CoCARotary(probe)(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise UserError(str(error)) from error
     replacements = {
         name: _stateless(module, config)
@@ -135,10 +160,14 @@ def set_rotary_scaling(
 def _stateless(module: Any, config: Any) -> VanillaRotary:
     """Our rotary in place of a Transformers one, after checking that they agree as loaded."""
     kinds = sorted(set(config.layer_types)) if hasattr(module, "layer_types") else [None]
-    device = next(module.buffers()).device
+    try:
+        # A new one: the model's may have been cast, or remember a long text.
+        module = type(module)(config)
+    except (TypeError, ValueError, KeyError, AttributeError):
+        kinds = []
     for interleaved in (False, True):
         replacement = VanillaRotary(_as_for_short_texts(config), interleaved)
-        if all(_agree(module, replacement, kind, device) for kind in kinds):
+        if kinds and all(_agree(module, replacement, kind) for kind in kinds):
             return VanillaRotary(config, interleaved)
     raise UserError(
         f"the rotary embedding {type(module).__name__} is of a kind whose scaling is not "
@@ -160,9 +189,8 @@ def _as_for_short_texts(config: Any) -> Any:
     return _with_rule(config, {**rope, "length": 1}) if "long_factor" in rope else config
 
 
-def _agree(module: Any, replacement: VanillaRotary, kind: str | None, device: Any) -> bool:
-    positions = torch.arange(8, device=device).unsqueeze(0)
-    probe = torch.zeros(1, device=device, dtype=torch.float32)
+def _agree(module: Any, replacement: VanillaRotary, kind: str | None) -> bool:
+    positions, probe = torch.arange(8).unsqueeze(0), torch.zeros(1)
     where = () if kind is None else (kind,)
     try:
         return all(

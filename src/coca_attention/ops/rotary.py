@@ -86,7 +86,9 @@ class RotaryScaling:
                 f"yarn needs beta_fast > beta_slow > 0, got {self.beta_fast} and {self.beta_slow}"
             )
         magnitude = self.attention_factor
-        if magnitude is not None and not (isinstance(magnitude, (int, float)) and magnitude > 0):
+        if magnitude is not None and not (
+            isinstance(magnitude, (int, float)) and 0 < magnitude < math.inf
+        ):
             raise ValueError(f"attention_factor must be a positive number, got {magnitude!r}")
         if not self.high_freq_factor > self.low_freq_factor > 0:
             raise ValueError(
@@ -96,7 +98,7 @@ class RotaryScaling:
         if self.kind == "longrope":
             for name in ("short_factor", "long_factor"):
                 factors = getattr(self, name)
-                if not factors or min(factors) <= 0:
+                if not factors or not all(0 < f < math.inf for f in factors):
                     raise ValueError(
                         f"longrope needs {name}, one positive divisor per rotary pair; got "
                         f"{factors}"

@@ -16,6 +16,7 @@ from coca_attention.evaluation.perplexity import paired_ratio_interval
 from coca_attention.report import paper
 from coca_attention.report.figures import perplexity_figure, training_figure
 from coca_attention.report.forms import form_sections
+from coca_attention.report.harness import harness_sections
 from coca_attention.report.results import (
     Point,
     Series,
@@ -61,7 +62,11 @@ def build_report(contents: Sequence[dict[str, Any]], *, title: str) -> str:
 
 def _render(contents: Sequence[dict[str, Any]], title: str) -> str:
     every = [cell for content in contents for cell in content.get("results", [])]
-    sections = [*retrieval_sections(every), *form_sections(every)]
+    sections = [
+        *retrieval_sections(every),
+        *form_sections(every),
+        *harness_sections(every),
+    ]
     cells = [cell for cell in every if cell["task"] == "perplexity"]
     training = [run for content in contents for run in content.get("training", [])]
     if not cells and not training and not sections:

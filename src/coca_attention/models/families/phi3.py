@@ -1,5 +1,7 @@
 """CoCA on Phi-3."""
 
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 from transformers import Phi3Config, Phi3ForCausalLM, Phi3Model
 from transformers.models.phi3.modeling_phi3 import Phi3Attention
@@ -22,6 +24,14 @@ class CoCAPhi3Config(CoCAConfig, Phi3Config):
         "layers.*.mlp.gate_up_proj": "colwise_gather_output",
         "layers.*.mlp.down_proj": "rowwise_split_input",
     }
+
+    def convert_rope_params_to_dict(self, **kwargs: Any) -> Any:
+        # Phi-3's own takes yarn for an old name of longrope.
+        given = (self.rope_parameters or {}).get("rope_type")
+        kwargs = super().convert_rope_params_to_dict(**kwargs)
+        if given == "yarn" and self.rope_parameters is not None:
+            self.rope_parameters["rope_type"] = given
+        return kwargs
 
     def validate_rope(self) -> None:
         # Phi-3's own check refuses every rule but longrope.

@@ -1,0 +1,35 @@
+"""Results of the lm-evaluation-harness as a section: the shape of the paper's Table 5."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from coca_attention.report.retrieval import Section
+
+
+def harness_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
+    """One table, a row a model, a column a task's metric; none without such cells."""
+    cells = [cell for cell in cells if cell["task"] == "harness"]
+    if not cells:
+        return []
+    found = {
+        (cell["model"], cell["name"], metric): value
+        for cell in cells
+        for metric, value in cell["metrics"].items()
+        if "stderr" not in metric
+    }
+    columns = list(dict.fromkeys((name, metric) for _, name, metric in found))
+    rows = []
+    for model in dict.fromkeys(cell["model"] for cell in cells):
+        values = [found.get((model, *column)) for column in columns]
+        rows.append([model, *("–" if v is None else f"{v:.4g}" for v in values)])
+    versions = ", ".join(sorted({str(cell["harness"]) for cell in cells}))
+    limits = sorted({cell["limit"] for cell in cells if cell["limit"] is not None})
+    return [
+        Section(
+            "Short context",
+            header=["model", *(f"{name}: {metric.partition(',')[0]}" for name, metric in columns)],
+            rows=rows,
+            note=f"lm-evaluation-harness {versions}."
+            + (f" At most {limits[-1]} questions a task." if limits else ""),
+        )
+    ]
