@@ -288,6 +288,39 @@ def run_suite_command(words: list[str]) -> None:
     print(f"Results: {results}")
 
 
+def run_analyze(words: list[str]) -> None:
+    """Angles between queries and keys, rotary borders and decay bounds of a model on a text."""
+    from coca_attention.analysis import (
+        AnalysisSettings,
+        analyze,
+        check_settings,
+        read_token_ids,
+    )
+    from coca_attention.data import SourceSettings, load_tokenizer
+    from coca_attention.environment import check_writable, describe_environment, write_json
+    from coca_attention.models import load_model
+    from coca_attention.report.angles import angle_table
+
+    path, source, analysis, settings = _parse(
+        "coca analyze",
+        run_analyze,
+        words,
+        [SourceSettings, AnalysisSettings, LoadingSettings],
+        positionals=["model"],
+    )
+    check_settings(analysis)
+    name = settings.name or Path(path).name
+    output = Path(settings.output or Path("runs", "eval", f"{name}-angles.json"))
+    check_writable(output)
+    model = load_model(path, dtype=settings.dtype, device=settings.device)
+    documents = read_token_ids(source, load_tokenizer(path), analysis)
+    with _Progress() as advance:
+        cell = analyze(model, documents, analysis, progress=advance, name=name)
+    write_json(output, {"results": [cell], "environment": describe_environment()})
+    _print_table(*angle_table([cell]))
+    print(f"Results: {output}")
+
+
 def run_generate(words: list[str]) -> None:
     """Continue a prompt with a Transformers causal language model."""
     from transformers import TextStreamer, set_seed
@@ -374,6 +407,7 @@ COMMANDS: dict[str, Run | dict[str, Run]] = {
         "harness": run_harness,
         "suite": run_suite_command,
     },
+    "analyze": run_analyze,
     "generate": run_generate,
     "report": run_report,
 }
@@ -500,7 +534,7 @@ def _listed(words: list[str]) -> list[str]:
     """Write the items of ``--windows 64,128,256`` as the list that they are meant as."""
     from coca_attention.options import take_option
 
-    for option in ("--windows", "--lengths", "--kinds", "--tasks"):
+    for option in ("--windows", "--lengths", "--kinds", "--tasks", "--shifts"):
         words, items = take_option(words, option)
         if items is not None:
             words = [*words, f"{option}=[{items.strip('[]')}]"]

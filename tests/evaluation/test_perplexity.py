@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from coca_attention.evaluation.perplexity import (
     DocumentScore,
     TextSettings,
     TokenDocument,
+    TokenScores,
     WindowSettings,
     bootstrap_interval,
+    by_tokens_read,
     evaluate_perplexity,
     load_text,
     paired_ratio_interval,
@@ -318,3 +321,57 @@ def test_short_documents_are_an_error_or_left_out(tokenizer, tmp_path):
     assert [document.id for document in kept] == [str(tmp_path / "long.txt")]
     with pytest.raises(ValueError, match=r"no document of at least 100000 tokens .2 are shorter"):
         load_text(TextSettings(source=str(tmp_path), skip_short=True), tokenizer, at_least=100_000)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 300])
+def test_positions_count_what_was_read_before_each_token(batch_tokens):
+    """A model that says how much it has read: token i after n others costs n nats."""
+
+    class Counting(torch.nn.Module):
+        config = None
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, input_ids, use_cache=False):
+            # Two tokens; the right one, 0, has log-probability -n after n tokens.
+            read = torch.arange(1, input_ids.shape[1] + 1, dtype=torch.float64)
+            odds = torch.log(torch.expm1(read))
+            logits = torch.stack((torch.zeros_like(odds), odds), -1)
+            return SimpleNamespace(logits=logits.expand(len(input_ids), -1, -1))
+
+    documents = [TokenDocument(str(n), torch.zeros(n, dtype=torch.long)) for n in (40, 23)]
+    scores = [TokenScores(40), TokenScores(23)]
+    sums = score_documents(
+        Counting(), documents, window=8, stride=8, batch_tokens=batch_tokens, per_token=scores
+    )
+    for score, total in zip(scores, sums, strict=True):
+        judged = score.read > 0
+        assert not judged[0] and judged[1:].all() and score.nats[0].isnan()
+        assert torch.allclose(score.nats[1:], score.read[1:].float(), rtol=1e-5)
+        assert score.nats[1:].sum().item() == pytest.approx(total.nats, rel=1e-5)
+    buckets = by_tokens_read(scores, 8, 4)
+    assert [(b["first"], b["last"]) for b in buckets] == [(1, 2), (3, 4), (5, 6), (7, 8)]
+    assert sum(b["tokens"] for b in buckets) == 39 + 22
+    for b in buckets:
+        assert b["first"] * b["tokens"] <= b["nats"] + 1e-3
+        assert b["nats"] <= b["last"] * b["tokens"] + 1e-3
+
+
+def test_cells_hold_positions_where_asked_for():
+    documents = [TokenDocument(str(i), torch.randint(1, 300, (90,))) for i in range(2)]
+    settings = WindowSettings([16, 32], stride=16, targets="all", positions=4, attend_last=8)
+    cells = evaluate_perplexity(tiny_model("slack"), documents, settings)
+    for cell in cells[:2]:
+        assert [b["last"] for b in cell["by_position"]] == [
+            cell["window"] * i // 4 for i in (1, 2, 3, 4)
+        ]
+        nats = sum(b["nats"] for b in cell["by_position"])
+        assert nats == pytest.approx(cell["nats"], rel=1e-5)
+    assert "by_position" not in cells[2]
+    for positions in (0, 17):
+        with pytest.raises(ValueError, match="positions must be at least 1"):
+            evaluate_perplexity(
+                tiny_model("slack"), documents, WindowSettings([16, 32], positions=positions)
+            )

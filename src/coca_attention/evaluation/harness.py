@@ -86,7 +86,8 @@ def evaluate_harness(
             f"the harness has no task {', '.join(unknown)}; list its tasks with: lm-eval ls tasks "
             "(tasks of your own: --include-path FOLDER)"
         )
-    adapter = HFLM(
+    make: Any = HFLM
+    adapter = make(
         pretrained=model, tokenizer=tokenizer, batch_size=settings.batch_size, backend="causal"
     )
     try:

@@ -14,6 +14,7 @@ from coca_attention.environment import check_writable, write_text
 from coca_attention.errors import UserError
 from coca_attention.evaluation.perplexity import paired_ratio_interval
 from coca_attention.report import paper
+from coca_attention.report.angles import angle_sections
 from coca_attention.report.figures import perplexity_figure, training_figure
 from coca_attention.report.forms import form_sections
 from coca_attention.report.harness import harness_sections
@@ -25,7 +26,7 @@ from coca_attention.report.results import (
     perplexity_series,
     read_results,
 )
-from coca_attention.report.retrieval import retrieval_sections
+from coca_attention.report.retrieval import Section, retrieval_sections
 
 
 def write_report(paths: Sequence[str | Path], output: str | Path, *, title: str) -> Path:
@@ -66,6 +67,7 @@ def _render(contents: Sequence[dict[str, Any]], title: str) -> str:
         *retrieval_sections(every),
         *form_sections(every),
         *harness_sections(every),
+        *(Section(**section) for section in angle_sections(every)),
     ]
     cells = [cell for cell in every if cell["task"] == "perplexity"]
     training = [run for content in contents for run in content.get("training", [])]

@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,51 @@ class DocumentScore:
     tokens: int
 
 
+class TokenScores:
+    """Every token of one document: what it cost, and how many tokens were read before it.
+
+    Attributes:
+        nats: (length,), float32; NaN where a token was not judged.
+        read: (length,), int64; 0 where a token was not judged.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.nats = torch.full((length,), float("nan"))
+        self.read = torch.zeros(length, dtype=torch.long)
+
+
+def by_tokens_read(
+    scores: Sequence[TokenScores], window: int, buckets: int
+) -> list[dict[str, float | int]]:
+    """Nats and judged tokens by how much was read before them, in buckets of equal width.
+
+    Args:
+        scores: Filled in by `score_documents`.
+        window: Most tokens read in one pass.
+        buckets: Number of buckets, at most ``window``.
+
+    Returns:
+        From the nearest to the farthest: ``first`` and ``last`` (tokens read, both included),
+        ``nats`` and ``tokens``.
+    """
+    nats, read = (torch.cat([getattr(s, name) for s in scores]) for name in ("nats", "read"))
+    judged = read > 0
+    nats, read = nats[judged].double(), read[judged]
+    edges = [round(window * i / buckets) for i in range(buckets + 1)]
+    found: list[dict[str, float | int]] = []
+    for low, high in pairwise(edges):
+        inside = (read > low) & (read <= high)
+        found.append(
+            {
+                "first": low + 1,
+                "last": high,
+                "nats": nats[inside].sum().item(),
+                "tokens": int(inside.sum()),
+            }
+        )
+    return found
+
+
 def score_documents(
     model: nn.Module,
     documents: Sequence[TokenDocument],
@@ -42,6 +87,7 @@ def score_documents(
     stride: int,
     first_target: int = 1,
     batch_tokens: int = 8192,
+    per_token: Sequence[TokenScores] | None = None,
     progress: Callable[[int], Any] | None = None,
 ) -> list[DocumentScore]:
     """Nats of every document under a sliding window.
@@ -56,6 +102,7 @@ def score_documents(
         stride: Tokens judged in one pass.
         first_target: Index of the first judged token of each document.
         batch_tokens: Tokens read at once, at least one window.
+        per_token: One for every document, to be filled in; default: only sums are kept.
         progress: Called with the number of judged tokens after every batch.
 
     Returns:
@@ -89,6 +136,10 @@ def score_documents(
         for row, (d, w) in enumerate(batch):
             nats[d] += rows[row]
             counts[d] += w.targets
+            if per_token is not None:
+                judged_here = slice(w.first_target, w.stop + 1)
+                per_token[d].nats[judged_here] = losses[row, judged - w.targets :].cpu()
+                per_token[d].read[judged_here] = torch.arange(w.first_target, w.stop + 1) - w.start
         if nats.isnan().any():
             worst = documents[int(nats.isnan().nonzero()[0])].id
             raise UserError(

@@ -17,7 +17,9 @@ from coca_attention.evaluation.generation import rotary_scaling_for
 from coca_attention.evaluation.journal import Journal
 from coca_attention.evaluation.perplexity.score import (
     TokenDocument,
+    TokenScores,
     bootstrap_interval,
+    by_tokens_read,
     perplexity,
     score_documents,
 )
@@ -55,6 +57,8 @@ class WindowSettings:
     """Also judge the model when it may read the last so many tokens only."""
     batch_tokens: int = 8192
     """Tokens read at once, at least one window."""
+    positions: int | None = None
+    """Also say what tokens cost by how many were read before them, in so many ranges."""
     seed: int = 0
     """Seed of the bootstrap."""
 
@@ -127,6 +131,11 @@ def check_settings(settings: WindowSettings) -> int:
             f"attend_last must be at least 1 token and at most the largest window, got "
             f"{settings.attend_last}"
         )
+    if settings.positions is not None and not 1 <= settings.positions <= min(settings.windows):
+        raise UserError(
+            f"positions must be at least 1 and at most the smallest window, got "
+            f"{settings.positions}"
+        )
     if settings.batch_tokens < 1:
         raise UserError(f"batch_tokens must be at least 1, got {settings.batch_tokens}")
     return stride
@@ -194,6 +203,7 @@ def evaluate_perplexity(
             "targets": settings.targets,
             "text": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
             "seed": settings.seed,
+            "positions": settings.positions,
         }
         done = 0
         label = f"{name} {kind} {window}"
@@ -211,6 +221,7 @@ def evaluate_perplexity(
                 progress(label, done, total)
 
         started = time.perf_counter()
+        per_token = [TokenScores(len(d.tokens)) for d in documents] if settings.positions else None
         with rotary_scaling_for(model, applied, factor, window) as rope:
             scores = score_documents(
                 model,
@@ -219,6 +230,7 @@ def evaluate_perplexity(
                 stride=run_stride,
                 first_target=first,
                 batch_tokens=settings.batch_tokens,
+                per_token=per_token,
                 progress=advance,
             )
         value = perplexity(scores)
@@ -241,6 +253,9 @@ def evaluate_perplexity(
             "seconds": round(time.perf_counter() - started, 3),
             "documents": [{**asdict(s), "nats": _number(s.nats)} for s in scores],
         }
+        if per_token is not None and settings.positions is not None and kind != "attend-last":
+            found = by_tokens_read(per_token, window, settings.positions)
+            cell["by_position"] = [{**b, "nats": _number(b["nats"])} for b in found]
         journal.put(about, cell)
         cells.append(cell)
     return cells

@@ -1,0 +1,97 @@
+"""The key that a query sees before rotation, for single (query, key) pairs of tokens.
+
+Legend: H query heads, G key/value heads, T length, N pairs of tokens, P rotated pairs, D head
+width, m a query's position, n a key's.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coca_attention.analysis.angles import complex_pairs
+from coca_attention.analysis.capture import LayerHeads
+
+
+class TokenPairs(NamedTuple):
+    """Which queries and keys of a text are looked at, each (N,), int64, with m > n."""
+
+    queries: Tensor
+    keys: Tensor
+
+    @property
+    def distances(self) -> Tensor:
+        """m - n, (N,)."""
+        return self.queries - self.keys
+
+
+class SeenKeys(NamedTuple):
+    """Queries and the keys that they see, before rotation; each (H, N, P), complex128.
+
+    Attributes:
+        query: q_m.
+        built: k_n; of a CoCA model q_m * t_n (Eq. 7).
+        effective: The key at position 0 that, rotated to n, gives the model's score. It is
+            ``built`` but in the slack form, whose key at n is q_m * R_n [t_n, t_n] (Eq. 10) and
+            not R_n (q_m * t_n).
+    """
+
+    query: Tensor
+    built: Tensor
+    effective: Tensor
+
+
+def draw_pairs(length: int, count: int, window: int | None, rng: np.random.Generator) -> TokenPairs:
+    """Pairs drawn with replacement, each causal pair of a text inside the window alike.
+
+    Args:
+        length: Tokens of the text, T, at least 2.
+        count: Pairs to draw.
+        window: Tokens that a layer sees, the query's own included; None for all.
+        rng: Where the randomness comes from.
+    """
+    distances = np.arange(1, min(length, window or length))
+    if not len(distances):  # a window of one token: nothing but itself
+        return TokenPairs(*torch.zeros(2, 0, dtype=torch.long))
+    alike = (length - distances) / (length - distances).sum()
+    distance = rng.choice(distances, size=count, p=alike)
+    keys = rng.integers(length - distance)
+    return TokenPairs(torch.from_numpy(keys + distance), torch.from_numpy(keys))
+
+
+def pairs_by_distance(
+    length: int, count: int, window: int | None, rng: np.random.Generator
+) -> TokenPairs:
+    """``count`` pairs at each of the distances 1, 2, 4, … inside a text and a window."""
+    distances = []
+    distance = 1
+    while distance < min(length, window or length):
+        distances.append(distance)
+        distance *= 2
+    every = np.repeat(np.array(distances, dtype=np.int64), count)
+    keys = rng.integers(length - every) if len(every) else every
+    return TokenPairs(torch.from_numpy(keys + every), torch.from_numpy(keys))
+
+
+def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
+    """Queries of a layer and the keys they see, in float64.
+
+    Args:
+        heads: A layer's queries and keys of one text (B = 1).
+        pairs: Which tokens; positions are their indices.
+    """
+    query = complex_pairs(heads.query[0, :, pairs.queries], heads.rotary_width, heads.interleaved)
+    key = heads.key[0, :, pairs.keys]
+    key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
+    if heads.form == "vanilla":
+        key = complex_pairs(key, heads.rotary_width, heads.interleaved)
+        return SeenKeys(query, key, key)
+    coefficients = key[..., : query.shape[-1]].double()
+    built = query * coefficients
+    if heads.form == "strict":
+        return SeenKeys(query, built, built)
+    angles = pairs.keys.double().unsqueeze(-1) * heads.theta
+    cos, sin = angles.cos(), angles.sin()
+    at_position = torch.complex(built.real * (cos - sin), built.imag * (cos + sin))
+    return SeenKeys(query, built, at_position * torch.polar(torch.ones_like(angles), -angles))

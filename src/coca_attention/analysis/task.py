@@ -1,0 +1,289 @@
+"""The angle analysis: a model, token ids and settings in; plain JSON values out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from coca_attention.analysis.capture import LayerHeads, score_form, visit_layers
+from coca_attention.analysis.keys import draw_pairs, pairs_by_distance, seen_keys
+from coca_attention.analysis.shift import ScoreShift, score_rows, visible_keys
+from coca_attention.analysis.summary import AngleSums, DecaySums, numbers
+from coca_attention.data import SourceSettings, encode_documents
+from coca_attention.errors import UserError
+from coca_attention.models import training_length
+
+DEFAULT_TOKENS = 2048
+
+
+@dataclass
+class AnalysisSettings:
+    """What is measured, on how much text."""
+
+    max_documents: int = 8
+    """Read at most this many documents."""
+    max_tokens: int | None = None
+    """Cut every document to this many tokens; by default the training length, at most 2,048."""
+    lengths: list[int] = field(default_factory=list)
+    """Lengths of text, in tokens, to count anomalous tokens and borders at; by default the
+    training length, 4 and 16 times it."""
+    pairs: int = 1024
+    """(query, key) pairs drawn from every document for the angles."""
+    pairs_per_distance: int = 64
+    """(query, key) pairs drawn from every document at each distance 1, 2, 4, … for the bounds."""
+    bins: int = 36
+    """Bins of the angles' histograms."""
+    shifts: list[int] = field(default_factory=lambda: [1, 16, 256, 4096])
+    """Move all positions by so many tokens and compare; none measured where empty."""
+    shift_queries: int = 16
+    """Queries drawn from every document whose scores are compared under a shift."""
+    judged: int = 128
+    """Positions drawn from every document whose predictions are compared under a shift."""
+    seed: int = 0
+    """Seed of all draws."""
+
+
+def check_settings(settings: AnalysisSettings) -> None:
+    """Raise UserError unless every value is in range."""
+    least = {"max_documents": 1, "pairs": 1, "pairs_per_distance": 1, "bins": 2}
+    least |= {"shift_queries": 1, "judged": 1, "seed": 0}
+    for name, smallest in least.items():
+        if getattr(settings, name) < smallest:
+            raise UserError(f"{name} must be at least {smallest}, got {getattr(settings, name)}")
+    if settings.max_tokens is not None and settings.max_tokens < 2:
+        raise UserError(f"max_tokens must be at least 2, got {settings.max_tokens}")
+    for name, smallest in (("lengths", 2), ("shifts", 1)):
+        values = getattr(settings, name)
+        if any(value < smallest for value in values):
+            raise UserError(f"{name} must each be at least {smallest} tokens, got {values}")
+        if len(set(values)) < len(values):
+            raise UserError(f"{name} holds a number twice: {values}")
+
+
+def read_token_ids(
+    source: SourceSettings, tokenizer: PreTrainedTokenizerBase, settings: AnalysisSettings
+) -> list[list[int]]:
+    """Token ids of a source's first documents, those of fewer than two tokens left out.
+
+    Raises:
+        UserError: If a setting is out of range or no document is left.
+    """
+    check_settings(settings)
+    encoded = encode_documents(source.documents(), tokenizer, batch=8)
+    long_enough = (ids for _, ids in encoded if len(ids) >= 2)
+    found = list(islice(long_enough, settings.max_documents))
+    if not found:
+        raise UserError(f"{source.source}: no document of at least 2 tokens")
+    return found
+
+
+def analyze(
+    model: PreTrainedModel,
+    token_ids: Sequence[Sequence[int] | Tensor],
+    settings: AnalysisSettings | None = None,
+    progress: Callable[[str, int, int], Any] | None = None,
+    *,
+    name: str = "model",
+) -> dict[str, Any]:
+    """Angles between queries and keys, anomalous tokens, borders, bounds and shifts.
+
+    docs/analysis.md says what is measured. A text is read once, and once more for every shift;
+    memory is linear in its length.
+
+    Args:
+        model: A causal language model of a supported family or a CoCA model, in evaluation mode.
+        token_ids: Documents, each at least 2 token ids.
+        settings: What to measure.
+        progress: Called with a label, the tokens read so far and the tokens to read.
+        name: What the result calls the model.
+
+    Returns:
+        Plain JSON values, None for what is no finite number.
+
+    Raises:
+        UserError: If a setting is out of range, a document too short, the model of no supported
+            family, its answer not a number, or its rotary angles not those of its configuration.
+    """
+    settings = settings if settings is not None else AnalysisSettings()
+    check_settings(settings)
+    form = score_form(model)
+    config: Any = model.config.get_text_config()
+    trained = training_length(config)
+    cut = settings.max_tokens or min(trained or DEFAULT_TOKENS, DEFAULT_TOKENS)
+    documents = [
+        torch.as_tensor(ids, dtype=torch.long)[:cut] for ids in token_ids[: settings.max_documents]
+    ]
+    if not documents:
+        raise UserError("no documents to analyze")
+    for index, document in enumerate(documents):
+        if document.dim() != 1 or len(document) < 2:
+            raise UserError(
+                f"document {index} must be a row of at least 2 token ids (max_tokens {cut}), got "
+                f"shape {tuple(document.shape)}"
+            )
+    unit = trained or max(len(document) for document in documents)
+    lengths = sorted(settings.lengths) or [unit, 4 * unit, 16 * unit]
+    settings = replace(settings, max_tokens=cut, lengths=lengths)
+
+    layers: dict[int, _LayerSums] = {}
+    predictions = [_Predictions() for _ in settings.shifts]
+    total = sum(len(document) for document in documents) * (1 + len(settings.shifts))
+    done = 0
+
+    def advance(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        if progress is not None:
+            progress(f"{name} angles", done, total)
+
+    for index, document in enumerate(documents):
+        rng = np.random.default_rng([settings.seed, index])
+        length = len(document)
+        # The position before the last has the last target.
+        judged = np.sort(rng.choice(length - 1, min(settings.judged, length - 1), replace=False))
+        keep = torch.from_numpy(judged).to(model.device)
+        seed = int(rng.integers(2**31))
+
+        def visit(heads: LayerHeads, seed: int = seed) -> None:
+            if heads.layer not in layers:
+                layers[heads.layer] = _LayerSums(heads, settings)
+            layers[heads.layer].add(heads, np.random.default_rng([seed, heads.layer]))
+
+        rows = document.unsqueeze(0)
+        before = visit_layers(model, rows, visit, logits_to_keep=keep).logits[0]
+        advance(length)
+        targets = document[judged + 1].to(model.device)
+        for shift, gathered in zip(settings.shifts, predictions, strict=True):
+            positions = torch.arange(length, device=model.device).unsqueeze(0) + shift
+            with torch.no_grad():
+                after = model(
+                    input_ids=rows.to(model.device),
+                    position_ids=positions,
+                    use_cache=False,
+                    logits_to_keep=keep,
+                ).logits[0]
+            gathered.add(before, after, targets)
+            advance(length)
+    return {
+        "task": "angles",
+        "model": name,
+        "form": form,
+        "training_length": trained,
+        "rope_parameters": getattr(config, "rope_parameters", None),
+        "documents": len(documents),
+        "tokens": sum(len(document) for document in documents),
+        "longest": max(len(document) for document in documents),
+        "settings": asdict(settings),
+        "layers": [layers[index].values(settings) for index in sorted(layers)],
+        "shifts": [
+            {"shift": shift, **gathered.values()}
+            for shift, gathered in zip(settings.shifts, predictions, strict=True)
+        ],
+    }
+
+
+class _LayerSums:
+    """Everything gathered about one layer."""
+
+    def __init__(self, heads: LayerHeads, settings: AnalysisSettings) -> None:
+        self.settings = settings
+        self.theta = heads.theta
+        self.facts = {
+            "layer": heads.layer,
+            "kind": heads.kind,
+            "window": heads.window,
+            "heads": heads.query.shape[1],
+            "key_value_heads": heads.key.shape[1],
+            "head_width": heads.query.shape[-1],
+            "pairs": len(heads.theta),
+            "frequencies": numbers(heads.theta),
+        }
+        kept = (heads.theta, settings.lengths, heads.window, settings.bins)
+        self.angles = AngleSums(*kept)
+        self.effective = AngleSums(*kept) if heads.form == "slack" else None
+        self.decay = DecaySums(heads.theta)
+        self.shifts = [ScoreShift() for _ in settings.shifts]
+
+    def add(self, heads: LayerHeads, rng: np.random.Generator) -> None:
+        """Take in one text."""
+        if not torch.equal(heads.theta, self.theta):
+            raise UserError(
+                "the rotary angles change with the text's length (rope_type "
+                "dynamic or longrope): analyze texts of one length, or up to the training length"
+            )
+        settings, length = self.settings, heads.query.shape[-2]
+        pairs = draw_pairs(length, settings.pairs, heads.window, rng)
+        seen = seen_keys(heads, pairs)
+        self.angles.add(seen.query, seen.built, pairs.distances)
+        if self.effective is not None:
+            self.effective.add(seen.query, seen.effective, pairs.distances)
+        pairs = pairs_by_distance(length, settings.pairs_per_distance, heads.window, rng)
+        self.decay.add(seen_keys(heads, pairs), pairs.distances)
+        if settings.shifts:
+            count = min(settings.shift_queries, length - 1)
+            queries = torch.from_numpy(1 + rng.choice(length - 1, count, replace=False))
+            visible = visible_keys(queries, length, heads.window)
+            before = score_rows(heads, queries)
+            for shift, gathered in zip(settings.shifts, self.shifts, strict=True):
+                gathered.add(before, score_rows(heads, queries, shift), visible)
+
+    def values(self, settings: AnalysisSettings) -> dict[str, Any]:
+        """The layer's part of the result."""
+        return {
+            **self.facts,
+            "angles": self.angles.values(),
+            "effective_angles": None if self.effective is None else self.effective.values(),
+            "decay": self.decay.values(),
+            "shifts": [
+                {
+                    "shift": shift,
+                    "score_change": numbers([gathered.score_change])[0],
+                    "attention_change": numbers([gathered.attention_change])[0],
+                }
+                for shift, gathered in zip(settings.shifts, self.shifts, strict=True)
+            ],
+        }
+
+
+class _Predictions:
+    """How predictions change under one shift, gathered over texts."""
+
+    def __init__(self) -> None:
+        self.changed = self.spread = self.before = self.after = self.divergence = 0.0
+        self.count = 0
+
+    def add(self, before: Tensor, after: Tensor, targets: Tensor) -> None:
+        """Compare logits (positions, vocabulary); targets are the tokens that come next."""
+        wide = torch.promote_types(before.dtype, torch.float32)
+        before, after = (x.cpu().to(wide) for x in (before, after))
+        if not (before.isfinite().all() and after.isfinite().all()):
+            raise UserError(
+                "the model's logits are not finite numbers; its weights are damaged, or its "
+                "precision overflows (try float32)"
+            )
+        centred = [x - x.mean(-1, keepdim=True) for x in (before, after)]
+        self.changed += float((centred[1] - centred[0]).double().square().sum())
+        self.spread += float(centred[0].double().square().sum())
+        first, second = (x.log_softmax(-1) for x in (before, after))
+        self.divergence += float((first.exp() * (first - second)).double().sum())
+        targets = targets.cpu()
+        self.before += float(F.nll_loss(first, targets, reduction="sum"))
+        self.after += float(F.nll_loss(second, targets, reduction="sum"))
+        self.count += len(targets)
+
+    def values(self) -> dict[str, Any]:
+        """Means over the judged positions, nats per token."""
+        change = (self.changed / self.spread) ** 0.5 if self.spread > 0 else None
+        return {
+            "logit_change": numbers([change])[0],
+            "nats": self.before / self.count,
+            "nats_shifted": self.after / self.count,
+            "divergence": max(self.divergence / self.count, 0.0),
+            "judged": self.count,
+        }
