@@ -126,11 +126,12 @@ def run_perplexity(words: list[str]) -> None:
         WindowSettings,
         check_settings,
         evaluate_perplexity,
+        load_keys,
         load_text,
         tokens_needed,
     )
     from coca_attention.models import load_model
-    from coca_attention.report import printed_table
+    from coca_attention.report import printed_tables
 
     path, text, windows, settings = _parse(
         "coca eval perplexity",
@@ -144,7 +145,9 @@ def run_perplexity(words: list[str]) -> None:
     output = Path(settings.output or Path("runs", "eval", f"{name}-{settings.scaling}.json"))
     check_writable(output)
     model = load_model(path, dtype=settings.dtype, device=settings.device)
-    documents = load_text(text, load_tokenizer(path), at_least=tokens_needed(windows))
+    tokenizer = load_tokenizer(path)
+    documents = load_text(text, tokenizer, at_least=tokens_needed(windows))
+    keys = load_keys(windows, tokenizer, documents, dtype=settings.dtype, device=settings.device)
     with _Progress() as advance:
         cells = evaluate_perplexity(
             model,
@@ -153,10 +156,12 @@ def run_perplexity(words: list[str]) -> None:
             scaling=settings.scaling,
             factor=settings.factor,
             name=name,
+            keys=keys,
             progress=advance,
         )
     write_json(output, {"results": cells, "environment": describe_environment()})
-    _print_table(*printed_table(cells))
+    for table in printed_tables(cells):
+        _print_table(*table)
     print(f"Results: {output}")
 
 

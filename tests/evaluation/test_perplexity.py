@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
 from transformers.modeling_outputs import CausalLMOutput
 
+from coca_attention.data import Document, train_tokenizer
 from coca_attention.evaluation.perplexity import (
     DocumentScore,
     TextSettings,
@@ -20,6 +21,8 @@ from coca_attention.evaluation.perplexity import (
     bootstrap_interval,
     by_tokens_read,
     evaluate_perplexity,
+    key_tokens,
+    load_keys,
     load_text,
     paired_ratio_interval,
     perplexity,
@@ -375,3 +378,67 @@ def test_cells_hold_positions_where_asked_for():
             evaluate_perplexity(
                 tiny_model("slack"), documents, WindowSettings([16, 32], positions=positions)
             )
+
+
+class Remembers(torch.nn.Module):
+    """Knows token 7 where a 7 was read before in the same pass, and else knows nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.anchor = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids, use_cache=False):
+        seen = (input_ids == 7).cumsum(-1) > 0
+        logits = torch.zeros(*input_ids.shape, 10)
+        logits[..., 7] = torch.where(seen, 9.0, 0.0)
+        return SimpleNamespace(logits=logits)
+
+
+def test_key_tokens_are_those_known_from_far_away_only():
+    tokens = torch.tensor([7, 1, 2, 3, 4, 5, 7, 1, 1, 7, 2, 2, 2, 2, 2, 2, 2, 2, 7])
+    documents = [TokenDocument("a", tokens)]
+    mask = key_tokens(Remembers(), documents, window=18, short=3, stride=1)[0]
+    # 7 at 6 and at 18 lie farther from the 7 before them than three tokens; 9 does not.
+    assert mask.nonzero().flatten().tolist() == [6, 18]
+    assert not key_tokens(Remembers(), documents, window=4, short=3, stride=1)[0].any()
+
+
+def test_key_perplexity_is_that_of_the_chosen_tokens(tmp_path, tokenizer):
+    documents = [TokenDocument(str(i), torch.randint(1, 300, (90,))) for i in range(2)]
+    keys = [torch.zeros(90, dtype=torch.bool) for _ in documents]
+    keys[0][[50, 70]], keys[1][60] = True, True
+    model = tiny_model("slack")
+    settings = WindowSettings([16, 32], stride=8, targets="all")
+    cells = evaluate_perplexity(model, documents, settings, keys=keys)
+    for cell in cells:
+        scores = [TokenScores(90), TokenScores(90)]
+        score_documents(model, documents, window=cell["window"], stride=8, per_token=scores)
+        nats = [scores[0].nats[50], scores[0].nats[70], scores[1].nats[60]]
+        assert cell["key_tokens"] == 3
+        assert cell["key_perplexity"] == pytest.approx(math.exp(sum(nats) / 3), rel=1e-6)
+    assert "key_tokens" not in evaluate_perplexity(model, documents, settings)[0]
+
+
+def test_an_evaluator_shares_the_tokenizer_and_knows_more_from_far_away(tmp_path, tokenizer):
+    model = tiny_model("slack")
+    for name in ("same", "other"):
+        model.save_pretrained(tmp_path / name)
+    tokenizer.save_pretrained(tmp_path / "same")
+    other = train_tokenizer([Document("a", "zebra " * 100)], 280)
+    other.save_pretrained(tmp_path / "other")
+    documents = [TokenDocument("a", torch.randint(1, 300, (90,)))]
+
+    def keys(name, **changes):
+        settings = WindowSettings([64], key_model=str(tmp_path / name), key_short=8, **changes)
+        return load_keys(settings, tokenizer, documents)
+
+    with pytest.raises(ValueError, match="has another tokenizer"):
+        keys("other")
+    assert load_keys(WindowSettings([64]), tokenizer, documents) is None
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    model.save_pretrained(tmp_path / "same")
+    with pytest.raises(ValueError, match="it is no judge of long context"):
+        keys("same", stride=16)
+    with pytest.raises(ValueError, match="key_short must be at least 1"):
+        load_keys(WindowSettings([8], key_model="x", key_short=8), tokenizer, documents)

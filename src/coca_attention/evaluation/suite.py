@@ -167,7 +167,12 @@ def run_suite(
         if suite.perplexity is not None:
             at_least = perplexity.tokens_needed(suite.perplexity)
             documents = perplexity.load_text(suite.perplexity, tokenizer, at_least=at_least)
-            cells += perplexity.evaluate_perplexity(model, documents, suite.perplexity, **options)
+            keys = perplexity.load_keys(
+                suite.perplexity, tokenizer, documents, dtype=suite.dtype, device=suite.device
+            )
+            cells += perplexity.evaluate_perplexity(
+                model, documents, suite.perplexity, keys=keys, **options
+            )
         if suite.passkey is not None:
             cells += passkey.evaluate_passkey(model, tokenizer, suite.passkey, **options)
         if suite.needles is not None:

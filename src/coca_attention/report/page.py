@@ -26,7 +26,7 @@ from coca_attention.report.results import (
     perplexity_series,
     read_results,
 )
-from coca_attention.report.retrieval import Section, retrieval_sections
+from coca_attention.report.retrieval import Section, position_sections, retrieval_sections
 
 
 def write_report(paths: Sequence[str | Path], output: str | Path, *, title: str) -> Path:
@@ -64,6 +64,7 @@ def build_report(contents: Sequence[dict[str, Any]], *, title: str) -> str:
 def _render(contents: Sequence[dict[str, Any]], title: str) -> str:
     every = [cell for content in contents for cell in content.get("results", [])]
     sections = [
+        *position_sections(every),
         *retrieval_sections(every),
         *form_sections(every),
         *harness_sections(every),

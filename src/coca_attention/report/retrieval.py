@@ -94,6 +94,9 @@ def printed_tables(cells: Sequence[dict[str, Any]]) -> list[tuple[list[str], lis
     tables = []
     if any(cell["task"] == "perplexity" for cell in cells):
         tables.append(printed_table(cells))
+        keyed = [cell for cell in cells if cell.get("key_tokens")]
+        if keyed:
+            tables.append(key_table(keyed))
     passkey = by_line(cell for cell in cells if cell["task"] == "passkey")
     if passkey:
         header, rows = accuracy_table(passkey, "accuracy")
@@ -103,6 +106,63 @@ def printed_tables(cells: Sequence[dict[str, Any]]) -> list[tuple[list[str], lis
         header, rows = accuracy_table(lines, "recall")
         tables.append(([f"{kind}: recall at", *header], rows))
     return tables
+
+
+def key_table(cells: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of perplexity on key tokens: a row a model and scaling, a column a window."""
+    found = {
+        ((c["model"], c["scaling"], c.get("factor")), c["window"]): c["key_perplexity"]
+        for c in cells
+        if c["scaling"] != "attend-last"
+    }
+    windows = sorted({window for _, window in found})
+    rows = []
+    for key in dict.fromkeys(key for key, _ in found):
+        values = [found.get((key, window)) for window in windows]
+        rows.append([line_label(key), *("–" if v is None else f"{v:.1f}" for v in values)])
+    return ["key tokens: perplexity at", *(f"{window:,}" for window in windows)], rows
+
+
+def position_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
+    """Perplexity by tokens read and on key tokens, where they were measured."""
+    sections = []
+    placed = [cell for cell in cells if cell.get("by_position")]
+    for window in sorted({cell["window"] for cell in placed}):
+        here = [cell for cell in placed if cell["window"] == window]
+        ranges = here[0]["by_position"]
+        rows = []
+        for cell in here:
+            key = (cell["model"], cell["scaling"], cell.get("factor"))
+            means = [
+                None if b["nats"] is None or not b["tokens"] else b["nats"] / b["tokens"]
+                for b in cell["by_position"]
+            ]
+            rows.append(
+                [line_label(key), *("–" if m is None else f"{math.exp(m):.1f}" for m in means)]
+            )
+        sections.append(
+            Section(
+                f"Perplexity by position, window {window:,}",
+                header=[
+                    "tokens read before",
+                    *(f"{b['first']:,} to {b['last']:,}" for b in ranges),
+                ],
+                rows=rows,
+            )
+        )
+    keyed = [cell for cell in cells if cell.get("key_tokens")]
+    if keyed:
+        header, rows = key_table(keyed)
+        sections.append(
+            Section(
+                "Perplexity on key tokens",
+                text="Tokens that an evaluator predicts from far away only, after LongPPL.",
+                header=header,
+                rows=rows,
+                note=f"{keyed[0]['key_tokens']:,} tokens.",
+            )
+        )
+    return sections
 
 
 def _passkey_sections(lines: dict[Key, dict[int, dict[str, Any]]]) -> list[Section]:

@@ -1,5 +1,6 @@
 """Perplexity under a sliding window. README.md beside this file says what is measured."""
 
+from coca_attention.evaluation.perplexity.keys import key_tokens
 from coca_attention.evaluation.perplexity.score import (
     DocumentScore,
     TokenDocument,
@@ -15,6 +16,7 @@ from coca_attention.evaluation.perplexity.task import (
     WindowSettings,
     check_settings,
     evaluate_perplexity,
+    load_keys,
     load_text,
     tokens_needed,
 )
@@ -35,6 +37,8 @@ __all__ = [
     "by_tokens_read",
     "check_settings",
     "evaluate_perplexity",
+    "key_tokens",
+    "load_keys",
     "load_text",
     "paired_ratio_interval",
     "perplexity",

@@ -9,12 +9,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.data import SourceSettings, encode_documents, held_out
 from coca_attention.errors import UserError
 from coca_attention.evaluation.generation import rotary_scaling_for
 from coca_attention.evaluation.journal import Journal
+from coca_attention.evaluation.perplexity.keys import (
+    fingerprint,
+    key_nats,
+    key_tokens,
+    load_evaluator,
+)
 from coca_attention.evaluation.perplexity.score import (
     TokenDocument,
     TokenScores,
@@ -59,6 +66,11 @@ class WindowSettings:
     """Tokens read at once, at least one window."""
     positions: int | None = None
     """Also say what tokens cost by how many were read before them, in so many ranges."""
+    key_model: str | None = None
+    """Also judge key tokens: those that this model (folder or name, same tokenizer) predicts from
+    the largest window and not from key_short tokens."""
+    key_short: int = 64
+    """The short context that key tokens cannot be predicted from."""
     seed: int = 0
     """Seed of the bootstrap."""
 
@@ -136,9 +148,56 @@ def check_settings(settings: WindowSettings) -> int:
             f"positions must be at least 1 and at most the smallest window, got "
             f"{settings.positions}"
         )
+    if settings.key_short < 1 or (
+        settings.key_model is not None and settings.key_short >= max(settings.windows)
+    ):
+        raise UserError(
+            f"key_short must be at least 1 token and less than the largest window, got "
+            f"{settings.key_short}"
+        )
     if settings.batch_tokens < 1:
         raise UserError(f"batch_tokens must be at least 1, got {settings.batch_tokens}")
     return stride
+
+
+def load_keys(
+    settings: WindowSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[TokenDocument],
+    *,
+    dtype: str = "float32",
+    device: str | None = None,
+) -> list[Tensor] | None:
+    """The key tokens that the settings' evaluator finds; None where they name none.
+
+    Args:
+        settings: Windows and evaluator.
+        tokenizer: That of the models to be judged.
+        documents: Token documents.
+        dtype: Precision of the evaluator.
+        device: Where it runs.
+
+    Raises:
+        UserError: If the evaluator cannot be loaded, has another tokenizer, or finds none.
+    """
+    if settings.key_model is None:
+        return None
+    stride, window = check_settings(settings), max(settings.windows)
+    keys = key_tokens(
+        load_evaluator(settings.key_model, tokenizer, dtype=dtype, device=device),
+        documents,
+        window=window,
+        short=settings.key_short,
+        stride=stride,
+        first_target=window - stride + 1 if settings.targets == "shared" else 1,
+        batch_tokens=settings.batch_tokens,
+    )
+    if not any(mask.any() for mask in keys):
+        raise UserError(
+            f"{settings.key_model} predicts no token of this text better from {window} tokens "
+            f"than from {settings.key_short}: it is no judge of long context"
+        )
+    return keys
 
 
 def evaluate_perplexity(
@@ -151,6 +210,7 @@ def evaluate_perplexity(
     name: str = "model",
     identity: str = "",
     journal: Journal | None = None,
+    keys: Sequence[Tensor] | None = None,
     progress: Callable[[str, int, int], Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Perplexity at every window size.
@@ -165,6 +225,7 @@ def evaluate_perplexity(
         name: What the results call the model.
         identity: What tells the model from others in the journal (`fingerprint`).
         journal: Where finished cells are kept, and found again.
+        keys: The key tokens of every document (`load_keys`), to be judged apart as well.
         progress: Called with a label, the tokens judged so far and the tokens to judge.
 
     Returns:
@@ -204,6 +265,7 @@ def evaluate_perplexity(
             "text": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
             "seed": settings.seed,
             "positions": settings.positions,
+            "keys": None if keys is None else fingerprint(keys),
         }
         done = 0
         label = f"{name} {kind} {window}"
@@ -221,7 +283,9 @@ def evaluate_perplexity(
                 progress(label, done, total)
 
         started = time.perf_counter()
-        per_token = [TokenScores(len(d.tokens)) for d in documents] if settings.positions else None
+        per_token = None
+        if settings.positions or keys is not None:
+            per_token = [TokenScores(len(document.tokens)) for document in documents]
         with rotary_scaling_for(model, applied, factor, window) as rope:
             scores = score_documents(
                 model,
@@ -256,6 +320,11 @@ def evaluate_perplexity(
         if per_token is not None and settings.positions is not None and kind != "attend-last":
             found = by_tokens_read(per_token, window, settings.positions)
             cell["by_position"] = [{**b, "nats": _number(b["nats"])} for b in found]
+        if per_token is not None and keys is not None:
+            nats, tokens = key_nats(per_token, keys)
+            mean = nats / tokens if tokens else math.inf
+            cell["key_tokens"] = tokens
+            cell["key_perplexity"] = _number(math.exp(mean)) if mean < 700 else None
         journal.put(about, cell)
         cells.append(cell)
     return cells
