@@ -77,8 +77,8 @@ class ReportSettings:
 
     output: str = "report.html"
     """HTML file to write."""
-    title: str = "Perplexity against context length"
-    """Heading of the page."""
+    title: str | None = None
+    """Heading of the page; by default after what was measured."""
 
 
 def run_quickstart(words: list[str]) -> None:

@@ -29,14 +29,16 @@ from coca_attention.report.results import (
 from coca_attention.report.retrieval import Section, position_sections, retrieval_sections
 
 
-def write_report(paths: Sequence[str | Path], output: str | Path, *, title: str) -> Path:
+def write_report(
+    paths: Sequence[str | Path], output: str | Path, *, title: str | None = None
+) -> Path:
     """Read result files and write the page.
 
     Args:
         paths: Result files of ``coca eval`` or ``coca quickstart``, or run folders (for their
             training curves).
         output: The HTML file.
-        title: Heading of the page.
+        title: Heading of the page; by default after what was measured.
 
     Raises:
         UserError: If a file is unfit or nothing in them can be shown.
@@ -47,7 +49,7 @@ def write_report(paths: Sequence[str | Path], output: str | Path, *, title: str)
     return output
 
 
-def build_report(contents: Sequence[dict[str, Any]], *, title: str) -> str:
+def build_report(contents: Sequence[dict[str, Any]], *, title: str | None = None) -> str:
     """HTML of the page from the contents of result files.
 
     Raises:
@@ -61,7 +63,7 @@ def build_report(contents: Sequence[dict[str, Any]], *, title: str) -> str:
         ) from error
 
 
-def _render(contents: Sequence[dict[str, Any]], title: str) -> str:
+def _render(contents: Sequence[dict[str, Any]], title: str | None) -> str:
     every = [cell for content in contents for cell in content.get("results", [])]
     sections = [
         *position_sections(every),
@@ -83,7 +85,7 @@ def _render(contents: Sequence[dict[str, Any]], title: str) -> str:
         files("coca_attention.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     )
     return template.render(
-        title=title,
+        title=title or _title({cell["task"] for cell in every}),
         findings=findings(series, training_length),
         figure=_safe(perplexity_figure(series, training_length)) if series else None,
         sections=[
@@ -111,6 +113,12 @@ def _render(contents: Sequence[dict[str, Any]], title: str) -> str:
         paper_windows=paper.TABLE_1_WINDOWS,
         paper_rows=paper.TABLE_1,
     )
+
+
+def _title(tasks: set[str]) -> str:
+    if tasks == {"angles"}:
+        return "Angles between queries and keys"
+    return "Perplexity against context length" if tasks <= {"perplexity"} else "Long context"
 
 
 def findings(series: Sequence[Series], training_length: int | None) -> list[str]:

@@ -1,0 +1,150 @@
+"""Tables and figures of passkeys, needles, positions and forms, from hand-made results."""
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from coca_attention.report import build_report, printed_tables
+from coca_attention.report.forms import form_sections
+from coca_attention.report.retrieval import (
+    by_line,
+    distance_edges,
+    position_sections,
+    retrieval_sections,
+)
+
+
+def passkey(model, length, hits, scaling="none", factor=None, trained=512):
+    """A cell of ten prompts, the first ``hits`` of them right, distances and depths spread out."""
+    samples = [
+        {
+            "index": i,
+            "key": 10_000 + i,
+            "depth": i / 9,
+            "distance": round(length * (1 - i / 10)) - 5,
+            "output": "",
+            "hit": i < hits,
+        }
+        for i in range(10)
+    ]
+    return {
+        "task": "passkey", "model": model, "training_length": trained, "scaling": scaling,
+        "factor": factor, "length": length, "accuracy": hits / 10, "wilson95": [0.1, 0.9],
+        "samples": samples,
+    }  # fmt: skip
+
+
+CELLS = [
+    passkey("RoFormer", 512, 9),
+    passkey("RoFormer", 4096, 3),
+    passkey("CoCA-Slack", 512, 10),
+    passkey("CoCA-Slack", 4096, 5),
+    passkey("CoCA-Slack", 4096, 7, "ntk", 4.0),
+    passkey("CoCA-Strict", 4096, 2),
+]
+
+
+def section(title, cells=CELLS):
+    return next(s for s in retrieval_sections(cells) if s.title.startswith(title))
+
+
+def test_the_table_of_accuracy_has_a_row_a_line_and_a_column_a_length():
+    found = section("Passkeys found, by prompt length")
+    assert found.header == ["prompt length in tokens", "512", "4,096"]
+    assert found.rows == [
+        ["RoFormer", "0.90", "0.30"],
+        ["CoCA-Slack", "1.00", "0.50"],
+        ["CoCA-Slack + NTK (4)", "–", "0.70"],
+        ["CoCA-Strict", "–", "0.20"],
+    ]
+    assert found.figure.keys() == {"wide", "narrow"}
+    assert "10 prompts each" in found.note
+    assert section("The paper’s figures").rows[4][1:3] == ["1.00", "1.00"]
+
+
+def test_near_and_far_keys_are_counted_apart():
+    """Of 4,096 tokens the distances are 4091, 3681, …, 405: one key lies within 512."""
+    near, far = section("Passkeys at most 512"), section("Passkeys more than 512")
+    near_rows = {row[0]: row[1:] for row in near.rows}
+    far_rows = {row[0]: row[1:] for row in far.rows}
+    assert near_rows["CoCA-Slack"][0].startswith("1.00 (10/10;")
+    assert near_rows["CoCA-Slack"][1].startswith("0.00 (0/1;")
+    assert far.header == ["prompt length in tokens", "4,096"]
+    assert far_rows["CoCA-Slack"][0].startswith("0.56 (5/9;")
+    by_distance = section("Passkeys found, by distance")
+    trials = [
+        [int(n) for n in re.findall(r"/(\d+);", " ".join(row[1:]))] for row in by_distance.rows
+    ]
+    assert [sum(row) for row in trials] == [20, 20, 10, 10]
+    assert len(by_distance.header) == 5
+
+
+def test_ranges_of_distance_begin_at_the_training_length_and_grow_by_one_ratio():
+    edges = distance_edges(by_line(CELLS), 512)
+    assert edges[:2] == [0, 512] and edges[-1] == 4091
+    ratios = [b / a for a, b in pairwise(edges[1:])]
+    assert ratios == pytest.approx([2.0, 2.0, 2.0], rel=0.01)
+    assert distance_edges(by_line([passkey("a", 256, 5)]), 512) == [0, 251]
+
+
+def test_depths_are_quarters_of_the_prompt():
+    found = section("Passkeys found, by depth", [passkey("a", 512, 5)])
+    trials = [int(n) for n in re.findall(r"/(\d+);", " ".join(found.rows[0][1:]))]
+    assert trials == [3, 2, 2, 3]  # depths 0, 1/9, …, 1
+    assert found.rows[0][1].startswith("1.00") and found.rows[0][4].startswith("0.00")
+
+
+def test_strict_is_set_against_slack_as_in_the_papers_table_3():
+    def cell(model, window, value):
+        return {"task": "perplexity", "model": model, "scaling": "ntk", "factor": 4.0,
+                "window": window, "perplexity": value}  # fmt: skip
+
+    cells = [
+        cell("CoCA-Slack", 512, 20.0),
+        cell("CoCA-Strict", 512, 20.5),
+        cell("CoCA-Slack", 1024, 30.0),
+        cell("CoCA-Strict", 1024, None),
+    ]
+    perplexity, passkeys = form_sections([*cells, *CELLS])
+    assert perplexity.rows == [
+        ["CoCA-Slack, ntk-4", "20.00", "30.00"],
+        ["CoCA-Strict, ntk-4", "+0.50", "–"],
+    ]
+    assert passkeys.rows == [
+        ["CoCA-Slack, no scaling", "1.00", "0.50"],
+        ["CoCA-Strict, no scaling", "–", "−0.30"],
+    ]
+    assert "ntk-8: +0.07, -1.74" in perplexity.note
+    assert form_sections([passkey("RoFormer", 512, 3)]) == []
+
+
+def test_positions_and_key_tokens():
+    cell = {
+        "task": "perplexity", "model": "a", "scaling": "none", "factor": None, "window": 8,
+        "perplexity": 3.0, "key_tokens": 4, "key_perplexity": 7.389,
+        "by_position": [
+            {"first": 1, "last": 4, "nats": 8.0, "tokens": 4},
+            {"first": 5, "last": 8, "nats": None, "tokens": 4},
+        ],
+    }  # fmt: skip
+    placed, keyed = position_sections([cell])
+    assert placed.header == ["tokens read before", "1 to 4", "5 to 8"]
+    assert placed.rows == [["a", "7.4", "–"]]
+    assert keyed.rows == [["a", "7.4"]] and keyed.note == "4 tokens."
+
+
+def test_the_page_and_the_printed_tables():
+    page = build_report([{"results": CELLS}])
+    assert "<h1>Long context</h1>" in page
+    assert page.count("Passkeys found") >= 3
+    assert page.count('class="wide"') == page.count('class="narrow"') == 3
+    (header, rows), *rest = printed_tables(CELLS)
+    assert header == ["passkeys found at", "512", "4,096"] and len(rows) == 4 and not rest
+
+
+def test_two_results_in_one_place_are_refused():
+    other = {**CELLS[0], "accuracy": 0.1}
+    with pytest.raises(ValueError, match="RoFormer at 512 tokens twice"):
+        build_report([{"results": [*CELLS, other]}])
+    build_report([{"results": [*CELLS, CELLS[0]]}])  # the same figure is no contradiction
