@@ -20,6 +20,7 @@ from coca_attention.data.passkey import (
     passkey_text,
     vocabulary_text,
 )
+from coca_attention.data.tokens import END_OF_TEXT
 from coca_attention.evaluation.generation import wilson_interval
 from coca_attention.evaluation.journal import Journal
 from coca_attention.evaluation.passkey import (
@@ -279,23 +280,28 @@ def test_unfit_settings_prompts_tokenizers_and_models_are_refused(tokenizer):
         evaluate_passkey(limited, tokenizer, PasskeySettings(lengths=[300], samples=1))
 
 
-def test_training_blocks_hold_question_answer_and_end(digits):
-    blocks = PasskeyBlocks(digits, 160, 50, seed=3)
-    assert len(blocks) == 50
-    texts = set()
-    for index in range(50):
+def test_training_blocks_hold_questions_answers_and_ends_at_any_place(digits):
+    blocks = PasskeyBlocks(digits, 400, 40, seed=3)
+    assert len(blocks) == 40
+    texts, places = set(), set()
+    for index in range(40):
         item = blocks[index]
-        assert item["input_ids"].shape == item["shift_labels"].shape == (160,)
+        assert item["input_ids"].shape == item["shift_labels"].shape == (400,)
         assert torch.equal(item["input_ids"][1:], item["shift_labels"][:-1])
-        assert item["shift_labels"][-1] == digits.eos_token_id
-        text = digits.decode(item["shift_labels"][:-1])
-        key = re.search(r"The passkey is (\d{5})\. Remeber it", text)[1]
-        assert text.endswith(f"What is the passkey? The passkey is {key}.")
+        text = digits.decode([*item["input_ids"], item["shift_labels"][-1]])
+        whole = text.split(END_OF_TEXT)[:-1]
+        assert whole
+        for document in whole:
+            key = re.search(r"The passkey is (\d{5})\. Remeber it", document)[1]
+            assert document.startswith("There is an important info")
+            assert document.endswith(f"What is the passkey? The passkey is {key}.")
+        ends = (item["input_ids"] == digits.eos_token_id).nonzero()
+        places.add(ends[0].item() if len(ends) else 400)
         texts.add(text)
-    assert len(texts) == 50
-    again = passkey_block(encoder(digits), digits.eos_token_id, 161, (3, 7))
+    assert len(texts) == 40 and len(places) > 30
+    again = passkey_block(encoder(digits), digits.eos_token_id, 401, (3, 7))
     assert np.array_equal(again[:-1], blocks[7]["input_ids"])
-    with pytest.raises(ValueError, match="too short"):
+    with pytest.raises(ValueError, match="choose a block_length of at least"):
         PasskeyBlocks(digits, 60, 5, seed=0)
 
 

@@ -107,28 +107,25 @@ def fill(
 
 
 def passkey_text(
-    encode: Encode, key: int, length: int, depth: float, *, before: Sequence[int] = ()
+    encode: Encode, key: int, length: int | None, depth: float, *, before: Sequence[int] = ()
 ) -> HaystackText:
     """Listing 1 up to the question, as exactly ``length`` tokens.
 
     Args:
         encode: Text to token ids.
         key: Five digits.
-        length: Tokens in all.
+        length: Tokens in all; None for no filler at all.
         depth: Share of the filler before the key, 0 to 1.
         before: Special tokens at the very beginning; they count.
 
     Raises:
         UserError: If the length is too short; the message has the shortest that works.
     """
-    ids, depths, distances = fill(
-        [*before, *encode(INTRODUCTION)],
-        encode(FILLER),
-        [encode(KEY_LINE.format(key=key))],
-        [depth],
-        encode(QUESTION),
-        length,
-    )
+    beginning, line = [*before, *encode(INTRODUCTION)], encode(KEY_LINE.format(key=key))
+    question = encode(QUESTION)
+    if length is None:
+        length = len(beginning) + len(line) + len(question)
+    ids, depths, distances = fill(beginning, encode(FILLER), [line], [depth], question, length)
     return HaystackText(ids, depths[0], distances[0])
 
 
@@ -139,19 +136,37 @@ def vocabulary_text() -> str:
 
 
 def passkey_block(encode: Encode, end: int, length: int, seed: Sequence[int]) -> np.ndarray:
-    """A block to train on: Listing 1 with its answer and the end of text, key and depth drawn.
+    """A block to train on: passkey texts with their answers, one after the other.
+
+    Lengths, keys and depths are drawn, so that question and answer stand at any position: a model
+    whose attention answers to absolute positions (CoCA's slack form) learns the one place at which
+    it is always asked, and fails one token beside it. The last text is cut by the block's end.
 
     Args:
         encode: Text to token ids.
         end: Token id of the end of text.
         length: Tokens in all.
-        seed: Numbers that decide key and depth.
+        seed: Numbers that decide lengths, keys and depths.
 
     Returns:
         (length,), int64.
+
+    Raises:
+        UserError: If not one whole text fits.
     """
     drawn = np.random.default_rng(list(seed))
-    key, depth = int(drawn.integers(10_000, 100_000)), float(drawn.random())
-    answer = [*encode(ANSWER.format(key=key)), end]
-    text = passkey_text(encode, key, length - len(answer), depth)
-    return np.array([*text.ids, *answer], dtype=np.int64)
+    block: list[int] = []
+    while len(block) < length:
+        key, depth = int(drawn.integers(10_000, 100_000)), float(drawn.random())
+        answer = [*encode(ANSWER.format(key=key)), end]
+        shortest = len(passkey_text(encode, key, None, 0.0).ids) + len(answer)
+        left = length - len(block)
+        if not block and left < shortest:
+            raise UserError(
+                f"a passkey text with its answer takes {shortest} tokens with this tokenizer, and "
+                f"a block has {length}: choose a block_length of at least {shortest}"
+            )
+        size = int(drawn.integers(shortest, max(left, shortest) + 1))
+        text = passkey_text(encode, key, size - len(answer), depth)
+        block += [*text.ids, *answer]
+    return np.array(block[:length], dtype=np.int64)
