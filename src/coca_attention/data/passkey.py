@@ -6,6 +6,7 @@ evaluation share this: recipes mix such texts in, the passkey task asks them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,13 @@ class HaystackText:
 
 
 def encoder(tokenizer: Any) -> Encode:
-    """Text to token ids without special tokens."""
-    return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    """Text to token ids without special tokens; what repeats is encoded once."""
+
+    @lru_cache(maxsize=64)
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    return encode
 
 
 def leading_special_tokens(tokenizer: Any) -> list[int]:
