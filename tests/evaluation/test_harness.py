@@ -82,11 +82,15 @@ def test_a_coca_model_is_judged_as_itself(task, tmp_path, tokenizer, capsys):
     ("changes", "message"),
     [
         ({"tasks": []}, "name at least one task"),
-        ({"tasks": ["no_such_task"]}, "has no task no_such_task"),
+        # Seconds each: the harness reads all of its task files.
+        pytest.param(
+            {"tasks": ["no_such_task"]}, "has no task no_such_task", marks=pytest.mark.slow
+        ),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"limit": 0}, "limit must be at least 1"),
         ({"include_path": "/nowhere"}, "no such folder of task files"),
-        ({"tasks": ["hellaswag"]}, "could not run hellaswag"),  # offline
+        # Offline, its questions are not to be had.
+        pytest.param({"tasks": ["hellaswag"]}, "could not run hellaswag", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_be_run_is_said(changes, message, tokenizer):

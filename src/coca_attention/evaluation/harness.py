@@ -75,12 +75,18 @@ def evaluate_harness(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=settings.include_path)
-    unknown = [
-        task
-        for task in settings.tasks
-        if not Path(task).is_file() and not manager.match_tasks([task])
-    ]
+    def unknown_to(manager: Any) -> list[str]:
+        return [
+            task
+            for task in settings.tasks
+            if not Path(task).is_file() and not manager.match_tasks([task])
+        ]
+
+    # Reading the harness' thousands of task files takes ten seconds: only where they are needed.
+    manager = TaskManager(include_path=settings.include_path, include_defaults=False)
+    if unknown_to(manager):
+        manager = TaskManager(include_path=settings.include_path)
+    unknown = unknown_to(manager)
     if unknown:
         raise UserError(
             f"the harness has no task {', '.join(unknown)}; list its tasks with: lm-eval ls tasks "
