@@ -34,7 +34,8 @@ def extract(name: str = "llama_dynamic") -> tuple[dict, dict, dict]:
     return read(EXTRACTS / f"{name}.safetensors")
 
 
-def agree(config, weights, figures):
+def differences(config, weights, figures):
+    """Largest differences from the authors' figures: of logits, and of attention weights."""
     model = load_original((config, weights))
     assert model.config.model_type == "coca_" + config["model_type"]
     assert model.config.coca_form == "slack"
@@ -42,23 +43,28 @@ def agree(config, weights, figures):
     with torch.no_grad():
         output = model(figures["input_ids"], output_attentions=True)
     rows = figures["logits"].shape[1]
-    assert (output.logits[:, -rows:] - figures["logits"]).abs().max() < 1e-5
-    for ours, theirs in (
-        (output.attentions[0], figures["attn_layer0"]),
-        (output.attentions[-1], figures["attn_last"]),
-    ):
-        assert (ours[:, :, -theirs.shape[2] :] - theirs).abs().max() < 1e-5
+    logits = (output.logits[:, -rows:] - figures["logits"]).abs().max().item()
+    attention = max(
+        (ours[:, :, -theirs.shape[2] :] - theirs).abs().max().item()
+        for ours, theirs in (
+            (output.attentions[0], figures["attn_layer0"]),
+            (output.attentions[-1], figures["attn_last"]),
+        )
+    )
+    return logits, attention
 
 
 @pytest.mark.parametrize("name", ["llama_dynamic", "gpt_neox_plain"])
 def test_extracts_of_the_authors_figures(name):
-    agree(*extract(name))
+    logits, attention = differences(*extract(name))
+    assert logits < 1e-5 and attention < 1e-5
 
 
 @pytest.mark.skipif(not WHOLE.is_dir(), reason="the authors' six models are not at hand")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_authors_figures(name):
-    agree(*read(WHOLE / f"{name}.safetensors"))
+    logits, attention = differences(*read(WHOLE / f"{name}.safetensors"))
+    assert logits < 1e-5 and attention < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "sharded"])

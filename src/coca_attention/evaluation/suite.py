@@ -137,13 +137,21 @@ def run_suite(
     costs = _costs(suite)
     whole = sum(costs) * len(jobs)
     cells: list[dict[str, Any]] = []
-    loaded: tuple[str, Any, Any] | None = None
+    loaded: tuple[str, Any, Any, Any, Any] | None = None
     for number, (name, path, scaling) in enumerate(jobs):
         if loaded is None or loaded[0] != name:
             loaded = None  # the model before is let go first
             model = load_model(path, dtype=suite.dtype, device=suite.device)
-            loaded = (name, model, load_tokenizer(path))
-        _, model, tokenizer = loaded
+            tokenizer = load_tokenizer(path)
+            documents, keys = [], None
+            if suite.perplexity is not None:
+                at_least = perplexity.tokens_needed(suite.perplexity)
+                documents = perplexity.load_text(suite.perplexity, tokenizer, at_least=at_least)
+                keys = perplexity.load_keys(
+                    suite.perplexity, tokenizer, documents, dtype=suite.dtype, device=suite.device
+                )
+            loaded = (name, model, tokenizer, documents, keys)
+        _, model, tokenizer, documents, keys = loaded
         seen: list[str] = []
 
         def advance(
@@ -165,11 +173,6 @@ def run_suite(
             "progress": advance,
         }
         if suite.perplexity is not None:
-            at_least = perplexity.tokens_needed(suite.perplexity)
-            documents = perplexity.load_text(suite.perplexity, tokenizer, at_least=at_least)
-            keys = perplexity.load_keys(
-                suite.perplexity, tokenizer, documents, dtype=suite.dtype, device=suite.device
-            )
             cells += perplexity.evaluate_perplexity(
                 model, documents, suite.perplexity, keys=keys, **options
             )
