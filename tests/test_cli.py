@@ -132,6 +132,28 @@ def test_eval_perplexity_and_report(capsys, model_folder, text_folder, tmp_path)
     assert "<title>Mine</title>" in page.read_text()
 
 
+def test_a_command_that_was_stopped_goes_on_from_its_journal(
+    capsys, model_folder, text_folder, tmp_path, monkeypatch
+):
+    words = [
+        "eval", "perplexity", model_folder, "--source", text_folder, "--windows", "16,64",
+        "--output", tmp_path / "r.json",
+    ]  # fmt: skip
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coca_attention.environment.write_json", stopped)
+    assert run(capsys, *words)[0] == 130
+    assert len((tmp_path / "r.journal.jsonl").read_text().splitlines()) == 2
+    monkeypatch.undo()
+    monkeypatch.setattr("coca_attention.evaluation.perplexity.task.score_documents", stopped)
+    code, _, err = run(capsys, *words)
+    assert code == 0, err
+    assert len(json.loads((tmp_path / "r.json").read_text())["results"]) == 2
+    assert not (tmp_path / "r.journal.jsonl").exists()
+
+
 def test_a_result_file_that_cannot_be_written_is_found_before_the_work(capsys, tmp_path):
     code, _, err = run(capsys, "eval", "perplexity", "nowhere", "--output", tmp_path)
     assert code == 2 and "is a folder" in err

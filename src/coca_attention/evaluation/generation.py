@@ -1,9 +1,11 @@
 """Greedy answers to prompts of one length, and the statistics of right and wrong."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,6 +169,72 @@ def answer_prompts(
     if not missing and progress is not None:
         progress(len(prompts), len(prompts))
     return [records[prompt.facts["index"]] for prompt in prompts]
+
+
+def answered_cell(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    judge: Callable[[str, Prompt], dict[str, Any]],
+    settings: GenerationSettings,
+    asked: dict[str, Any],
+    *,
+    scaling: str,
+    factor: float,
+    name: str,
+    identity: str,
+    journal: Journal | None,
+    progress: Callable[[str, int, int], Any] | None,
+) -> dict[str, Any]:
+    """The cell of one model, scaling and kind of prompt, but for its statistics.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer.
+        prompts: Prompts of one length.
+        judge: From an answer and its prompt to further fields of its record.
+        settings: Answer length and batches.
+        asked: What tells these prompts from others (task, length, seed, …): fields of the cell.
+        scaling: Rotary scaling; ``ntk`` fixes the base from prompt and answer, ``none`` leaves
+            the model as it was loaded.
+        factor: The scaling's factor.
+        name: What the results call the model.
+        identity: What tells the model from others in the journal (`fingerprint`).
+        journal: Where finished samples are kept, and found again.
+        progress: Called with a label, the samples done and the samples to do.
+
+    Returns:
+        Plain JSON values, the record of every prompt under ``samples``.
+
+    Raises:
+        UserError: If the model cannot be scaled so or read so many tokens.
+    """
+    started = time.perf_counter()
+    applied = float(factor) if scaling != "none" else None
+    asked = {**asked, "max_new_tokens": settings.max_new_tokens}
+    length = len(prompts[0].ids)
+    label = f"{name} {scaling} {asked.get('kind', asked['task'])} {length}"
+    with rotary_scaling_for(model, scaling, factor, length + settings.max_new_tokens) as rope:
+        records = answer_prompts(
+            model,
+            tokenizer,
+            prompts,
+            judge,
+            settings,
+            about={**asked, "model": identity or name, "scaling": [scaling, applied]},
+            journal=journal if journal is not None else Journal(),
+            progress=partial(progress, label) if progress is not None else None,
+        )
+    return {
+        **asked,
+        "model": name,
+        "training_length": training_length(model.config.get_text_config()),
+        "scaling": scaling,
+        "factor": applied,
+        "rope_parameters": rope,
+        "seconds": round(time.perf_counter() - started, 3),
+        "samples": records,
+    }
 
 
 def wilson_interval(hits: int, trials: int, z: float = 1.959964) -> tuple[float, float] | None:

@@ -1,7 +1,7 @@
 """Result files → one self-contained HTML page."""
 
 from coca_attention.report.page import build_report, write_report
-from coca_attention.report.results import printed_table, read_results
-from coca_attention.report.retrieval import printed_tables
+from coca_attention.report.printed import printed_tables
+from coca_attention.report.results import read_results
 
-__all__ = ["build_report", "printed_table", "printed_tables", "read_results", "write_report"]
+__all__ = ["build_report", "printed_tables", "read_results", "write_report"]

@@ -12,7 +12,7 @@ from coca_attention.errors import UserError
 from coca_attention.evaluation.generation import wilson_interval
 from coca_attention.report import paper
 from coca_attention.report.figures import COLOURS, DASHES, draw
-from coca_attention.report.results import SCALING_NAMES, printed_table
+from coca_attention.report.results import SCALING_NAMES
 
 Key = tuple[str, str, float | None]
 
@@ -87,25 +87,6 @@ def retrieval_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
             )
         )
     return sections
-
-
-def printed_tables(cells: Sequence[dict[str, Any]]) -> list[tuple[list[str], list[list[str]]]]:
-    """Header and rows of every task's printed table."""
-    tables = []
-    if any(cell["task"] == "perplexity" for cell in cells):
-        tables.append(printed_table(cells))
-        keyed = [cell for cell in cells if cell.get("key_tokens")]
-        if keyed:
-            tables.append(key_table(keyed))
-    passkey = by_line(cell for cell in cells if cell["task"] == "passkey")
-    if passkey:
-        header, rows = accuracy_table(passkey, "accuracy")
-        tables.append((["passkeys found at", *header], rows))
-    for kind in dict.fromkeys(cell["kind"] for cell in cells if cell["task"] == "needles"):
-        lines = by_line(c for c in cells if c["task"] == "needles" and c["kind"] == kind)
-        header, rows = accuracy_table(lines, "recall")
-        tables.append(([f"{kind}: recall at", *header], rows))
-    return tables
 
 
 def key_table(cells: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

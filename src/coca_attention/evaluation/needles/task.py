@@ -1,10 +1,8 @@
 """The needles task: a model, a tokenizer, kinds and lengths in; plain JSON values out."""
 
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -15,13 +13,11 @@ from coca_attention.errors import UserError
 from coca_attention.evaluation.generation import (
     GenerationSettings,
     Prompt,
-    answer_prompts,
-    rotary_scaling_for,
+    answered_cell,
     wilson_interval,
 )
 from coca_attention.evaluation.journal import Journal
 from coca_attention.evaluation.needles.samples import KINDS, NAMES, Kind, needle_text
-from coca_attention.models import training_length
 
 
 @dataclass
@@ -125,7 +121,6 @@ def evaluate_needles(
         interval, and every sample's record.
     """
     check_settings(settings)
-    journal = journal if journal is not None else Journal()
     every = {
         (kind, length): needle_prompts(tokenizer, settings, kind, length)
         for kind in settings.kinds
@@ -133,49 +128,34 @@ def evaluate_needles(
     }
     cells = []
     for (kind, length), prompts in every.items():
-        started = time.perf_counter()
-        about = {
-            "task": "needles",
-            "kind": kind,
-            "model": identity or name,
-            "scaling": [scaling, float(factor) if scaling != "none" else None],
-            "length": length,
-            "count": settings.count,
-            "seed": settings.seed,
-            "max_new_tokens": settings.max_new_tokens,
-        }
-        label = f"{name} {scaling} {kind} {length}"
-        answered = length + settings.max_new_tokens
-        with rotary_scaling_for(model, scaling, factor, answered) as rope:
-            records = answer_prompts(
-                model,
-                tokenizer,
-                prompts,
-                lambda answer, prompt: {"recall": recall(answer, prompt.facts["expected"])},
-                settings,
-                about=about,
-                journal=journal,
-                progress=partial(progress, label) if progress is not None else None,
-            )
-        full = sum(record["recall"] == 1.0 for record in records)
-        cells.append(
+        cell = answered_cell(
+            model,
+            tokenizer,
+            prompts,
+            lambda answer, prompt: {"recall": recall(answer, prompt.facts["expected"])},
+            settings,
             {
                 "task": "needles",
                 "kind": kind,
-                "model": name,
-                "training_length": training_length(model.config.get_text_config()),
-                "scaling": scaling,
-                "factor": float(factor) if scaling != "none" else None,
-                "rope_parameters": rope,
                 "length": length,
-                "recall": fmean(record["recall"] for record in records),
-                "full": full / len(records),
-                "wilson95": wilson_interval(full, len(records)),
                 "count": settings.count,
-                "max_new_tokens": settings.max_new_tokens,
                 "seed": settings.seed,
-                "seconds": round(time.perf_counter() - started, 3),
-                "samples": records,
+            },
+            scaling=scaling,
+            factor=factor,
+            name=name,
+            identity=identity,
+            journal=journal,
+            progress=progress,
+        )
+        recalls = [record["recall"] for record in cell["samples"]]
+        full = recalls.count(1.0)
+        cells.append(
+            {
+                **cell,
+                "recall": fmean(recalls),
+                "full": full / len(recalls),
+                "wilson95": wilson_interval(full, len(recalls)),
             }
         )
     return cells

@@ -1,10 +1,8 @@
 """The passkey task: a model, a tokenizer, and lengths in; plain JSON values out."""
 
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,12 +18,10 @@ from coca_attention.errors import UserError
 from coca_attention.evaluation.generation import (
     GenerationSettings,
     Prompt,
-    answer_prompts,
-    rotary_scaling_for,
+    answered_cell,
     wilson_interval,
 )
 from coca_attention.evaluation.journal import Journal
-from coca_attention.models import training_length
 
 
 @dataclass
@@ -120,49 +116,28 @@ def evaluate_passkey(
             scaled so or read so many tokens.
     """
     check_settings(settings)
-    journal = journal if journal is not None else Journal()
     every = {length: passkey_prompts(tokenizer, settings, length) for length in settings.lengths}
     cells = []
     for length, prompts in every.items():
-        started = time.perf_counter()
-        about = {
-            "task": "passkey",
-            "model": identity or name,
-            "scaling": [scaling, float(factor) if scaling != "none" else None],
-            "length": length,
-            "seed": settings.seed,
-            "depths": settings.depths,
-            "max_new_tokens": settings.max_new_tokens,
-        }
-        label = f"{name} {scaling} passkey {length}"
-        answered = length + settings.max_new_tokens
-        with rotary_scaling_for(model, scaling, factor, answered) as rope:
-            records = answer_prompts(
-                model,
-                tokenizer,
-                prompts,
-                lambda answer, prompt: {"hit": is_hit(answer, prompt.facts["key"])},
-                settings,
-                about=about,
-                journal=journal,
-                progress=partial(progress, label) if progress is not None else None,
-            )
-        hits = sum(record["hit"] for record in records)
-        cells.append(
+        cell = answered_cell(
+            model,
+            tokenizer,
+            prompts,
+            lambda answer, prompt: {"hit": is_hit(answer, prompt.facts["key"])},
+            settings,
             {
                 "task": "passkey",
-                "model": name,
-                "training_length": training_length(model.config.get_text_config()),
-                "scaling": scaling,
-                "factor": float(factor) if scaling != "none" else None,
-                "rope_parameters": rope,
                 "length": length,
-                "accuracy": hits / len(records),
-                "wilson95": wilson_interval(hits, len(records)),
-                "max_new_tokens": settings.max_new_tokens,
                 "seed": settings.seed,
-                "seconds": round(time.perf_counter() - started, 3),
-                "samples": records,
-            }
+                "depths": settings.depths,
+            },
+            scaling=scaling,
+            factor=factor,
+            name=name,
+            identity=identity,
+            journal=journal,
+            progress=progress,
         )
+        hits, trials = sum(record["hit"] for record in cell["samples"]), len(prompts)
+        cells.append({**cell, "accuracy": hits / trials, "wilson95": wilson_interval(hits, trials)})
     return cells

@@ -1,0 +1,144 @@
+"""Commands that make models and let them speak."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from coca_attention.cli.console import Progress, parse, print_table
+from coca_attention.errors import UserError
+from coca_attention.options import take_option
+
+
+@dataclass
+class GenerateSettings:
+    """How text is generated."""
+
+    max_new_tokens: int = 64
+    """Tokens to generate at most."""
+    temperature: float = 0.0
+    """0 takes the likeliest token every time; above, tokens are drawn."""
+    seed: int = 0
+    """Seed of the draws."""
+    scaling: Literal["none", "linear", "ntk"] = "none"
+    """Rotary scaling; ntk fixes the base from the prompt's length plus max_new_tokens."""
+    factor: float = 4.0
+    """Factor of the scaling."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the weights."""
+    device: str | None = None
+    """cpu, cuda, …; by default the accelerator where there is one."""
+
+
+@dataclass
+class ConversionSettings:
+    """What the converted model is like."""
+
+    form: Literal["slack", "strict"] = "slack"
+    """The scores: slack (the paper's Eq. 10) or strict (Eq. 9)."""
+    init: Literal["fold", "random"] = "fold"
+    """T projections: the pair means of the key projections, or drawn."""
+    kv_cache: Literal["full", "half"] = "full"
+    """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
+    from_original: bool = False
+    """SOURCE is a checkpoint in the format of the paper's authors."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the weights; auto keeps it."""
+
+
+def run_quickstart(words: list[str]) -> None:
+    """Train four small models and see which of them reads long text: the whole project at once."""
+    from coca_attention.quickstart import QuickstartSettings, quickstart
+    from coca_attention.report import printed_tables
+
+    settings = parse("coca quickstart", run_quickstart, words, [QuickstartSettings])[0]
+    with Progress() as advance:
+        content = quickstart(settings, progress=advance)
+    for table in printed_tables(content["results"]):
+        print_table(*table)
+    output = Path(settings.output)
+    print(f"Results: {output / 'results.json'}\nReport:  {output / 'report.html'}")
+
+
+def run_train(words: list[str]) -> None:
+    """Train a model from a recipe (YAML); started again, it goes on where it stopped."""
+    from coca_attention.training import load_recipe, read_summary, recipe_parser, train
+
+    if not words or words[0] in ("-h", "--help"):
+        parser = recipe_parser()
+        parser.add_argument("--output", help="Run folder; by default runs/ and the recipe's name.")
+        parser.description = run_train.__doc__
+        parser.print_help()
+        return
+    recipe, *overrides = words
+    if recipe.startswith("-"):
+        raise UserError("the recipe comes first: coca train RECIPE.yaml [--training.steps 100 …]")
+    overrides, output = take_option(overrides, "--output")
+    folder = Path(output or Path("runs") / Path(recipe).stem)
+    summary = read_summary(train(load_recipe(recipe, overrides), folder))
+    print(
+        f"{folder}: {summary['parameters']:,} parameters, {summary['tokens']:,} tokens, "
+        f"last loss {summary['curve'][-1]['loss']:.3f}"
+    )
+
+
+def run_generate(words: list[str]) -> None:
+    """Continue a prompt with a Transformers causal language model."""
+    from transformers import TextStreamer, set_seed
+
+    from coca_attention.data import load_tokenizer
+    from coca_attention.models import load_model, set_rotary_scaling, training_length
+
+    path, prompt, settings = parse(
+        "coca generate",
+        run_generate,
+        words,
+        [GenerateSettings],
+        positionals=["model", "prompt"],
+    )
+    if settings.max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {settings.max_new_tokens}")
+    if settings.temperature < 0:
+        raise UserError(f"temperature must be 0 or above, got {settings.temperature}")
+    model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
+    tokenizer = load_tokenizer(path)
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if inputs["input_ids"].shape[-1] == 0:
+        raise UserError("the prompt has no tokens; give some text to continue")
+    if settings.scaling != "none":
+        total = inputs["input_ids"].shape[-1] + settings.max_new_tokens
+        length = max(total, training_length(model.config.get_text_config()) or 0)
+        set_rotary_scaling(
+            model,
+            settings.scaling,
+            factor=settings.factor,
+            length=length if settings.scaling == "ntk" else None,
+        )
+    set_seed(settings.seed)
+    drawn = {"do_sample": True, "temperature": settings.temperature}
+    model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=settings.max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        **(drawn if settings.temperature else {"do_sample": False}),
+    )
+
+
+def run_convert(words: list[str]) -> None:
+    """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
+    from coca_attention.models.folders import convert_folder
+
+    source, target, settings = parse(
+        "coca convert",
+        run_convert,
+        words,
+        [ConversionSettings],
+        positionals=["source", "target"],
+    )
+    model = convert_folder(source, target, **vars(settings))
+    parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"{target}: {model.config.model_type}, {settings.form}, {parameters:,} parameters"
+        + ("" if settings.from_original else "; another function than before: train it on")
+    )

@@ -1,0 +1,28 @@
+"""The command that draws the page."""
+
+from dataclasses import dataclass
+
+from coca_attention.cli.console import parse
+from coca_attention.errors import UserError
+
+
+@dataclass
+class ReportSettings:
+    """The report page."""
+
+    output: str = "report.html"
+    """HTML file to write."""
+    title: str | None = None
+    """Heading of the page; by default after what was measured."""
+
+
+def run_report(words: list[str]) -> None:
+    """Turn result files and run folders into one self-contained HTML page."""
+    from coca_attention.report import write_report
+
+    split = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    paths, rest = words[:split], words[split:]
+    settings = parse("coca report RESULT …", run_report, rest, [ReportSettings])[0]
+    if not paths:
+        raise UserError("give result files first: coca report RESULT.json … --output report.html")
+    print(f"Report: {write_report(paths, settings.output, title=settings.title)}")
