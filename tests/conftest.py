@@ -9,6 +9,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import hypothesis
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton kernels then run in its interpreter, on tensors of the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
 from coca_attention.data import Document, train_tokenizer

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "__init__": {"ops", "layers", "models"},
 }  # fmt: skip
 OUTSIDE = {
-    "ops": {"torch"},
+    "ops": {"torch", "triton"},  # triton in kernels/ alone, and only where it is called
     "layers": {"torch"},
 }
 

@@ -17,7 +17,7 @@ from conftest import tiny_model
 from families import FAMILIES, collinear, vanilla
 
 LENGTH = 24
-FORMS = ["vanilla", "slack", "strict"]
+FORMS = ["vanilla", "slack", "strict", "linear"]
 
 
 def make(family: str, form: str):

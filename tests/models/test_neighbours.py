@@ -17,7 +17,7 @@ from coca_attention.models.attention import eager_attention
 from coca_attention.testing import difference, logits, some_tokens
 from families import FAMILIES, collinear
 
-FORMS = ["slack", "strict"]
+FORMS = ["slack", "strict", "linear"]
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 
 

@@ -53,7 +53,7 @@ def recipe(text_folder, **changes):
     return load_recipe(None, words(text_folder, **prefixed))
 
 
-@pytest.mark.parametrize("attention", ["slack", "strict", "rope", "alibi"])
+@pytest.mark.parametrize("attention", ["slack", "strict", "linear", "rope", "alibi"])
 def test_the_result_is_an_ordinary_transformers_folder(text_folder, tmp_path, attention):
     folder = train(recipe(text_folder, model__attention=attention), tmp_path / "run")
     assert is_finished(folder)

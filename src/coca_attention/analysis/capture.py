@@ -24,7 +24,7 @@ from coca_attention.models.decoder import CollinearForCausalLM
 from coca_attention.models.families import FAMILIES
 from coca_attention.ops import inverse_frequencies
 
-ScoreForm = Literal["vanilla", "slack", "strict"]
+ScoreForm = Literal["vanilla", "slack", "strict", "linear"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LayerHeads:
 
 
 def score_form(model: PreTrainedModel) -> ScoreForm:
-    """How a model scores: ``vanilla``, ``slack`` or ``strict``.
+    """How a model scores: ``vanilla``, ``slack``, ``strict`` or ``linear``.
 
     Raises:
         UserError: If the model is of no family whose queries and keys are known.

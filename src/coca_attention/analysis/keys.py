@@ -31,7 +31,7 @@ class SeenKeys(NamedTuple):
 
     Attributes:
         query: q_m.
-        built: k_n; of a CoCA model q_m * t_n (Eq. 7).
+        built: k_n; of a CoCA model q_m * t_n (Eq. 7), in the linear form of q_m / |q_m|.
         effective: The key at position 0 that, rotated to n, gives the model's score. It is
             ``built`` but in the slack form, whose key at n is q_m * R_n [t_n, t_n] (Eq. 10) and
             not R_n (q_m * t_n).
@@ -89,7 +89,9 @@ def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
         return SeenKeys(query, key, key)
     coefficients = key[..., : query.shape[-1]].double()
     built = query * coefficients
-    if heads.form == "strict":
+    if heads.form == "linear":
+        built = torch.where(built == 0, 0, built / query.abs())
+    if heads.form != "slack":
         return SeenKeys(query, built, built)
     angles = pairs.keys.double().unsqueeze(-1) * heads.theta
     cos, sin = angles.cos(), angles.sin()

@@ -33,8 +33,8 @@ class GenerateSettings:
 class ConversionSettings:
     """What the converted model is like."""
 
-    form: Literal["slack", "strict"] = "slack"
-    """The scores: slack (the paper's Eq. 10) or strict (Eq. 9)."""
+    form: Literal["slack", "strict", "linear"] = "slack"
+    """The scores: slack (the paper's Eq. 10), strict (Eq. 9) or linear (our own)."""
     init: Literal["fold", "random"] = "fold"
     """T projections: the pair means of the key projections, or drawn."""
     kv_cache: Literal["full", "half"] = "full"

@@ -19,7 +19,7 @@ from coca_attention.ops import (
     rotary_cos_sin,
     score_scale,
 )
-from coca_attention.ops.collinear import Form, check_form
+from coca_attention.ops.maps import Form, check_form
 from coca_attention.ops.rotary import check_width
 
 
@@ -85,7 +85,7 @@ class CoCAAttention(nn.Module):
         hidden_size: Width of the input and the output.
         num_heads: Query heads H.
         num_key_value_heads: Key/value heads G, a divisor of H; default H.
-        form: ``slack`` (Eq. 10) or ``strict`` (Eq. 9).
+        form: ``slack`` (Eq. 10), ``strict`` (Eq. 9) or ``linear`` (|q_j| in place of |q_j|^2).
         head_dim: Head width D, even; default hidden_size / num_heads.
         bias: Whether the projections have biases.
         dropout: Probability of dropping an attention weight in training.

@@ -136,7 +136,7 @@ class CoCAConfig:
     target ``length`` in tokens).
 
     Args:
-        coca_form: ``slack`` (the paper's Eq. 10) or ``strict`` (Eq. 9).
+        coca_form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or ``linear``.
         kv_cache: What is kept of earlier tokens besides their values. ``full``: the effective key,
             as wide as a head; works with everything. ``half``: the coefficients before rotation,
             half as wide; the key is formed when it is read, at the position that follows from the

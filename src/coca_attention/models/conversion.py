@@ -15,7 +15,7 @@ from coca_attention.models.decoder import (
     exchange_attention,
 )
 from coca_attention.models.families import FAMILIES
-from coca_attention.ops.collinear import Form
+from coca_attention.ops.maps import Form
 
 INITIALISATIONS: tuple[str, ...] = get_args(Initialisation)
 
@@ -40,7 +40,7 @@ def convert(
 
     Args:
         model: A loaded causal language model (or its decoder) of a supported family.
-        form: ``slack`` (the paper's Eq. 10) or ``strict`` (Eq. 9).
+        form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or ``linear``.
         init: How T projections begin. ``fold``: as the pair means of the key projections' rows,
             so that t_j = relu of the mean of key pair j. ``random``: drawn.
         kv_cache: ``full`` or ``half``, see `CoCAConfig`.

@@ -13,7 +13,7 @@ from coca_attention.models.configuration import check_cache_kind
 from coca_attention.models.conversion import convert
 from coca_attention.models.loading import load_model, no_progress_bars
 from coca_attention.models.original import load_original
-from coca_attention.ops.collinear import Form
+from coca_attention.ops.maps import Form
 
 
 def convert_folder(
@@ -34,7 +34,7 @@ def convert_folder(
     Args:
         source: Folder of a Transformers model (or its name), or of an original checkpoint.
         target: Folder to write; it must not exist, or be empty.
-        form: ``slack`` or ``strict``.
+        form: ``slack``, ``strict`` or ``linear``.
         init: See `convert`; an original checkpoint has its own T projection.
         kv_cache: ``full`` or ``half``.
         from_original: Whether the source is in the format of the paper's authors.

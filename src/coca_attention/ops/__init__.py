@@ -1,21 +1,17 @@
 """Tensors in, tensors out; needs torch alone.
 
 - `rotary`: frequencies, scaling rules, cos/sin, rotation.
-- `collinear`: the two CoCA forms as effective queries and keys, and `coca_attention`.
+- `maps`: the CoCA forms as effective queries and keys.
+- `collinear`: `coca_attention`, the operator.
+- `kernels`: fused Triton kernels, used on CUDA where Triton is installed.
 - `attention`: softmax attention in linear memory.
 - `alibi`: linear biases, the paper's baseline.
 - `oracle`: the paper's equations as printed, in float64.
 """
 
 from coca_attention.ops.attention import attend
-from coca_attention.ops.collinear import (
-    FORMS,
-    coca_attention,
-    fold,
-    key_map,
-    query_map,
-    score_scale,
-)
+from coca_attention.ops.collinear import coca_attention
+from coca_attention.ops.maps import FORMS, Form, fold, key_map, query_map, score_scale
 from coca_attention.ops.rotary import (
     NO_SCALING,
     SCALING_KINDS,
@@ -30,6 +26,7 @@ __all__ = [
     "FORMS",
     "NO_SCALING",
     "SCALING_KINDS",
+    "Form",
     "RotaryScaling",
     "apply_rotary",
     "attend",

@@ -9,7 +9,7 @@ Only for small inputs: some of these hold T * S * D complex numbers.
 import torch
 from torch import Tensor
 
-from coca_attention.ops.collinear import Form
+from coca_attention.ops.maps import Form
 
 
 def _angles(positions: Tensor, width: int, base: float) -> Tensor:
@@ -133,6 +133,31 @@ def slack_scores(
     return (rotated_query.unsqueeze(-3) * keys).sum((-1, -2))
 
 
+def linear_scores(
+    query: Tensor,
+    key_coefficients: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    *,
+    base: float = 10000.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """Not from the paper: Equation (9) for the query with every pair divided by √|q_j|.
+
+    Arguments and result as in `strict_scores`.
+    """
+    q = _complex_pairs(query, interleaved)
+    q = torch.where(q == 0, 0, q / q.abs().sqrt())
+    return strict_scores(
+        torch.view_as_real(q).flatten(-2),
+        key_coefficients,
+        query_positions,
+        key_positions,
+        base=base,
+        interleaved=True,
+    )
+
+
 def partial_scores(
     form: Form,
     query: Tensor,
@@ -147,7 +172,7 @@ def partial_scores(
     """Scores under partial rotary: of the rotated span, plus of the rest with every position 0.
 
     Args:
-        form: ``slack`` or ``strict``.
+        form: ``slack``, ``strict`` or ``linear``.
         query: (..., T, D), the first ``rotary_width`` numbers of each head rotated.
         key_coefficients: t, (..., S, P).
         query_positions: (T,).
@@ -177,7 +202,7 @@ def partial_scores(
     return turned + passed
 
 
-SCORES = {"slack": slack_scores, "strict": strict_scores}
+SCORES = {"slack": slack_scores, "strict": strict_scores, "linear": linear_scores}
 
 
 def attention(scores: Tensor, value: Tensor, *, scale: float, is_causal: bool = True) -> Tensor:

@@ -291,8 +291,14 @@ def split_pairs(
     return first, second
 
 
-def join_pairs(first: Tensor, second: Tensor, interleaved: bool = False) -> Tensor:
-    """Inverse of `split_pairs` of the whole head: (..., P) and (..., P) to (..., D)."""
+def join_pairs(
+    first: Tensor, second: Tensor, interleaved: bool = False, rotary_width: int | None = None
+) -> Tensor:
+    """Inverse of `split_pairs`: (..., P) and (..., P) to (..., D)."""
+    if rotary_width is not None and rotary_width != 2 * first.shape[-1]:
+        pairs = rotary_width // 2
+        turned = join_pairs(first[..., :pairs], second[..., :pairs], interleaved)
+        return torch.cat((turned, first[..., pairs:], second[..., pairs:]), dim=-1)
     if interleaved:
         return torch.stack((first, second), dim=-1).flatten(-2)
     return torch.cat((first, second), dim=-1)

@@ -10,7 +10,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from coca_attention.report.figures import COLOURS, draw
 
-FORMS = {"vanilla": "rotary attention", "slack": "CoCA, slack form", "strict": "CoCA, strict form"}
+FORMS = {
+    "vanilla": "rotary attention",
+    "slack": "CoCA, slack form",
+    "strict": "CoCA, strict form",
+    "linear": "CoCA, linear form",
+}
+# Forms whose angles are all 0 by construction.
+WITHOUT_ANGLES = ("strict", "linear")
 DASHES = ("-", "--", ":", "-.")
 LEVELS = 10
 ROUND_OFF = 1e-9
@@ -42,7 +49,7 @@ def angle_sections(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             angle_figure(cell, f"angles-{index}"),
         )
         for index, cell in enumerate(cells)
-        if cell["form"] != "strict"  # one bin would hold all
+        if cell["form"] not in WITHOUT_ANGLES  # one bin would hold all
     ]
     sections.append(
         ("Anomalous tokens by rotary pair", _anomaly_text(cells), anomaly_figure(cells))
@@ -244,7 +251,7 @@ def _anomaly_text(cells: Sequence[dict[str, Any]]) -> str:
         "τ = (2π − Θ)/θ and Θ > π: there the pair's score rises with distance."
     ]
     for cell in cells:
-        if cell["form"] == "strict":
+        if cell["form"] in WITHOUT_ANGLES:
             sentences.append(
                 f"{cell['model']}: none, for all angles are 0 by construction (largest measured: "
                 f"{_largest(cell)} radians)."
@@ -269,7 +276,7 @@ def _decay_text(cell: dict[str, Any]) -> str:
             + (f", largest left side {ratio:.3g} of the right" if ratio is not None else "")
             + "."
         )
-    if cell["form"] != "strict":
+    if cell["form"] not in WITHOUT_ANGLES:
         count = _total(cell, "score_against_eq20", "checked")
         above = _total(cell, "score_against_eq20", "violations")
         sentences.append(

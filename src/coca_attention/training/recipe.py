@@ -15,8 +15,8 @@ from coca_attention.options import OptionParser, check_sections
 class ModelRecipe:
     """The model."""
 
-    attention: Literal["slack", "strict", "rope", "alibi"] = "slack"
-    """CoCA in its slack or strict form, or a baseline: rope (RoFormer) or alibi."""
+    attention: Literal["slack", "strict", "linear", "rope", "alibi"] = "slack"
+    """CoCA in its slack, strict or linear form, or a baseline: rope (RoFormer) or alibi."""
     body: Literal["gpt_neox", "llama"] = "gpt_neox"
     """The decoder around the attention; alibi comes on gpt_neox alone."""
     hidden_size: int = 1024

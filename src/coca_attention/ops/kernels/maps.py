@@ -1,0 +1,246 @@
+"""The query and key maps and their gradients, each read once and written once.
+
+One program takes one position of one row of the batch and several heads: cos and sin are loaded
+once for all of them. Arithmetic in float32. Legend as in `coca_attention.ops.maps`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Heads handled by a program: enough to share cos and sin, few enough to fill the device.
+HEADS = 8
+
+
+@triton.jit
+def _members(pair, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):  # noqa: N803
+    """Places of both members of every pair in a head (`split_pairs`)."""
+    passed: tl.constexpr = (WIDTH - SPAN) // 2
+    if INTERLEAVED:
+        first = tl.where(pair < SPAN // 2, 2 * pair, SPAN // 2 + pair)
+        second = tl.where(pair < SPAN // 2, 2 * pair + 1, SPAN // 2 + pair + passed)
+    else:
+        first = tl.where(pair < SPAN // 2, pair, SPAN // 2 + pair)
+        second = tl.where(pair < SPAN // 2, SPAN // 2 + pair, SPAN // 2 + pair + passed)
+    return first, second
+
+
+@triton.jit
+def _query_map(
+    query, made, cos, sin,
+    q_batch, q_head, q_row, q_width,
+    m_batch, m_head, m_row,
+    c_batch, c_row,
+    heads, length,
+    FORM: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    row = tl.program_id(0) % length
+    batch = (tl.program_id(0) // length).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, PAIRS)[None, :]
+    there = (head < heads) & (pair < WIDTH // 2)
+    c = tl.load(cos + batch * c_batch + row * c_row + pair, mask=pair < WIDTH // 2, other=0.0)
+    s = tl.load(sin + batch * c_batch + row * c_row + pair, mask=pair < WIDTH // 2, other=0.0)
+    first, second = _members(pair, SPAN, WIDTH, INTERLEAVED)
+    place = query + batch * q_batch + head * q_head + row * q_row
+    q0 = tl.load(place + first * q_width, mask=there, other=0.0).to(tl.float32)
+    q1 = tl.load(place + second * q_width, mask=there, other=0.0).to(tl.float32)
+    if FORM == "slack":
+        made0 = q0 * (q0 * c - q1 * s)
+        made1 = q1 * (q0 * s + q1 * c)
+    else:
+        magnitude = q0 * q0 + q1 * q1
+        if FORM == "linear":
+            magnitude = tl.sqrt(magnitude)
+        made0, made1 = magnitude * c, magnitude * s
+    place = made + batch * m_batch + head * m_head + row * m_row + pair
+    tl.store(place, made0.to(made.dtype.element_ty), mask=there)
+    tl.store(place + WIDTH // 2, made1.to(made.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _query_gradient(
+    query, grad, made, cos, sin,
+    q_batch, q_head, q_row, q_width,
+    g_batch, g_head, g_row, g_width,
+    m_batch, m_head, m_row,
+    c_batch, c_row,
+    heads, length,
+    FORM: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    row = tl.program_id(0) % length
+    batch = (tl.program_id(0) // length).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, PAIRS)[None, :]
+    there = (head < heads) & (pair < WIDTH // 2)
+    c = tl.load(cos + batch * c_batch + row * c_row + pair, mask=pair < WIDTH // 2, other=0.0)
+    s = tl.load(sin + batch * c_batch + row * c_row + pair, mask=pair < WIDTH // 2, other=0.0)
+    first, second = _members(pair, SPAN, WIDTH, INTERLEAVED)
+    place = query + batch * q_batch + head * q_head + row * q_row
+    q0 = tl.load(place + first * q_width, mask=there, other=0.0).to(tl.float32)
+    q1 = tl.load(place + second * q_width, mask=there, other=0.0).to(tl.float32)
+    place = grad + batch * g_batch + head * g_head + row * g_row
+    g0 = tl.load(place + pair * g_width, mask=there, other=0.0).to(tl.float32)
+    g1 = tl.load(place + (pair + WIDTH // 2) * g_width, mask=there, other=0.0).to(tl.float32)
+    if FORM == "slack":
+        turned = (g1 - g0) * s
+        made0 = 2 * c * g0 * q0 + turned * q1
+        made1 = 2 * c * g1 * q1 + turned * q0
+    else:
+        along = g0 * c + g1 * s
+        if FORM == "strict":
+            along = 2 * along
+        else:
+            square = q0 * q0 + q1 * q1
+            along = tl.where(square > 0, along * tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
+        made0, made1 = along * q0, along * q1
+    place = made + batch * m_batch + head * m_head + row * m_row
+    tl.store(place + first, made0.to(made.dtype.element_ty), mask=there)
+    tl.store(place + second, made1.to(made.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _key_map(
+    coefficients, made, first, second,
+    t_batch, t_head, t_row, t_width,
+    m_batch, m_head, m_row,
+    c_batch, c_row,
+    heads, length,
+    HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    row = tl.program_id(0) % length
+    batch = (tl.program_id(0) // length).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, PAIRS)[None, :]
+    there = (head < heads) & (pair < HALF)
+    place = batch * c_batch + row * c_row + pair
+    x = tl.load(first + place, mask=pair < HALF, other=0.0)
+    y = tl.load(second + place, mask=pair < HALF, other=0.0)
+    place = coefficients + batch * t_batch + head * t_head + row * t_row + pair * t_width
+    t = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    place = made + batch * m_batch + head * m_head + row * m_row + pair
+    tl.store(place, (t * x).to(made.dtype.element_ty), mask=there)
+    tl.store(place + HALF, (t * y).to(made.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _key_gradient(
+    grad, made, first, second,
+    g_batch, g_head, g_row, g_width,
+    m_batch, m_head, m_row,
+    c_batch, c_row,
+    heads, length,
+    HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    row = tl.program_id(0) % length
+    batch = (tl.program_id(0) // length).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, PAIRS)[None, :]
+    there = (head < heads) & (pair < HALF)
+    place = batch * c_batch + row * c_row + pair
+    x = tl.load(first + place, mask=pair < HALF, other=0.0)
+    y = tl.load(second + place, mask=pair < HALF, other=0.0)
+    place = grad + batch * g_batch + head * g_head + row * g_row + pair * g_width
+    g0 = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    g1 = tl.load(place + HALF * g_width, mask=there, other=0.0).to(tl.float32)
+    place = made + batch * m_batch + head * m_head + row * m_row + pair
+    tl.store(place, (g0 * x + g1 * y).to(made.dtype.element_ty), mask=there)
+
+
+def query_map(
+    query: Tensor, cos: Tensor, sin: Tensor, form: str, interleaved: bool, span: int
+) -> Tensor:
+    """Q' of (B, H, T, D); cos and sin (1 or B, 1, T, P), scale folded in."""
+    made = _like(query, query.shape[-1])
+    cos, sin, *strides = _tables(cos, sin)
+    _launch(
+        _query_map, query,
+        query, made, cos, sin, *query.stride(), *made.stride()[:3], *strides,
+        FORM=form, SPAN=span, WIDTH=query.shape[-1], INTERLEAVED=interleaved,
+    )  # fmt: skip
+    return made
+
+
+def query_gradient(
+    query: Tensor,
+    grad: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    form: str,
+    interleaved: bool,
+    span: int,
+) -> Tensor:
+    """Gradient of q from that of Q', both (B, H, T, D)."""
+    made = _like(query, query.shape[-1])
+    cos, sin, *strides = _tables(cos, sin)
+    _launch(
+        _query_gradient, query,
+        query, grad, made, cos, sin,
+        *query.stride(), *grad.stride(), *made.stride()[:3], *strides,
+        FORM=form, SPAN=span, WIDTH=query.shape[-1], INTERLEAVED=interleaved,
+    )  # fmt: skip
+    return made
+
+
+def key_map(coefficients: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """K' (B, G, S, D) of t (B, G, S, P) and what its two halves are multiplied by."""
+    half = coefficients.shape[-1]
+    made = _like(coefficients, 2 * half)
+    first, second, *strides = _tables(first, second)
+    _launch(
+        _key_map, coefficients,
+        coefficients, made, first, second,
+        *coefficients.stride(), *made.stride()[:3], *strides,
+        HALF=half,
+    )  # fmt: skip
+    return made
+
+
+def key_gradient(grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Gradient of t (B, G, S, P) from that of K' (B, G, S, D)."""
+    half = grad.shape[-1] // 2
+    made = _like(grad, half)
+    first, second, *strides = _tables(first, second)
+    _launch(
+        _key_gradient, grad,
+        grad, made, first, second, *grad.stride(), *made.stride()[:3], *strides,
+        HALF=half,
+    )  # fmt: skip
+    return made
+
+
+def _like(tensor: Tensor, width: int) -> Tensor:
+    """An empty (B, H, T, width) whose heads and rows lie in memory as the tensor's do."""
+    batch, heads, length, _ = tensor.shape
+    if tensor.stride(1) < tensor.stride(2):
+        return tensor.new_empty(batch, length, heads, width).transpose(1, 2)
+    return tensor.new_empty(batch, heads, length, width)
+
+
+def _tables(cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
+    """float32 tables (1 or B, 1, T, P) with dense rows, and the strides of batch and row."""
+    cos, sin = cos.float().contiguous(), sin.float().contiguous()
+    return cos, sin, cos.stride(0) if cos.dim() == 4 and cos.shape[0] > 1 else 0, cos.stride(-2)
+
+
+def _launch(kernel: Any, shaped: Tensor, *arguments: Any, **constants: Any) -> None:
+    """Run a kernel over every position and all heads of a (B, H, T, ...) tensor."""
+    batch, heads, length, _ = shaped.shape
+    half = constants.get("HALF", constants.get("WIDTH", 0) // 2)
+    if 0 in shaped.shape:
+        return
+    block = min(HEADS, triton.next_power_of_2(heads))
+    with torch.cuda.device_of(shaped):
+        kernel[(batch * length, triton.cdiv(heads, block))](
+            *arguments,
+            heads,
+            length,
+            HEADS=block,
+            PAIRS=triton.next_power_of_2(half),
+            **constants,
+        )

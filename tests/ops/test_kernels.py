@@ -1,0 +1,112 @@
+"""The Triton kernels against PyTorch's own operations; without a GPU in Triton's interpreter."""
+
+import pytest
+import torch
+
+from coca_attention.ops import FORMS, coca_attention, kernels, key_map, query_map, rotary_cos_sin
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def tensor(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def both_ways(monkeypatch, function, *inputs):
+    """Results and gradients with PyTorch's operations, then with the kernels."""
+    found = []
+    for served in (False, True):
+        calls = []
+
+        def serve(x, served=served, calls=calls):
+            calls.append(x)
+            return served
+
+        monkeypatch.setattr(kernels, "serve", serve)
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        output = function(*leaves)
+        weights = tensor(*output.shape, seed=7).to(output.dtype)
+        gradients = torch.autograd.grad(output, leaves, weights)
+        assert calls
+        found.append([output, *gradients])
+    return zip(*found, strict=True)
+
+
+def lie(x, layout):
+    """The same numbers, heads before rows or rows before heads, or with gaps between them."""
+    if layout == "rows":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "gaps":
+        wider = torch.cat((x, x), dim=-1)
+        return wider[..., : x.shape[-1]]
+    return x
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("width", "span", "interleaved"),
+    [(16, 16, False), (12, 12, True), (12, 4, False), (12, 4, True)],
+)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("heads", torch.float32), ("gaps", torch.float32), ("rows", torch.bfloat16)],
+    ids=str,
+)
+def test_maps(monkeypatch, form, width, span, interleaved, layout, dtype):
+    q = lie(tensor(2, 3, 5, width, dtype=dtype), layout)
+    t = lie(tensor(2, 9, 5, width // 2, seed=1, dtype=dtype), layout)
+    positions = torch.stack((torch.arange(5), torch.arange(5) + 100)).to(DEVICE)
+    cos, sin = rotary_cos_sin(positions, span)
+    # Where PyTorch rounds once less or once more, the last place of the dtype differs.
+    tolerance = 4 * torch.finfo(dtype).eps
+
+    def query(x):
+        return query_map(x, cos, sin, form=form, scale=0.3, interleaved=interleaved)
+
+    def key(x):
+        return key_map(x, cos, sin, form=form)
+
+    for function, x in ((query, q), (key, t)):
+        for expected, ours in both_ways(monkeypatch, function, x):
+            assert ours.dtype == dtype and ours.shape == expected.shape
+            assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_operator_runs_on_them(monkeypatch, form):
+    """Positions shared by all rows of the batch, grouped heads, strided heads of a projection."""
+    q, v = (tensor(2, 7, heads, 8, seed=s).transpose(1, 2) for heads, s in ((4, 0), (2, 1)))
+    t = tensor(2, 7, 2, 4, seed=2).relu().transpose(1, 2)
+
+    def attention(q, t, v):
+        return coca_attention(q, t, v, form=form)
+
+    for expected, ours in both_ways(monkeypatch, attention, q, t, v):
+        assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_no_positions_and_no_heads_to_map(monkeypatch):
+    cos, sin = rotary_cos_sin(torch.arange(0, device=DEVICE), 8)
+    monkeypatch.setattr(kernels, "serve", lambda x: True)
+    assert query_map(tensor(1, 2, 0, 8), cos, sin, form="slack").shape == (1, 2, 0, 8)
+    assert key_map(tensor(0, 2, 0, 4), cos, sin, form="slack").shape == (0, 2, 0, 8)
+
+
+def test_second_derivatives_do_without_them(monkeypatch):
+    monkeypatch.setattr(kernels, "serve", lambda x: True)
+    q = tensor(1, 1, 3, 4).requires_grad_()
+    cos, sin = rotary_cos_sin(torch.arange(3, device=DEVICE), 4)
+    made = query_map(q, cos, sin, form="strict").sum()
+    (first,) = torch.autograd.grad(made, q, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), q)
+    # |q|^2 (cos + sin), summed: its second derivative by q is 2 (cos + sin).
+    assert (second - 2 * (cos + sin).repeat(1, 2)).abs().max() < 1e-5
+
+
+def test_kernels_are_for_cuda_and_not_for_wider_numbers():
+    assert not kernels.serve(torch.zeros(1))
+    if torch.cuda.is_available():
+        assert kernels.serve(torch.zeros(1, device="cuda"))
+        assert not kernels.serve(torch.zeros(1, device="cuda", dtype=torch.float64))

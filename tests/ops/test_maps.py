@@ -1,0 +1,90 @@
+"""The query and key maps alone: derivatives, layouts, what is kept for the backward pass."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from coca_attention.ops import FORMS, key_map, query_map, rotary_cos_sin
+
+
+def tensors(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("span", [8, 4])
+def test_first_and_second_derivatives(form, interleaved, span):
+    q, t = tensors(2, 2, 3, 8).requires_grad_(), tensors(2, 1, 3, 4, seed=1).requires_grad_()
+    cos, sin = rotary_cos_sin(torch.arange(3), span, dtype=torch.float64)
+
+    def query(x):
+        return query_map(x, cos, sin, form=form, scale=0.7, interleaved=interleaved)
+
+    def key(x):
+        return key_map(x, cos, sin, form=form)
+
+    for function, x in ((query, q), (key, t)):
+        assert gradcheck(function, (x,))
+        assert gradgradcheck(function, (x,))
+
+
+def test_linear_has_gradient_zero_where_the_query_is_zero():
+    q = torch.zeros(1, 1, 2, 4, dtype=torch.float64, requires_grad=True)
+    cos, sin = rotary_cos_sin(torch.arange(2), 4, dtype=torch.float64)
+    made = query_map(q, cos, sin, form="linear")
+    (first,) = torch.autograd.grad(made.sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), q)
+    assert torch.equal(first, torch.zeros_like(q)) and torch.equal(second, torch.zeros_like(q))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_batches_of_functions(form):
+    """torch.func maps and differentiates them like any other operation."""
+    q = tensors(3, 1, 2, 5, 8)
+    cos, sin = rotary_cos_sin(torch.arange(5), 8, dtype=torch.float64)
+
+    def loss(x):
+        return query_map(x, cos, sin, form=form).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss))(q)
+    for mapped, x in zip(found, q, strict=True):
+        x = x.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(loss(x), x)
+        assert (mapped - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_the_query_is_kept_for_the_backward_pass(dtype):
+    """Besides cos and sin, which all heads share: nothing for the keys, and q in its own dtype."""
+    q, t = (tensors(1, 8, 64, n, dtype=dtype).requires_grad_() for n in (16, 8))
+    cos, sin = rotary_cos_sin(torch.arange(64), 16)
+    kept: dict[int, int] = {}
+
+    def keep(x):
+        kept[x.data_ptr()] = x.numel() * x.element_size()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        made = query_map(q, cos, sin, form="slack"), key_map(t, cos, sin, form="slack")
+    assert all(x.requires_grad for x in made)
+    assert sum(kept.values()) == q.numel() * q.element_size() + 4 * cos.numel() * 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_and_rows_stay_where_they_lie(form):
+    """Projections give (B, T, H, D) seen as (B, H, T, D): nothing is moved about."""
+    q, t = (tensors(2, 5, 3, n).transpose(1, 2) for n in (8, 4))
+    cos, sin = rotary_cos_sin(torch.arange(5), 8, dtype=torch.float64)
+    assert query_map(q, cos, sin, form=form).transpose(1, 2).is_contiguous()
+    assert key_map(t, cos, sin, form=form).transpose(1, 2).is_contiguous()
+
+
+def test_learned_frequencies_are_refused():
+    q, t = tensors(1, 1, 2, 4), tensors(1, 1, 2, 2)
+    cos, sin = rotary_cos_sin(torch.arange(2), 4, dtype=torch.float64)
+    for function, x in ((query_map, q), (key_map, t)):
+        with pytest.raises(ValueError, match="constants of the maps"):
+            function(x, cos.requires_grad_(), sin, form="strict")
