@@ -20,7 +20,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layers.coca import project_collinear
 from coca_attention.models.configuration import rotary_scaling, rotary_width
-from coca_attention.ops import fold, key_map, query_map, rotary_cos_sin, score_scale
+from coca_attention.models.half_cache import KeyPositions
+from coca_attention.ops import (
+    attend_half,
+    fold,
+    key_map,
+    query_map,
+    rotary_cos_sin,
+    score_scale,
+    tile_length,
+)
 
 Initialisation = Literal["fold", "random"]
 
@@ -205,7 +214,7 @@ class CollinearAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         past_key_values: Any = None,
         layer_past: Any = None,
-        key_rotary: Any = None,
+        key_positions: KeyPositions | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """One attention layer.
@@ -216,15 +225,14 @@ class CollinearAttention(nn.Module):
             position_embeddings: cos and sin from `CoCARotary`.
             past_key_values: Cache, by the name most families use.
             layer_past: Cache, by GPT-NeoX's name.
-            key_rotary: With a half cache, cos and sin of all positions of the text so far, from
-                `CollinearModel`.
+            key_positions: With a half cache, where its tokens stand, from `CollinearModel`.
             **kwargs: Passed on to the attention implementation.
 
         Returns:
             (B, T, hidden) and the attention weights where the implementation gives them.
         """
         assert position_embeddings is not None  # always passed by the decoder
-        batch, length, _ = hidden_states.shape
+        length = hidden_states.shape[1]
         cos, sin = position_embeddings
         form = self.config.coca_form
         query, coefficients, value = project_collinear(
@@ -242,9 +250,28 @@ class CollinearAttention(nn.Module):
         cache = past_key_values if past_key_values is not None else layer_past
         half = cache is not None and self.config.kv_cache == "half"
         if half:
-            coefficients, value, cos, sin = self._through_half_cache(
-                cache, coefficients, value, cos, sin, key_rotary
-            )
+            # The decoder passes positions where there is a half cache.
+            assert cache is not None and key_positions is not None
+            check_cache_width(cache, self.layer_idx, coefficients.shape[-1])
+            _, first = cache.get_mask_sizes(length, self.layer_idx)
+            coefficients, value = cache.update(coefficients, value, self.layer_idx)
+            keys, kind = coefficients.shape[-2], getattr(self, "layer_type", None)
+            if self._decodes(query, attention_mask):
+                tile = tile_length(coefficients)
+                pairs = coefficients.shape[-1]
+                frames = key_positions.frames(kind, first, keys, pairs, tile)
+                if frames is not None:
+                    output = attend_half(
+                        query,
+                        coefficients,
+                        value,
+                        frames,
+                        attention_mask=attention_mask,
+                        scale=divisor,
+                    )
+                    return self._projected(output.transpose(1, 2)), None
+            if keys != length:
+                cos, sin = key_positions.rotary(kind, first, keys)
         key = key_map(coefficients, cos, sin, form=form)
         if cache is not None and not half:
             check_cache_width(cache, self.layer_idx, key.shape[-1])
@@ -264,29 +291,24 @@ class CollinearAttention(nn.Module):
             sliding_window=getattr(self, "sliding_window", window),
             **kwargs,
         )
-        output = output.reshape(batch, length, -1).contiguous()
-        return self.get_submodule(self.output_name)(output), weights
+        return self._projected(output), weights
 
-    def _through_half_cache(
-        self: Any,
-        cache: Any,
-        coefficients: Tensor,
-        value: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        key_rotary: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All coefficients and values of the layer, and cos and sin at their positions."""
-        check_cache_width(cache, self.layer_idx, coefficients.shape[-1])
-        length = coefficients.shape[-2]
-        _, first = cache.get_mask_sizes(length, self.layer_idx)
-        coefficients, value = cache.update(coefficients, value, self.layer_idx)
-        keys = coefficients.shape[-2]
-        if keys != length:
-            if isinstance(key_rotary, dict):
-                key_rotary = key_rotary[self.layer_type]
-            cos, sin = (table[:, first : first + keys] for table in key_rotary)
-        return coefficients, value, cos, sin
+    def _projected(self: Any, output: Tensor) -> Tensor:
+        """(B, T, H, D) to (B, T, hidden)."""
+        return self.get_submodule(self.output_name)(output.flatten(2).contiguous())
+
+    def _decodes(self: Any, query: Tensor, mask: Any) -> bool:
+        """Whether `attend_half` may take the place of the attention that was chosen.
+
+        It is exact too, so it stands in for `scaled_dot_product_attention` where one token is
+        decoded; while compiling, the maps are fused with what stands around them instead.
+        """
+        return (
+            query.shape[-2] == 1
+            and self.config._attn_implementation == "sdpa"
+            and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
+            and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
+        )
 
 
 def check_cache_width(cache: Any, layer_idx: int, width: int) -> None:

@@ -7,7 +7,6 @@ is built from a configuration, loaded, or converted.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,7 +16,8 @@ from coca_attention.models.attention import (
     FoldedLinear,
     Initialisation,
 )
-from coca_attention.models.configuration import check_cache_kind, rope_parameters
+from coca_attention.models.configuration import check_cache_kind
+from coca_attention.models.half_cache import KeyPositions
 
 
 def become(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
@@ -88,7 +88,7 @@ class CollinearModel(CollinearPreTrained):
                 past = past_key_values.get_seq_length()
                 steps = torch.arange(tokens.shape[1], device=tokens.device) + past
                 position_ids = steps.unsqueeze(0)
-            kwargs["key_rotary"] = self._key_rotary(past_key_values, position_ids, mask)
+            kwargs["key_positions"] = KeyPositions(self, past_key_values, position_ids, mask)
         forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         return forward(
             input_ids=input_ids,
@@ -98,43 +98,6 @@ class CollinearModel(CollinearPreTrained):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-
-    def _key_rotary(self: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> Any:
-        """cos and sin of every token of the text so far, (B, S, R/2) each, for half caches.
-
-        One pair for the family, or one for each kind of layer where they differ. The tokens of this
-        pass have the positions given; those before them are taken to be consecutive.
-
-        Args:
-            cache: As before this pass.
-            position_ids: Positions of this pass, (B, T).
-            mask: 1 for every real token of the text so far, (B, S), where one was given.
-        """
-        device, length = position_ids.device, position_ids.shape[1]
-        sizes = [cache.get_mask_sizes(length, index) for index in range(len(self.layers))]
-        slots = max(keys + first for keys, first in sizes)
-        start = cache.get_seq_length()  # a tensor for static caches
-        slot = torch.arange(slots, device=device)
-        own = position_ids[:, (slot - start).clamp(0, length - 1)]
-        if mask is None:
-            earlier = position_ids[:, :1] - (start - slot)
-        else:
-            # Count real tokens back from the last real one of this pass, so that padding anywhere
-            # shifts nothing.
-            mask = F.pad(mask, (0, slots - mask.shape[1]))
-            real = mask[:, (start + torch.arange(length, device=device))]
-            index = (real * torch.arange(length, device=device)).argmax(-1, keepdim=True)
-            counted = mask.cumsum(-1)
-            earlier = position_ids.expand(len(mask), -1).gather(1, index) - (
-                counted.gather(1, index + start) - counted
-            )
-        positions = torch.where(slot < start, earlier, own).clamp(min=0)
-        dtype = torch.empty((), dtype=self.dtype, device=device)
-        if rope_parameters(self.config) is (self.config.rope_parameters or {}):
-            return self.rotary_emb(dtype, positions)
-        return {
-            kind: self.rotary_emb(dtype, positions, kind) for kind in set(self.config.layer_types)
-        }
 
 
 class CollinearForCausalLM(CollinearPreTrained):

@@ -57,3 +57,10 @@ def key_gradient(*arguments: Any) -> Tensor:
     from coca_attention.ops.kernels import maps
 
     return maps.key_gradient(*arguments)
+
+
+def attend_half(*arguments: Any) -> Tensor:
+    """`coca_attention.ops.kernels.decode.attend_half`."""
+    from coca_attention.ops.kernels import decode
+
+    return decode.attend_half(*arguments)

@@ -1,0 +1,104 @@
+"""Half caches: where the tokens stand whose coefficients are kept before rotation.
+
+Legend: B batch, T tokens of a pass, S slots of a cache.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coca_attention.models.configuration import rope_parameters, rotary_scaling, rotary_width
+from coca_attention.ops import KeyFrames, inverse_frequencies, key_frames
+
+
+class KeyPositions:
+    """Positions of every slot in one forward pass, and the tables made of them, for all layers.
+
+    Tokens of the pass have the positions given; those before them are taken to be consecutive,
+    counted back over the padding mask where there is one.
+
+    Args:
+        body: The decoder.
+        cache: Its cache as before this pass.
+        position_ids: Positions of this pass, (1 or B, T).
+        mask: 1 for every real token of the text so far, (B, S), where one was given.
+    """
+
+    def __init__(self, body: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> None:
+        self.body = body
+        device, length = position_ids.device, position_ids.shape[1]
+        sizes = [cache.get_mask_sizes(length, index) for index in range(len(body.layers))]
+        slots = max(keys + first for keys, first in sizes)
+        start = cache.get_seq_length()  # a tensor for static caches
+        slot = torch.arange(slots, device=device)
+        own = position_ids[:, (slot - start).clamp(0, length - 1)]
+        if mask is None:
+            earlier = position_ids[:, :1] - (start - slot)
+        else:
+            # Count real tokens back from the last real one of this pass, so that padding anywhere
+            # shifts nothing.
+            mask = F.pad(mask, (0, slots - mask.shape[1]))
+            real = mask[:, (start + torch.arange(length, device=device))]
+            index = (real * torch.arange(length, device=device)).argmax(-1, keepdim=True)
+            counted = mask.cumsum(-1)
+            earlier = position_ids.expand(len(mask), -1).gather(1, index) - (
+                counted.gather(1, index + start) - counted
+            )
+        self.positions = torch.where(slot < start, earlier, own).clamp(min=0)
+        self.first_position = None
+        if length == 1 and not torch.compiler.is_compiling():
+            # One new token: slots stand at consecutive positions, unless there are gaps.
+            first = position_ids[:, 0] - start
+            if mask is None or bool(((first[:, None] + slot == earlier) | (mask == 0)).all()):
+                self.first_position = first
+        self.made: dict[Any, Any] = {}
+
+    def rotary(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of slots first … first + keys - 1, (1 or B, keys, R/2) each."""
+        config, kind = self.body.config, ("rotary", layer_type)
+        if kind not in self.made:
+            like = torch.empty((), dtype=self.body.dtype, device=self.positions.device)
+            named = layer_type if rotary_is_by_layer(config) else None
+            self.made[kind] = self.body.rotary_emb(like, self.positions, named)
+        cos, sin = self.made[kind]
+        return cos[:, first : first + keys], sin[:, first : first + keys]
+
+    def frames(
+        self, layer_type: str | None, first: int, keys: int, pairs: int, tile: int
+    ) -> KeyFrames | None:
+        """Tables for `attend_half` over these slots; None where positions are not consecutive.
+
+        Args:
+            layer_type: Kind of the layer, where kinds differ in their rotation.
+            first: First slot that the layer's cache returned.
+            keys: How many it returned.
+            pairs: Rotary pairs of a head.
+            tile: Keys of a tile.
+        """
+        if self.first_position is None:
+            return None
+        kind = ("frames", layer_type, first, keys, pairs, tile)
+        if kind not in self.made:
+            config = self.body.config
+            named = layer_type if rotary_is_by_layer(config) else None
+            base, scaling = rotary_scaling(config, named)
+            if scaling.kind == "dynamic" and scaling.length is None:
+                return None  # its base follows the largest position
+            self.made[kind] = key_frames(
+                self.first_position + first,
+                keys,
+                inverse_frequencies(rotary_width(config, named), base, scaling),
+                form=config.coca_form,
+                tile=tile,
+                pairs=pairs,
+                magnitude=scaling.magnitude,
+                dtype=torch.promote_types(self.body.dtype, torch.float32),
+            )
+        return self.made[kind]
+
+
+def rotary_is_by_layer(config: Any) -> bool:
+    """Whether kinds of layers have rotary parameters of their own."""
+    return rope_parameters(config) is not (config.rope_parameters or {})

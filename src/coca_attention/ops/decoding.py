@@ -1,0 +1,151 @@
+"""Attention of one new token over a half cache: coefficients t in place of whole keys.
+
+Legend: B batch, S keys, H query heads, G key/value heads, D head width, P = D/2 rotary pairs, N
+keys of a tile.
+
+A key is R_n times something that holds t alone (`maps.key_turn`), and rotations add up: for the
+keys n = n_0 + r of a tile, Q' · K'_n = (R_{-n_0} Q') · K'_r. So the query is turned once a tile,
+and one table of N rows turns the coefficients of every tile: a step reads t and V and nothing else
+of the cache's length, three quarters of what whole keys and values would be.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coca_attention.ops import kernels
+from coca_attention.ops.maps import Form, key_turn
+
+# Numbers of a tile's keys on a CPU, over all heads: they stay in its caches.
+CPU_TILE = 1 << 17
+# Keys of a tile in the CUDA kernel.
+CUDA_TILE = 64
+
+
+@dataclass(frozen=True)
+class KeyFrames:
+    """How the query and the coefficients of every tile are turned.
+
+    Attributes:
+        cos: cos(n_0 θ_j) of every tile's first position n_0, (1 or B, tiles, P), float32 or wider.
+        sin: Like cos.
+        first: What t is multiplied by for the first members of K's pairs at r, (N, P).
+        second: Like first, for the second members.
+        length: Keys S.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    first: Tensor
+    second: Tensor
+    length: int
+
+    @property
+    def tile(self) -> int:
+        """Keys of a tile, N."""
+        return self.first.shape[0]
+
+
+def key_frames(
+    first_position: Tensor,
+    length: int,
+    theta: Tensor,
+    *,
+    form: Form,
+    tile: int,
+    pairs: int,
+    magnitude: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> KeyFrames:
+    """Tables for keys at consecutive positions; they serve every layer of a model.
+
+    Args:
+        first_position: Position of key 0 of every row of the batch, (1,) or (B,).
+        length: Keys S.
+        theta: Angle per token of the rotated pairs, (R/2,), float64 (`inverse_frequencies`).
+        form: ``slack``, ``strict`` or ``linear``.
+        tile: Keys of a tile, see `tile_length`.
+        pairs: All pairs of a head, P; those behind the rotated ones have angle 0.
+        magnitude: What cos and sin are multiplied by (`RotaryScaling.magnitude`).
+        dtype: dtype of the tables, float32 or wider.
+    """
+    device = first_position.device
+    theta = theta.to(device)
+    starts = torch.arange(0, length, tile, device=device)
+    angles = (first_position.unsqueeze(-1) + starts).to(theta.dtype).unsqueeze(-1) * theta
+    inside = torch.arange(tile, device=device).to(theta.dtype).unsqueeze(-1) * theta
+    missing = (0, pairs - theta.shape[0])
+    angles = F.pad(angles, missing)
+    cos = F.pad(inside.cos() * magnitude, missing, value=1.0)
+    sin = F.pad(inside.sin() * magnitude, missing)
+    first, second = (turn.to(dtype).contiguous() for turn in key_turn(cos, sin, form))
+    return KeyFrames(angles.cos().to(dtype), angles.sin().to(dtype), first, second, length)
+
+
+def tile_length(coefficients: Tensor) -> int:
+    """Keys of a tile that suit where the coefficients (B, G, S, P) lie: a power of two."""
+    if coefficients.is_cuda:
+        return CUDA_TILE
+    batch, groups, _, pairs = coefficients.shape
+    fit = max(16, CPU_TILE // max(1, batch * groups * pairs))
+    return 1 << (fit.bit_length() - 1)
+
+
+def attend_half(
+    query: Tensor,
+    coefficients: Tensor,
+    value: Tensor,
+    frames: KeyFrames,
+    *,
+    attention_mask: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """softmax(scale * Q' · K' + mask) V of one query token, K' never written out.
+
+    Args:
+        query: Q' (`maps.query_map`), (B, H, 1, D).
+        coefficients: t, (B, G, S, P); G divides H.
+        value: (B, G, S, Dv).
+        frames: From `key_frames`, for these S keys.
+        attention_mask: Boolean (True = may attend), (1 or B, 1, 1, S). A row that may attend to
+            nothing gives zeros.
+        scale: Multiplies the scores.
+
+    Returns:
+        (B, H, 1, Dv) in the dtype of the query.
+
+    Raises:
+        ValueError: If there is more than one query, or the frames are for another length.
+    """
+    if query.shape[-2] != 1 or frames.length != coefficients.shape[-2]:
+        raise ValueError(
+            f"expected one query token and frames for {coefficients.shape[-2]} keys, got "
+            f"{query.shape[-2]} and frames for {frames.length}"
+        )
+    if kernels.serve(query):
+        return kernels.attend_half(query, coefficients, value, frames, attention_mask, scale)
+    batch, heads, _, width = query.shape
+    groups, keys = coefficients.shape[1:3]
+    rows = query.to(frames.cos.dtype).view(batch, groups, heads // groups, width)
+    q0, q1 = rows.unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = frames.cos[:, :, None, None], frames.sin[:, :, None, None]
+    turned0 = torch.addcmul(q0 * cos, q1, sin)  # (B, tiles, G, H/G, P)
+    turned1 = torch.addcmul(q1 * cos, q0, sin, value=-1)
+    scores = rows.new_empty(batch, groups, heads // groups, keys)
+    for index, start in enumerate(range(0, keys, frames.tile)):
+        t = coefficients[:, :, start : start + frames.tile].to(rows.dtype)
+        size = t.shape[-2]
+        part = turned0[:, index] @ (t * frames.first[:size]).transpose(-2, -1)
+        part += turned1[:, index] @ (t * frames.second[:size]).transpose(-2, -1)
+        scores[..., start : start + size] = part
+    if scale != 1.0:
+        scores.mul_(scale)
+    if attention_mask is not None:
+        scores.masked_fill_(~attention_mask, float("-inf"))
+    weights = scores.softmax(-1)
+    if attention_mask is not None:
+        weights = weights.masked_fill_(~attention_mask.any(-1, keepdim=True), 0.0)
+    output = weights.to(value.dtype) @ value
+    return output.view(batch, heads, 1, value.shape[-1]).to(query.dtype)

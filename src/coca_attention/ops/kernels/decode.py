@@ -1,0 +1,161 @@
+"""Half-cache decoding (`coca_attention.ops.decoding`) in one pass over t and V.
+
+The keys are split among programs, so that one sequence fills the device; each keeps a running
+maximum and sum (online softmax), and a second kernel puts the parts together. Keys are formed in
+registers. Arithmetic in float32, products on tensor cores in the dtype of the cache.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Programs per multiprocessor that hide the latency of memory.
+PROGRAMS = 4
+SPLITS = 256
+
+
+@triton.jit
+def _parts(
+    query, coefficients, value, mask, cos, sin, first, second, sums, largest, total,
+    q_batch, q_head, t_batch, t_head, t_row, v_batch, v_head, v_row, m_batch, c_batch,
+    scale, keys, tiles, splits, each,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
+    M: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr,  # noqa: N803
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    batch = (tl.program_id(0) // GROUPS).to(tl.int64)
+    group = (tl.program_id(0) % GROUPS).to(tl.int64)
+    split = tl.program_id(1)
+    row, pair = tl.arange(0, M), tl.arange(0, PAIRS)
+    slot, column = tl.arange(0, N), tl.arange(0, COLUMNS)
+    dtype = coefficients.dtype.element_ty
+
+    inside = (row[:, None] < ROWS) & (pair[None, :] < HALF)
+    place = query + batch * q_batch + (group * ROWS + row[:, None]) * q_head + pair[None, :]
+    q0 = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    q1 = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    place = slot[:, None] * HALF + pair[None, :]
+    turn0 = tl.load(first + place, mask=pair[None, :] < HALF, other=0.0)
+    turn1 = tl.load(second + place, mask=pair[None, :] < HALF, other=0.0)
+
+    high = tl.full([M], float("-inf"), tl.float32)
+    weight = tl.zeros([M], tl.float32)
+    done = tl.zeros([M, COLUMNS], tl.float32)
+    for tile in range(split * each, min((split + 1) * each, tiles)):
+        place = batch * c_batch + tile * HALF + pair
+        c = tl.load(cos + place, mask=pair < HALF, other=0.0)[None, :]
+        s = tl.load(sin + place, mask=pair < HALF, other=0.0)[None, :]
+        at = tile * N + slot
+        there = at < keys
+        place = coefficients + batch * t_batch + group * t_head
+        place += at.to(tl.int64)[:, None] * t_row + pair[None, :]
+        t = tl.load(place, mask=there[:, None] & (pair[None, :] < HALF), other=0.0).to(tl.float32)
+        scores = tl.dot(
+            (q0 * c + q1 * s).to(dtype), tl.trans((t * turn0).to(dtype)), input_precision=PRECISION
+        )
+        scores += tl.dot(
+            (q1 * c - q0 * s).to(dtype), tl.trans((t * turn1).to(dtype)), input_precision=PRECISION
+        )
+        visible = there
+        if MASKED:
+            visible = visible & (tl.load(mask + batch * m_batch + at, mask=there, other=0) != 0)
+        scores = tl.where(visible[None, :], scores * scale, float("-inf"))
+        top = tl.maximum(high, tl.max(scores, 1))
+        # Before anything is seen the maximum is -inf, and -inf - -inf is no number.
+        base = tl.where(top == float("-inf"), 0.0, top)
+        shares = tl.exp(scores - base[:, None])
+        shrink = tl.exp(high - base)
+        weight = weight * shrink + tl.sum(shares, 1)
+        place = value + batch * v_batch + group * v_head
+        place += at.to(tl.int64)[:, None] * v_row + column[None, :]
+        v = tl.load(place, mask=there[:, None] & (column[None, :] < WIDTH), other=0.0)
+        done = done * shrink[:, None]
+        done += tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
+        high = top
+
+    head = (batch * GROUPS + group) * ROWS + row
+    place = head * splits + split
+    tl.store(largest + place, high, mask=row < ROWS)
+    tl.store(total + place, weight, mask=row < ROWS)
+    place = place[:, None] * WIDTH + column[None, :]
+    tl.store(sums + place, done, mask=(row[:, None] < ROWS) & (column[None, :] < WIDTH))
+
+
+@triton.jit
+def _together(
+    sums, largest, total, output, splits,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    split, column = tl.arange(0, SPLITS), tl.arange(0, COLUMNS)
+    place = head * splits + split
+    high = tl.load(largest + place, mask=split < splits, other=float("-inf"))
+    top = tl.max(high, 0)
+    factor = tl.exp(high - tl.where(top == float("-inf"), 0.0, top))
+    weight = tl.sum(factor * tl.load(total + place, mask=split < splits, other=0.0), 0)
+    place = place[:, None] * WIDTH + column[None, :]
+    inside = (split[:, None] < splits) & (column[None, :] < WIDTH)
+    done = tl.sum(factor[:, None] * tl.load(sums + place, mask=inside, other=0.0), 0)
+    done = done / tl.where(weight == 0, 1.0, weight)
+    place = output + head * WIDTH + column
+    tl.store(place, done.to(output.dtype.element_ty), mask=column < WIDTH)
+
+
+def attend_half(
+    query: Tensor,
+    coefficients: Tensor,
+    value: Tensor,
+    frames: Any,
+    attention_mask: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """As `coca_attention.ops.decoding.attend_half`."""
+    batch, heads, _, width = query.shape
+    groups, keys = coefficients.shape[1:3]
+    half, value_width = width // 2, value.shape[-1]
+    query, coefficients, value = (_dense_rows(x) for x in (query, coefficients, value))
+    mask = query  # never read
+    if attention_mask is not None:
+        mask = attention_mask.to(torch.int8).view(-1, keys).contiguous()
+    tiles = frames.cos.shape[1]
+    wanted = triton.cdiv(PROGRAMS * _multiprocessors(query.device), batch * groups)
+    each = triton.cdiv(tiles, max(1, min(wanted, tiles, SPLITS)))
+    splits = triton.cdiv(tiles, each)
+    sums = query.new_empty(batch * heads, splits, value_width, dtype=torch.float32)
+    largest, total = sums.new_empty(2, batch * heads, splits)
+    output = query.new_empty(batch, heads, 1, value_width)
+    columns = max(16, triton.next_power_of_2(value_width))
+    parts: Any = _parts
+    together: Any = _together
+    with torch.cuda.device_of(query):
+        parts[(batch * groups, splits)](
+            query, coefficients, value, mask,
+            frames.cos, frames.sin, frames.first, frames.second, sums, largest, total,
+            query.stride(0), query.stride(1), *coefficients.stride()[:3], *value.stride()[:3],
+            mask.stride(0) if mask.shape[0] > 1 else 0,
+            frames.cos.stride(0) if frames.cos.shape[0] > 1 else 0,
+            scale, keys, tiles, splits, each,
+            GROUPS=groups, ROWS=heads // groups, HALF=half, WIDTH=value_width,
+            M=max(16, triton.next_power_of_2(heads // groups)),
+            PAIRS=max(16, triton.next_power_of_2(half)), COLUMNS=columns, N=frames.tile,
+            MASKED=attention_mask is not None,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        )  # fmt: skip
+        together[(batch * heads,)](
+            sums, largest, total, output, splits,
+            WIDTH=value_width, COLUMNS=columns, SPLITS=triton.next_power_of_2(splits),
+        )  # fmt: skip
+    return output
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # Triton's interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count

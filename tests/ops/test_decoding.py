@@ -1,0 +1,133 @@
+"""One new token over a half cache: against whole keys and `attend`, and as a Triton kernel."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coca_attention.ops import (
+    FORMS,
+    attend,
+    attend_half,
+    inverse_frequencies,
+    kernels,
+    key_frames,
+    key_map,
+    rotary_cos_sin,
+    tile_length,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def case(
+    heads=4, groups=2, keys=70, width=16, value_width=16, batch=2, dtype=torch.float64, seed=0
+):
+    generator = torch.Generator().manual_seed(seed)
+
+    def tensor(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+    query = tensor(batch, heads, 1, width)
+    t = tensor(batch, groups, keys, width // 2).relu()
+    return query, t, tensor(batch, groups, keys, value_width)
+
+
+def whole_keys(query, t, value, first, form, span, scale, mask=None, magnitude=1.0):
+    positions = first.unsqueeze(-1) + torch.arange(t.shape[-2], device=t.device)
+    wide = torch.promote_types(t.dtype, torch.float32)
+    cos, sin = (magnitude * x for x in rotary_cos_sin(positions, span, dtype=wide))
+    key = key_map(t, cos, sin, form=form)
+    return attend(query, key, value, attention_mask=mask, is_causal=False, scale=scale)
+
+
+def frames_for(t, first, form, span, tile, magnitude=1.0):
+    return key_frames(
+        first,
+        t.shape[-2],
+        inverse_frequencies(span),
+        form=form,
+        tile=tile,
+        pairs=t.shape[-1],
+        magnitude=magnitude,
+        dtype=torch.promote_types(t.dtype, torch.float32),
+    )
+
+
+@settings(max_examples=60)
+@given(
+    form=st.sampled_from(FORMS),
+    keys=st.integers(1, 130),
+    tile=st.sampled_from([16, 32, 64]),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    span=st.sampled_from([16, 6]),
+    value_width=st.sampled_from([16, 5]),
+    rows=st.sampled_from([1, 2]),
+    magnitude=st.sampled_from([1.0, 1.2]),
+    masked=st.booleans(),
+    first=st.integers(-40, 100_000),
+)
+def test_agrees_with_whole_keys(
+    form, keys, tile, heads, span, value_width, rows, magnitude, masked, first
+):
+    query, t, value = case(*heads, keys=keys, value_width=value_width)
+    start = torch.tensor([first, first - 7])[:rows].to(DEVICE)
+    mask = None
+    if masked:
+        mask = torch.arange(keys, device=DEVICE) >= torch.tensor(
+            [[keys // 2], [keys]], device=DEVICE
+        )
+        mask = mask[:, None, None]
+    expected = whole_keys(query, t, value, start, form, span, 0.3, mask, magnitude)
+    frames = frames_for(t, start, form, span, tile, magnitude)
+    ours = attend_half(query, t, value, frames, attention_mask=mask, scale=0.3)
+    assert ours.shape == expected.shape and ours.dtype == expected.dtype
+    # cos and sin of positions of 100,000 differ by the angles' round-off in float64.
+    assert (ours - expected).abs().max() < 1e-9
+    if masked:
+        assert not ours[1].any()  # nothing may be seen
+
+
+@pytest.mark.parametrize(
+    ("form", "heads", "masked", "dtype", "tolerance"),
+    [
+        ("slack", (4, 4), False, torch.float32, 1e-5),
+        ("strict", (20, 1), True, torch.float32, 1e-5),
+        ("linear", (4, 2), True, torch.float16, 4e-3),
+    ],
+    ids=str,
+)
+def test_the_kernel(monkeypatch, form, heads, masked, dtype, tolerance):
+    """Several splits, a last tile that is not full, widths that are no powers of two."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "serve", lambda x: True)
+    query, t, value = case(*heads, keys=133, width=24, value_width=20, dtype=dtype)
+    t, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (t, value))
+    first = torch.tensor([900, -3], device=DEVICE)
+    mask = None
+    if masked:
+        mask = torch.arange(133, device=DEVICE) >= torch.tensor([[100], [133]], device=DEVICE)
+        mask = mask[:, None, None]
+    exact = (query.double(), t.double(), value.double())
+    expected = whole_keys(*exact, first, form, 16, 0.2, mask)
+    frames = frames_for(t, first, form, 16, 32)
+    ours = attend_half(query, t, value, frames, attention_mask=mask, scale=0.2)
+    assert ours.dtype == dtype
+    assert (ours.double() - expected).abs().max() < tolerance
+    if masked:
+        assert not ours[1].any()
+
+
+def test_tiles_are_powers_of_two_that_fit_the_cache():
+    for shape in ((1, 16, 5, 32), (64, 64, 5, 64), (1, 1, 5, 1), (1, 3, 5, 20)):
+        tile = tile_length(torch.empty(shape))
+        assert tile >= 16 and tile & (tile - 1) == 0
+
+
+def test_other_lengths_and_several_queries_are_refused():
+    query, t, value = case()
+    frames = frames_for(t, torch.zeros(1, device=DEVICE), "slack", 16, 16)
+    with pytest.raises(ValueError, match="one query token and frames for 69 keys"):
+        attend_half(query, t[:, :, 1:], value[:, :, 1:], frames)
+    with pytest.raises(ValueError, match="one query token"):
+        attend_half(query.repeat(1, 1, 2, 1), t, value, frames)
