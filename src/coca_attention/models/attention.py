@@ -247,18 +247,16 @@ class CollinearAttention(nn.Module):
         divisor = score_scale(query.dtype)
         factor = self.scaling / divisor
         query = query_map(query, cos, sin, form=form, scale=factor, interleaved=self.interleaved)
-        cache = past_key_values if past_key_values is not None else layer_past
+        cache: Any = past_key_values if past_key_values is not None else layer_past
         half = cache is not None and self.config.kv_cache == "half"
         if half:
-            # The decoder passes positions where there is a half cache.
-            assert cache is not None and key_positions is not None
             check_cache_width(cache, self.layer_idx, coefficients.shape[-1])
             _, first = cache.get_mask_sizes(length, self.layer_idx)
             coefficients, value = cache.update(coefficients, value, self.layer_idx)
             keys, kind = coefficients.shape[-2], getattr(self, "layer_type", None)
-            if self._decodes(query, attention_mask):
-                tile = tile_length(coefficients)
-                pairs = coefficients.shape[-1]
+            # A cache that Transformers itself makes is empty before this pass: no positions.
+            if key_positions is not None and self._decodes(query, attention_mask):
+                pairs, tile = coefficients.shape[-1], tile_length(coefficients)
                 frames = key_positions.frames(kind, first, keys, pairs, tile)
                 if frames is not None:
                     output = attend_half(
@@ -270,7 +268,7 @@ class CollinearAttention(nn.Module):
                         scale=divisor,
                     )
                     return self._projected(output.transpose(1, 2)), None
-            if keys != length:
+            if keys != length and key_positions is not None:
                 cos, sin = key_positions.rotary(kind, first, keys)
         key = key_map(coefficients, cos, sin, form=form)
         if cache is not None and not half:
