@@ -1,10 +1,13 @@
 """Shared fixtures: a tiny tokenizer and tiny models, made here, offline."""
 
 import os
+import tempfile
 
 # Before any import of Transformers: nothing in the suite may look for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Nor is anything left in the user's cache.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="coca-cache-")
 
 import hypothesis
 import pytest

@@ -21,7 +21,7 @@ from coca_attention.training import (
     read_summary,
     train,
 )
-from coca_attention.training.run import training_tokens
+from coca_attention.training.blocks import training_texts
 from conftest import some_text
 
 OPTIONS = {
@@ -188,12 +188,12 @@ def test_changed_text_is_noticed_when_a_run_goes_on(text_folder, tmp_path):
 def test_held_out_documents_and_tokens_past_the_limit_are_never_trained_on(text_folder, tokenizer):
     documents = list(read_documents(str(text_folder)))
     chosen = recipe(text_folder, data__held_out=0.4)
-    text = tokenizer.decode(training_tokens(chosen, tokenizer))
+    text = tokenizer.decode(training_texts(chosen, tokenizer)["text"].tokens)
     for document in documents:
         assert (document.text in text) != held_out(document, 0.4)
     assert 0 < sum(held_out(document, 0.4) for document in documents) < len(documents)
     few = recipe(text_folder, data__max_tokens=50)
-    assert len(training_tokens(few, tokenizer)) == 50
+    assert len(training_texts(few, tokenizer)["text"].tokens) == 50
 
 
 def test_a_start_killed_while_writing_its_recipe_does_not_lock_the_folder(text_folder, tmp_path):
