@@ -1,5 +1,6 @@
 """Training: the result, going on after a kill, divergence."""
 
+import json
 import shutil
 import signal
 import subprocess
@@ -126,6 +127,47 @@ class Kill(TrainerCallback):
 
 train(load_recipe(None, sys.argv[3:]), sys.argv[2], callbacks=[Kill()])
 """
+
+
+@pytest.mark.slow
+def test_a_mixture_killed_twice_ends_with_the_same_weights(text_folder, tmp_path):
+    """Killed between checkpoints, and again once it went on; its cache was made anew as well."""
+    code = tmp_path / "code.txt"
+    code.write_text("def f(x):\n    return x\n" * 30)
+    mixture = {
+        "text": {"source": str(text_folder), "weight": 0.75},
+        "code": {"source": str(code), "weight": 0.25},
+    }
+    changes = {
+        "--data.source": "stdlib",
+        "--data.mixture": json.dumps(mixture),
+        "--data.separate_documents": "true",
+        "--data.held_out": 0,
+        "--data.cache": tmp_path / "cache",
+    }
+    options = words(text_folder, **changes)
+    straight = train(load_recipe(None, options), tmp_path / "straight")
+    shutil.rmtree(tmp_path / "cache")
+    output = tmp_path / "killed"
+    for step in (6, 9):
+        arguments = [sys.executable, "-c", KILLED, str(step), str(output), *options]
+        killed = subprocess.run(arguments, capture_output=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert last_checkpoint(output / "checkpoints").name == "checkpoint-8"
+    train(load_recipe(None, options), output)
+    ours, theirs = (load_file(path / "model.safetensors") for path in (output, straight))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name
+    summaries = [read_summary(path) for path in (output, straight)]
+    assert summaries[0]["curve"] == summaries[1]["curve"]
+    assert summaries[0]["source_epochs"] == summaries[1]["source_epochs"]
+    assert summaries[0]["source_epochs"].keys() == {"text", "code"}
+
+
+def test_another_cache_folder_is_no_other_run(text_folder, tmp_path):
+    for cache in (tmp_path / "a", tmp_path / "b"):
+        train(recipe(text_folder, data__cache=cache), tmp_path / "run")
 
 
 @pytest.mark.parametrize("step", [2, 7])
