@@ -16,6 +16,7 @@ from coca_attention.data import held_out, read_documents
 from coca_attention.errors import UserError
 from coca_attention.training import (
     TrainingDiverged,
+    as_yaml,
     is_finished,
     last_checkpoint,
     load_recipe,
@@ -163,6 +164,20 @@ def test_a_mixture_killed_twice_ends_with_the_same_weights(text_folder, tmp_path
     assert summaries[0]["curve"] == summaries[1]["curve"]
     assert summaries[0]["source_epochs"] == summaries[1]["source_epochs"]
     assert summaries[0]["source_epochs"].keys() == {"text", "code"}
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_the_weights_of_one(text_folder, tmp_path):
+    options = words(text_folder, **{"--data.separate_documents": "true"})
+    alone = train(load_recipe(None, options), tmp_path / "alone")
+    (tmp_path / "r.yaml").write_text(as_yaml(load_recipe(None, options)))
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = ["-m", "coca_attention.cli", "train", tmp_path / "r.yaml"]
+    output = tmp_path / "together"
+    subprocess.run([sys.executable, *launch, *command, "--output", output], check=True)
+    ours, theirs = (load_file(path / "model.safetensors") for path in (output, alone))
+    for name, weight in ours.items():
+        assert torch.allclose(weight, theirs[name], atol=1e-6), name
 
 
 def test_another_cache_folder_is_no_other_run(text_folder, tmp_path):

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from transformers import (
     AutoModelForCausalLM,
@@ -73,7 +74,7 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
     output = Path(output)
     if not is_finished(output):
         check_sources(recipe.data)
-    state = PartialState()
+    state = PartialState(cpu=not torch.accelerator.is_available())
     with state.main_process_first():
         claim_folder(recipe, output)
         if is_finished(output):
