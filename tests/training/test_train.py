@@ -171,10 +171,11 @@ def test_two_processes_end_with_the_weights_of_one(text_folder, tmp_path):
     options = words(text_folder, **{"--data.separate_documents": "true"})
     alone = train(load_recipe(None, options), tmp_path / "alone")
     (tmp_path / "r.yaml").write_text(as_yaml(load_recipe(None, options)))
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = ["-m", "coca_attention.cli", "train", tmp_path / "r.yaml"]
     output = tmp_path / "together"
-    subprocess.run([sys.executable, *launch, *command, "--output", output], check=True)
+    started = [sys.executable, *launch, *command, "--output", output]
+    subprocess.run(started, check=True, timeout=300)
     ours, theirs = (load_file(path / "model.safetensors") for path in (output, alone))
     for name, weight in ours.items():
         assert torch.allclose(weight, theirs[name], atol=1e-6), name
