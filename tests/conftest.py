@@ -1,6 +1,7 @@
 """Shared fixtures: a tiny tokenizer and tiny models, made here, offline."""
 
 import os
+import shutil
 import tempfile
 
 # Before any import of Transformers: nothing in the suite may look for a network.
@@ -20,6 +21,13 @@ from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALla
 # A shared, slow machine is no failure.
 hypothesis.settings.register_profile("project", deadline=None)
 hypothesis.settings.load_profile("project")
+
+CACHE = os.environ["XDG_CACHE_HOME"]
+
+
+def pytest_unconfigure():
+    shutil.rmtree(CACHE, ignore_errors=True)
+
 
 VOCABULARY = 300
 SIZES = {
