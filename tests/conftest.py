@@ -1,10 +1,14 @@
 """Shared fixtures: a tiny tokenizer and tiny models, made here, offline."""
 
 import os
+import shutil
+import tempfile
 
 # Before any import of Transformers: nothing in the suite may look for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Nor is anything left in the user's cache.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="coca-cache-")
 
 import hypothesis
 import pytest
@@ -22,6 +26,13 @@ from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALla
 # A shared, slow machine is no failure.
 hypothesis.settings.register_profile("project", deadline=None)
 hypothesis.settings.load_profile("project")
+
+CACHE = os.environ["XDG_CACHE_HOME"]
+
+
+def pytest_unconfigure():
+    shutil.rmtree(CACHE, ignore_errors=True)
+
 
 VOCABULARY = 300
 SIZES = {

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "layers": {"ops"},
     "models": {"ops", "layers", "errors"},
     "testing": set(),
-    "data": {"errors"},
+    "data": {"errors", "environment"},
     "training": {"ops", "layers", "models", "data", "errors", "environment", "options"},
     "evaluation": {"ops", "layers", "models", "data", "errors", "environment", "options"},
     "analysis": {"ops", "layers", "models", "data", "errors", "environment"},

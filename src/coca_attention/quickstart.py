@@ -182,6 +182,7 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
             tokenizer=str(tokenizer),
             vocab_size=sizes.vocab_size,  # so that another size is noticed as another run
             block_length=sizes.block_length,
+            cache=str(Path(settings.output) / "cache"),
         ),
         training=TrainingRecipe(
             steps=sizes.steps,

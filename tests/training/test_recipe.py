@@ -1,5 +1,6 @@
 """Recipes: the committed ones, overrides, and what is refused."""
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -125,6 +126,18 @@ def test_unfit_recipes_are_refused_in_one_line(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as raised:
         load_recipe(path)
     assert "\n" not in str(raised.value)
+
+
+def test_the_recipes_of_the_documentation_load(tmp_path):
+    page = (RECIPES.parent / "docs" / "training.md").read_text(encoding="utf-8")
+    found = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    assert found
+    for text in found:
+        (tmp_path / "r.yaml").write_text(text)
+        recipe = load_recipe(tmp_path / "r.yaml", ["--data.mixture.code.max_tokens", "1000000"])
+        assert recipe.data.mixture["code"].max_tokens == 1_000_000
+        (tmp_path / "written.yaml").write_text(as_yaml(recipe))
+        assert load_recipe(tmp_path / "written.yaml") == recipe
 
 
 def test_a_missing_recipe_and_an_unknown_option_are_refused():

@@ -1,5 +1,6 @@
 """Training: the result, going on after a kill, divergence."""
 
+import json
 import shutil
 import signal
 import subprocess
@@ -15,13 +16,14 @@ from coca_attention.data import held_out, read_documents
 from coca_attention.errors import UserError
 from coca_attention.training import (
     TrainingDiverged,
+    as_yaml,
     is_finished,
     last_checkpoint,
     load_recipe,
     read_summary,
     train,
 )
-from coca_attention.training.run import training_tokens
+from coca_attention.training.blocks import training_texts
 from conftest import some_text
 
 OPTIONS = {
@@ -128,6 +130,62 @@ train(load_recipe(None, sys.argv[3:]), sys.argv[2], callbacks=[Kill()])
 """
 
 
+@pytest.mark.slow
+def test_a_mixture_killed_twice_ends_with_the_same_weights(text_folder, tmp_path):
+    """Killed between checkpoints, and again once it went on; its cache was made anew as well."""
+    code = tmp_path / "code.txt"
+    code.write_text("def f(x):\n    return x\n" * 30)
+    mixture = {
+        "text": {"source": str(text_folder), "weight": 0.75},
+        "code": {"source": str(code), "weight": 0.25},
+    }
+    changes = {
+        "--data.source": "stdlib",
+        "--data.mixture": json.dumps(mixture),
+        "--data.separate_documents": "true",
+        "--data.held_out": 0,
+        "--data.cache": tmp_path / "cache",
+    }
+    options = words(text_folder, **changes)
+    straight = train(load_recipe(None, options), tmp_path / "straight")
+    shutil.rmtree(tmp_path / "cache")
+    output = tmp_path / "killed"
+    for step in (6, 9):
+        arguments = [sys.executable, "-c", KILLED, str(step), str(output), *options]
+        killed = subprocess.run(arguments, capture_output=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert last_checkpoint(output / "checkpoints").name == "checkpoint-8"
+    train(load_recipe(None, options), output)
+    ours, theirs = (load_file(path / "model.safetensors") for path in (output, straight))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name
+    summaries = [read_summary(path) for path in (output, straight)]
+    assert summaries[0]["curve"] == summaries[1]["curve"]
+    assert summaries[0]["source_epochs"] == summaries[1]["source_epochs"]
+    assert summaries[0]["source_epochs"].keys() == {"text", "code"}
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_the_weights_of_one(text_folder, tmp_path):
+    options = words(text_folder, **{"--data.separate_documents": "true"})
+    alone = train(load_recipe(None, options), tmp_path / "alone")
+    (tmp_path / "r.yaml").write_text(as_yaml(load_recipe(None, options)))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "coca_attention.cli", "train", tmp_path / "r.yaml"]
+    output = tmp_path / "together"
+    started = [sys.executable, *launch, *command, "--output", output]
+    subprocess.run(started, check=True, timeout=300)
+    ours, theirs = (load_file(path / "model.safetensors") for path in (output, alone))
+    for name, weight in ours.items():
+        assert torch.allclose(weight, theirs[name], atol=1e-6), name
+
+
+def test_another_cache_folder_is_no_other_run(text_folder, tmp_path):
+    for cache in (tmp_path / "a", tmp_path / "b"):
+        train(recipe(text_folder, data__cache=cache), tmp_path / "run")
+
+
 @pytest.mark.parametrize("step", [2, 7])
 def test_a_killed_run_goes_on_and_ends_with_the_same_weights(text_folder, tmp_path, step):
     """Killed before the first checkpoint, and between two."""
@@ -188,12 +246,12 @@ def test_changed_text_is_noticed_when_a_run_goes_on(text_folder, tmp_path):
 def test_held_out_documents_and_tokens_past_the_limit_are_never_trained_on(text_folder, tokenizer):
     documents = list(read_documents(str(text_folder)))
     chosen = recipe(text_folder, data__held_out=0.4)
-    text = tokenizer.decode(training_tokens(chosen, tokenizer))
+    text = tokenizer.decode(training_texts(chosen, tokenizer)["text"].tokens)
     for document in documents:
         assert (document.text in text) != held_out(document, 0.4)
     assert 0 < sum(held_out(document, 0.4) for document in documents) < len(documents)
     few = recipe(text_folder, data__max_tokens=50)
-    assert len(training_tokens(few, tokenizer)) == 50
+    assert len(training_texts(few, tokenizer)["text"].tokens) == 50
 
 
 def test_a_start_killed_while_writing_its_recipe_does_not_lock_the_folder(text_folder, tmp_path):

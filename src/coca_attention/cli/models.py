@@ -79,6 +79,9 @@ def run_train(words: list[str]) -> None:
         f"{folder}: {summary['parameters']:,} parameters, {summary['tokens']:,} tokens, "
         f"last loss {summary['curve'][-1]['loss']:.3f}"
     )
+    if summary["recipe"]["data"].get("mixture"):
+        read = (f"{name} {times:.2f}" for name, times in summary["source_epochs"].items())
+        print(f"passes over each source: {', '.join(read)}")
 
 
 def run_generate(words: list[str]) -> None:

@@ -1,5 +1,6 @@
 """Documents → tokens → blocks."""
 
+from coca_attention.data.cache import TokenText, cache_folder, tokenised
 from coca_attention.data.documents import (
     DataError,
     Document,
@@ -7,6 +8,7 @@ from coca_attention.data.documents import (
     held_out,
     read_documents,
 )
+from coca_attention.data.mixture import Mixture, apportion
 from coca_attention.data.tokens import (
     BlockDataset,
     PasskeyBlocks,
@@ -21,13 +23,18 @@ __all__ = [
     "BlockDataset",
     "DataError",
     "Document",
+    "Mixture",
     "PasskeyBlocks",
     "SourceSettings",
+    "TokenText",
+    "apportion",
+    "cache_folder",
     "encode_documents",
     "held_out",
     "kept_tokenizer",
     "load_tokenizer",
     "read_documents",
     "token_array",
+    "tokenised",
     "train_tokenizer",
 ]

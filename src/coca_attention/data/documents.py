@@ -88,6 +88,21 @@ class SourceSettings:
         return read_documents(self.source, text_field=self.text_field, bad_lines=self.bad_lines)
 
 
+def source_files(source: str) -> list[Path]:
+    """Files that a source is read from, in the order of reading; none for a dataset of the Hub.
+
+    Raises:
+        DataError: As `read_documents`.
+    """
+    if source == "stdlib":
+        topics = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
+        return [*_stdlib_files(), *([topics] if topics.is_file() else [])]
+    if source.startswith("hf:"):
+        folder = Path(source.removeprefix("hf:").split(":")[0])
+        return sorted(path for path in folder.rglob("*") if path.is_file())
+    return find_files(source)
+
+
 def held_out(document: Document, share: float) -> bool:
     """Whether a document belongs to the held-out split.
 
@@ -286,18 +301,24 @@ def _rows(rows: Any, source: str) -> Iterator[Any]:
         raise DataError(f"{source}: reading broke off after {number} rows: {error}") from error
 
 
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not STDLIB_LEFT_OUT.intersection(path.relative_to(root).parts[:-1])
+    ]
+
+
 def _stdlib_documents() -> Iterator[Document]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if STDLIB_LEFT_OUT.intersection(relative.parts[:-1]):
-            continue
+    for path in _stdlib_files():
         try:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue  # a handful of sources are in other encodings
         if text.strip():
-            yield Document(relative.as_posix(), text)
+            yield Document(path.relative_to(root).as_posix(), text)
     try:
         from pydoc_data.topics import topics
     except ImportError:

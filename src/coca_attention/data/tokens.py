@@ -130,38 +130,53 @@ def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
     return end
 
 
-def token_array(
+def token_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
+    """uint16 where the vocabulary allows, else uint32."""
+    return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+
+
+def token_arrays(
     documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_tokens: int | None = None,
-) -> np.ndarray:
-    """All documents as one array of token ids, each document followed by the end of text.
+) -> Iterator[np.ndarray]:
+    """Token ids of one document after the other, each followed by the end of text.
 
     Args:
         documents: Documents.
         tokenizer: Tokenizer with an ``eos_token``.
         max_tokens: Stop reading after this many tokens; needed for endless streams.
 
-    Returns:
-        1-D array, uint16 where the vocabulary allows, else uint32.
+    Yields:
+        1-D arrays of the tokenizer's `token_type`.
 
     Raises:
         UserError: If the tokenizer has no end of text.
         DataError: If there are no tokens.
     """
-    end = end_of_text(tokenizer)
-    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
-    parts: list[np.ndarray] = []
+    end, dtype = end_of_text(tokenizer), token_type(tokenizer)
+    left = max_tokens
     count = 0
     for _, ids in encode_documents(documents, tokenizer):
-        parts.append(np.array([*ids, end], dtype=dtype))
-        count += len(ids) + 1
-        if max_tokens is not None and count >= max_tokens:
-            break
-    if not parts:
+        yield np.array([*ids, end], dtype=dtype)[:left]
+        count += 1
+        if left is not None:
+            left -= len(ids) + 1
+            if left <= 0:
+                return
+    if not count:
         raise DataError("no documents to tokenise: the source or the split is empty")
-    return np.concatenate(parts)[:max_tokens]
+
+
+def token_array(
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int | None = None,
+) -> np.ndarray:
+    """All documents as one array of token ids; arguments and errors as `token_arrays`."""
+    return np.concatenate(list(token_arrays(documents, tokenizer, max_tokens=max_tokens)))
 
 
 class BlockDataset(Dataset):
@@ -171,15 +186,20 @@ class BlockDataset(Dataset):
     the first is a target once and the last position of a block is trained like the others.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int) -> None:
-        """Args: tokens, 1-D; length, L in tokens, at least 1.
+    def __init__(self, tokens: np.ndarray, length: int, *, end: int | None = None) -> None:
+        """A view of the tokens.
+
+        Args:
+            tokens: 1-D.
+            length: L in tokens, at least 1.
+            end: Where documents are to be kept apart (see `separated`), the end of text.
 
         Raises:
             UserError: If not one block fits.
         """
         if length < 1:
             raise UserError(f"the block length must be at least 1 token, got {length}")
-        self.tokens, self.length = tokens, length
+        self.tokens, self.length, self.end = tokens, length, end
         if len(self) < 1:
             raise UserError(
                 f"the training text has {len(tokens)} tokens, fewer than one block of {length} "
@@ -193,7 +213,7 @@ class BlockDataset(Dataset):
         if not 0 <= index < len(self):
             raise IndexError(index)
         start = index * self.length
-        return _with_targets(self.tokens[start : start + self.length + 1])
+        return _item(self.tokens[start : start + self.length + 1], self.end)
 
 
 class PasskeyBlocks(Dataset):
@@ -204,16 +224,24 @@ class PasskeyBlocks(Dataset):
         length: L, inputs and targets of a block.
         count: Number of blocks.
         seed: Seed of keys and depths.
+        separate: Whether documents are kept apart, see `separated`.
 
     Raises:
         UserError: If no such text fits into a block.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        count: int,
+        seed: int,
+        *,
+        separate: bool = False,
     ) -> None:
         self.encode, self.end = encoder(tokenizer), end_of_text(tokenizer)
         self.length, self.count, self.seed = length, count, seed
+        self.separate = separate
         self[0]
 
     def __len__(self) -> int:
@@ -221,15 +249,34 @@ class PasskeyBlocks(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         block = passkey_block(self.encode, self.end, self.length + 1, (self.seed, index))
-        return _with_targets(block)
+        return _item(block, self.end if self.separate else None)
 
 
-def _with_targets(block: np.ndarray) -> dict[str, Tensor]:
-    """L + 1 tokens as L inputs and L targets."""
+def _item(block: np.ndarray, end: int | None) -> dict[str, Tensor]:
+    """L + 1 tokens as L inputs and L targets, documents kept apart where an end is given."""
     tokens = torch.from_numpy(block.astype(np.int64))
     # `shift_labels` are targets already aligned with the inputs; Transformers' loss uses them in
     # place of shifting `labels` itself, which would lose the last one.
-    return {"input_ids": tokens[:-1], "labels": tokens[:-1], "shift_labels": tokens[1:]}
+    item = {"input_ids": tokens[:-1], "labels": tokens[:-1], "shift_labels": tokens[1:]}
+    return item if end is None else separated(item, end)
+
+
+def separated(item: dict[str, Tensor], end: int) -> dict[str, Tensor]:
+    """An item whose documents do not see each other.
+
+    Positions begin anew in every document, which Transformers reads as a mask that attention does
+    not cross; the end of one document is not asked for the beginning of the next.
+
+    Args:
+        item: ``input_ids`` and ``shift_labels``, (L,) each.
+        end: Token id that ends documents.
+    """
+    ended = item["input_ids"] == end
+    steps = torch.arange(len(ended))
+    begun = torch.zeros_like(steps)
+    begun[1:] = torch.where(ended[:-1], steps[1:], 0).cummax(0).values
+    targets = item["shift_labels"].masked_fill(ended, -100)
+    return {**item, "shift_labels": targets, "position_ids": steps - begun}
 
 
 def _first_line(error: Exception) -> str:

@@ -10,6 +10,9 @@ from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
 from coca_attention.options import OptionParser, check_sections
 
+# What the blocks of `passkey_share` are called beside the sources of a mixture.
+PASSKEY = "passkey"
+
 
 @dataclass
 class ModelRecipe:
@@ -36,9 +39,24 @@ class ModelRecipe:
 
 
 @dataclass
+class WeightedSource(SourceSettings):
+    """A source of a mixture."""
+
+    source: str = ""
+    """What is read, as data.source."""
+    weight: float = 0.0
+    """Share of the training tokens; the weights of a mixture sum to 1."""
+    max_tokens: int | None = None
+    """Read at most this many training tokens; by default a stream is read as far as needed."""
+
+
+@dataclass
 class DataRecipe(SourceSettings):
     """The text."""
 
+    mixture: dict[str, WeightedSource] = field(default_factory=dict)
+    """In place of source: sources by name, such as {text: {source: BOOKS, weight: 0.75}, code:
+    {source: CODE, weight: 0.25}}; one that is too short for its share is read again."""
     held_out: float = 0.05
     """Share of documents, chosen by a hash of their text, that training never sees."""
     max_tokens: int | None = None
@@ -53,6 +71,12 @@ class DataRecipe(SourceSettings):
     """Training length in tokens."""
     passkey_share: float = 0.0
     """Share of the blocks that are passkey texts with their answers, each of another key."""
+    separate_documents: bool = False
+    """Whether the documents in a block are kept apart: attention does not cross from one to the
+    next, and positions begin anew in each."""
+    cache: str | None = "auto"
+    """Folder that keeps tokenised text for the next start; auto is coca-attention in the user's
+    cache (XDG_CACHE_HOME, else ~/.cache), null keeps the tokens in memory."""
 
 
 @dataclass
@@ -159,10 +183,39 @@ class Recipe:
             )
         if not training.learning_rate > 0:
             raise UserError(f"learning_rate must be above 0, got {training.learning_rate}")
-        if data.max_tokens is not None and data.max_tokens < 1:
-            raise UserError(f"max_tokens must be at least 1, got {data.max_tokens}")
+        for part in (data, *data.mixture.values()):
+            if part.max_tokens is not None and part.max_tokens < 1:
+                raise UserError(f"max_tokens must be at least 1, got {part.max_tokens}")
+        check_mixture(data)
         if not 0 <= training.warmup_share <= 1 or not 0 <= training.final_share <= 1:
             raise UserError("warmup_share and final_share must lie between 0 and 1")
+
+
+def check_mixture(data: DataRecipe) -> None:
+    """Raise UserError where a mixture contradicts itself or the settings of a single source."""
+    if not data.mixture:
+        return
+    plain = DataRecipe()
+    for name in ("source", "text_field", "bad_lines", "max_tokens"):
+        if getattr(data, name) != getattr(plain, name):
+            raise UserError(
+                f"data.{name} is given beside data.mixture: leave it out, or set it in each source "
+                "of the mixture"
+            )
+    for name, part in data.mixture.items():
+        if not part.source:
+            raise UserError(f"data.mixture.{name} names no source to read; give it a source")
+        if not part.weight > 0:
+            raise UserError(f"data.mixture.{name} needs a weight above 0, got {part.weight}")
+    total = sum(part.weight for part in data.mixture.values())
+    if abs(total - 1) > 1e-6:
+        weights = " + ".join(f"{part.weight:g}" for part in data.mixture.values())
+        raise UserError(f"the weights of data.mixture must sum to 1, got {weights} = {total:g}")
+    if data.passkey_share and PASSKEY in data.mixture:
+        raise UserError(
+            f"a source of data.mixture is called {PASSKEY} and there is a passkey_share: give the "
+            "source another name"
+        )
 
 
 def as_yaml(recipe: Recipe) -> str:

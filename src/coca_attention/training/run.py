@@ -1,6 +1,5 @@
 """`train`: from a recipe to an ordinary Transformers folder; started again, it goes on."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -10,9 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from accelerate import PartialState
-from torch.utils.data import ConcatDataset, Subset
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedTokenizerBase,
@@ -21,19 +19,20 @@ from transformers import (
     set_seed,
 )
 
-from coca_attention.data import (
-    BlockDataset,
-    Document,
-    PasskeyBlocks,
-    held_out,
-    kept_tokenizer,
-    load_tokenizer,
-    token_array,
-)
+from coca_attention.data import Document, TokenText, kept_tokenizer, load_tokenizer
 from coca_attention.data.passkey import vocabulary_text
 from coca_attention.environment import describe_environment, write_json, write_text
 from coca_attention.errors import UserError
 from coca_attention.models.loading import load_model, no_progress_bars
+from coca_attention.training.blocks import (
+    TEXT,
+    check_separable,
+    check_sources,
+    epochs_read,
+    training_blocks,
+    training_documents,
+    training_texts,
+)
 from coca_attention.training.build import model_config
 from coca_attention.training.recipe import (
     Recipe,
@@ -73,17 +72,19 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
     """
     recipe.check()
     output = Path(output)
-    state = PartialState()
+    if not is_finished(output):
+        check_sources(recipe.data)
+    state = PartialState(cpu=not torch.accelerator.is_available())
     with state.main_process_first():
         claim_folder(recipe, output)
         if is_finished(output):
             return output
         tokenizer = _tokenizer(recipe, output)
     settings = recipe.training
-    tokens = training_tokens(recipe, tokenizer)
+    texts = training_texts(recipe, tokenizer)
     with state.main_process_first():
-        check_same_text(tokens, output)
-    dataset = _whole_batches(_blocks(recipe, tokens, tokenizer), settings)
+        check_same_text(texts, output)
+    dataset = training_blocks(recipe, texts, tokenizer)
 
     set_seed(settings.seed)
     resume = last_checkpoint(output / "checkpoints")
@@ -96,7 +97,11 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
         model = AutoModelForCausalLM.from_config(
             model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
         )
+    if recipe.data.separate_documents:
+        check_separable(model)
     arguments = training_arguments(settings, output, state.num_processes)
+    if recipe.data.mixture:
+        arguments.train_sampling_strategy = "sequential"  # a mixture has its own order
     try:
         trainer = RecipeTrainer(
             settings,
@@ -119,41 +124,21 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
             f"training stopped at step {trainer.state.global_step} of {settings.steps}; start it "
             "again to go on"
         )
-    _save(trainer, tokenizer, recipe, output, seconds, len(dataset))
+    _save(trainer, tokenizer, recipe, output, seconds, epochs_read(recipe, dataset))
     state.wait_for_everyone()
     return output
 
 
-def _blocks(
-    recipe: Recipe, tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase
-) -> ConcatDataset | BlockDataset:
-    """Blocks of text, and passkey texts as many as their share asks for."""
-    length, share = recipe.data.block_length, recipe.data.passkey_share
-    text = BlockDataset(tokens, length)
-    count = round(len(text) * share / (1 - share))
-    if not count:
-        return text
-    return ConcatDataset([text, PasskeyBlocks(tokenizer, length, count, recipe.training.seed)])
-
-
-def _whole_batches(dataset: Any, settings: TrainingRecipe) -> Subset:
-    """The blocks that fill whole global batches, so that every step sees as many."""
-    whole = len(dataset) // settings.global_batch_size * settings.global_batch_size
-    if not whole:
-        raise UserError(
-            f"the training data makes {len(dataset)} blocks, fewer than "
-            f"global_batch_size {settings.global_batch_size}; use more text or a smaller batch"
-        )
-    return Subset(dataset, range(whole))
-
-
-def check_same_text(tokens: np.ndarray, output: Path) -> None:
+def check_same_text(texts: dict[str, TokenText], output: Path) -> None:
     """Keep a fingerprint of the training tokens, or check that it has not changed.
 
     Raises:
         UserError: If the run was begun on other text.
     """
-    found = {"tokens": len(tokens), "sha256": hashlib.sha256(tokens.data).hexdigest()}
+    prints = {
+        name: {"tokens": len(text.tokens), "sha256": text.sha256} for name, text in texts.items()
+    }
+    found = prints[TEXT] if list(prints) == [TEXT] else prints
     path = output / "text.json"
     if not path.is_file():
         write_json(path, found)
@@ -182,7 +167,8 @@ def claim_folder(recipe: Recipe, output: Path) -> None:
     """
     path = output / RECIPE_FILE
     if path.is_file():
-        changed = differences(load_recipe(path), recipe)
+        # Where tokens are kept changes nothing in them.
+        changed = [n for n in differences(load_recipe(path), recipe) if n != "data.cache"]
         if changed:
             raise UserError(
                 f"{output} holds a run of another recipe (different: {', '.join(changed)}); give "
@@ -202,16 +188,6 @@ def is_finished(output: str | Path) -> bool:
     return (Path(output) / SUMMARY_FILE).is_file()
 
 
-def training_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """The training split of a recipe's data as one array of token ids."""
-    return token_array(_training_documents(recipe), tokenizer, max_tokens=recipe.data.max_tokens)
-
-
-def _training_documents(recipe: Recipe) -> Any:
-    share = recipe.data.held_out
-    return (d for d in recipe.data.documents() if not held_out(d, share))
-
-
 def _tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
     """The recipe's tokenizer; one that is trained is kept in the run folder for the next start."""
     if recipe.data.tokenizer is not None:
@@ -220,7 +196,7 @@ def _tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
     extra = [Document("passkey", vocabulary_text())] if data.passkey_share else []
     return kept_tokenizer(
         output / "tokenizer",
-        lambda: chain(extra, _training_documents(recipe)),
+        lambda: chain(extra, training_documents(recipe.data)),
         data.vocab_size,
         split_digits=data.split_digits,
     )
@@ -232,7 +208,7 @@ def _save(
     recipe: Recipe,
     output: Path,
     seconds: float | None,
-    blocks: int,
+    epochs: dict[str, float],
 ) -> None:
     """Put the finished model into the run folder: written aside, then moved, the summary last."""
     partial = output / ".model.partial"
@@ -262,7 +238,8 @@ def _save(
             "parameters": sum(p.numel() for p in model.parameters()),
             "steps": settings.steps,
             "tokens": settings.steps * settings.global_batch_size * recipe.data.block_length,
-            "epochs": settings.steps * settings.global_batch_size / blocks,
+            "epochs": max(epochs.values()),
+            "source_epochs": epochs,
             "seconds": seconds,  # None where it took more than one start
             "curve": curve,
             "recipe": asdict(recipe),
