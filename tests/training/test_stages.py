@@ -151,7 +151,7 @@ def test_no_block_is_read_twice_before_all_were_read(straight):
     _, _, read = straight
     blocks = round(17 * 4 / read_summary(straight[1])["epochs"])
     assert len(read) == 17 * 4
-    assert 17 * 4 < blocks and len(set(read)) == len(read)  # not one pass
+    assert blocks > 17 * 4 and len(set(read)) == len(read)  # not one pass
     assert read == block_order(blocks, 17 * 4, seed=0).tolist()
 
 
