@@ -5,7 +5,9 @@ A model that is begun from a trained one is converted where the recipe asks for 
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     GPTNeoXConfig,
@@ -33,8 +35,18 @@ LEARNING = {
 }
 
 
-def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+CALIBRATION_TOKENS = 8192
+
+
+def make_model(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, blocks: Dataset
+) -> PreTrainedModel:
     """The model that a recipe's training begins with, in float32.
+
+    Args:
+        recipe: The recipe.
+        tokenizer: Its tokenizer.
+        blocks: The run's blocks; T projections are calibrated on some of them.
 
     Raises:
         UserError: If ``model.start`` cannot be loaded or converted, or does not fit the recipe.
@@ -44,7 +56,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
             model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
         )
     else:
-        model = _started(recipe.model, recipe.model.start, len(tokenizer))
+        model = _started(recipe.model, recipe.model.start, len(tokenizer), blocks)
         _extend(model, recipe)
     if recipe.model.interpolation is not None:
         set_rotary_scaling(model, "linear", factor=recipe.model.interpolation)
@@ -58,8 +70,14 @@ def attention_of(model: PreTrainedModel) -> str:
     return "alibi" if isinstance(model, AlibiGPTNeoXForCausalLM) else "rope"
 
 
-def _started(recipe: ModelRecipe, start: str, vocab_size: int) -> PreTrainedModel:
+def _started(recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset) -> PreTrainedModel:
     model = load_model(start, device="cpu")
+    entries: int = model.config.get_text_config().vocab_size
+    if vocab_size > entries:
+        raise UserError(
+            f"the tokenizer has {vocab_size} entries and {start} has embeddings for {entries}: "
+            "leave data.tokenizer out to take the model's own"
+        )
     found, wanted = attention_of(model), recipe.attention
     if found != wanted:
         if found != "rope" or wanted not in FORMS:
@@ -67,14 +85,15 @@ def _started(recipe: ModelRecipe, start: str, vocab_size: int) -> PreTrainedMode
                 f"{start} has the attention {found}, which cannot become {wanted}: set "
                 f"model.attention to {found}, or start from a rotary model"
             )
-        convert(model, wanted, init=recipe.init)  # pyright: ignore[reportArgumentType]
-    entries: int = model.config.get_text_config().vocab_size
-    if vocab_size > entries:
-        raise UserError(
-            f"the tokenizer has {vocab_size} entries and {start} has embeddings for {entries}: "
-            "leave data.tokenizer out to take the model's own"
-        )
+        read = _spread(blocks) if recipe.init == "calibrated" else None
+        convert(model, wanted, init=recipe.init, calibration=read)  # pyright: ignore
     return model
+
+
+def _spread(blocks: Any) -> Tensor:
+    """Token ids of blocks from all over the text, some thousands of tokens."""
+    count = min(len(blocks), max(CALIBRATION_TOKENS // len(blocks[0]["input_ids"]), 1))
+    return torch.stack([blocks[i * len(blocks) // count]["input_ids"] for i in range(count)])
 
 
 def _extend(model: PreTrainedModel, recipe: Recipe) -> None:

@@ -45,7 +45,8 @@ class ModelRecipe:
     brings its sizes and its tokenizer. A rotary one is converted where attention names a CoCA form,
     one that has the attention already is trained on."""
     init: Initialisation = "fold"
-    """How T begins where start is converted: the pair means of the key projections, or drawn."""
+    """How T begins where start is converted: the pair means of the key projections, fitted to the
+    start's own scores on some blocks of the text, or drawn."""
     teacher: str | None = None
     """Model that the objectives attention and logits learn from; by default start."""
     interpolation: float | None = None

@@ -82,7 +82,7 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
             settings,
             output,
             dataset,
-            lambda: make_model(recipe, tokenizer),
+            lambda: make_model(recipe, tokenizer, dataset),
             callbacks=callbacks,
         )
     model = save_trained(trainer, tokenizer, output)

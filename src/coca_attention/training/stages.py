@@ -84,7 +84,7 @@ def train_stages(
                 ),
                 folder,
                 Subset(dataset, order[first:last]),  # pyright: ignore[reportArgumentType]
-                partial(_begin, recipe, stage, tokenizer, before),
+                partial(_begin, recipe, stage, tokenizer, dataset, before),
                 callbacks,
             )
             if end:
@@ -134,10 +134,14 @@ def _begin(
     recipe: Recipe,
     stage: StageRecipe,
     tokenizer: PreTrainedTokenizerBase,
+    blocks: Dataset,
     before: Path | None,
 ) -> PreTrainedModel:
     """The model of the stage before, or the run's first; what the stage trains is chosen."""
-    model = make_model(recipe, tokenizer) if before is None else load_model(before, device="cpu")
+    if before is None:
+        model = make_model(recipe, tokenizer, blocks)
+    else:
+        model = load_model(before, device="cpu")
     return choose_parameters(model, stage)
 
 
