@@ -354,6 +354,13 @@ def test_a_model_is_trained_on_from_a_start_without_stages(base, straight, text_
     assert changed(weights(base), weights(train(load_recipe(path), tmp_path / "b")))
 
 
+def test_a_start_is_calibrated_on_the_runs_own_blocks(base, straight, text_folder, tmp_path):
+    path = staged(base, text_folder, tmp_path / "r.yaml", PAPER[:1], init="calibrated")
+    runs = [train(load_recipe(path), tmp_path / name) for name in ("one", "two")]
+    assert changed(*map(weights, runs)) == set()
+    assert changed(weights(runs[0]), weights(straight[1] / "stages" / "first")) == {"t_proj"}
+
+
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
