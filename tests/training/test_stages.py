@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -270,6 +271,21 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(straight, tmp_path, 
     assert not is_finished(output)
     train(load_recipe(path), output)
     assert_the_same(output, run)
+
+
+def test_a_disk_that_is_full_within_an_optimizer_state(straight, tmp_path):
+    """PyTorch's own writer, under a real limit: the third stage's state is twice its weights."""
+    path, run, _ = straight
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    room = (run / "model.safetensors").stat().st_size + 2000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"third.checkpoints cannot be written"):
+            train(load_recipe(path), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    train(load_recipe(path), tmp_path)
+    assert_the_same(tmp_path, run)
 
 
 def test_learning_from_the_original(base, text_folder, tmp_path):

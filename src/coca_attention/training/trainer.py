@@ -23,6 +23,7 @@ from coca_attention.training.objectives import Loss
 from coca_attention.training.recipe import TrainingRecipe
 
 STATE_FILE = "trainer_state.json"
+WRITER = "inline_container|PytorchStreamWriter|iostream"
 
 
 class TrainingDiverged(UserError):
@@ -192,8 +193,8 @@ def writing(folder: Path, kept: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        # PyTorch's writer reports a full disk as a RuntimeError, as it does much else.
-        if type(error) is RuntimeError and not re.search("write|iostream", str(error)):
+        # PyTorch's writer reports a full disk as a RuntimeError, as PyTorch does much else.
+        if isinstance(error, RuntimeError) and not re.search(WRITER, str(error)):
             raise
         reason = " ".join(str(error).split())[:200]
         raise UserError(
