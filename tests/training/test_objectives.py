@@ -123,6 +123,16 @@ def test_hooks_are_gone_and_the_teacher_is_left_alone():
     assert not any(module is teacher for module in student.modules())
 
 
+def test_nothing_behind_an_attention_layer_is_kept_for_gradients():
+    teacher = vanilla("Llama")
+    student = convert(copy.deepcopy(teacher), "slack").requires_grad_(False)
+    for layer in student.base_model.layers:
+        layer.self_attn.t_proj.requires_grad_(True)
+    with learning_from(teacher, student, "attention") as loss:
+        assert loss(student, batch(student)).requires_grad
+        assert not student(batch(student)["input_ids"]).logits.requires_grad
+
+
 def test_the_distances_are_what_they_are_called():
     generator = torch.Generator().manual_seed(0)
     logits, targets = (torch.randn(2, 3, 7, generator=generator) for _ in range(2))
