@@ -40,6 +40,13 @@ def test_overview_lists_every_command_with_its_docstring(capsys):
     assert run(capsys, "--version")[1].startswith("coca 0.")
 
 
+def test_the_fields_of_a_stage_have_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--stages.help"])
+    assert stop.value.code == 0
+    assert "Rank of the adapters of lora" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("words", "options"),
     [

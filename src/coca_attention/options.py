@@ -97,7 +97,8 @@ def _as_fields(words: list[str], flags: set[str]) -> list[str]:
                 following.startswith("--")
                 or (field in flags and following.lower() not in ("true", "false", "yes", "no"))
             )
-            if alone and name not in ("--help", "--print-config", "--print_config"):
+            asks = name.endswith("help") or name in ("--print-config", "--print_config")
+            if alone and not asks:
                 equals, value = "=", "true"
             word = "--" + name[2:].replace("-", "_") + equals + value
         fields.append(word)

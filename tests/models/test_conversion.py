@@ -31,7 +31,7 @@ def test_an_unsupported_model_lists_the_families():
     ("arguments", "message"),
     [
         ({"form": "loose"}, "coca_form must be one of slack, strict"),
-        ({"init": "zeros"}, "init must be one of fold, random"),
+        ({"init": "zeros"}, "init must be one of fold, calibrated, random"),
         ({"kv_cache": "third"}, "kv_cache must be one of full, half"),
     ],
 )

@@ -20,7 +20,23 @@ def test_every_committed_recipe_loads():
     assert len(found) >= 3
     for path in found:
         recipe = load_recipe(path)
-        training_arguments(recipe.training, Path("unused"), world_size=1)
+        for settings in [recipe.training, *(s.settings(recipe.training) for s in recipe.stages)]:
+            training_arguments(settings, Path("unused"), world_size=1)
+
+
+def test_the_papers_llama_recipes_say_what_the_paper_says():
+    """Section 3.3 and App. B.4: 15,000 steps a stage of 7.5 billion tokens, 6,000 steps of PI."""
+    stages = load_recipe(RECIPES / "llama-7b-three-stages.yaml")
+    assert [stage.train for stage in stages.stages] == ["t", "qtv", "all"]
+    for stage in stages.stages:
+        settings = stage.settings(stages.training)
+        assert (settings.steps, settings.global_batch_size) == (15000, 32 * 8)
+        assert stage.objective == "next_token"
+    assert stages.data.block_length == 2048
+    pi = load_recipe(RECIPES / "llama-7b-pi-32k.yaml")
+    assert (pi.model.interpolation, pi.data.block_length) == (16, 32768)
+    assert (pi.training.steps, pi.training.global_batch_size) == (6000, 32)
+    assert (pi.training.learning_rate, pi.training.final_share) == (2e-5, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from coca_attention.models.attention import CoCARotary
 from coca_attention.models.configuration import rotary_scaling, rotary_width
 from coca_attention.models.conversion import vanilla_type
 from coca_attention.models.decoder import CollinearForCausalLM
-from coca_attention.models.families import FAMILIES
+from coca_attention.models.families import FAMILIES, family_of
 from coca_attention.ops import inverse_frequencies
 
 ScoreForm = Literal["vanilla", "slack", "strict", "linear"]
@@ -69,10 +69,9 @@ def score_form(model: PreTrainedModel) -> ScoreForm:
 
 
 def _family(model: PreTrainedModel) -> type[CollinearForCausalLM]:
-    for family in FAMILIES:
-        # Exactly the family's own class: a class made from it may have another attention.
-        if isinstance(model, family) or type(model) is family.__bases__[-1]:
-            return family
+    family = family_of(model)
+    if family is not None:
+        return family
     known = ", ".join(vanilla_type(family) for family in FAMILIES)
     hint = ""
     if hasattr(model, "merge_and_unload"):

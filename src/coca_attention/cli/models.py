@@ -69,6 +69,8 @@ def run_train(words: list[str]) -> None:
         parser.description = run_train.__doc__
         parser.print_help()
         return
+    if words[0] == "--stages.help":
+        recipe_parser().read(words)
     recipe, *overrides = words
     if recipe.startswith("-"):
         raise UserError("the recipe comes first: coca train RECIPE.yaml [--training.steps 100 …]")

@@ -19,6 +19,7 @@ from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layers.coca import project_collinear
+from coca_attention.models.calibration import fit_t_projection
 from coca_attention.models.configuration import rotary_scaling, rotary_width
 from coca_attention.models.half_cache import KeyPositions
 from coca_attention.ops import (
@@ -31,7 +32,7 @@ from coca_attention.ops import (
     tile_length,
 )
 
-Initialisation = Literal["fold", "random"]
+Initialisation = Literal["fold", "calibrated", "random"]
 
 
 class CoCARotary(nn.Module):
@@ -170,20 +171,36 @@ class CollinearAttention(nn.Module):
         self.exchange_key_projection("fold")
 
     @classmethod
-    def adopt(cls, attention: Any, initialisation: Initialisation) -> None:
-        """Turn the family's attention module into this class, in place."""
+    def adopt(
+        cls, attention: Any, initialisation: Initialisation, hidden_states: Tensor | None = None
+    ) -> None:
+        """Turn the family's attention module into this class, in place.
+
+        Args:
+            attention: The module.
+            initialisation: How its T projection begins, see `convert`.
+            hidden_states: What it reads of the calibration texts, (B, T, hidden).
+        """
         attention.__class__ = cls
-        attention.exchange_key_projection(initialisation)
+        attention.exchange_key_projection(initialisation, hidden_states)
 
     def separate_projections(self) -> None:
         """Give the module q_proj, k_proj and v_proj; families that fuse them override this."""
 
-    def exchange_key_projection(self: Any, initialisation: Initialisation) -> None:
+    def exchange_key_projection(
+        self: Any, initialisation: Initialisation, hidden_states: Tensor | None = None
+    ) -> None:
         """Put a T projection (and norm) in the place of the key projection (and norm)."""
         self.separate_projections()
         self.t_proj = FoldedLinear.from_full_width(self.k_proj, self._folded)
         if initialisation == "random":
             self.t_proj.init_folded(self.config.initializer_range)
+        if initialisation == "calibrated":
+            assert hidden_states is not None  # `convert` checks
+            weight, bias = fit_t_projection(self, hidden_states)
+            self.t_proj.weight.data.copy_(weight)
+            if bias is not None:
+                self.t_proj.bias.data.copy_(bias)
         del self.k_proj
         if getattr(self, "k_norm", None) is not None:
             # Pair means of normalised keys are 1/√2 as large as the keys where the two members
@@ -249,7 +266,7 @@ class CollinearAttention(nn.Module):
         query = query_map(query, cos, sin, form=form, scale=factor, interleaved=self.interleaved)
         cache: Any = past_key_values if past_key_values is not None else layer_past
         half = cache is not None and self.config.kv_cache == "half"
-        if half:
+        if half and cache is not None:
             check_cache_width(cache, self.layer_idx, coefficients.shape[-1])
             _, first = cache.get_mask_sizes(length, self.layer_idx)
             coefficients, value = cache.update(coefficients, value, self.layer_idx)

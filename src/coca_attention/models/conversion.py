@@ -3,11 +3,12 @@
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
 
 from coca_attention.errors import UserError
 from coca_attention.models.attention import Initialisation
+from coca_attention.models.calibration import attention_inputs, check_calibration
 from coca_attention.models.decoder import (
     CollinearForCausalLM,
     CollinearModel,
@@ -30,6 +31,7 @@ def convert(
     form: Form = "slack",
     *,
     init: Initialisation = "fold",
+    calibration: Tensor | None = None,
     kv_cache: str = "full",
 ) -> PreTrainedModel:
     """Turn a vanilla decoder into the CoCA model of its family, in place.
@@ -42,7 +44,11 @@ def convert(
         model: A loaded causal language model (or its decoder) of a supported family.
         form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or ``linear``.
         init: How T projections begin. ``fold``: as the pair means of the key projections' rows,
-            so that t_j = relu of the mean of key pair j. ``random``: drawn.
+            so that t_j = relu of the mean of key pair j. ``calibrated``: fitted to the model's own
+            scores on the calibration texts (`calibration.py`), for models without a norm on keys.
+            ``random``: drawn.
+        calibration: Token ids (texts, tokens) for ``calibrated``, some thousands of the kind that
+            the model is to read; a text holds T² attention weights a head.
         kv_cache: ``full`` or ``half``, see `CoCAConfig`.
 
     Returns:
@@ -54,6 +60,8 @@ def convert(
     """
     if init not in INITIALISATIONS:
         raise UserError(f"init must be one of {', '.join(INITIALISATIONS)}; got {init!r}")
+    if calibration is not None and init != "calibrated":
+        raise UserError(f"calibration is of init calibrated; got it with init {init}")
     if isinstance(model, CollinearForCausalLM | CollinearModel):
         raise UserError(f"{type(model).__name__} is a CoCA model already")
     if torch.is_inference_mode_enabled():
@@ -79,11 +87,17 @@ def convert(
         raise UserError(f"no CoCA model can have this configuration: {error}") from error
     config._attn_implementation = old._attn_implementation
     config.name_or_path = old.name_or_path
+    inputs: list[Tensor] = []
+    if init == "calibrated":
+        modules = [getattr(layer, family.body_class.attention_name) for layer in body.layers]
+        check_calibration(calibration, config.vocab_size, modules)
+        assert calibration is not None  # checked
+        inputs = attention_inputs(model, modules, calibration)
 
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
-    exchange_attention(body, family.body_class, init)
+    exchange_attention(body, family.body_class, init, inputs)
     become(model, new_class, config)
     # Sharding plans and the like follow the class and are made here; the weights are not drawn.
     with initialization.no_init_weights():

@@ -4,6 +4,7 @@ A CoCA model is the family's own model whose attention modules were exchanged in
 is built from a configuration, loaded, or converted.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,17 +28,24 @@ def become(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
     model.__class__ = cls
 
 
-def exchange_attention(body: Any, cls: type, initialisation: Initialisation = "fold") -> None:
+def exchange_attention(
+    body: Any,
+    cls: type,
+    initialisation: Initialisation = "fold",
+    inputs: Sequence[Tensor | None] = (),
+) -> None:
     """Turn a family's decoder into its CoCA class in place; its configuration must say so already.
 
     Args:
         body: The decoder, for example a `LlamaModel`.
         cls: A `CollinearModel`.
         initialisation: How the T projections begin, see `convert`.
+        inputs: For ``calibrated``, what every layer's attention reads of the calibration texts.
     """
     become(body, cls, body.config)
-    for layer in body.layers:
-        body.attention_class.adopt(getattr(layer, body.attention_name), initialisation)
+    inputs = inputs or [None] * len(body.layers)
+    for layer, read in zip(body.layers, inputs, strict=True):
+        body.attention_class.adopt(getattr(layer, body.attention_name), initialisation, read)
     body.rotary_emb = CoCARotary(body.config)
 
 

@@ -153,18 +153,15 @@ def epochs_read(recipe: Recipe, dataset: Subset | Mixture) -> dict[str, float]:
     """How often the run reads each of its sources."""
     if isinstance(dataset, Mixture):
         return dict(zip([*recipe.data.mixture, PASSKEY], dataset.epochs(), strict=False))
-    settings = recipe.training
-    return {TEXT: settings.steps * settings.global_batch_size / len(dataset)}
+    return {TEXT: recipe.steps * recipe.training.global_batch_size / len(dataset)}
 
 
 def _apportioned(recipe: Recipe) -> Any:
     """`apportion` of a mixture, passkey texts last where the recipe has any."""
     share = recipe.data.passkey_share
     weights = [part.weight * (1 - share) for part in recipe.data.mixture.values()]
-    settings = recipe.training
-    return apportion(
-        [*weights, share] if share else weights, settings.global_batch_size, settings.steps
-    )
+    batch = recipe.training.global_batch_size
+    return apportion([*weights, share] if share else weights, batch, recipe.steps)
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """A training run as typed data: what a recipe's YAML may say, with the paper's settings (§3.3)."""
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+import re
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,10 +10,15 @@ import yaml
 
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
+from coca_attention.models.attention import Initialisation
+from coca_attention.ops import FORMS
 from coca_attention.options import OptionParser, check_sections
 
 # What the blocks of `passkey_share` are called beside the sources of a mixture.
 PASSKEY = "passkey"
+
+Objective = Literal["next_token", "attention", "logits"]
+Trained = Literal["t", "qt", "qtv", "all", "lora"]
 
 
 @dataclass
@@ -36,6 +43,23 @@ class ModelRecipe:
     """Base of the rotary frequencies."""
     tie_embeddings: bool = True
     """Whether input and output embeddings are one matrix."""
+    start: str | None = None
+    """Folder or name of a trained Transformers model to begin with, in place of drawn weights; it
+    brings its sizes and its tokenizer. A rotary one is converted where attention names a CoCA form,
+    one that has the attention already is trained on."""
+    init: Initialisation = "fold"
+    """How T begins where start is converted: the pair means of the key projections, fitted to the
+    start's own scores on some blocks of the text, or drawn."""
+    teacher: str | None = None
+    """Model that the objectives attention and logits learn from; by default start."""
+    interpolation: float | None = None
+    """Factor of position interpolation (PI) that the model is trained under and keeps."""
+
+
+SIZES = (
+    "body", "hidden_size", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
+    "rope_base", "tie_embeddings",
+)  # fmt: skip
 
 
 @dataclass
@@ -62,7 +86,8 @@ class DataRecipe(SourceSettings):
     max_tokens: int | None = None
     """Read at most this many training tokens; needed for endless streams."""
     tokenizer: str | None = None
-    """Folder or name of a Transformers tokenizer; by default a byte-level BPE is trained."""
+    """Folder or name of a Transformers tokenizer; by default that of model.start, or else a
+    byte-level BPE is trained."""
     vocab_size: int = 32768
     """Entries of the tokenizer that is trained where none is named."""
     split_digits: bool = False
@@ -84,7 +109,7 @@ class TrainingRecipe:
     """The optimisation."""
 
     steps: int = 10000
-    """Optimizer steps."""
+    """Optimizer steps; of every stage that does not say its own, where there are stages."""
     global_batch_size: int = 256
     """Blocks per optimizer step over all processes."""
     micro_batch_size: int = 16
@@ -124,6 +149,37 @@ class TrainingRecipe:
 
 
 @dataclass
+class StageRecipe:
+    """One of several stages of a run; what is left out is as in the section training."""
+
+    name: str
+    """Name of the stage and of its folder."""
+    train: Trained = "all"
+    """Parameters that learn: t (the T projections), qt (with the queries'), qtv (with the values'),
+    all, or lora (adapters on every linear layer, merged into the weights when the stage ends)."""
+    objective: Objective = "next_token"
+    """What is minimised: next_token; attention, the distance of every attention layer's output from
+    the teacher's on the teacher's own input; or logits, the KL divergence from the teacher's
+    prediction."""
+    steps: int | None = None
+    """Optimizer steps."""
+    learning_rate: float | None = None
+    """Peak rate."""
+    warmup_share: float | None = None
+    """Share of the stage's steps over which the rate rises."""
+    final_share: float | None = None
+    """Share of the peak rate at the end of the stage."""
+    lora_rank: int = 16
+    """Rank of the adapters of lora; they are scaled by 2."""
+
+    def settings(self, training: TrainingRecipe) -> TrainingRecipe:
+        """The section training as it holds for this stage."""
+        names = ("steps", "learning_rate", "warmup_share", "final_share")
+        own = {name: getattr(self, name) for name in names}
+        return replace(training, **{n: value for n, value in own.items() if value is not None})
+
+
+@dataclass
 class Recipe:
     """A training run."""
 
@@ -133,6 +189,16 @@ class Recipe:
     """The text."""
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
     """The optimisation."""
+    stages: list[StageRecipe] = field(default_factory=list)
+    """Stages of the run in their order, each with a name and what it trains, for example
+    [{name: first, train: t, steps: 100}]; without them everything is trained at once."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run, over all stages."""
+        if not self.stages:
+            return self.training.steps
+        return sum(stage.settings(self.training).steps for stage in self.stages)
 
     def check(self) -> None:
         """Raise UserError where settings contradict each other or leave their range."""
@@ -181,14 +247,70 @@ class Recipe:
             raise UserError(
                 f"passkey_share must be at least 0 and below 1, got {data.passkey_share}"
             )
-        if not training.learning_rate > 0:
-            raise UserError(f"learning_rate must be above 0, got {training.learning_rate}")
         for part in (data, *data.mixture.values()):
             if part.max_tokens is not None and part.max_tokens < 1:
                 raise UserError(f"max_tokens must be at least 1, got {part.max_tokens}")
         check_mixture(data)
-        if not 0 <= training.warmup_share <= 1 or not 0 <= training.final_share <= 1:
-            raise UserError("warmup_share and final_share must lie between 0 and 1")
+        _check_schedule(training)
+        _check_start(model)
+        _check_stages(self)
+
+
+def _check_schedule(training: TrainingRecipe) -> None:
+    if not training.learning_rate > 0:
+        raise UserError(f"learning_rate must be above 0, got {training.learning_rate}")
+    if not 0 <= training.warmup_share <= 1 or not 0 <= training.final_share <= 1:
+        raise UserError("warmup_share and final_share must lie between 0 and 1")
+
+
+def _check_start(model: ModelRecipe) -> None:
+    if model.interpolation is not None and not model.interpolation >= 1:
+        raise UserError(f"interpolation must be at least 1, got {model.interpolation}")
+    if model.interpolation is not None and model.attention == "alibi":
+        raise UserError("interpolation is of rotary positions, which alibi has not: leave it out")
+    if model.start is None:
+        return
+    default = ModelRecipe()
+    given = [name for name in SIZES if getattr(model, name) != getattr(default, name)]
+    if given:
+        raise UserError(f"start brings the model's sizes with it: leave out {', '.join(given)}")
+
+
+def _check_stages(recipe: Recipe) -> None:
+    """Raise UserError where stages contradict each other, the model, or what is installed."""
+    model, names = recipe.model, [stage.name for stage in recipe.stages]
+    if len(set(names)) < len(names):
+        raise UserError(f"stages need names of their own, got {', '.join(names)}")
+    for stage in recipe.stages:
+        where = f"stage {stage.name!r}"
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", stage.name):
+            raise UserError(f"{where}: a name becomes a folder: use letters, digits, . _ and -")
+        settings = stage.settings(recipe.training)
+        if settings.steps < 1:
+            raise UserError(f"{where}: steps must be at least 1, got {settings.steps}")
+        try:
+            _check_schedule(settings)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        if stage.lora_rank < 1:
+            raise UserError(f"{where}: lora_rank must be at least 1, got {stage.lora_rank}")
+        if stage.train == "lora" and find_spec("peft") is None:
+            raise UserError(f"{where}: lora needs peft: pip install 'coca-attention[lora]'")
+        if stage.train in ("t", "qt", "qtv") and model.attention not in FORMS:
+            raise UserError(
+                f"{where} would train nothing: attention {model.attention} has no T projections; "
+                f"train all, or choose one of {', '.join(FORMS)}"
+            )
+        if stage.objective == "attention" and stage.train not in ("t", "qt", "qtv"):
+            raise UserError(
+                f"{where}: the objective attention reaches attention layers alone: train t, qt or "
+                f"qtv, got {stage.train}"
+            )
+        if stage.objective != "next_token" and not (model.teacher or model.start):
+            raise UserError(
+                f"{where}: the objective {stage.objective} needs a teacher: set model.start or "
+                "model.teacher"
+            )
 
 
 def check_mixture(data: DataRecipe) -> None:

@@ -1,8 +1,6 @@
 """`train`: from a recipe to an ordinary Transformers folder; started again, it goes on."""
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
@@ -11,42 +9,30 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerState,
-    set_seed,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from coca_attention.data import Document, TokenText, kept_tokenizer, load_tokenizer
 from coca_attention.data.passkey import vocabulary_text
 from coca_attention.environment import describe_environment, write_json, write_text
 from coca_attention.errors import UserError
-from coca_attention.models.loading import load_model, no_progress_bars
 from coca_attention.training.blocks import (
     TEXT,
-    check_separable,
     check_sources,
     epochs_read,
     training_blocks,
     training_documents,
     training_texts,
 )
-from coca_attention.training.build import model_config
+from coca_attention.training.build import make_model
+from coca_attention.training.fit import curve, fit, save_trained
 from coca_attention.training.recipe import (
     Recipe,
-    TrainingRecipe,
     as_yaml,
     differences,
     load_recipe,
 )
-from coca_attention.training.trainer import (
-    STATE_FILE,
-    RecipeTrainer,
-    last_checkpoint,
-    training_arguments,
-)
+from coca_attention.training.stages import joined_curve, train_stages
+from coca_attention.training.trainer import RecipeTrainer, writing
 
 RECIPE_FILE = "recipe.yaml"
 # Written last: a run folder that has it is finished.
@@ -60,7 +46,7 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
         recipe: The run.
         output: Folder of the run. At the end it holds the model, the tokenizer, the recipe with
             every default written out, and ``training.json`` (curve, tokens, seconds, recipe,
-            versions, hardware).
+            versions, hardware, stages).
         callbacks: Further Trainer callbacks.
 
     Returns:
@@ -86,45 +72,24 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
         check_same_text(texts, output)
     dataset = training_blocks(recipe, texts, tokenizer)
 
-    set_seed(settings.seed)
-    resume = last_checkpoint(output / "checkpoints")
-    trained = None if resume is None else TrainerState.load_from_json(str(resume / STATE_FILE))
-    # Killed between the last step and the end: Trainer would do one step more.
-    done = trained is not None and trained.global_step >= settings.steps
-    if done and resume is not None:
-        model = load_model(resume)
+    stages = None
+    if recipe.stages:
+        trainer, stages = train_stages(recipe, output, dataset, tokenizer, callbacks=callbacks)
+        seconds = _sum([stage["seconds"] for stage in stages])
     else:
-        model = AutoModelForCausalLM.from_config(
-            model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
-        )
-    if recipe.data.separate_documents:
-        check_separable(model)
-    arguments = training_arguments(settings, output, state.num_processes)
-    if recipe.data.mixture:
-        arguments.train_sampling_strategy = "sequential"  # a mixture has its own order
-    try:
-        trainer = RecipeTrainer(
+        trainer, seconds = fit(
             settings,
-            model=model,
-            args=arguments,
-            train_dataset=dataset,
-            callbacks=[*_curves(settings, output, state), *callbacks],
+            output,
+            dataset,
+            lambda: make_model(recipe, tokenizer, dataset),
+            in_order=bool(recipe.data.mixture),  # a mixture has its own order
+            callbacks=callbacks,
         )
-    except (ValueError, ImportError) as error:
-        raise UserError(f"the Trainer refuses these settings: {error}") from error
-    seconds = None
-    if done and trained is not None:
-        trainer.state = trained
-    else:
-        with no_progress_bars():
-            result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-        seconds = result.metrics.get("train_runtime") if resume is None else None
-    if trainer.state.global_step != settings.steps:
-        raise UserError(
-            f"training stopped at step {trainer.state.global_step} of {settings.steps}; start it "
-            "again to go on"
-        )
-    _save(trainer, tokenizer, recipe, output, seconds, epochs_read(recipe, dataset))
+    model = save_trained(trainer, tokenizer, output)
+    if model is not None:
+        summary = _summary(recipe, model, trainer, seconds, epochs_read(recipe, dataset), stages)
+        with writing(output, trainer.kept):
+            write_json(output / SUMMARY_FILE, summary)
     state.wait_for_everyone()
     return output
 
@@ -147,16 +112,6 @@ def check_same_text(texts: dict[str, TokenText], output: Path) -> None:
             f"{output}: the training text has changed since this run was begun ({path} holds its "
             "fingerprint); bring the text back, or give another --output"
         )
-
-
-def _curves(settings: TrainingRecipe, output: Path, state: PartialState) -> list[TrainerCallback]:
-    """TensorBoard into the run folder; Trainer's own takes its folder from the environment."""
-    if "tensorboard" not in settings.report_to or not state.is_main_process:
-        return []
-    from torch.utils.tensorboard import SummaryWriter
-    from transformers.integrations import TensorBoardCallback
-
-    return [TensorBoardCallback(SummaryWriter(output / "logs"))]
 
 
 def claim_folder(recipe: Recipe, output: Path) -> None:
@@ -190,8 +145,9 @@ def is_finished(output: str | Path) -> bool:
 
 def _tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
     """The recipe's tokenizer; one that is trained is kept in the run folder for the next start."""
-    if recipe.data.tokenizer is not None:
-        return load_tokenizer(recipe.data.tokenizer)
+    named = recipe.data.tokenizer or recipe.model.start
+    if named is not None:
+        return load_tokenizer(named)
     data = recipe.data
     extra = [Document("passkey", vocabulary_text())] if data.passkey_share else []
     return kept_tokenizer(
@@ -202,51 +158,37 @@ def _tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
     )
 
 
-def _save(
-    trainer: RecipeTrainer,
-    tokenizer: PreTrainedTokenizerBase,
+def _summary(
     recipe: Recipe,
-    output: Path,
+    model: PreTrainedModel,
+    trainer: RecipeTrainer,
     seconds: float | None,
     epochs: dict[str, float],
-) -> None:
-    """Put the finished model into the run folder: written aside, then moved, the summary last."""
-    partial = output / ".model.partial"
-    if trainer.is_world_process_zero():
-        shutil.rmtree(partial, ignore_errors=True)
-    trainer.accelerator.wait_for_everyone()
-    with no_progress_bars():
-        trainer.save_model(str(partial))
-    if not trainer.is_world_process_zero():
-        return
-    (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle; recipe.yaml says it all
-    tokenizer.save_pretrained(partial)
-    for path in partial.iterdir():
-        os.replace(path, output / path.name)
-    partial.rmdir()
+    stages: list[dict[str, Any]] | None,
+) -> dict[str, Any]:
+    """What ``training.json`` says of a finished run."""
     settings = recipe.training
-    curve = [
-        {"step": entry["step"], "loss": entry["loss"], "learning_rate": entry["learning_rate"]}
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    write_json(
-        output / SUMMARY_FILE,
-        {
-            "attention": recipe.model.attention,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "steps": settings.steps,
-            "tokens": settings.steps * settings.global_batch_size * recipe.data.block_length,
-            "epochs": max(epochs.values()),
-            "source_epochs": epochs,
-            "seconds": seconds,  # None where it took more than one start
-            "curve": curve,
-            "recipe": asdict(recipe),
-            "seed": settings.seed,
-            "environment": describe_environment(),
-        },
-    )
+    summary = {
+        "attention": recipe.model.attention,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": recipe.steps,
+        "tokens": recipe.steps * settings.global_batch_size * recipe.data.block_length,
+        "epochs": max(epochs.values()),
+        "source_epochs": epochs,
+        "seconds": seconds,  # None where it took more than one start
+        "curve": curve(trainer) if stages is None else joined_curve(stages),
+        "recipe": asdict(recipe),
+        "seed": settings.seed,
+        "environment": describe_environment(),
+    }
+    if stages is not None:
+        summary["stages"] = [{k: v for k, v in stage.items() if k != "curve"} for stage in stages]
+    return summary
+
+
+def _sum(seconds: list[float | None]) -> float | None:
+    known = [value for value in seconds if value is not None]
+    return sum(known) if len(known) == len(seconds) else None
 
 
 def read_summary(output: str | Path) -> dict[str, Any]:

@@ -1,11 +1,15 @@
 """Transformers' Trainer with the paper's schedule, a stop at NaN, and whole checkpoints."""
 
 import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -14,9 +18,12 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
+from coca_attention.training.build import parameter_counts
+from coca_attention.training.objectives import Loss
 from coca_attention.training.recipe import TrainingRecipe
 
 STATE_FILE = "trainer_state.json"
+WRITER = "inline_container|PytorchStreamWriter|iostream"
 
 
 class TrainingDiverged(UserError):
@@ -107,11 +114,22 @@ def training_arguments(
 
 
 class RecipeTrainer(Trainer):
-    """Trainer with the recipe's schedule that stops rather than train on, or save, NaN."""
+    """Trainer with the recipe's schedule that stops rather than train on, or save, NaN.
 
-    def __init__(self, settings: TrainingRecipe, **kwargs: Any) -> None:
-        self.settings = settings
+    Args:
+        settings: The recipe's training section.
+        loss: What is minimised in place of the model's own loss, see `objectives`.
+        **kwargs: Trainer's own.
+    """
+
+    def __init__(
+        self, settings: TrainingRecipe, *, loss: Loss | None = None, **kwargs: Any
+    ) -> None:
+        self.settings, self.loss = settings, loss
         super().__init__(**kwargs)
+        if loss is not None:
+            # A mean over the pass, not the sum over all passes of a step: Trainer has to divide.
+            self.model_accepts_loss_kwargs = False
         self.remove_callback(ProgressCallback)
         if not self.args.disable_tqdm:
             self.add_callback(QuietProgress())
@@ -127,6 +145,11 @@ class RecipeTrainer(Trainer):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.loss is None:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        return self.loss(model, inputs)
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
@@ -134,6 +157,10 @@ class RecipeTrainer(Trainer):
         if not torch.isfinite(loss).all():
             raise self._diverged(f"the loss is {loss.item()}")
         return loss
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with writing(Path(str(self.args.output_dir)), self.kept):
+            super()._save_checkpoint(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # A step with a finite loss can still have overflowed into the weights.
@@ -144,12 +171,36 @@ class RecipeTrainer(Trainer):
         super().save_model(output_dir, _internal_call)
 
     def _diverged(self, what: str) -> TrainingDiverged:
-        last = last_checkpoint(Path(str(self.args.output_dir)))
-        kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved yet"
         return TrainingDiverged(
-            f"{what} at step {self.state.global_step + 1}: training stopped, {kept}. Try a lower "
-            "learning rate, a longer warm-up or precision float32"
+            f"{what} at step {self.state.global_step + 1}: training stopped, {self.kept()}. Try a "
+            "lower learning rate, a longer warm-up or precision float32"
         )
+
+    def kept(self) -> str:
+        """What of the run is safe, in words."""
+        last = last_checkpoint(Path(str(self.args.output_dir)))
+        return f"the last good checkpoint is {last}" if last else "no checkpoint was saved yet"
+
+
+@contextmanager
+def writing(folder: Path, kept: Callable[[], str]) -> Iterator[None]:
+    """Turn what fails for lack of room, or of permission, into a UserError.
+
+    Args:
+        folder: Where is written.
+        kept: Says what is safe all the same.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        # PyTorch's writer reports a full disk as a RuntimeError, as PyTorch does much else.
+        if isinstance(error, RuntimeError) and not re.search(WRITER, str(error)):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{folder} cannot be written ({reason}): training stopped, {kept()}. Make room, then "
+            "start the same command again to go on"
+        ) from error
 
 
 class QuietProgress(ProgressCallback):
@@ -158,7 +209,10 @@ class QuietProgress(ProgressCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         if self.training_bar is not None:
-            self.training_bar.set_description(f"training {Path(args.output_dir).parent.name}")
+            learning, every = parameter_counts(kwargs["model"])
+            part = "" if learning == every else f" ({learning / every:.1%} of the parameters)"
+            name = Path(args.output_dir).parent.name
+            self.training_bar.set_description(f"training {name}{part}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:

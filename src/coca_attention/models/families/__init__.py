@@ -3,6 +3,8 @@
 A new family is a file like the others here and a line in `FAMILIES`: see docs/families.md.
 """
 
+from typing import Any
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from coca_attention.models.decoder import CollinearForCausalLM
@@ -29,6 +31,15 @@ FAMILIES: tuple[type[CollinearForCausalLM], ...] = (
     CoCACohereForCausalLM,
     CoCAGlm4ForCausalLM,
 )
+
+
+def family_of(model: Any) -> type[CollinearForCausalLM] | None:
+    """The family of a causal language model, vanilla or CoCA; None where it is of none."""
+    for family in FAMILIES:
+        # Exactly the family's own class: a class made from it may have another attention.
+        if isinstance(model, family) or type(model) is family.__bases__[-1]:
+            return family
+    return None
 
 
 def register() -> None:

@@ -1,0 +1,159 @@
+"""T projections fitted to what a rotary model's own scores are on some text.
+
+Legend: B batch, T length, H query heads, G key/value heads, D head width, P = D/2 rotary pairs,
+m a query's position, n a key's.
+
+A pair's rotary score s_j(m, n) and its collinear one t_j(n) u_j(m, n) differ in more than their
+size, so no t_j(n) makes them equal. The nearest, over the queries that attend to key n, is
+
+    t_j(n) = Σ_m a(m, n) s_j(m, n) u_j(m, n) / Σ_m a(m, n) u_j(m, n)²,
+
+with a the attention weights and u the score at t = 1. Ridge regression of these on the hidden
+states gives the projection. Both sums over m factor into products of attention's size: s and u are
+sums of two products of something at m and something at n.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coca_attention.errors import UserError
+from coca_attention.models.configuration import rotary_scaling, rotary_width
+from coca_attention.ops import fold, key_map, query_map, rotary_cos_sin
+from coca_attention.ops.rotary import split_pairs
+
+RIDGE = 1e-2  # of the hidden states' mean square
+FLOOR = 1e-3  # of a pair's mean Σ a u², so that keys that nobody attends to do not count for much
+
+
+@torch.no_grad()
+def attention_inputs(
+    model: PreTrainedModel, modules: list[nn.Module], input_ids: Tensor
+) -> list[Tensor]:
+    """The hidden states that reach every attention module as the model reads.
+
+    Args:
+        model: A causal language model or decoder.
+        modules: Its attention modules.
+        input_ids: (B, T).
+
+    Returns:
+        For each module (B, T, hidden).
+    """
+    kept: list[list[Tensor]] = [[] for _ in modules]
+
+    def keep(index: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            kept[index].append(args[0] if args else kwargs["hidden_states"])
+
+        return hook
+
+    training = model.training
+    hooks = [
+        module.register_forward_pre_hook(keep(index), with_kwargs=True)
+        for index, module in enumerate(modules)
+    ]
+    try:
+        model.eval()
+        for row in input_ids.to(model.device).split(1):
+            model(input_ids=row, use_cache=False)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return [torch.cat(rows) for rows in kept]
+
+
+def check_calibration(input_ids: Any, vocab_size: int, modules: list[Any]) -> None:
+    """Raise UserError unless T projections can be fitted on these tokens to these modules."""
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.shape[1] < 2:
+        got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else input_ids
+        raise UserError(
+            f"init calibrated needs calibration: token ids (texts, tokens) of a few thousand "
+            f"tokens; got {got}"
+        )
+    if input_ids.min() < 0 or input_ids.max() >= vocab_size:
+        raise UserError(f"the calibration tokens must lie below the vocabulary, {vocab_size}")
+    if any(getattr(module, "k_norm", None) is not None for module in modules):
+        raise UserError(
+            "init calibrated does not fit a model that normalises its keys, for T is normalised "
+            "too: use init fold"
+        )
+
+
+@torch.no_grad()
+def fit_t_projection(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The T projection whose collinear scores lie nearest to an attention layer's rotary ones.
+
+    Args:
+        attention: A CoCA attention module that still has its key projection.
+        hidden_states: What the layer reads of texts from their beginning, (B, T, hidden).
+
+    Returns:
+        The folded weight (G * P, hidden), and a bias where the key projection has one.
+    """
+    sums = [_score_sums(attention, row) for row in hidden_states.split(1)]
+    products, squares = (torch.cat(rows) for rows in zip(*sums, strict=True))  # (B * T, G * P)
+    targets = products / (squares + FLOOR * squares.mean(0)).clamp_min(1e-30)
+    inputs = hidden_states.flatten(0, 1).double()
+    biased = attention.k_proj.bias is not None
+    if biased:
+        inputs = torch.cat((inputs, torch.ones_like(inputs[:, :1])), dim=-1)
+    ridge = RIDGE * len(inputs) * inputs.square().mean()
+    gram = inputs.T @ inputs
+    gram.diagonal().add_(ridge)
+    rows = torch.linalg.solve(gram, inputs.T @ targets).T.to(attention.k_proj.weight.dtype)
+    return (rows[:, :-1], rows[:, -1]) if biased else (rows, None)
+
+
+def _score_sums(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_m a s u and Σ_m a u² for every token of a text, (T, G * P) each, in float64.
+
+    Args:
+        attention: As for `fit_t_projection`.
+        hidden_states: (1, T, hidden).
+    """
+    config, kind = attention.config, getattr(attention, "layer_type", None)
+    width, length = attention.head_dim, hidden_states.shape[1]
+    base, scaling = rotary_scaling(config, kind)
+    span, positions = rotary_width(config, kind), torch.arange(length, device=hidden_states.device)
+    cos, sin = rotary_cos_sin(positions, span, base=base, scaling=scaling, dtype=torch.float64)
+
+    def heads(projection: nn.Module) -> Tensor:
+        return projection(hidden_states).view(1, length, -1, width).transpose(1, 2).double()
+
+    def rotated(x: Tensor) -> Tensor:
+        """Half-split, whatever the family's layout."""
+        first, second = split_pairs(x, attention.interleaved, span)
+        free = first.shape[-1] - cos.shape[-1]
+        c, s = nn.functional.pad(cos, (0, free), value=1.0), nn.functional.pad(sin, (0, free))
+        return torch.cat((first * c - second * s, first * s + second * c), dim=-1)
+
+    query, key = heads(attention.q_proj), heads(attention.k_proj)
+    unit = query_map(query, cos, sin, form=config.coca_form, interleaved=attention.interleaved)
+    ones = torch.ones_like(fold(key, attention.interleaved, span))
+    unit_key = key_map(ones, cos, sin, form=config.coca_form)
+    query, key = rotated(query), rotated(key)
+
+    groups = key.shape[1]
+    scores = query.unflatten(1, (groups, -1)) @ key.unsqueeze(2).transpose(-2, -1)
+    future = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
+    weights = (scores * attention.scaling).masked_fill(future, -torch.inf).softmax(-1)
+
+    def over_queries(x: Tensor, y: Tensor) -> Tensor:
+        """Σ_m a(m, n) x(m) y(m), over the query heads of a group too: (1, G, T, P)."""
+        both = (x * y).unflatten(1, (groups, -1))
+        return (weights.transpose(-2, -1) @ both).sum(2)
+
+    products, squares = torch.zeros_like(ones), torch.zeros_like(ones)
+    for a, rotated_key in zip(query.chunk(2, -1), key.chunk(2, -1), strict=True):
+        for b, collinear in zip(unit.chunk(2, -1), unit_key.chunk(2, -1), strict=True):
+            products += over_queries(a, b) * rotated_key * collinear
+    for a, first in zip(unit.chunk(2, -1), unit_key.chunk(2, -1), strict=True):
+        for b, second in zip(unit.chunk(2, -1), unit_key.chunk(2, -1), strict=True):
+            squares += over_queries(a, b) * first * second
+    flat = (x.squeeze(0).transpose(0, 1).flatten(1) for x in (products, squares))
+    first, second = flat
+    return first, second

@@ -1,0 +1,201 @@
+"""What training minimises beside the next token: learning from a teacher, in two ways.
+
+``attention``: every attention layer of the student reads what the teacher's own layer reads, and
+its output before the output projection is to be the teacher's. ``logits``: the student's
+prediction is to be the teacher's.
+
+The teacher runs once a batch, without gradients, in its own dtype. It is held by the objective
+alone, so nothing of it is saved with the student. The student always runs through its own forward
+pass: masks, windows and positions are the family's, and wrappers for several processes see it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coca_attention.errors import UserError
+from coca_attention.models.conversion import vanilla_type
+from coca_attention.models.families import FAMILIES, family_of
+from coca_attention.training.recipe import Objective
+
+Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+"""From the model, as the Trainer wraps it, and a batch to the batch's mean loss, a scalar."""
+
+
+@contextmanager
+def learning_from(
+    teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective
+) -> Iterator[Loss]:
+    """The loss of an objective, for as long as the context lasts.
+
+    Args:
+        teacher: A causal language model; set to evaluation mode and frozen.
+        student: The model to train, as it is before any wrapper but PEFT's.
+        objective: ``attention`` or ``logits``.
+
+    Raises:
+        UserError: If the teacher's vocabulary is another or, for ``attention``, its shape is, or
+            one of the two is of no known family.
+    """
+    inner = _without_adapters(student)
+    check_teacher(teacher, inner, objective)
+    teacher.requires_grad_(False).eval()
+    if objective == "attention":
+        with _matched_attention(teacher, inner) as loss:
+            yield loss
+    else:
+        yield _matched_logits(teacher)
+
+
+def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective) -> None:
+    """Raise UserError unless the student can learn from the teacher by the objective."""
+    theirs, ours = teacher.config.get_text_config(), student.config.get_text_config()
+    names = ["vocab_size"]
+    if objective == "attention":
+        names += ["num_hidden_layers", "hidden_size", "num_attention_heads"]
+        for model in (teacher, student):
+            if family_of(model) is None:
+                raise UserError(
+                    f"the attention layers of {type(model).__name__} are not known: the objective "
+                    "attention takes models of the families "
+                    f"{', '.join(vanilla_type(family) for family in FAMILIES)}"
+                )
+    other = [
+        f"{name} {getattr(theirs, name)} in place of {getattr(ours, name)}"
+        for name in names
+        if getattr(theirs, name) != getattr(ours, name)
+    ]
+    if other:
+        raise UserError(
+            f"the teacher does not fit the model for the objective {objective}: it has "
+            f"{', '.join(other)}; name the model that this one was made from"
+        )
+
+
+def attention_distance(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared error over the variance of the targets: 1 is as bad as a constant.
+
+    Args:
+        outputs: Any shape.
+        targets: The same shape.
+
+    Returns:
+        A scalar in float32.
+    """
+    targets = targets.float()
+    variance = targets.var().clamp_min(torch.finfo(torch.float32).tiny)
+    return F.mse_loss(outputs.float(), targets) / variance
+
+
+def prediction_distance(logits: Tensor, targets: Tensor) -> Tensor:
+    """KL divergence from the teacher's next-token distribution, in nats a token.
+
+    Args:
+        logits: The student's, (..., vocabulary).
+        targets: The teacher's, the same shape.
+
+    Returns:
+        A scalar in float32.
+    """
+    ours, theirs = (x.float().log_softmax(-1).flatten(0, -2) for x in (logits, targets))
+    return F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+
+
+def _matched_logits(teacher: PreTrainedModel) -> Loss:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        targets = _predict(teacher, batch)
+        return prediction_distance(model(**_inputs(batch)).logits, targets)
+
+    return loss
+
+
+@contextmanager
+def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> Iterator[Loss]:
+    """Hooks on both models that carry the teacher's inputs over and both outputs out.
+
+    They stay for the whole context: a checkpointed layer runs again in the backward pass.
+    """
+    inputs: dict[int, Tensor] = {}
+    targets: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+
+    def note_input(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            inputs[index] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def take_teachers(index: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            own = args[0] if args else kwargs["hidden_states"]
+            given = inputs[index].to(own.dtype)
+            if args:
+                return (given, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": given}
+
+        return hook
+
+    def note(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            kept[index] = args[0]
+
+        return hook
+
+    def cut(module: nn.Module, args: Any, result: Any) -> Any:
+        # What follows a layer does not count, so nothing of it has to be kept for gradients.
+        return (result[0].detach(), *result[1:])
+
+    hooks = []
+    for index, (attention, projection) in enumerate(_attention_layers(teacher)):
+        hooks.append(attention.register_forward_pre_hook(note_input(index), with_kwargs=True))
+        hooks.append(projection.register_forward_pre_hook(note(targets, index)))
+    for index, (attention, projection) in enumerate(_attention_layers(student)):
+        hooks.append(attention.register_forward_pre_hook(take_teachers(index), with_kwargs=True))
+        hooks.append(projection.register_forward_pre_hook(note(outputs, index)))
+        hooks.append(attention.register_forward_hook(cut))
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        # One position's logits are enough: the head is as wide as the vocabulary.
+        _predict(teacher, batch, logits_to_keep=1)
+        model(**_inputs(batch), logits_to_keep=1)
+        distances = [attention_distance(outputs[i], targets[i]) for i in range(len(targets))]
+        return torch.stack([x.to(distances[0].device) for x in distances]).mean()
+
+    try:
+        yield loss
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _attention_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
+    """Every layer's attention module and its output projection, first to last."""
+    family = family_of(model)
+    assert family is not None  # `check_teacher`
+    body: Any = model.base_model
+    modules = [getattr(layer, family.body_class.attention_name) for layer in body.layers]
+    name = family.body_class.attention_class.output_name
+    return [(module, module.get_submodule(name)) for module in modules]
+
+
+def _without_adapters(model: Any) -> PreTrainedModel:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@torch.no_grad()
+def _predict(teacher: Any, batch: dict[str, Tensor], **kwargs: Any) -> Tensor:
+    device = batch["input_ids"].device
+    if teacher.device != device:
+        teacher.to(device)
+    return teacher(**_inputs(batch), **kwargs).logits
+
+
+def _inputs(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """What a model reads of a batch; without labels it computes no loss of its own."""
+    read = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+    return {**read, "use_cache": False}
