@@ -21,11 +21,12 @@ MAY_IMPORT = {
     "training": {"ops", "layers", "models", "data", "errors", "environment", "options"},
     "evaluation": {"ops", "layers", "models", "data", "errors", "environment", "options"},
     "analysis": {"ops", "layers", "models", "data", "errors", "environment"},
+    "benchmarks": {"ops", "layers", "models", "testing", "errors"},
     "report": {"evaluation", "errors", "environment"},
     "quickstart": {"models", "data", "training", "evaluation", "report", "errors", "environment"},
     "cli": {
-        "models", "data", "training", "evaluation", "analysis", "report", "quickstart", "errors",
-        "environment", "options", "__init__",
+        "models", "data", "training", "evaluation", "analysis", "benchmarks", "report",
+        "quickstart", "errors", "environment", "options", "__init__",
     },
     "__init__": {"ops", "layers", "models"},
 }  # fmt: skip

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from coca_attention.cli.bench import run_bench
 from coca_attention.cli.console import Run
 from coca_attention.cli.evaluation import (
     run_analyze,
@@ -29,6 +30,7 @@ COMMANDS: dict[str, Run | dict[str, Run]] = {
         "suite": run_suite,
     },
     "analyze": run_analyze,
+    "bench": run_bench,
     "generate": run_generate,
     "report": run_report,
 }

@@ -49,7 +49,7 @@ def parse(
 
 def _listed(words: list[str]) -> list[str]:
     """Write the items of ``--windows 64,128,256`` as the list that they are meant as."""
-    for option in ("--windows", "--lengths", "--kinds", "--tasks", "--shifts"):
+    for option in ("--windows", "--lengths", "--kinds", "--tasks", "--shifts", "--cases"):
         words, items = take_option(words, option)
         if items is not None:
             words = [*words, f"{option}=[{items.strip('[]')}]"]

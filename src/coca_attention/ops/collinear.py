@@ -65,18 +65,19 @@ def coca_attention(
     queries, keys, width = query.shape[-2], key_coefficients.shape[-2], query.shape[-1]
     if key_positions is None:
         key_positions = torch.arange(keys, device=query.device)
-    if query_positions is None:
-        if queries > keys:
-            raise ValueError(
-                f"{queries} queries and {keys} keys: without query_positions the queries are the "
-                "last positions of the keys, so there must be at least as many keys"
-            )
-        query_positions = key_positions[..., keys - queries :]
+    if query_positions is None and queries > keys:
+        raise ValueError(
+            f"{queries} queries and {keys} keys: without query_positions the queries are the "
+            "last positions of the keys, so there must be at least as many keys"
+        )
     for name, positions, length in (
         ("query_positions", query_positions, queries),
         ("key_positions", key_positions, keys),
     ):
-        if tuple(positions.shape) not in ((length,), (query.shape[0], length)):
+        if positions is not None and tuple(positions.shape) not in (
+            (length,),
+            (query.shape[0], length),
+        ):
             raise ValueError(
                 f"{name} must have shape ({length},) or ({query.shape[0]}, {length}), got "
                 f"{tuple(positions.shape)}"
@@ -85,10 +86,13 @@ def coca_attention(
     factor = width**-0.5 if scale is None else scale
     divisor = score_scale(query.dtype)
     span = width if rotary_width is None else rotary_width
-    cos, sin = rotary_cos_sin(query_positions, span, base=base, dtype=wide)
-    q = query_map(query, cos, sin, form=form, scale=factor / divisor, interleaved=interleaved)
     cos, sin = rotary_cos_sin(key_positions, span, base=base, dtype=wide)
     k = key_map(key_coefficients, cos, sin, form=form)
+    if query_positions is None:
+        cos, sin = (x[..., keys - queries :, :] for x in (cos, sin))
+    else:
+        cos, sin = rotary_cos_sin(query_positions, span, base=base, dtype=wide)
+    q = query_map(query, cos, sin, form=form, scale=factor / divisor, interleaved=interleaved)
     return attend(q, k, value, attention_mask=attention_mask, is_causal=is_causal, scale=divisor)
 
 

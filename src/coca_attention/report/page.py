@@ -15,6 +15,7 @@ from coca_attention.errors import UserError
 from coca_attention.evaluation.perplexity import paired_ratio_interval
 from coca_attention.report import paper
 from coca_attention.report.angles import angle_sections
+from coca_attention.report.bench import bench_sections
 from coca_attention.report.figures import perplexity_figure, training_figure
 from coca_attention.report.forms import form_sections
 from coca_attention.report.harness import harness_sections
@@ -70,6 +71,7 @@ def _render(contents: Sequence[dict[str, Any]], title: str | None) -> str:
         *retrieval_sections(every),
         *form_sections(every),
         *harness_sections(every),
+        *bench_sections(every),
         *(Section(**section) for section in angle_sections(every)),
     ]
     cells = [cell for cell in every if cell["task"] == "perplexity"]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coca_attention.report.angles import angle_cells, angle_table
+from coca_attention.report.bench import bench_tables
 from coca_attention.report.harness import harness_sections
 from coca_attention.report.results import printed_table
 from coca_attention.report.retrieval import accuracy_table, by_line, key_table
@@ -26,6 +27,7 @@ def printed_tables(cells: Sequence[dict[str, Any]]) -> list[tuple[list[str], lis
         header, rows = accuracy_table(lines, "recall")
         tables.append(([f"{kind}: recall at", *header], rows))
     tables += [(section.header, section.rows) for section in harness_sections(cells)]
+    tables += bench_tables(cells)
     if angle_cells(cells):
         tables.append(angle_table(cells))
     return tables

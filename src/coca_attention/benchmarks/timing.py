@@ -1,0 +1,125 @@
+"""Interleaved timing of variants in one process, and peak memory of each in one of its own."""
+
+import gc
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do a thing.
+
+    Attributes:
+        name: What the results call it.
+        run: Does it once.
+        error: How far it is from the exact result, as a share of the largest number there; None
+            where the case has nothing to compare with.
+        facts: Further numbers for the results.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    error: float | None = None
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+def interleaved(
+    variants: Sequence[Variant], device: torch.device, *, rounds: int, seconds: float
+) -> dict[str, dict[str, Any]]:
+    """Time every variant once a round, in turn, so that all see the same of the machine's moods.
+
+    Args:
+        variants: The first one is the baseline of the ratios.
+        device: Waited for before and after each run.
+        rounds: Rounds at most, after one that warms up; at least 3 are made.
+        seconds: No round is begun after so long.
+
+    Returns:
+        For each name: ``median_ms``, ``quartiles_ms``, and ``ratio`` and ``ratio_quartiles`` to the
+        baseline, of the quotients within a round.
+    """
+    taken: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    started = time.perf_counter()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for turn in range(rounds + 1):
+            if turn > 3 and time.perf_counter() - started > seconds:
+                break
+            shift = turn % len(variants)
+            for variant in (*variants[shift:], *variants[:shift]):
+                _wait(device)
+                before = time.perf_counter()
+                variant.run()
+                _wait(device)
+                if turn:
+                    taken[variant.name].append(time.perf_counter() - before)
+            gc.collect()
+    finally:
+        if collecting:
+            gc.enable()
+    base = taken[variants[0].name]
+    return {
+        name: {
+            "rounds": len(times),
+            "median_ms": 1e3 * median(times),
+            "quartiles_ms": [1e3 * x for x in _quartiles(times)],
+            "ratio": median(ratios),
+            "ratio_quartiles": _quartiles(ratios),
+        }
+        for name, times in taken.items()
+        for ratios in [[x / y for x, y in zip(times, base, strict=True)]]
+    }
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    first, _, last = quantiles(values, n=4, method="inclusive")
+    return [first, last]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_megabytes(make: Callable[..., Callable[[], Any]], *arguments: Any, device: str) -> float:
+    """Memory that one run needs above what it was given, in MB (10^6 bytes).
+
+    On a CPU a process of its own is asked, whose largest resident size is compared before and
+    after; on CUDA the allocator.
+
+    Args:
+        make: A module's function: from the arguments to what is run. It is called in the process
+            that runs it.
+        *arguments: Picklable.
+        device: ``cpu`` or ``cuda``.
+    """
+    if device == "cuda":
+        run = make(*arguments)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 1e6
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_resident_growth, (make, arguments, torch.get_num_threads()))
+
+
+def _resident_growth(
+    make: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...], threads: int
+) -> float:
+    torch.set_num_threads(threads)
+    run = make(*arguments)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return grown * (1 if sys.platform == "darwin" else 1024) / 1e6

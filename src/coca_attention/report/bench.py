@@ -1,0 +1,132 @@
+"""Benchmarks as sections: the shapes of the paper's Figure 6 (speed) and Table 6 (memory)."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from coca_attention.report.figures import COLOURS, draw
+from coca_attention.report.retrieval import Section
+
+TITLES = {
+    "operator": "Operator, forward",
+    "operator-training": "Operator, forward and backward",
+    "training": "Training step of a model",
+    "prefill": "Prefill of a model",
+    "decode": "One token decoded, by the length of the cache",
+    "memory": "Memory of the operator, forward",
+}
+TEXTS = {
+    "operator": "The shape of the paper's Figure 6. Ratios are to the first row, of runs in the "
+    "same round; below 1 is faster.",
+    "memory": "What the paper's Table 6 is about: linear in the length, or square. Megabytes "
+    "above the inputs.",
+}
+
+
+def bench_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
+    """A figure and a table for every case and kind of device; none without such cells."""
+    sections = []
+    for case, group in _groups(cells):
+        first, lengths = group[0], [cell["length"] for cell in group]
+        key = "peak_megabytes" if case == "memory" else "ratio"
+        names = list(dict.fromkeys(name for cell in group for name in cell["variants"]))
+        series = {
+            name: [(c["length"], c["variants"][name][key]) for c in group if name in c["variants"]]
+            for name in names
+        }
+        label = f"bench-{case}-{first['device']}-{first['dtype']}"
+        sections.append(
+            Section(
+                f"{TITLES[case]}: {_where(first)}",
+                text=TEXTS.get(case, ""),
+                figure=_figure(label, series, case == "memory"),
+                header=["tokens", *(f"{length:,}" for length in lengths)],
+                rows=bench_rows(group),
+                note=_note(group),
+            )
+        )
+    return sections
+
+
+def bench_tables(cells: Sequence[dict[str, Any]]) -> list[tuple[list[str], list[list[str]]]]:
+    """Header and rows for the terminal."""
+    return [
+        ([f"{case} ({_where(group[0])})", *(f"{c['length']:,}" for c in group)], bench_rows(group))
+        for case, group in _groups(cells)
+    ]
+
+
+def bench_rows(group: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A row a variant, a column a length: time and ratio with its quartiles, or megabytes."""
+    names = list(dict.fromkeys(name for cell in group for name in cell["variants"]))
+    return [[name, *(_entry(cell["variants"].get(name)) for cell in group)] for name in names]
+
+
+def _entry(measured: dict[str, Any] | None) -> str:
+    if measured is None:
+        return "–"
+    if "peak_megabytes" in measured:
+        return f"{measured['peak_megabytes']:,.0f} MB"
+    low, high = measured["ratio_quartiles"]
+    text = f"{measured['median_ms']:,.3g} ms, {measured['ratio']:.2f} × ({low:.2f}–{high:.2f})"
+    if "cache_megabytes" in measured:
+        text += f", {measured['cache_megabytes']:,.0f} MB"
+    return text
+
+
+def _groups(cells: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Cells of one case, device, dtype and sizes together, by length."""
+
+    def key(cell: dict[str, Any]) -> Any:
+        place = list(TITLES).index(cell["case"])
+        return place, cell["device"], cell["dtype"], str(cell["sizes"]), cell["batch"]
+
+    bench = sorted((c for c in cells if c["task"] == "bench"), key=lambda c: (key(c), c["length"]))
+    groups = [list(group) for _, group in groupby(bench, key)]
+    return [(group[0]["case"], group) for group in groups]
+
+
+def _where(cell: dict[str, Any]) -> str:
+    sizes = cell["sizes"]
+    what = (
+        f"{sizes['heads']} heads"
+        if "heads" in sizes
+        else f"{sizes['layers']} layers of {sizes['hidden_size']}, heads"
+    )
+    groups = f", {sizes['groups']} key/value heads" if sizes["groups"] else ""
+    return f"{what} of {sizes['head_width']}{groups}, {cell['dtype']}, {cell['device']}"
+
+
+def _note(group: Sequence[dict[str, Any]]) -> str:
+    measured = [m for cell in group for m in cell["variants"].values()]
+    if group[0]["case"] == "memory":
+        return ""
+    errors = [m["error"] for m in measured if m["error"] is not None]
+    rounds = sorted({m["rounds"] for m in measured})
+    return (
+        f"Median of {rounds[0]} to {rounds[-1]} rounds, interleaved; the quotients' quartiles in "
+        f"brackets. Largest error before timing: {max(errors):.1g} of the largest number."
+    )
+
+
+def _figure(name: str, series: dict[str, list[tuple[int, float]]], memory: bool) -> dict[str, str]:
+    def plot(axes: Axes) -> None:
+        for index, (label, points) in enumerate(series.items()):
+            axes.plot(
+                *zip(*points, strict=True),
+                color=COLOURS[index % len(COLOURS)],
+                label=label,
+                marker="o",
+                markersize=4,
+            )
+        lengths = sorted({length for points in series.values() for length, _ in points})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axes.set_xlabel("tokens")
+        if memory or max(y for points in series.values() for _, y in points) > 3:
+            axes.set_yscale("log")
+        axes.set_ylabel("megabytes" if memory else "time, as a multiple of the first")
+
+    return draw(name, plot)
