@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from coca_attention.benchmarks.timing import Variant
+from coca_attention.benchmarks.timing import Apart, Variant
 from coca_attention.models import CoCALlamaConfig
 from coca_attention.ops import FORMS
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
@@ -93,19 +93,32 @@ def prefill(length: int, settings: Any) -> list[Variant]:
     ]
 
 
+DECODED: dict[str, tuple[str | None, str]] = {
+    VANILLA: (None, "full"),
+    "CoCA slack, full cache": ("slack", "full"),
+    "CoCA slack, half cache": ("slack", "half"),
+    "CoCA strict, full cache": ("strict", "full"),
+    "CoCA strict, half cache": ("strict", "half"),
+}
+
+
 def decode(length: int, settings: Any) -> list[Variant]:
     """One token over a cache of so many: vanilla, and CoCA with whole and with half keys."""
-    models = {VANILLA: make_model(settings)}
-    for form in ("slack", "strict"):
-        for kind in ("full", "half"):
-            models[f"CoCA {form}, {kind} cache"] = make_model(settings, form, kind)
+    if settings.device == "cuda":
+        return [decoder(name, length, settings) for name in DECODED]
     variants = []
-    for name, model in models.items():
-        cache = filled(model, length, settings)
-        facts = {"cache_megabytes": cache_megabytes(cache)}
-        step = _step(model, cache, length, settings)
-        variants.append(Variant(name, step, consistency(model), facts))
+    for name in DECODED:
+        apart = Apart(decoder, name, length, settings)
+        variants.append(Variant(name, apart, apart.error, apart.facts, apart.close))
     return variants
+
+
+def decoder(name: str, length: int, settings: Any) -> Variant:
+    """One of `DECODED`."""
+    model = make_model(settings, *DECODED[name])
+    cache = filled(model, length, settings)
+    facts = {"cache_megabytes": cache_megabytes(cache)}
+    return Variant(name, _step(model, cache, settings), consistency(model), facts)
 
 
 def filled(model: Any, length: int, settings: Any) -> DynamicCache:
@@ -129,12 +142,12 @@ def cache_megabytes(cache: Any) -> float:
     return sum(x.numel() * x.element_size() for x in held) / 1e6
 
 
-def _step(model: Any, cache: Any, length: int, settings: Any) -> Callable[[], Any]:
+def _step(model: Any, cache: Any, settings: Any) -> Callable[[], Any]:
     token = tokens(1, settings)
 
     @torch.inference_mode()
     def run() -> None:
         model(input_ids=token, past_key_values=cache)
-        cache.crop(length)
+        cache.crop(-1)
 
     return run

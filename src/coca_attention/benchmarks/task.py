@@ -132,6 +132,7 @@ def _times(case: str, length: int, settings: BenchSettings) -> dict[str, Any]:
         variants, torch.device(settings.device), rounds=settings.rounds, seconds=settings.seconds
     )
     for variant in variants:
+        variant.close()
         times[variant.name] |= {"error": variant.error, **variant.facts}
     return times
 

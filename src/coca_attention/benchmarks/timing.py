@@ -19,16 +19,18 @@ class Variant:
 
     Attributes:
         name: What the results call it.
-        run: Does it once.
+        run: Does it once. It may return the seconds that it took, where it knows better.
         error: How far it is from the exact result, as a share of the largest number there; None
             where the case has nothing to compare with.
         facts: Further numbers for the results.
+        close: Called when all is measured.
     """
 
     name: str
     run: Callable[[], Any]
     error: float | None = None
     facts: dict[str, float] = field(default_factory=dict)
+    close: Callable[[], Any] = lambda: None
 
 
 def interleaved(
@@ -58,10 +60,12 @@ def interleaved(
             for variant in (*variants[shift:], *variants[:shift]):
                 _wait(device)
                 before = time.perf_counter()
-                variant.run()
+                seconds_taken = variant.run()
                 _wait(device)
+                if not isinstance(seconds_taken, float):
+                    seconds_taken = time.perf_counter() - before
                 if turn:
-                    taken[variant.name].append(time.perf_counter() - before)
+                    taken[variant.name].append(seconds_taken)
             gc.collect()
     finally:
         if collecting:
@@ -88,6 +92,63 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Apart:
+    """A variant in a process of its own, which measures itself when it is called.
+
+    Where large blocks are freed and taken anew at every run (a growing cache), variants of other
+    sizes in the same heap leave holes that fit nobody, and page faults are timed in place of work.
+
+    Args:
+        make: A module's function: from the arguments to a `Variant`.
+        *arguments: Picklable.
+    """
+
+    def __init__(self, make: Callable[..., Variant], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(theirs, make, arguments, torch.get_num_threads()), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self.error, self.facts = self._received()
+
+    def __call__(self) -> float:
+        self.pipe.send(None)
+        return self._received()
+
+    def _received(self) -> Any:
+        answer = self.pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self.pipe.close()
+        self.process.join()
+
+
+def _serve(
+    pipe: Any, make: Callable[..., Variant], arguments: tuple[Any, ...], threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    try:
+        variant = make(*arguments)
+        pipe.send((variant.error, variant.facts))
+    except Exception as error:
+        pipe.send(error)
+        return
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        before = time.perf_counter()
+        variant.run()
+        pipe.send(time.perf_counter() - before)
 
 
 def peak_megabytes(make: Callable[..., Callable[[], Any]], *arguments: Any, device: str) -> float:

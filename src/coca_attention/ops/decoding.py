@@ -19,7 +19,7 @@ from coca_attention.ops import kernels
 from coca_attention.ops.maps import Form, key_turn
 
 # Numbers of a tile's keys on a CPU, over all heads: they stay in its caches.
-CPU_TILE = 1 << 17
+CPU_TILE = 1 << 18
 # Keys of a tile in the CUDA kernel.
 CUDA_TILE = 64
 
