@@ -4,13 +4,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup quickstart test test-slow lint clean
+.PHONY: help setup quickstart test test-slow gpu-check lint clean
 
 help:
 	@echo "make setup       virtual environment in .venv with everything the project needs"
 	@echo "make quickstart  train four small models and compare them on long text (about 7 minutes)"
 	@echo "make test        the test suite"
 	@echo "make test-slow   the tests that take minutes"
+	@echo "make gpu-check   GPU tests and benchmarks, with the packages of \$$(PYTHON); no set-up, no network"
 	@echo "make lint        formatting, lint rules and types"
 
 setup: $(READY)
@@ -29,6 +30,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# Runs where PyTorch for CUDA is installed already, so in that Python and not in .venv.
+gpu-check:
+	$(PYTHON) scripts/gpu_check.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,7 +1,9 @@
 """Benchmarks: nothing wrong is timed, ratios are of one round, memory is that of one run."""
 
+import importlib.util
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,6 +137,18 @@ def test_decoding_puts_the_cache_back(name):
     assert model_cases.decoder(name, 40, chosen).error < 1e-4
 
 
+def test_one_query_over_a_cache_is_checked_too(monkeypatch):
+    case = settings(cases=["operator-decode"], lengths=[50], groups=2)
+    (cell,) = run_benchmarks(case)
+    halves = [f"half keys, CoCA {form}" for form in ("slack", "strict")]
+    assert list(cell["variants"]) == [operators.VANILLA, *halves, operators.COPY]
+    errors = [measured["error"] for measured in cell["variants"].values()]
+    assert max(errors[:3]) < 1e-5 and errors[3] is None
+    monkeypatch.setattr(operators, "query_map", lambda query, *_, **__: query)
+    with pytest.raises(UserError, match="half keys, CoCA slack is off by"):
+        run_benchmarks(case)
+
+
 @pytest.mark.slow
 def test_decoding_is_timed_in_processes_of_their_own():
     (cell,) = run_benchmarks(settings(cases=["decode"], lengths=[64]))
@@ -156,6 +170,17 @@ def test_decoding_is_timed_in_processes_of_their_own():
 def test_unfit_settings_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
         check_settings(settings(**changes))
+
+
+def test_the_parts_of_the_gpu_check_are_fit():
+    path = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
+    spec = importlib.util.spec_from_file_location("gpu_check", path)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    for part in script.PARTS:
+        check_settings(BenchSettings(**part))
+    assert {case for part in script.PARTS for case in part["cases"]} == {*CASES, "memory"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

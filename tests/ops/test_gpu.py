@@ -1,14 +1,29 @@
-"""The operator on a CUDA device: `pytest -m gpu`."""
+"""Operator, maps and half-cache decoding on a CUDA device: `pytest -m gpu`."""
 
 import pytest
 import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from coca_attention.ops import FORMS, coca_attention, oracle
+from coca_attention.models.conversion import convert
+from coca_attention.ops import (
+    FORMS,
+    attend_half,
+    coca_attention,
+    inverse_frequencies,
+    kernels,
+    key_frames,
+    oracle,
+    query_map,
+    rotary_cos_sin,
+    tile_length,
+)
+from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+DTYPES = [(torch.float32, 2e-5), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)]
 
 
 def inputs(dtype: torch.dtype, length: int, heads: int = 4, groups: int = 2):
@@ -20,14 +35,26 @@ def inputs(dtype: torch.dtype, length: int, heads: int = 4, groups: int = 2):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 5e-2)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
 def test_agrees_with_the_oracle(form, dtype, tolerance):
     q, t, v = inputs(dtype, 257)
+    assert kernels.serve(q)
     expected = oracle.coca_attention(q.cpu(), t.cpu(), v.cpu(), form=form)
     output = coca_attention(q, t, v, form=form).cpu().double()
     assert (output - expected).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_agree_with_those_of_the_cpu(form):
+    tensors = inputs(torch.float32, 257)
+    found = []
+    for device in ("cuda", "cpu"):
+        leaves = [x.to(device).requires_grad_() for x in tensors]
+        output = coca_attention(*leaves, form=form)
+        weights = torch.linspace(-1, 1, output.numel(), device=device).view_as(output)
+        found.append(torch.autograd.grad(output, leaves, weights))
+    for ours, expected in zip(*found, strict=True):
+        assert (ours.cpu() - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -42,3 +69,48 @@ def test_grouped_heads_hold_no_score_matrix(dtype, masked):
     with torch.inference_mode():
         coca_attention(q, t, v, attention_mask=mask)
     assert torch.cuda.max_memory_allocated() - before < 400e6
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (32, 4)], ids=str)
+@pytest.mark.parametrize("length", [1000, 32768])
+def test_half_keys_decode_as_the_oracle_says(form, dtype, tolerance, heads, length):
+    q, t, v = inputs(dtype, length, *heads)
+    q = q[..., -1:, :]
+    cos, sin = rotary_cos_sin(torch.tensor([length - 1], device="cuda"), 64)
+    effective = query_map(q, cos, sin, form=form, scale=0.125)
+    frames = key_frames(
+        torch.zeros(1, dtype=torch.long, device="cuda"),
+        length,
+        inverse_frequencies(64),
+        form=form,
+        tile=tile_length(t),
+        pairs=32,
+    )
+    output = attend_half(effective, t, v, frames).cpu().double()
+    expected = oracle.coca_attention(q.cpu(), t.cpu(), v.cpu(), form=form)
+    assert (output - expected).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["full", "half"])
+def test_models_say_the_same_on_both_devices_and_every_way(form, kind):
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=100,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = convert(LlamaForCausalLM(config), form).eval()
+    model.config.kv_cache = kind
+    ids = some_tokens(model)
+    expected = logits(model, ids)
+    model.cuda()
+    ids = ids.cuda()
+    assert difference(logits(model, ids).cpu(), expected) < 1e-4
+    assert_consistent(model)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache)
+        last = model(ids[:, -1:], past_key_values=cache).logits
+    assert difference(last.cpu().double(), expected[:, -1:]) < 1e-4

@@ -16,7 +16,7 @@ class BenchSettings:
     """What is timed, and how."""
 
     cases: list[str] = field(default_factory=lambda: ["operator", "operator-training"])
-    """operator, operator-training, training, prefill, decode, memory."""
+    """operator, operator-training, operator-decode, training, prefill, decode, memory."""
     lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
     """Tokens of the text; for decode, of the cache."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -49,6 +49,7 @@ class BenchSettings:
 CASES: dict[str, Callable[[int, BenchSettings], list[Variant]]] = {
     "operator": operators.forward,
     "operator-training": operators.training,
+    "operator-decode": operators.decode,
     "training": models.training,
     "prefill": models.prefill,
     "decode": models.decode,

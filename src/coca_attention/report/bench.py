@@ -12,6 +12,7 @@ from coca_attention.report.retrieval import Section
 TITLES = {
     "operator": "Operator, forward",
     "operator-training": "Operator, forward and backward",
+    "operator-decode": "One query over a cache, attention alone",
     "training": "Training step of a model",
     "prefill": "Prefill of a model",
     "decode": "One token decoded, by the length of the cache",
