@@ -25,8 +25,9 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	$(BIN)/coca quickstart
 
+# One process a core, one thread each: the tests' tensors are too small to share.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import time
 from pathlib import Path
 
@@ -109,6 +110,15 @@ def test_a_variant_in_a_process_of_its_own():
     assert apart.process.exitcode == 0
     with pytest.raises(UserError, match="it cannot be made"):
         Apart(variant_for_another_process, True)
+
+
+def variant_that_dies() -> Variant:
+    os._exit(7)
+
+
+def test_a_process_that_dies_is_an_error():
+    with pytest.raises(UserError, match=r"ended without a word \(exit code 7\)"):
+        Apart(variant_that_dies)
 
 
 def test_peak_memory_of_the_contraction_and_of_the_operator():

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from coca_attention.errors import UserError
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -120,7 +122,15 @@ class Apart:
         return self._received()
 
     def _received(self) -> Any:
-        answer = self.pipe.recv()
+        try:
+            answer = self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise UserError(
+                "a process that measures on its own ended without a word (exit code "
+                f"{self.process.exitcode}): short of memory, or started from a script without "
+                "if __name__ == '__main__'"
+            ) from None
         if isinstance(answer, Exception):
             raise answer
         return answer
