@@ -42,7 +42,7 @@ def bench_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
             Section(
                 f"{TITLES[case]}: {_where(first)}",
                 text=TEXTS.get(case, ""),
-                figure=_figure(label, series, case == "memory"),
+                figure=_figure(label, series, case == "memory") if len(group) > 1 else None,
                 header=["tokens", *(f"{length:,}" for length in lengths)],
                 rows=bench_rows(group),
                 note=_note(group),
@@ -60,21 +60,34 @@ def bench_tables(cells: Sequence[dict[str, Any]]) -> list[tuple[list[str], list[
 
 
 def bench_rows(group: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """A row a variant, a column a length: time and ratio with its quartiles, or megabytes."""
+    """A row a variant, a column a length: the first one's time, then ratios; or megabytes."""
     names = list(dict.fromkeys(name for cell in group for name in cell["variants"]))
-    return [[name, *(_entry(cell["variants"].get(name)) for cell in group)] for name in names]
+    return [
+        [
+            _row_name(group, name),
+            *(_entry(cell["variants"].get(name), name == names[0]) for cell in group),
+        ]
+        for name in names
+    ]
 
 
-def _entry(measured: dict[str, Any] | None) -> str:
+def _row_name(group: Sequence[dict[str, Any]], name: str) -> str:
+    """The variant's name, with the share of the first one's bytes where a cache is read."""
+    variants = group[0]["variants"]
+    first, own = (variants[key].get("cache_megabytes") for key in (next(iter(variants)), name))
+    return name if own is None or own == first else f"{name} ({own / first:.2f} × bytes)"
+
+
+def _entry(measured: dict[str, Any] | None, first: bool) -> str:
     if measured is None:
         return "–"
     if "peak_megabytes" in measured:
         return f"{measured['peak_megabytes']:,.0f} MB"
+    if first:
+        milliseconds = measured["median_ms"]
+        return f"{milliseconds:,.{0 if milliseconds >= 100 else 1}f} ms"
     low, high = measured["ratio_quartiles"]
-    text = f"{measured['median_ms']:,.3g} ms, {measured['ratio']:.2f} × ({low:.2f}–{high:.2f})"
-    if "cache_megabytes" in measured:
-        text += f", {measured['cache_megabytes']:,.0f} MB"
-    return text
+    return f"{measured['ratio']:.2f} × ({low:.2f}–{high:.2f})"
 
 
 def _groups(cells: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -92,7 +105,7 @@ def _groups(cells: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, A
 def _where(cell: dict[str, Any]) -> str:
     sizes = cell["sizes"]
     what = (
-        f"{sizes['heads']} heads"
+        f"{sizes['heads']} head{'s' if sizes['heads'] > 1 else ''}"
         if "heads" in sizes
         else f"{sizes['layers']} layers of {sizes['hidden_size']}, heads"
     )
@@ -106,9 +119,11 @@ def _note(group: Sequence[dict[str, Any]]) -> str:
         return ""
     errors = [m["error"] for m in measured if m["error"] is not None]
     rounds = sorted({m["rounds"] for m in measured})
+    many = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
     return (
-        f"Median of {rounds[0]} to {rounds[-1]} rounds, interleaved; the quotients' quartiles in "
-        f"brackets. Largest error before timing: {max(errors):.1g} of the largest number."
+        f"Median of {many} rounds, interleaved: the first row's time, and the others' quotients by "
+        f"it with their quartiles. Largest error before timing: {max(errors):.1g} of the largest "
+        "number."
     )
 
 
@@ -128,6 +143,8 @@ def _figure(name: str, series: dict[str, list[tuple[int, float]]], memory: bool)
         axes.set_xlabel("tokens")
         if memory or max(y for points in series.values() for _, y in points) > 3:
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
         axes.set_ylabel("megabytes" if memory else "time, as a multiple of the first")
 
     return draw(name, plot)
