@@ -88,3 +88,20 @@ def test_learned_frequencies_are_refused():
     for function, x in ((query_map, q), (key_map, t)):
         with pytest.raises(ValueError, match="constants of the maps"):
             function(x, cos.requires_grad_(), sin, form="strict")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_they_compile_in_one_graph(form):
+    q, t = tensors(1, 2, 6, 8).requires_grad_(), tensors(1, 1, 6, 4, seed=1).requires_grad_()
+    cos, sin = rotary_cos_sin(torch.arange(6), 8, dtype=torch.float64)
+
+    def scores(q, t):
+        query = query_map(q, cos, sin, form=form, scale=0.5)
+        return (query @ key_map(t, cos, sin, form=form).mT).square().sum()
+
+    found = [
+        torch.autograd.grad(function(q, t), (q, t))
+        for function in (scores, torch.compile(scores, backend="aot_eager", fullgraph=True))
+    ]
+    for ours, expected in zip(*found, strict=True):
+        assert (ours - expected).abs().max() < 1e-12
