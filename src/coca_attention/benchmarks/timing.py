@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -164,8 +165,8 @@ def _serve(
 def peak_megabytes(make: Callable[..., Callable[[], Any]], *arguments: Any, device: str) -> float:
     """Memory that one run needs above what it was given, in MB (10^6 bytes).
 
-    On a CPU a process of its own is asked, whose largest resident size is compared before and
-    after; on CUDA the allocator.
+    On a CPU a process of its own is asked for its largest resident size (reset before the run where
+    Linux lets it); on CUDA the allocator.
 
     Args:
         make: A module's function: from the arguments to what is run. It is called in the process
@@ -190,7 +191,23 @@ def _resident_growth(
 ) -> float:
     torch.set_num_threads(threads)
     run = make(*arguments)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _resident("VmRSS")
+    try:
+        # Otherwise the peak is that of the process's past: at the start its parent's size.
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        before = _resident("VmHWM")
     run()
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return grown * (1 if sys.platform == "darwin" else 1024) / 1e6
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> float:
+    """Resident size of this process in MB: now (``VmRSS``) or the largest so far (``VmHWM``)."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024 / 1e6
+    except OSError:
+        pass
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest * (1 if sys.platform == "darwin" else 1024) / 1e6
