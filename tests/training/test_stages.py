@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from coca_attention.data import BlockDataset
+from coca_attention.data import BlockDataset, Mixture
 from coca_attention.errors import UserError
 from coca_attention.models import CoCALlamaConfig
 from coca_attention.training import is_finished, load_recipe, read_summary, train
@@ -154,6 +154,22 @@ def test_no_block_is_read_twice_before_all_were_read(straight):
     assert len(read) == 17 * 4
     assert blocks > 17 * 4 and len(set(read)) == len(read)  # not one pass
     assert read == block_order(blocks, 17 * 4, seed=0).tolist()
+
+
+def test_stages_read_a_mixture_in_its_own_order(base, text_folder, tmp_path, monkeypatch):
+    path = staged(base, text_folder, tmp_path / "r.yaml", PAPER)
+    content = yaml.safe_load(path.read_text())
+    half = {"source": content["data"].pop("source"), "weight": 0.5}
+    content["data"]["mixture"] = {"a": half, "b": dict(half)}
+    path.write_text(yaml.safe_dump(content))
+    read: list[int] = []
+    plain = Mixture.__getitem__
+    monkeypatch.setattr(
+        Mixture, "__getitem__", lambda self, index: read.append(int(index)) or plain(self, index)
+    )
+    train(load_recipe(path), tmp_path / "run")
+    steps = sum(stage.get("steps", TRAINING["steps"]) for stage in PAPER)
+    assert read == list(range(steps * TRAINING["global_batch_size"]))
 
 
 def test_the_order_of_blocks_is_one_permutation_after_the_other():

@@ -183,7 +183,9 @@ def test_two_processes_end_with_the_weights_of_one(text_folder, tmp_path):
 
 def test_another_cache_folder_is_no_other_run(text_folder, tmp_path):
     for cache in (tmp_path / "a", tmp_path / "b"):
-        train(recipe(text_folder, data__cache=cache), tmp_path / "run")
+        assert is_finished(train(recipe(text_folder, data__cache=cache), tmp_path / "run"))
+    with pytest.raises(UserError, match="another recipe"):
+        train(recipe(text_folder, data__max_tokens=500), tmp_path / "run")
 
 
 @pytest.mark.parametrize("step", [2, 7])
