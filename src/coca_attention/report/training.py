@@ -10,7 +10,7 @@ from coca_attention.report.figures import colours_of, draw
 from coca_attention.report.retrieval import Section
 
 UNITS = {
-    "next_token": "loss on the next token (nats per token)",
+    "next_token": "training loss (nats per token)",
     "logits": "distance from the teacher’s prediction (nats per token)",
     "attention": "attention outputs: share of the teacher’s variance not explained",
 }
