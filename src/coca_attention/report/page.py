@@ -118,6 +118,8 @@ def _render(contents: Sequence[dict[str, Any]], title: str | None) -> str:
 
 
 def _title(tasks: set[str]) -> str:
+    if not tasks:
+        return "Training"
     if tasks == {"angles"}:
         return "Angles between queries and keys"
     return "Perplexity against context length" if tasks <= {"perplexity"} else "Long context"
