@@ -1,5 +1,10 @@
 """The Triton kernels against PyTorch's own operations; without a GPU in Triton's interpreter."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -103,6 +108,16 @@ def test_second_derivatives_do_without_them(monkeypatch):
     (second,) = torch.autograd.grad(first.sum(), q)
     # |q|^2 (cos + sin), summed: its second derivative by q is 2 (cos + sin).
     assert (second - 2 * (cos + sin).repeat(1, 2)).abs().max() < 1e-5
+
+
+def test_they_compile(tmp_path):
+    """For CUDA, whether there is a GPU or not: the interpreter takes what the compiler refuses."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_kernels.py")],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        check=True,
+    )
 
 
 def test_kernels_are_for_cuda_and_not_for_wider_numbers():
