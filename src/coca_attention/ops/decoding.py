@@ -125,7 +125,7 @@ def attend_half(
             f"{query.shape[-2]} and frames for {frames.length}"
         )
     if kernels.serve(query):
-        return kernels.attend_half(query, coefficients, value, frames, attention_mask, scale)
+        return kernels.decode.attend_half(query, coefficients, value, frames, attention_mask, scale)
     batch, heads, _, width = query.shape
     groups, keys = coefficients.shape[1:3]
     rows = query.to(frames.cos.dtype).view(batch, groups, heads // groups, width)
