@@ -306,24 +306,32 @@ def test_killed_at_ten_random_moments_it_ends_in_the_same_weights(base, text_fol
     assert_the_same(output, straight)
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(straight, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("save", "kept"),
+    [
+        (1, "no checkpoint was saved yet"),
+        (2, r"the last good checkpoint is .*checkpoint-2\b"),
+        (4, r"the last good checkpoint is .*checkpoint-6\b"),  # the stage's model
+    ],
+)
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(
+    straight, tmp_path, monkeypatch, save, kept
+):
     from transformers import modeling_utils
 
     path, run, _ = straight
-    output, save, count = tmp_path / "run", modeling_utils.safe_save_file, []
+    output, write, count = tmp_path / "run", modeling_utils.safe_save_file, []
 
     def full(tensors, name, **kwargs):
         count.append(name)
-        if len(count) == 2:
+        if len(count) == save:
             with open(name, "wb") as file:
                 file.write(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(tensors, name, **kwargs)
+        write(tensors, name, **kwargs)
 
     monkeypatch.setattr(modeling_utils, "safe_save_file", full)
-    with pytest.raises(
-        UserError, match=r"No space left on device.*the last good checkpoint is .*checkpoint-2\b"
-    ):
+    with pytest.raises(UserError, match=f"No space left on device.*training stopped, {kept}"):
         train(load_recipe(path), output)
     assert not is_finished(output)
     train(load_recipe(path), output)
