@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from coca_attention import convert
 from coca_attention.training.objectives import (
@@ -153,12 +154,23 @@ def test_the_distances_are_what_they_are_called():
         ({"num_hidden_layers": 3}, "attention", "num_hidden_layers 3 in place of 2"),
         ({"hidden_size": 64}, "attention", "hidden_size 64 in place of 32"),
         ({"num_attention_heads": 2}, "attention", "num_attention_heads 2 in place of 4"),
+        ({"head_dim": 16}, "attention", "head_dim 16 in place of 8"),
     ],
 )
 def test_a_teacher_of_another_shape_is_refused(changes, objective, message):
     with (
         pytest.raises(ValueError, match=message),
         learning_from(vanilla("Llama", **changes), convert(vanilla("Llama")), objective),
+    ):
+        pass
+
+
+def test_a_teacher_of_no_known_family_is_refused_for_attention():
+    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4)
+    teacher, student = AutoModelForCausalLM.from_config(config), convert(vanilla("Llama"))
+    with (
+        pytest.raises(ValueError, match="attention layers of GPT2LMHeadModel are not known"),
+        learning_from(teacher, student, "attention"),
     ):
         pass
 
