@@ -26,7 +26,7 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 
 def learned(teacher, student, objective) -> tuple[float, dict]:
-    student.zero_grad()
+    student.train().zero_grad()  # while it is evaluated, the objective leaves it alone
     with learning_from(teacher, student, objective) as loss:
         value = loss(student, batch(student))
         value.backward()
@@ -126,7 +126,7 @@ def test_hooks_are_gone_and_the_teacher_is_left_alone():
 
 def test_nothing_behind_an_attention_layer_is_kept_for_gradients():
     teacher = vanilla("Llama")
-    student = convert(copy.deepcopy(teacher), "slack").requires_grad_(False)
+    student = convert(copy.deepcopy(teacher), "slack").train().requires_grad_(False)
     for layer in student.base_model.layers:
         layer.self_attn.t_proj.requires_grad_(True)
     with learning_from(teacher, student, "attention") as loss:
