@@ -27,7 +27,7 @@ from coca_attention.ops.rotary import split_pairs
 
 LONGEST = 1024  # tokens of a text, for memory grows with their square
 RIDGE = 1e-2  # of the hidden states' mean square
-FLOOR = 1e-3  # of a pair's mean Σ a u², so that keys that nobody attends to do not count for much
+FLOOR = 0.1  # of a pair's mean Σ a u², so that keys that nobody attends to do not count for much
 
 
 def calibration_texts(tokens: Tensor, config: Any) -> Tensor:
