@@ -205,6 +205,13 @@ class RecipeTrainer(Trainer):
             raise self._diverged(f"{name} holds numbers that are not finite")
         super().save_model(output_dir, _internal_call)
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if state_dict:
+            # Gathered one by one, tied weights share no memory any more and would be saved twice.
+            tied: Any = getattr(self.model, "all_tied_weights_keys", {})
+            state_dict = {name: w for name, w in state_dict.items() if name not in tied}
+        super()._save(output_dir, state_dict)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.shards is None and is_sharded(Path(resume_from_checkpoint)):
             load_parts(self.accelerator, model or self.model, Path(resume_from_checkpoint))
