@@ -154,6 +154,8 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
         return (result[0].detach(), *result[1:])
 
     def give_loss(module: nn.Module, args: Any, result: Any) -> Any:
+        if not module.training:
+            return result
         distances = [attention_distance(outputs[i], targets[i]) for i in range(len(targets))]
         result["loss"] = torch.stack([x.to(distances[0].device) for x in distances]).mean()
         return result

@@ -6,6 +6,9 @@ of processes, sharded or not, reads what it needs.
 """
 
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,9 @@ from accelerate.utils import (
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from accelerate.utils.dataclasses import get_module_class_from_name
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.distributed.fsdp import get_fsdp_ckpt_kwargs
 
 from coca_attention.errors import UserError
 
@@ -42,10 +44,10 @@ def prepare_sharding(
     Raises:
         UserError: If it was asked for in a way that cannot be followed.
     """
-    options = arguments.fsdp_plugin_args
+    options: Any = arguments.fsdp_plugin_args
     if options is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return None
-    state = accelerator.state
+    state: Any = accelerator.state
     if state.distributed_type == DistributedType.MULTI_CPU:
         # Accelerate leaves a plugin aside on CPUs, where PyTorch shards as it does on GPUs.
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**(options or {}))
@@ -57,20 +59,21 @@ def prepare_sharding(
             "--config_file recipes/accelerate/NAME.yaml"
         )
     plugin: FullyShardedDataParallelPlugin = state.fsdp_plugin
-    _check(plugin)
+    check_options(plugin)
     # One kind of checkpoint, which does not gather the whole state in one process.
     plugin.state_dict_config = plugin.optim_state_dict_config = None
     plugin.set_state_dict_type("SHARDED_STATE_DICT")
     # Autocast in its place, so that a run computes the same on one process and on many. Its cache
     # would hold the weights that are to be freed after each layer.
     plugin.mixed_precision_policy = None
-    accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
+    handler: Any = AutocastKwargs(cache_enabled=False)
+    accelerator.autocast_handler = handler
     # Otherwise the gradients of all weights would be held whole until the last pass of a step.
     accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     return plugin
 
 
-def _check(plugin: FullyShardedDataParallelPlugin) -> None:
+def check_options(plugin: FullyShardedDataParallelPlugin) -> None:
     """Raise UserError unless a run can be sharded so."""
     if plugin.fsdp_version != 2:
         raise UserError(
@@ -131,18 +134,35 @@ def check_kind(checkpoint: Path, sharded: bool) -> None:
         )
 
 
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Turn what fails with a part of a checkpoint into a UserError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        raise UserError(
+            f"{checkpoint} cannot be read ({first_failure(error)}): bring its files back, or "
+            "remove the folder to go on from the checkpoint before it"
+        ) from error
+
+
+def first_failure(error: CheckpointException) -> BaseException:
+    """Why the first of the processes that failed did so; all of them raise the same exception."""
+    return next(iter(error.failures.values()))[0] if error.failures else error
+
+
 def load_parts(accelerator: Accelerator, model: Any, checkpoint: Path) -> None:
     """Read the weights of a checkpoint in parts into a model that is whole."""
-    load_fsdp_model(_parts(), accelerator, model, str(checkpoint), **get_fsdp_ckpt_kwargs())
+    load_fsdp_model(_parts(), accelerator, model, str(checkpoint), adapter_only=True)
 
 
 def load_optimizer_parts(
-    accelerator: Accelerator, optimizer: Optimizer, model: Any, checkpoint: Path
+    accelerator: Accelerator, optimizer: Any, model: Any, checkpoint: Path
 ) -> None:
     """Read the optimizer's states of a checkpoint in parts for a model that is whole."""
-    load_fsdp_optimizer(
-        _parts(), accelerator, optimizer, model, str(checkpoint), **get_fsdp_ckpt_kwargs()
-    )
+    load_fsdp_optimizer(_parts(), accelerator, optimizer, model, str(checkpoint), adapter_only=True)
 
 
 def _parts() -> FullyShardedDataParallelPlugin:

@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
@@ -25,11 +26,13 @@ from coca_attention.training.objectives import Loss
 from coca_attention.training.recipe import TrainingRecipe
 from coca_attention.training.sharding import (
     check_layers,
+    first_failure,
     is_sharded,
     load_optimizer_parts,
     load_parts,
     own_part,
     prepare_sharding,
+    reading,
 )
 
 STATE_FILE = "trainer_state.json"
@@ -151,13 +154,13 @@ class RecipeTrainer(Trainer):
         self.shards = prepare_sharding(self.accelerator, self.args)
         self.is_fsdp_enabled = self.shards is not None
 
-    def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.shards is not None:
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if self.shards is not None and training:
             # Nothing but autocast, which Accelerate leaves to FSDP's own casts.
             model = self.accelerator.prepare_model(
                 model, device_placement=False, evaluation_mode=True
             )
-        return super()._wrap_model(model, *args, **kwargs)
+        return super()._wrap_model(model, training, dataloader)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
@@ -213,19 +216,25 @@ class RecipeTrainer(Trainer):
         super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.shards is None and is_sharded(Path(resume_from_checkpoint)):
-            load_parts(self.accelerator, model or self.model, Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        checkpoint = Path(resume_from_checkpoint)
+        with reading(checkpoint):
+            if self.shards is None and is_sharded(checkpoint):
+                load_parts(self.accelerator, self.model if model is None else model, checkpoint)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self.shards is not None or not is_sharded(Path(checkpoint)):
-            super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
             return
-        assert self.optimizer is not None and self.lr_scheduler is not None  # made before
-        load_optimizer_parts(self.accelerator, self.optimizer, self.model, Path(checkpoint))
-        state = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
-        self.lr_scheduler.load_state_dict(state)
+        folder = Path(checkpoint)
+        with reading(folder):
+            if self.shards is not None or not is_sharded(folder):
+                super()._load_optimizer_and_scheduler(checkpoint)
+                return
+            assert self.optimizer is not None and self.lr_scheduler is not None  # made before
+            load_optimizer_parts(self.accelerator, self.optimizer, self.model, folder)
+            state = torch.load(folder / SCHEDULER_NAME, weights_only=True)
+            self.lr_scheduler.load_state_dict(state)
 
     def _diverged(self, what: str) -> TrainingDiverged:
         return TrainingDiverged(
@@ -249,11 +258,12 @@ def writing(folder: Path, kept: Callable[[], str]) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
+        cause = first_failure(error) if isinstance(error, CheckpointException) else error
         # PyTorch's writer reports a full disk as a RuntimeError, as PyTorch does much else.
-        if isinstance(error, RuntimeError) and not re.search(WRITER, str(error)):
+        if isinstance(cause, RuntimeError) and not re.search(WRITER, str(cause)):
             raise
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(cause).split())[:200]
         raise UserError(
             f"{folder} cannot be written ({reason}): training stopped, {kept()}. Make room, then "
             "start the same command again to go on"
