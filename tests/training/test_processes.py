@@ -5,6 +5,7 @@ takes as long as importing everything twice, serves most tests.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,22 +53,32 @@ STAGES = [
     {"name": "logits", "objective": "logits"},
     {"name": "adapters", "train": "lora", "lora_rank": 2},
 ]
-# The command line, for several runs in one start; or killed in the midst of one's checkpoint.
+# The command line, for several runs in one start; in the second process a step may go wrong.
 COMMANDS = """
 import os, signal, sys
 from coca_attention.cli import main
 from coca_attention.training.trainer import RecipeTrainer
 
+fault, *words = sys.argv[1:]
+kind, _, step = fault.partition(" ")
+
+def wrong(trainer):
+    return trainer.args.process_index == 1 and str(trainer.state.global_step) == step
+
 save = RecipeTrainer._save_optimizer_and_scheduler
 def cut_short(self, folder):
-    if self.args.process_index == 1 and self.state.global_step == killed:
+    if kind == "kill" and wrong(self):
         os.kill(os.getpid(), signal.SIGKILL)
     save(self, folder)
+RecipeTrainer._save_optimizer_and_scheduler = cut_short
 
-killed, *words = sys.argv[1:]
-if killed != "never":
-    killed = int(killed)
-    RecipeTrainer._save_optimizer_and_scheduler = cut_short
+checkpoint = RecipeTrainer._save_checkpoint
+def poisoned(self, *args, **kwargs):
+    if kind == "nan" and wrong(self):
+        next(self.model.parameters()).to_local().data[:] = float("nan")
+    checkpoint(self, *args, **kwargs)
+RecipeTrainer._save_checkpoint = poisoned
+
 for recipe, output in zip(words[::2], words[1::2], strict=True):
     code = main(["train", recipe, "--output", output])
     if code:
@@ -75,12 +86,12 @@ for recipe, output in zip(words[::2], words[1::2], strict=True):
 """
 
 
-def started(folder, launcher, runs, killed="never"):
+def started(folder, launcher, runs, fault="none"):
     """Run recipes by a launcher; returns the finished process."""
     (folder / "commands.py").write_text(COMMANDS)
     words = [str(word) for run in runs for word in run]
     return subprocess.run(
-        [sys.executable, "-m", *map(str, launcher), folder / "commands.py", str(killed), *words],
+        [sys.executable, "-m", *map(str, launcher), folder / "commands.py", fault, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -238,7 +249,7 @@ def test_killed_while_writing_it_goes_on_with_any_number_of_processes(runs, reci
     options["training"] = {**TRAINING, "save_every": 5}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(options))
     run = [(tmp_path / "r.yaml", output)]
-    assert started(tmp_path, fsdp2(), run, killed=10).returncode
+    assert started(tmp_path, fsdp2(), run, fault="kill 10").returncode
     checkpoints = output / "checkpoints"
     assert (checkpoints / "checkpoint-10" / "pytorch_model_fsdp_0").is_dir()
     assert last_checkpoint(checkpoints) == checkpoints / "checkpoint-5"
@@ -249,6 +260,18 @@ def test_killed_while_writing_it_goes_on_with_any_number_of_processes(runs, reci
     done = started(tmp_path, fsdp2(2), [(tmp_path / "r.yaml", again)])
     assert done.returncode == 0, done.stderr
     assert_the_same(again, runs / "one-scratch", TRAINING["steps"])
+
+
+@pytest.mark.slow
+def test_a_number_that_is_not_finite_in_one_part_stops_all(recipes, tmp_path):
+    run = tmp_path / "run"
+    stopped = started(tmp_path, fsdp2(), [(recipes / "scratch.yaml", run)], fault="nan 20")
+    assert stopped.returncode
+    said = (
+        r"holds numbers that are not finite at step .*the last good checkpoint is .*checkpoint-10"
+    )
+    assert len(re.findall(said, stopped.stderr)) == 2  # neither waits for the other
+    assert not (run / "checkpoints" / "checkpoint-20" / "trainer_state.json").exists()
 
 
 @pytest.mark.slow
