@@ -27,7 +27,7 @@ from coca_attention.training import last_checkpoint, load_recipe, read_summary, 
 from coca_attention.training.sharding import check_layers, check_options
 from coca_attention.training.trainer import writing
 from conftest import VOCABULARY, tiny_model
-from families import vanilla
+from families import FAMILIES, vanilla
 
 CONFIGURATIONS = Path(__file__).parents[2] / "recipes" / "accelerate"
 
@@ -239,6 +239,25 @@ def test_a_part_that_is_lost_is_named(runs, recipes, tmp_path):
     (output / "checkpoints" / "checkpoint-10" / "optimizer_0" / "__1_0.distcp").unlink()
     with pytest.raises(UserError, match=r"checkpoint-10 cannot be read .*__1_0.distcp.*the folder"):
         train(load_recipe(recipes / "scratch.yaml"), output)
+
+
+@pytest.mark.slow
+def test_every_family_in_parts(text_folder, tokenizer, tmp_path):
+    data = {"source": str(text_folder), "block_length": 16}
+    training = {**TRAINING, "steps": 3, "save_every": 3}
+    paths = []
+    for name in FAMILIES:
+        base = tmp_path / f"{name} base"
+        vanilla(name, vocab_size=VOCABULARY).save_pretrained(base)
+        tokenizer.save_pretrained(base)
+        model = {"start": str(base), "attention": "strict"}
+        paths.append(tmp_path / f"{name}.yaml")
+        paths[-1].write_text(yaml.safe_dump({"model": model, "data": data, "training": training}))
+    done = started(tmp_path, fsdp2(), [(path, path.with_suffix(".two")) for path in paths])
+    assert done.returncode == 0, done.stderr
+    for path in paths:
+        alone = train(load_recipe(path), path.with_suffix(".one"))
+        assert_the_same(path.with_suffix(".two"), alone, 3)
 
 
 @pytest.mark.slow
