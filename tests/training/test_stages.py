@@ -15,10 +15,12 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from coca_attention.data import BlockDataset, Mixture
+from coca_attention.data import BlockDataset, Mixture, load_tokenizer
 from coca_attention.errors import UserError
 from coca_attention.models import CoCALlamaConfig
+from coca_attention.models.loading import load_model
 from coca_attention.training import is_finished, load_recipe, read_summary, train
+from coca_attention.training.blocks import validation_blocks, validation_text
 from coca_attention.training.build import choose_parameters, parameter_counts
 from coca_attention.training.recipe import StageRecipe
 from coca_attention.training.stages import block_order
@@ -73,6 +75,7 @@ def staged(base, text_folder, path, stages, **model):
     content = {
         "model": {"start": str(base), "attention": "slack", **model},
         "data": {"source": str(text_folder), "block_length": 16},
+        "validation": {"every": 4, "batches": 2, "source": str(text_folder)},
         "training": TRAINING,
         "stages": stages,
     }
@@ -93,7 +96,10 @@ def straight(base, text_folder, tmp_path_factory):
             "__getitem__",
             lambda self, index: read.append(int(index)) or plain(self, index),
         )
-        train(load_recipe(path), folder / "run")
+        train(load_recipe(path, ["--validation.every", "null"]), folder / "unmeasured")
+    train(load_recipe(path), folder / "run")
+    # Measuring changes nothing in what is trained.
+    assert changed(weights(folder / "unmeasured"), weights(folder / "run")) == set()
     return path, folder / "run", read
 
 
@@ -139,6 +145,50 @@ def test_the_summary_says_what_each_stage_did(straight):
     assert rates[8] == pytest.approx(5e-3, rel=0.2) and rates[16] == pytest.approx(1e-2)
 
 
+def measured(folder, recipe):
+    """Perplexity of the validation blocks, computed apart from the Trainer."""
+    model = load_model(folder, device="cpu").eval()
+    tokenizer = load_tokenizer(recipe.model.start)
+    text = validation_text(recipe, tokenizer)
+    blocks = [*validation_blocks(recipe, text, tokenizer)]
+    inputs, targets = (torch.stack([b[n] for b in blocks]) for n in ("input_ids", "shift_labels"))
+    assert inputs.shape == (2 * 4, 16)
+    with torch.no_grad():
+        logits = model(input_ids=inputs).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).exp().item()
+
+
+@pytest.mark.parametrize("stages", [PAPER, TEACHER], ids=["next token", "teacher"])
+def test_validation_is_the_next_token_whatever_a_stage_minimises(
+    base, text_folder, tmp_path, straight, stages
+):
+    if stages is PAPER:
+        path, run, _ = straight
+    else:
+        path = staged(base, text_folder, tmp_path / "r.yaml", stages)
+        run = train(load_recipe(path), tmp_path / "run")
+    recipe, summary = load_recipe(path), read_summary(run)
+    found = {(e["stage"], e["step"]): e["perplexity"] for e in summary["validation"]}
+    steps = [stage.settings(recipe.training).steps for stage in recipe.stages]
+    expected, done = [], 0
+    for stage, count in zip(recipe.stages, steps, strict=True):
+        within = sorted({*range(0, count, 4), count})
+        expected += [(stage.name, done + step) for step in within]
+        done += count
+    assert list(found) == expected
+    first = recipe.stages[0].name
+    assert found[first, steps[0]] == pytest.approx(
+        measured(run / "stages" / first, recipe), rel=1e-5
+    )
+    assert found[recipe.stages[-1].name, done] == pytest.approx(measured(run, recipe), rel=1e-5)
+    # A stage begins where the one before has ended.
+    assert found[recipe.stages[1].name, steps[0]] == found[first, steps[0]]
+    assert summary["start"] == {
+        "name": base.name,
+        "perplexity": pytest.approx(measured(base, recipe), rel=1e-5),
+    }
+
+
 def test_an_ordinary_model_is_left_and_what_only_training_needs_is_gone(straight):
     _, run, _ = straight
     for folder in (run, run / "stages" / "first", run / "stages" / "second"):
@@ -159,6 +209,7 @@ def test_no_block_is_read_twice_before_all_were_read(straight):
 def test_stages_read_a_mixture_in_its_own_order(base, text_folder, tmp_path, monkeypatch):
     path = staged(base, text_folder, tmp_path / "r.yaml", PAPER)
     content = yaml.safe_load(path.read_text())
+    content.pop("validation")
     half = {"source": content["data"].pop("source"), "weight": 0.5}
     content["data"]["mixture"] = {"a": half, "b": dict(half)}
     path.write_text(yaml.safe_dump(content))
@@ -229,6 +280,7 @@ def assert_the_same(output, straight):
     assert changed(weights(output), weights(straight)) == set()
     ours, theirs = read_summary(output), read_summary(straight)
     assert ours["curve"] == theirs["curve"]
+    assert ours["validation"] == theirs["validation"] and ours["start"] == theirs["start"]
     for name in ("first", "second"):
         assert changed(weights(output / "stages" / name), weights(straight / "stages" / name)) == (
             set()

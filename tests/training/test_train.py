@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from coca_attention.data import held_out, read_documents
+from coca_attention.data import held_out, load_tokenizer, read_documents, tokenised
 from coca_attention.errors import UserError
 from coca_attention.training import (
     TrainingDiverged,
@@ -23,7 +23,7 @@ from coca_attention.training import (
     read_summary,
     train,
 )
-from coca_attention.training.blocks import training_texts
+from coca_attention.training.blocks import training_texts, validation_text
 from conftest import some_text
 
 OPTIONS = {
@@ -71,6 +71,60 @@ def test_the_result_is_an_ordinary_transformers_folder(text_folder, tmp_path, at
     assert summary["curve"][-1]["loss"] < summary["curve"][0]["loss"]
     left = {path.name for path in folder.iterdir()}
     assert not {name for name in left if name.endswith((".bin", ".pt", ".partial"))}
+
+
+def test_validation_reads_what_is_held_out_from_training(text_folder, tmp_path):
+    settings = {
+        "data__held_out": "0.3",
+        "validation__every": "5",
+        "validation__batches": "1",
+        "training__learning_rate": "0.01",
+    }
+    folder = train(recipe(text_folder, **settings), tmp_path / "run")
+    curve = read_summary(folder)["validation"]
+    assert [entry["step"] for entry in curve] == [0, 5, 10, 12]
+    assert curve[-1]["perplexity"] < 0.9 * curve[0]["perplexity"]
+    assert "start" not in read_summary(folder)
+    asked = recipe(text_folder, **settings)
+    tokenizer = load_tokenizer(str(folder))
+    judged = validation_text(asked, tokenizer).tokens
+    kept, whole = (tokenised(asked.data, tokenizer, share=share).tokens for share in (0.3, 0.0))
+    documents = [tokenizer.decode(tokens).split("<|endoftext|>") for tokens in (judged, kept)]
+    assert not set(documents[0]) & set(documents[1]) - {""}
+    assert 0 < len(judged) == len(whole) - len(kept)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"validation__every": "0"}, r"validation\.every must be at least 1, got 0"),
+        ({"validation__batches": "0"}, r"validation\.batches must be at least 1, got 0"),
+        ({"data__held_out": "0"}, r"needs validation\.source.*data\.held_out is 0"),
+        ({"data__held_out": "1e-9"}, r"data\.held_out: no documents"),
+        ({"validation__source": "nowhere.txt"}, r"validation\.source: nowhere\.txt: no such file"),
+        ({"validation__batches": "5000"}, r"validation: .* fewer than 20000 .*fewer batches"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(text_folder, tmp_path, settings, message):
+    settings = {"validation__every": "5", "data__held_out": "0.3", **settings}
+    with pytest.raises(UserError, match=message):
+        train(recipe(text_folder, **settings), tmp_path / "run")
+
+
+def test_other_validation_text_is_another_run(text_folder, tmp_path):
+    text = tmp_path / "judged.txt"
+    text.write_text(some_text(400, seed=50))
+    asked = recipe(text_folder, validation__every="5", validation__source=str(text))
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    with pytest.raises(UserError, match="stopped at step 1"):
+        train(asked, tmp_path / "run", callbacks=[Stop()])
+    text.write_text(some_text(400, seed=51))
+    with pytest.raises(UserError, match="the training text has changed"):
+        train(asked, tmp_path / "run")
 
 
 def test_a_finished_run_is_not_repeated_and_another_recipe_is_refused(text_folder, tmp_path):

@@ -67,10 +67,11 @@ def tokenised(
     tokenizer: PreTrainedTokenizerBase,
     *,
     share: float = 0.0,
+    held: bool = False,
     max_tokens: int | None = None,
     folder: Path | None = None,
 ) -> TokenText:
-    """The documents of a source that are not held out, as `token_array` joins them.
+    """The documents of a source that are not held out, or those that are, joined by `token_array`.
 
     With a folder they are tokenised into a cache there, or one is found, and mapped: memory does
     not grow with the text. Processes that ask for the same text wait until one has written it.
@@ -79,6 +80,7 @@ def tokenised(
         source: Which documents.
         tokenizer: Tokenizer with an ``eos_token``.
         share: Share of documents held out.
+        held: Whether those are wanted, not the others.
         max_tokens: Stop reading after this many tokens.
         folder: Where caches are kept; None keeps the tokens in memory.
 
@@ -88,7 +90,7 @@ def tokenised(
     """
 
     def documents() -> Iterator[Document]:
-        return (d for d in source.documents() if not held_out(d, share))
+        return (d for d in source.documents() if held_out(d, share) == held)
 
     if folder is None:
         tokens = token_array(documents(), tokenizer, max_tokens=max_tokens)
@@ -103,6 +105,7 @@ def tokenised(
         "text_field": source.text_field,
         "bad_lines": source.bad_lines,
         "held_out": share,
+        "held": held,
         "max_tokens": max_tokens,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "dtype": token_type(tokenizer).name,

@@ -64,7 +64,7 @@ def draw(name: str, plot: Callable[[Axes], None]) -> dict[str, str]:
 def perplexity_figure(series: Sequence[Series], training_length: int | None) -> dict[str, str]:
     """Perplexity against the tokens read at once (the paper's Figure 1), with 95 % bands."""
     windows = all_windows(series)
-    colours = _colours([item.model for item in series])
+    colours = colours_of([item.model for item in series])
 
     def plot(axes: Axes) -> None:
         for item in series:
@@ -127,25 +127,6 @@ def perplexity_figure(series: Sequence[Series], training_length: int | None) -> 
     return draw("perplexity", plot)
 
 
-def training_figure(training: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Training loss against tokens seen."""
-    colours = _colours([run["name"] for run in training])
-
-    def plot(axes: Axes) -> None:
-        for run in training:
-            per_step = run["tokens"] / run["steps"]
-            axes.plot(
-                [entry["step"] * per_step / 1e6 for entry in run["curve"]],
-                [entry["loss"] for entry in run["curve"]],
-                label=run["name"],
-                color=colours[run["name"]],
-                lw=1.4,
-            )
-        axes.set_xlabel("tokens seen (millions)")
-        axes.set_ylabel("training loss (nats per token)")
-
-    return draw("training", plot)
-
-
-def _colours(names: Sequence[str]) -> dict[str, str]:
+def colours_of(names: Sequence[str]) -> dict[str, str]:
+    """A colour for each name, in the order of their appearance."""
     return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(dict.fromkeys(names))}

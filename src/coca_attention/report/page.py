@@ -16,7 +16,7 @@ from coca_attention.evaluation.perplexity import paired_ratio_interval
 from coca_attention.report import paper
 from coca_attention.report.angles import angle_sections
 from coca_attention.report.bench import bench_sections
-from coca_attention.report.figures import perplexity_figure, training_figure
+from coca_attention.report.figures import perplexity_figure
 from coca_attention.report.forms import form_sections
 from coca_attention.report.harness import harness_sections
 from coca_attention.report.results import (
@@ -28,6 +28,7 @@ from coca_attention.report.results import (
     read_results,
 )
 from coca_attention.report.retrieval import Section, position_sections, retrieval_sections
+from coca_attention.report.training import training_sections
 
 
 def write_report(
@@ -76,7 +77,8 @@ def _render(contents: Sequence[dict[str, Any]], title: str | None) -> str:
     ]
     cells = [cell for cell in every if cell["task"] == "perplexity"]
     training = [run for content in contents for run in content.get("training", [])]
-    if not cells and not training and not sections:
+    sections += training_sections(training)
+    if not cells and not sections:
         raise UserError("the result files hold neither results nor training curves")
     series = perplexity_series(cells)
     windows = all_windows(series)
@@ -94,12 +96,10 @@ def _render(contents: Sequence[dict[str, Any]], title: str | None) -> str:
             {**vars(section), "figure": _safe(section.figure) if section.figure else None}
             for section in sections
         ],
-        curves=_safe(training_figure(training)) if training else None,
         windows=windows,
         rows=_rows(series, windows),
         training_length=training_length,
         facts=_facts(cells),
-        training=training,
         recipes={
             run["name"]: yaml.safe_dump(run["recipe"], sort_keys=False)
             for run in training
@@ -118,6 +118,8 @@ def _render(contents: Sequence[dict[str, Any]], title: str | None) -> str:
 
 
 def _title(tasks: set[str]) -> str:
+    if not tasks:
+        return "Training"
     if tasks == {"angles"}:
         return "Angles between queries and keys"
     return "Perplexity against context length" if tasks <= {"perplexity"} else "Long context"

@@ -15,6 +15,7 @@ from coca_attention.data import (
     Document,
     Mixture,
     PasskeyBlocks,
+    SourceSettings,
     TokenText,
     apportion,
     cache_folder,
@@ -26,26 +27,31 @@ from coca_attention.data.tokens import TOKENIZER_CHARACTERS, end_of_text
 from coca_attention.errors import UserError
 from coca_attention.training.recipe import PASSKEY, DataRecipe, Recipe, WeightedSource
 
-# What the one source of a recipe without a mixture is called.
+# What the one source of a recipe without a mixture is called, and the text that is not trained on.
 TEXT = "text"
+VALIDATION = "validation"
 
 
-def check_sources(data: DataRecipe) -> None:
+def check_sources(recipe: Recipe) -> None:
     """Raise DataError where a source does not exist, before work is done on any other."""
+    data, validation = recipe.data, recipe.validation
     if not data.mixture:
         source_files(data.source)
     for name, part in data.mixture.items():
-        with _named(name):
+        with _named(f"data.mixture.{name}"):
             source_files(part.source)
+    if validation.every is not None and validation.source is not None:
+        with _named("validation.source"):
+            source_files(validation.source)
 
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Say in errors which source of a mixture they are about."""
+    """Say in errors which of several sources they are about, by its place in the recipe."""
     try:
         yield
     except DataError as error:
-        raise DataError(f"data.mixture.{name}: {error}") from error
+        raise DataError(f"{name}: {error}") from error
 
 
 def training_documents(data: DataRecipe) -> Iterator[Document]:
@@ -62,13 +68,65 @@ def training_documents(data: DataRecipe) -> Iterator[Document]:
 
 def _first_characters(name: str, part: WeightedSource, share: float) -> Iterator[Document]:
     left = part.weight * TOKENIZER_CHARACTERS
-    with _named(name):
+    with _named(f"data.mixture.{name}"):
         for document in part.documents():
             if not held_out(document, share):
                 yield document
                 left -= len(document.text)
                 if left <= 0:
                     return
+
+
+def validation_text(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TokenText | None:
+    """The text that perplexity is measured on in training; None where the recipe asks for none.
+
+    Raises:
+        UserError: If a cache cannot be written.
+        DataError: If the source is missing, broken or empty.
+    """
+    data, validation = recipe.data, recipe.validation
+    if validation.every is None:
+        return None
+    own = validation.source
+    source = SourceSettings(own or data.source, data.text_field, data.bad_lines)
+    stream = source.source.startswith("hf:")
+    with _named("validation.source" if own else "data.held_out"):
+        return tokenised(
+            source,
+            tokenizer,
+            share=0.0 if own else data.held_out,
+            held=own is None,
+            # Of a stream no more is fetched than is measured on.
+            max_tokens=_judged_blocks(recipe) * data.block_length + 1 if stream else None,
+            folder=cache_folder(data.cache),
+        )
+
+
+def validation_blocks(
+    recipe: Recipe, text: TokenText, tokenizer: PreTrainedTokenizerBase
+) -> Subset:
+    """Blocks spread evenly over a text, in whole global batches: no process gets fewer than others.
+
+    Raises:
+        UserError: If the text makes too few.
+    """
+    data = recipe.data
+    end = end_of_text(tokenizer) if data.separate_documents else None
+    try:
+        blocks = BlockDataset(text.tokens, data.block_length, end=end)
+    except UserError as error:
+        raise UserError(f"{VALIDATION}: {error}") from error
+    count = _judged_blocks(recipe)
+    if len(blocks) < count:
+        raise UserError(
+            f"{VALIDATION}: the text makes {len(blocks)} blocks, fewer than {count} for "
+            f"validation.batches {recipe.validation.batches}; use more text or fewer batches"
+        )
+    return Subset(blocks, [index * len(blocks) // count for index in range(count)])
+
+
+def _judged_blocks(recipe: Recipe) -> int:
+    return recipe.validation.batches * recipe.training.global_batch_size
 
 
 def training_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, TokenText]:
@@ -95,7 +153,7 @@ def training_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[s
         limit = part.max_tokens
         if limit is None and part.source.startswith("hf:"):
             limit = int(read[index]) * data.block_length + 1
-        with _named(name):
+        with _named(f"data.mixture.{name}"):
             texts[name] = tokenised(
                 part, tokenizer, share=data.held_out, max_tokens=limit, folder=folder
             )

@@ -1,5 +1,6 @@
 """One run of the Trainer in one folder: started again, it goes on; and its model saved whole."""
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ def fit(
     make: Callable[[], PreTrainedModel],
     *,
     in_order: bool = False,
+    validation: Any = None,
+    validate_every: int | None = None,
     learning: Callable[[PreTrainedModel], AbstractContextManager[Loss]] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> tuple[RecipeTrainer, float | None]:
@@ -49,6 +52,8 @@ def fit(
         dataset: Blocks.
         make: Gives the model to begin with, called after the seed was set.
         in_order: Whether the blocks are read as they stand; otherwise they are shuffled.
+        validation: Blocks that the loss on the next token is measured on, or None.
+        validate_every: Steps between the measurements.
         learning: From that model to the context of another loss than its own.
         callbacks: Further Trainer callbacks.
 
@@ -68,7 +73,13 @@ def fit(
     # Killed between the last step and the end: Trainer would do one step more.
     done = trained is not None and trained.global_step >= settings.steps
     model = make()
-    arguments = training_arguments(settings, folder, state.num_processes)
+    arguments = training_arguments(
+        settings,
+        folder,
+        state.num_processes,
+        validate_every=None if validation is None else validate_every,
+    )
+    arguments.eval_on_start = validation is not None and resume is None
     if in_order:
         arguments.train_sampling_strategy = "sequential"
     with learning(model) if learning is not None else nullcontext() as loss:
@@ -79,6 +90,7 @@ def fit(
                 model=model,
                 args=arguments,
                 train_dataset=dataset,
+                eval_dataset=validation,
                 callbacks=[*_curves(settings, folder, state), *callbacks],
             )
         except UserError:
@@ -101,6 +113,22 @@ def fit(
             "again to go on"
         )
     return trainer, seconds
+
+
+def perplexity_of(
+    model: PreTrainedModel, settings: TrainingRecipe, folder: Path, validation: Any
+) -> float:
+    """A model's perplexity on the validation blocks, measured as in training.
+
+    Args:
+        model: Any causal language model of the blocks' vocabulary.
+        settings: Batch size and precision.
+        folder: The run's folder; nothing is written into it.
+        validation: Blocks, in whole global batches.
+    """
+    arguments = training_arguments(settings, folder, PartialState().num_processes)
+    trainer = RecipeTrainer(settings, model=model, args=arguments, eval_dataset=validation)
+    return math.exp(trainer.evaluate()["eval_loss"])
 
 
 def _curves(settings: TrainingRecipe, folder: Path, state: PartialState) -> list[TrainerCallback]:
@@ -154,4 +182,13 @@ def curve(trainer: RecipeTrainer) -> list[dict[str, Any]]:
         {"step": entry["step"], "loss": entry["loss"], "learning_rate": entry["learning_rate"]}
         for entry in trainer.state.log_history
         if "loss" in entry
+    ]
+
+
+def validation_curve(trainer: RecipeTrainer) -> list[dict[str, Any]]:
+    """Perplexity on the validation blocks by step; empty where there are none."""
+    return [
+        {"step": entry["step"], "perplexity": math.exp(entry["eval_loss"])}
+        for entry in trainer.state.log_history
+        if "eval_loss" in entry
     ]

@@ -135,6 +135,8 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
 
     def take_teachers(index: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not module.training:  # measured, not trained: the model is to be itself
+                return args, kwargs
             own = args[0] if args else kwargs["hidden_states"]
             given = inputs[index].to(own.dtype)
             if args:

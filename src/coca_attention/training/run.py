@@ -15,16 +15,20 @@ from coca_attention.data import Document, TokenText, kept_tokenizer, load_tokeni
 from coca_attention.data.passkey import vocabulary_text
 from coca_attention.environment import describe_environment, write_json, write_text
 from coca_attention.errors import UserError
+from coca_attention.models.loading import load_model
 from coca_attention.training.blocks import (
     TEXT,
+    VALIDATION,
     check_sources,
     epochs_read,
     training_blocks,
     training_documents,
     training_texts,
+    validation_blocks,
+    validation_text,
 )
 from coca_attention.training.build import make_model
-from coca_attention.training.fit import curve, fit, save_trained
+from coca_attention.training.fit import curve, fit, perplexity_of, save_trained, validation_curve
 from coca_attention.training.recipe import (
     Recipe,
     as_yaml,
@@ -59,7 +63,7 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
     recipe.check()
     output = Path(output)
     if not is_finished(output):
-        check_sources(recipe.data)
+        check_sources(recipe)
     state = PartialState(cpu=not torch.accelerator.is_available())
     with state.main_process_first():
         claim_folder(recipe, output)
@@ -68,13 +72,20 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
         tokenizer = _tokenizer(recipe, output)
     settings = recipe.training
     texts = training_texts(recipe, tokenizer)
+    judged = validation_text(recipe, tokenizer)
     with state.main_process_first():
-        check_same_text(texts, output)
+        check_same_text(texts | ({VALIDATION: judged} if judged is not None else {}), output)
     dataset = training_blocks(recipe, texts, tokenizer)
+    validation = validation_blocks(recipe, judged, tokenizer) if judged is not None else None
 
+    start = None
+    if validation is not None and recipe.model.start is not None:
+        start = _start_measured(recipe, recipe.model.start, output, validation)
     stages = None
     if recipe.stages:
-        trainer, stages = train_stages(recipe, output, dataset, tokenizer, callbacks=callbacks)
+        trainer, stages = train_stages(
+            recipe, output, dataset, tokenizer, validation=validation, callbacks=callbacks
+        )
         seconds = _sum([stage["seconds"] for stage in stages])
     else:
         trainer, seconds = fit(
@@ -83,11 +94,15 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
             dataset,
             lambda: make_model(recipe, tokenizer, dataset),
             in_order=bool(recipe.data.mixture),  # a mixture has its own order
+            validation=validation,
+            validate_every=recipe.validation.every,
             callbacks=callbacks,
         )
     model = save_trained(trainer, tokenizer, output)
     if model is not None:
         summary = _summary(recipe, model, trainer, seconds, epochs_read(recipe, dataset), stages)
+        if start is not None:
+            summary["start"] = start
         with writing(output, trainer.kept):
             write_json(output / SUMMARY_FILE, summary)
     state.wait_for_everyone()
@@ -158,6 +173,18 @@ def _tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
     )
 
 
+def _start_measured(recipe: Recipe, name: str, output: Path, blocks: Any) -> dict[str, Any]:
+    """The start's name and its own perplexity on the validation blocks, measured once in a run."""
+    path = output / "start.json"
+    if not path.is_file():
+        model = load_model(name, device="cpu")
+        found = perplexity_of(model, recipe.training, output, blocks)
+        if PartialState().is_main_process:
+            write_json(path, {"name": Path(name).name, "perplexity": found})
+        PartialState().wait_for_everyone()
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def _summary(
     recipe: Recipe,
     model: PreTrainedModel,
@@ -176,13 +203,17 @@ def _summary(
         "epochs": max(epochs.values()),
         "source_epochs": epochs,
         "seconds": seconds,  # None where it took more than one start
-        "curve": curve(trainer) if stages is None else joined_curve(stages),
+        "curve": curve(trainer) if stages is None else joined_curve(stages, "curve"),
+        "validation": (
+            validation_curve(trainer) if stages is None else joined_curve(stages, "validation")
+        ),
         "recipe": asdict(recipe),
         "seed": settings.seed,
         "environment": describe_environment(),
     }
     if stages is not None:
-        summary["stages"] = [{k: v for k, v in stage.items() if k != "curve"} for stage in stages]
+        curves = ("curve", "validation")  # these are joined above
+        summary["stages"] = [{k: stage[k] for k in stage if k not in curves} for stage in stages]
     return summary
 
 

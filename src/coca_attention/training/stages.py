@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from accelerate import PartialState
@@ -30,7 +30,7 @@ from coca_attention.training.build import (
     make_model,
     parameter_counts,
 )
-from coca_attention.training.fit import curve, fit, save_trained
+from coca_attention.training.fit import curve, fit, save_trained, validation_curve
 from coca_attention.training.objectives import learning_from
 from coca_attention.training.recipe import Recipe, StageRecipe, TrainingRecipe
 from coca_attention.training.trainer import RecipeTrainer, writing
@@ -45,6 +45,7 @@ def train_stages(
     dataset: Any,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    validation: Any = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> tuple[RecipeTrainer, list[dict[str, Any]]]:
     """Train all stages that are not finished yet.
@@ -54,6 +55,7 @@ def train_stages(
         output: Folder of the run.
         dataset: All blocks.
         tokenizer: Saved with every stage's model.
+        validation: Blocks that the recipe measures perplexity on, or None.
         callbacks: Further Trainer callbacks.
 
     Returns:
@@ -86,6 +88,7 @@ def train_stages(
                 settings,
                 folder,
                 Subset(dataset, order[first:last]),  # pyright: ignore[reportArgumentType]
+                validation,
                 partial(_begin, recipe, stage, tokenizer, dataset, before),
                 callbacks,
             )
@@ -120,13 +123,15 @@ def block_order(blocks: int, needed: int, seed: int) -> np.ndarray:
     return np.concatenate(passes)[:needed]
 
 
-def joined_curve(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The curves of all stages one after the other, steps counted on, each with its stage."""
+def joined_curve(
+    summaries: Sequence[dict[str, Any]], name: Literal["curve", "validation"]
+) -> list[dict[str, Any]]:
+    """A curve of all stages one after the other, steps counted on, each entry with its stage."""
     entries, done = [], 0
     for summary in summaries:
         entries += [
             {**entry, "step": entry["step"] + done, "stage": summary["name"]}
-            for entry in summary["curve"]
+            for entry in summary[name]
         ]
         done += summary["steps"]
     return entries
@@ -153,6 +158,7 @@ def _train_stage(
     settings: TrainingRecipe,
     folder: Path,
     dataset: Dataset,
+    validation: Any,
     make: Callable[[], PreTrainedModel],
     callbacks: Sequence[TrainerCallback],
 ) -> tuple[RecipeTrainer, dict[str, Any]]:
@@ -160,7 +166,15 @@ def _train_stage(
     if stage.objective != "next_token":
         learning = partial(learning_from, _teacher(recipe), objective=stage.objective)
     trainer, seconds = fit(
-        settings, folder, dataset, make, in_order=True, learning=learning, callbacks=callbacks
+        settings,
+        folder,
+        dataset,
+        make,
+        in_order=True,
+        validation=validation,
+        validate_every=recipe.validation.every,
+        learning=learning,
+        callbacks=callbacks,
     )
     learned, parameters = parameter_counts(trainer.accelerator.unwrap_model(trainer.model))
     return trainer, {
@@ -174,6 +188,7 @@ def _train_stage(
         "trained_share": learned / parameters,
         "seconds": seconds,  # None where it took more than one start
         "curve": curve(trainer),
+        "validation": validation_curve(trainer),
     }
 
 

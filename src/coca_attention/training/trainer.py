@@ -62,7 +62,7 @@ def learning_rate_share(step: int, settings: TrainingRecipe) -> float:
 
 
 def training_arguments(
-    settings: TrainingRecipe, output: Path, world_size: int
+    settings: TrainingRecipe, output: Path, world_size: int, *, validate_every: int | None = None
 ) -> TrainingArguments:
     """Transformers' arguments for a recipe.
 
@@ -70,6 +70,7 @@ def training_arguments(
         settings: The recipe's training section.
         output: Run folder; checkpoints and curves go into subfolders of it.
         world_size: Number of processes.
+        validate_every: Steps between measurements on the validation blocks, where there are any.
 
     Raises:
         UserError: If the batch sizes do not divide or an extra field is unknown.
@@ -89,6 +90,7 @@ def training_arguments(
         "output_dir": str(output / "checkpoints"),
         "max_steps": settings.steps,
         "per_device_train_batch_size": settings.micro_batch_size,
+        "per_device_eval_batch_size": settings.micro_batch_size,
         "gradient_accumulation_steps": settings.global_batch_size // per_pass,
         "learning_rate": settings.learning_rate,
         "adam_beta1": settings.beta1,
@@ -112,6 +114,8 @@ def training_arguments(
         "ignore_data_skip": False,
         "use_cpu": not torch.accelerator.is_available(),
     }
+    if validate_every is not None:
+        known |= {"eval_strategy": "steps", "eval_steps": validate_every}
     if settings.gradient_checkpointing:
         # Named anew in the course of Transformers 5.
         names = {item.name for item in fields(TrainingArguments)}
@@ -174,7 +178,10 @@ class RecipeTrainer(Trainer):
         return self.lr_scheduler
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.loss is None:
+        if not model.training:
+            # Whatever is minimised, the next token is what is measured: the mean over a batch.
+            kwargs.pop("num_items_in_batch", None)
+        if self.loss is None or not model.training:
             return super().compute_loss(model, inputs, *args, **kwargs)
         return self.loss(model, inputs)
 

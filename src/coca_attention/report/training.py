@@ -1,0 +1,167 @@
+"""What runs did while they trained: perplexity on text they do not train on, loss, size."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+from coca_attention.report.figures import colours_of, draw
+from coca_attention.report.retrieval import Section
+
+UNITS = {
+    "next_token": "training loss (nats per token)",
+    "logits": "distance from the teacher’s prediction (nats per token)",
+    "attention": "attention outputs: share of the teacher’s variance not explained",
+}
+# How near to its start a converted model counts as back: 1 % and 0.5 % more perplexity.
+NEAR = (0.01, 0.005)
+
+
+def training_sections(runs: Sequence[dict[str, Any]]) -> list[Section]:
+    """Sections of the runs' curves, and a table of the runs.
+
+    Args:
+        runs: Contents of ``training.json`` with ``name``.
+    """
+    if not runs:
+        return []
+    return [*_validation(runs), *_losses(runs), _table(runs)]
+
+
+def _validation(runs: Sequence[dict[str, Any]]) -> list[Section]:
+    measured = [run for run in runs if run.get("validation")]
+    if not measured:
+        return []
+    colours = colours_of([run["name"] for run in measured])
+    starts = {
+        run["start"]["name"]: run["start"]["perplexity"] for run in measured if run.get("start")
+    }
+
+    def plot(axes: Axes) -> None:
+        for run in measured:
+            axes.plot(
+                [entry["step"] * _per_step(run) / 1e6 for entry in run["validation"]],
+                [entry["perplexity"] for entry in run["validation"]],
+                label=run["name"],
+                color=colours[run["name"]],
+                marker=".",
+                lw=1.4,
+            )
+        for name, perplexity in starts.items():
+            axes.axhline(perplexity, color="#444444", lw=1, ls=(0, (1, 2)), label=f"{name}, itself")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("tokens trained on (millions)")
+        axes.set_ylabel("validation perplexity (lower is better)")
+
+    return [
+        Section(
+            "Validation perplexity in training",
+            text="Perplexity of text that is not trained on, in blocks of the training length.",
+            figure=draw("validation", plot),
+            header=[
+                "run",
+                "its start",
+                "first",
+                "last",
+                "last against start",
+                *(f"within {share:.1%} of the start from" for share in NEAR),
+            ],
+            rows=[_validation_row(run) for run in measured],
+            note="From how many training tokens on every later measurement lies that near to the "
+            "start, or below it."
+            if starts
+            else "",
+        )
+    ]
+
+
+def _validation_row(run: dict[str, Any]) -> list[str]:
+    values = [entry["perplexity"] for entry in run["validation"]]
+    start = run["start"]["perplexity"] if run.get("start") else None
+    row = [run["name"], "–" if start is None else f"{start:.2f}"]
+    row += [f"{values[0]:.2f}", f"{values[-1]:.2f}"]
+    if start is None:
+        return [*row, *("–" for _ in range(1 + len(NEAR)))]
+    row.append(f"{values[-1] / start - 1:+.2%}".replace("-", "−"))
+    return row + [_tokens_until(run, start * (1 + share)) for share in NEAR]
+
+
+def _tokens_until(run: dict[str, Any], limit: float) -> str:
+    """Tokens from which on the validation perplexity stays at or below a limit."""
+    reached = None
+    for entry in reversed(run["validation"]):
+        if entry["perplexity"] > limit:
+            break
+        reached = entry["step"] * _per_step(run)
+    return "never" if reached is None else f"{reached:,.0f}"
+
+
+def _losses(runs: Sequence[dict[str, Any]]) -> list[Section]:
+    """A figure for every objective, for their losses are not of one kind."""
+    colours = colours_of([run["name"] for run in runs])
+    sections = []
+    for objective, unit in UNITS.items():
+        curves = [
+            (run, part)
+            for run in runs
+            if (part := [e for e in run["curve"] if _objective(run, e) == objective])
+        ]
+        if curves:
+            sections.append(
+                Section(
+                    "Training" if objective == "next_token" else f"Training: {objective}",
+                    figure=draw(f"training-{objective}", _loss_plot(curves, unit, colours)),
+                )
+            )
+    return sections
+
+
+def _loss_plot(
+    curves: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]],
+    unit: str,
+    colours: dict[str, str],
+) -> Callable[[Axes], None]:
+    def plot(axes: Axes) -> None:
+        for run, entries in curves:
+            axes.plot(
+                [entry["step"] * _per_step(run) / 1e6 for entry in entries],
+                [entry["loss"] for entry in entries],
+                label=run["name"],
+                color=colours[run["name"]],
+                lw=1.4,
+            )
+        axes.set_xlabel("tokens trained on (millions)")
+        axes.set_ylabel(unit)
+
+    return plot
+
+
+def _objective(run: dict[str, Any], entry: dict[str, Any]) -> str:
+    """What a point of the curve measures: its stage's objective."""
+    objectives = {stage["name"]: stage["objective"] for stage in run.get("stages", [])}
+    return objectives.get(entry.get("stage"), "next_token")
+
+
+def _per_step(run: dict[str, Any]) -> float:
+    return run["tokens"] / run["steps"]
+
+
+def _table(runs: Sequence[dict[str, Any]]) -> Section:
+    return Section(
+        "Runs",
+        header=["run", "parameters", "steps", "tokens", "passes over the text", "seconds"],
+        rows=[
+            [
+                run["name"],
+                f"{run['parameters']:,}",
+                f"{run['steps']:,}",
+                f"{run['tokens']:,}",
+                f"{run['epochs']:.2f}",
+                f"{run['seconds']:,.0f}" if run["seconds"] else "–",
+            ]
+            for run in runs
+        ],
+    )
