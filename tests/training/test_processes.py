@@ -136,6 +136,7 @@ def recipes(text_folder, tokenizer, tmp_path_factory):
                 "gradient_checkpointing": True,
             },
             "stages": STAGES,
+            "validation": {"every": 2, "source": str(text_folder), "batches": 1},
         },
     }
     for name, content in contents.items():
@@ -202,8 +203,15 @@ def test_an_ordinary_model_is_left_by_sharded_processes(runs):
 
 
 def test_stages_bfloat16_and_recomputed_activations_on_two_processes(runs):
-    """Frozen parameters, both objectives beside a whole teacher, adapters and their merging."""
+    """Frozen parameters, both objectives beside a whole teacher, adapters merged, validation."""
     assert_the_same(runs / "two-staged", runs / "one-staged", 4 * len(STAGES))
+    measured = [read_summary(runs / f"{name}-staged") for name in ("two", "one")]
+    ours, theirs = (
+        [entry["perplexity"] for entry in (summary["start"], *summary["validation"])]
+        for summary in measured
+    )
+    assert len(ours) == 1 + 3 * len(STAGES)  # the start alone; before, amid and after each stage
+    assert ours == pytest.approx(theirs, rel=LOSS)
     stages = read_summary(runs / "two-staged")["stages"]
     assert stages == [
         {**stage, "seconds": ours["seconds"]}

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
@@ -159,11 +159,14 @@ class RecipeTrainer(Trainer):
         self.is_fsdp_enabled = self.shards is not None
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        if self.shards is not None and training:
+        if self.shards is not None and not self.accelerator._models:
             # Nothing but autocast, which Accelerate leaves to FSDP's own casts.
             model = self.accelerator.prepare_model(
                 model, device_placement=False, evaluation_mode=True
             )
+            if not training:
+                # Measured without training: Accelerate shards a model beside its optimizer alone.
+                model, _ = self.accelerator.prepare(model, SGD(model.parameters()))
         return super()._wrap_model(model, training, dataloader)
 
     def create_scheduler(
