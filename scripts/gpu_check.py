@@ -64,8 +64,8 @@ def main() -> int:
             failures.append(f"no time left for {', '.join(part['cases'])}")
             continue
         runs = sum(len(rest["cases"]) * len(rest["lengths"]) for rest in PARTS[number:])
-        settings = BenchSettings(device="cuda", dtype="bfloat16", rounds=30, seconds=left / runs)
-        vars(settings).update(part)
+        common = {"device": "cuda", "dtype": "bfloat16", "rounds": 30, "seconds": left / runs}
+        settings = BenchSettings(**{**common, **part})
         try:
             cells += run_benchmarks(settings, progress=_say)
         except (UserError, torch.OutOfMemoryError, RuntimeError) as error:

@@ -98,7 +98,8 @@ def test_importing_is_quiet_and_loads_no_optional_or_heavy_part():
     program = (
         "import coca_attention, sys; "
         "print([m for m in ('datasets', 'pyarrow', 'matplotlib', 'jsonargparse', "
-        "'tensorboard', 'coca_attention.ops.kernels.maps') if m in sys.modules])"
+        "'tensorboard', 'coca_attention.ops.kernels.maps', "
+        "'coca_attention.ops.kernels.decode') if m in sys.modules])"
     )
     assert run(program) == "[]\n"
 

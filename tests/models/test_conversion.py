@@ -11,6 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfi
 
 from coca_attention import convert
 from coca_attention.cli import main
+from coca_attention.data import read_documents, token_array
 from coca_attention.models.attention import FoldedLinear
 from coca_attention.models.decoder import CollinearModel
 from coca_attention.testing import logits, some_tokens
@@ -158,6 +159,66 @@ def test_convert_from_folder_to_folder(tmp_path, capsys, tokenizer):
     assert main(words) == 2
     assert "exists and is not empty" in capsys.readouterr().err
     assert sorted(p.name for p in target.parent.iterdir()) == ["target"]
+
+
+def test_t_is_calibrated_on_the_text_of_a_source(tmp_path, capsys, tokenizer, text_folder):
+    source, target = tmp_path / "source", tmp_path / "target"
+    model = vanilla("Llama", vocab_size=300)
+    model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    words = ["convert", str(source), str(target), "--form", "linear", "--init", "calibrated"]
+    words += ["--source", str(text_folder), "--calibration-tokens", "200"]
+    assert main(words) == 0
+    assert "coca_llama, linear" in capsys.readouterr().out
+    # Texts of the training length, 64; a rest of 8 tokens is left out.
+    read = torch.from_numpy(token_array(read_documents(str(text_folder)), tokenizer)[:192].copy())
+    told = []
+    expected = convert(
+        model,
+        "linear",
+        init="calibrated",
+        calibration=read.long().view(3, 64),
+        progress=lambda *done: told.append(done),
+    )
+    assert told == [("converting", done, 5) for done in (1, 2, 3, 4, 5)]
+    ids = some_tokens(model)
+    loaded = AutoModelForCausalLM.from_pretrained(target).eval()
+    assert torch.equal(logits(loaded, ids), logits(expected, ids))
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "message"),
+    [
+        ("Llama", ["--init", "calibrated"], "needs text to fit on: name it by --source"),
+        ("Llama", ["--source", "TEXT"], "is the text of --init calibrated; got it with init fold"),
+        (
+            "Llama",
+            ["--init", "calibrated", "--source", "TEXT", "--calibration-tokens", "99999"],
+            "tokens and --calibration-tokens asks for 99999: give more text, or ask for fewer",
+        ),
+        (
+            "Llama",
+            ["--init", "calibrated", "--source", "TEXT", "--calibration-tokens", "1"],
+            "calibration_tokens must be at least 2, got 1",
+        ),
+        ("Llama", ["--init", "calibrated", "--source", "nowhere"], "nowhere: no such file"),
+        (
+            "Qwen3",
+            ["--init", "calibrated", "--source", "TEXT", "--calibration-tokens", "20"],
+            "normalises its keys, for T is normalised too: use init fold",
+        ),
+    ],
+)
+def test_what_cannot_be_calibrated_writes_nothing(
+    family, words, message, tmp_path, capsys, tokenizer, text_folder
+):
+    source = tmp_path / "source"
+    vanilla(family, vocab_size=300).save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    words = [str(text_folder) if word == "TEXT" else word for word in words]
+    assert main(["convert", str(source), str(tmp_path / "target"), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize(

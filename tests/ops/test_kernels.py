@@ -1,5 +1,10 @@
 """The Triton kernels against PyTorch's own operations; without a GPU in Triton's interpreter."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -103,6 +108,33 @@ def test_second_derivatives_do_without_them(monkeypatch):
     (second,) = torch.autograd.grad(first.sum(), q)
     # |q|^2 (cos + sin), summed: its second derivative by q is 2 (cos + sin).
     assert (second - 2 * (cos + sin).repeat(1, 2)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("axis", [1, 2], ids=["heads", "rows"])
+def test_offsets_leave_the_range_of_int32(axis):
+    """Heads or rows 2^30 numbers apart; the memory between is never touched. Else it crashes."""
+    from coca_attention.ops.kernels import maps
+
+    near = tensor(*(1, 3, 1, 8) if axis == 1 else (1, 1, 3, 8), dtype=torch.bfloat16)
+    far = near.new_empty(2**31 + 8).as_strided(near.shape, (0, 2**30, 2**30, 1)).copy_(near)
+    cos, sin = (x.unsqueeze(0) for x in rotary_cos_sin(torch.arange(near.shape[2]).to(DEVICE), 8))
+    for function in (
+        lambda x: maps.query_map(x, cos, sin, "slack", False, 8),
+        lambda x: maps.query_gradient(near, x, cos, sin, "slack", False, 8),
+        lambda x: maps.key_map(x[..., :4], cos, sin),
+        lambda x: maps.key_gradient(x, cos, sin),
+    ):
+        assert torch.equal(function(far), function(near))
+
+
+def test_they_compile(tmp_path):
+    """For CUDA, whether there is a GPU or not: the interpreter takes what the compiler refuses."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_kernels.py")],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        check=True,
+    )
 
 
 def test_kernels_are_for_cuda_and_not_for_wider_numbers():

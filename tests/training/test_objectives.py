@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from coca_attention import convert
 from coca_attention.training.objectives import (
@@ -25,7 +26,7 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 
 def learned(teacher, student, objective) -> tuple[float, dict]:
-    student.zero_grad()
+    student.train().zero_grad()  # while it is evaluated, the objective leaves it alone
     with learning_from(teacher, student, objective) as loss:
         value = loss(student, batch(student))
         value.backward()
@@ -125,7 +126,7 @@ def test_hooks_are_gone_and_the_teacher_is_left_alone():
 
 def test_nothing_behind_an_attention_layer_is_kept_for_gradients():
     teacher = vanilla("Llama")
-    student = convert(copy.deepcopy(teacher), "slack").requires_grad_(False)
+    student = convert(copy.deepcopy(teacher), "slack").train().requires_grad_(False)
     for layer in student.base_model.layers:
         layer.self_attn.t_proj.requires_grad_(True)
     with learning_from(teacher, student, "attention") as loss:
@@ -153,12 +154,23 @@ def test_the_distances_are_what_they_are_called():
         ({"num_hidden_layers": 3}, "attention", "num_hidden_layers 3 in place of 2"),
         ({"hidden_size": 64}, "attention", "hidden_size 64 in place of 32"),
         ({"num_attention_heads": 2}, "attention", "num_attention_heads 2 in place of 4"),
+        ({"head_dim": 16}, "attention", "head_dim 16 in place of 8"),
     ],
 )
 def test_a_teacher_of_another_shape_is_refused(changes, objective, message):
     with (
         pytest.raises(ValueError, match=message),
         learning_from(vanilla("Llama", **changes), convert(vanilla("Llama")), objective),
+    ):
+        pass
+
+
+def test_a_teacher_of_no_known_family_is_refused_for_attention():
+    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4)
+    teacher, student = AutoModelForCausalLM.from_config(config), convert(vanilla("Llama"))
+    with (
+        pytest.raises(ValueError, match="attention layers of GPT2LMHeadModel are not known"),
+        learning_from(teacher, student, "attention"),
     ):
         pass
 

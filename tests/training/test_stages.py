@@ -2,11 +2,13 @@
 
 import errno
 import os
+import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -245,6 +247,7 @@ def die():
 
 class Kill(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
+        print("a step", flush=True)
         if where == f"{Path(args.output_dir).parent.name} {state.global_step}":
             die()
 
@@ -265,14 +268,17 @@ def write(*args):
         die()
 stages.write_json = write
 
+print("begins", flush=True)
 train(load_recipe(path), output, callbacks=[Kill()])
 """
 
 
+def program(where, path, output):
+    return [sys.executable, "-c", KILLED, where, str(path), str(output)]
+
+
 def killed(where, path, output):
-    result = subprocess.run(
-        [sys.executable, "-c", KILLED, where, str(path), str(output)], capture_output=True
-    )
+    result = subprocess.run(program(where, path, output), capture_output=True)
     assert result.returncode == -signal.SIGKILL, result.stderr.decode()
 
 
@@ -317,24 +323,67 @@ def test_killed_anywhere_it_ends_in_the_same_weights(straight, tmp_path, where):
     assert_the_same(output, run)
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(straight, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_killed_at_ten_random_moments_it_ends_in_the_same_weights(base, text_folder, tmp_path):
+    """From outside, some steps and a moment after each start, all over three stages."""
+    stages = [
+        {"name": "first", "train": "qt", "objective": "attention"},
+        {"name": "second", "train": "qtv"},
+        {"name": "third", "objective": "logits"},
+    ]
+    stages = [{**stage, "steps": 30} for stage in stages]
+    path = staged(base, text_folder, tmp_path / "r.yaml", stages, init="calibrated")
+    straight, output = train(load_recipe(path), tmp_path / "straight"), tmp_path / "killed"
+    draw, finished_stages = random.Random(0), []
+    while len(finished_stages) < 10:
+        with (
+            (tmp_path / "errors").open("wb") as errors,
+            subprocess.Popen(
+                program("nowhere", path, output), stdout=subprocess.PIPE, stderr=errors
+            ) as process,
+        ):
+            assert process.stdout is not None
+            for _ in range(draw.randint(1, 12)):
+                process.stdout.readline()
+            time.sleep(draw.uniform(0, 0.3))
+            process.kill()
+        if process.returncode == -signal.SIGKILL:
+            finished_stages.append(len(list(output.glob("stages/*/stage.json"))))
+            continue
+        assert process.returncode == 0, (tmp_path / "errors").read_text()
+        assert_the_same(output, straight)
+        shutil.rmtree(output)
+    assert {0, 1, 2} <= set(finished_stages)
+    train(load_recipe(path), output)
+    assert_the_same(output, straight)
+
+
+@pytest.mark.parametrize(
+    ("save", "kept"),
+    [
+        (1, "no checkpoint was saved yet"),
+        (2, r"the last good checkpoint is .*checkpoint-2\b"),
+        (4, r"the last good checkpoint is .*checkpoint-6\b"),  # the stage's model
+    ],
+)
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(
+    straight, tmp_path, monkeypatch, save, kept
+):
     from transformers import modeling_utils
 
     path, run, _ = straight
-    output, save, count = tmp_path / "run", modeling_utils.safe_save_file, []
+    output, write, count = tmp_path / "run", modeling_utils.safe_save_file, []
 
     def full(tensors, name, **kwargs):
         count.append(name)
-        if len(count) == 2:
+        if len(count) == save:
             with open(name, "wb") as file:
                 file.write(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(tensors, name, **kwargs)
+        write(tensors, name, **kwargs)
 
     monkeypatch.setattr(modeling_utils, "safe_save_file", full)
-    with pytest.raises(
-        UserError, match=r"No space left on device.*the last good checkpoint is .*checkpoint-2\b"
-    ):
+    with pytest.raises(UserError, match=f"No space left on device.*training stopped, {kept}"):
         train(load_recipe(path), output)
     assert not is_finished(output)
     train(load_recipe(path), output)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.layers.coca import project_collinear
-from coca_attention.models.attention import CoCARotary
+from coca_attention.models.attention import CoCARotary, CollinearAttention, head_norm
 from coca_attention.models.configuration import rotary_scaling, rotary_width
 from coca_attention.models.conversion import vanilla_type
 from coca_attention.models.decoder import CollinearForCausalLM
@@ -180,33 +180,27 @@ def _take(
     )
 
 
-def _project_vanilla(attention: Any, hidden: Tensor, flags: Any) -> tuple[Tensor, Tensor]:
+def _project_vanilla(
+    attention: Any, hidden: Tensor, kind: type[CollinearAttention]
+) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D) and k (B, G, T, D) of a family's own attention module.
 
     Args:
         attention: The module.
         hidden: (B, T, hidden).
-        flags: The family's `CollinearAttention`, which knows its layout and norms.
+        kind: The family's CoCA attention, which knows its layout and norms.
     """
-    width = getattr(attention, "head_dim", None) or attention.head_size
-    if hasattr(attention, "query_key_value"):  # GPT-NeoX: each head's query, key and value in turn
-        fused = attention.query_key_value(hidden).unflatten(-1, (-1, 3, width))
-        query, key = fused[..., 0, :], fused[..., 1, :]
-    elif hasattr(attention, "qkv_proj"):  # Phi-3: all queries, then all keys, then all values
-        heads = attention.qkv_proj(hidden).unflatten(-1, (-1, width))
-        groups = heads.shape[-2] // (attention.num_key_value_groups + 2)
-        query, key, _ = heads.split((heads.shape[-2] - 2 * groups, groups, groups), dim=-2)
+    if kind.fused_name is None:
+        query, key = attention.q_proj(hidden), attention.k_proj(hidden)
     else:
-        query = attention.q_proj(hidden).unflatten(-1, (-1, width))
-        key = attention.k_proj(hidden).unflatten(-1, (-1, width))
-    for name in ("q_norm", "k_norm"):
-        norm = getattr(attention, name, None)
-        if norm is None:
-            continue
-        x = query if name == "q_norm" else key
-        x = norm(x.flatten(-2)).view(x.shape) if flags.norm_spans_heads else norm(x)
-        query, key = (x, key) if name == "q_norm" else (query, x)
-    return query.transpose(1, 2), key.transpose(1, 2)
+        query, key, _ = kind.split_fused(attention, getattr(attention, kind.fused_name)(hidden))
+    width = getattr(attention, "head_dim", None) or attention.head_size
+
+    def heads(x: Tensor, name: str) -> Tensor:
+        x, norm = x.unflatten(-1, (-1, width)), head_norm(attention, name, kind.norm_spans_heads)
+        return (x if norm is None else norm(x)).transpose(1, 2)
+
+    return heads(query, "q_norm"), heads(key, "k_norm")
 
 
 def _frequencies(body: Any, kind: str | None, length: int) -> tuple[Tensor, float]:

@@ -32,7 +32,6 @@ def parse(
     described = {
         "model": "Folder or name of a Transformers model.",
         "prompt": "Text to continue.",
-        "source": "Folder or name of the model to convert.",
         "target": "Folder to write; it must not exist yet, or be empty.",
     }
     for name in positionals:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coca_attention.cli.console import Progress, parse, print_table
+from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
 from coca_attention.options import take_option
 
@@ -35,14 +36,26 @@ class ConversionSettings:
 
     form: Literal["slack", "strict", "linear"] = "slack"
     """The scores: slack (the paper's Eq. 10), strict (Eq. 9) or linear (our own)."""
-    init: Literal["fold", "random"] = "fold"
-    """T projections: the pair means of the key projections, or drawn."""
+    init: Literal["fold", "calibrated", "random"] = "fold"
+    """T projections: the pair means of the key projections, fitted to the scores of the model on
+    some text, or drawn."""
     kv_cache: Literal["full", "half"] = "full"
     """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
     from_original: bool = False
-    """SOURCE is a checkpoint in the format of the paper's authors."""
+    """MODEL is a checkpoint in the format of the paper's authors."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the weights; auto keeps it."""
+
+
+@dataclass
+class CalibrationSettings(SourceSettings):
+    """Which text `calibrated` fits T projections on."""
+
+    source: str = ""
+    """Text for init calibrated: stdlib; a file, folder or glob of .txt, .jsonl, .parquet (or .gz,
+    .xz, .zst); or hf:NAME."""
+    calibration_tokens: int = 8192
+    """Tokens of it to read, from its beginning."""
 
 
 def run_quickstart(words: list[str]) -> None:
@@ -138,16 +151,44 @@ def run_convert(words: list[str]) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
     from coca_attention.models.folders import convert_folder
 
-    source, target, settings = parse(
+    path, target, settings, text = parse(
         "coca convert",
         run_convert,
         words,
-        [ConversionSettings],
-        positionals=["source", "target"],
+        [ConversionSettings, CalibrationSettings],
+        positionals=["model", "target"],
     )
-    model = convert_folder(source, target, **vars(settings))
+    tokens = _calibration_tokens(path, settings.init, text)
+    with Progress() as progress:
+        model = convert_folder(
+            path, target, **vars(settings), calibration=tokens, progress=progress
+        )
     parameters = sum(p.numel() for p in model.parameters())
     print(
         f"{target}: {model.config.model_type}, {settings.form}, {parameters:,} parameters"
         + ("" if settings.from_original else "; another function than before: train it on")
     )
+
+
+def _calibration_tokens(path: str, init: str, text: CalibrationSettings) -> Any:
+    """Token ids (calibration_tokens,) for init calibrated, None for the others."""
+    import torch
+
+    from coca_attention.data import load_tokenizer, token_array
+
+    if init != "calibrated":
+        if text.source:
+            raise UserError(f"--source is the text of --init calibrated; got it with init {init}")
+        return None
+    wanted = text.calibration_tokens
+    if not text.source:
+        raise UserError("--init calibrated needs text to fit on: name it by --source")
+    if wanted < 2:
+        raise UserError(f"calibration_tokens must be at least 2, got {wanted}")
+    found = token_array(text.documents(), load_tokenizer(path), max_tokens=wanted)
+    if len(found) < wanted:
+        raise UserError(
+            f"{text.source} has {len(found)} tokens and --calibration-tokens asks for {wanted}: "
+            "give more text, or ask for fewer"
+        )
+    return torch.from_numpy(found.astype("int64"))

@@ -9,7 +9,7 @@ width D (``kv_cache="full"``) or the coefficients t before it at width P (``"hal
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -98,16 +98,30 @@ def separated(fused: nn.Linear, rows: Callable[[Tensor], Tensor]) -> nn.Linear:
 
     Args:
         fused: The projection to queries, keys and values.
-        rows: Takes the wanted rows of its weight or bias.
+        rows: From what it gives, on the last axis, what the new one is to give.
     """
     made = nn.Linear(fused.in_features, 1, bias=False, device="meta")
     for name in ("weight", "bias"):
         parameter = getattr(fused, name)
         if parameter is not None:
-            own = rows(parameter.detach()).clone()
+            own = rows(parameter.detach().t()).t().clone(memory_format=torch.contiguous_format)
             setattr(made, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
     made.out_features = made.weight.shape[0]
     return made
+
+
+def head_norm(attention: Any, name: str, spans_heads: bool) -> Callable[[Tensor], Tensor] | None:
+    """An attention module's norm of that name on (…, heads, width); None where it has none.
+
+    Args:
+        attention: The module.
+        name: Such as ``q_norm``.
+        spans_heads: See `CollinearAttention`.
+    """
+    norm = getattr(attention, name, None)
+    if norm is None or not spans_heads:
+        return norm
+    return lambda x: norm(x.flatten(-2)).view(x.shape)
 
 
 def eager_attention(
@@ -165,6 +179,8 @@ class CollinearAttention(nn.Module):
     """Whether q and k norms are over all heads at once, not over each."""
     norm_offset = 0.0
     """What a q or k norm adds to its weight."""
+    fused_name: str | None = None
+    """The projection to queries, keys and values at once, where a family has one."""
 
     def __init__(self: Any, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # pyright: ignore[reportCallIssue]
@@ -184,8 +200,25 @@ class CollinearAttention(nn.Module):
         attention.__class__ = cls
         attention.exchange_key_projection(initialisation, hidden_states)
 
-    def separate_projections(self) -> None:
-        """Give the module q_proj, k_proj and v_proj; families that fuse them override this."""
+    @staticmethod
+    def split_fused(attention: Any, fused: Tensor) -> Sequence[Tensor]:
+        """What a fused projection gives, (…, out), as queries, keys and values.
+
+        Args:
+            attention: The family's module, converted or not.
+            fused: Heads one after the other on the last axis, there as in the result.
+        """
+        raise NotImplementedError
+
+    def separate_projections(self: Any) -> None:
+        """Make q_proj, k_proj and v_proj of a fused projection, where there is one."""
+        if self.fused_name is None:
+            return
+        fused = getattr(self, self.fused_name)
+        self.q_proj, self.k_proj, self.v_proj = (
+            separated(fused, lambda x, i=i: self.split_fused(self, x)[i]) for i in range(3)
+        )
+        delattr(self, self.fused_name)
 
     def exchange_key_projection(
         self: Any, initialisation: Initialisation, hidden_states: Tensor | None = None
@@ -219,10 +252,7 @@ class CollinearAttention(nn.Module):
         return fold(heads, self.interleaved, span).flatten(-2)
 
     def _norm(self: Any, name: str) -> Callable[[Tensor], Tensor] | None:
-        norm = getattr(self, name, None)
-        if norm is None or not self.norm_spans_heads:
-            return norm
-        return lambda x: norm(x.flatten(-2)).view(x.shape)
+        return head_norm(self, name, self.norm_spans_heads)
 
     def forward(
         self: Any,

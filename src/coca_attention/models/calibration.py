@@ -13,6 +13,7 @@ states gives the projection. Both sums over m factor into products of attention'
 sums of two products of something at m and something at n.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,17 +21,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import rotary_scaling, rotary_width
+from coca_attention.models.configuration import rotary_scaling, rotary_width, training_length
 from coca_attention.ops import fold, key_map, query_map, rotary_cos_sin
 from coca_attention.ops.rotary import split_pairs
 
+LONGEST = 1024  # tokens of a text, for memory grows with their square
 RIDGE = 1e-2  # of the hidden states' mean square
 FLOOR = 1e-3  # of a pair's mean Σ a u², so that keys that nobody attends to do not count for much
 
 
+def calibration_texts(tokens: Tensor, config: Any) -> Tensor:
+    """Token ids (N,) as texts of the training length, at most `LONGEST`: (texts, tokens)."""
+    length = min(len(tokens), training_length(config) or LONGEST, LONGEST)
+    return tokens[: len(tokens) // length * length].view(-1, length)
+
+
 @torch.no_grad()
 def attention_inputs(
-    model: PreTrainedModel, modules: list[nn.Module], input_ids: Tensor
+    model: PreTrainedModel,
+    modules: list[nn.Module],
+    input_ids: Tensor,
+    advance: Callable[[], Any] = lambda: None,
 ) -> list[Tensor]:
     """The hidden states that reach every attention module as the model reads.
 
@@ -38,6 +49,7 @@ def attention_inputs(
         model: A causal language model or decoder.
         modules: Its attention modules.
         input_ids: (B, T).
+        advance: Called after each of the B texts.
 
     Returns:
         For each module (B, T, hidden).
@@ -59,6 +71,7 @@ def attention_inputs(
         model.eval()
         for row in input_ids.to(model.device).split(1):
             model(input_ids=row, use_cache=False)
+            advance()
     finally:
         model.train(training)
         for hook in hooks:

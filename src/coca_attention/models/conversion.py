@@ -1,5 +1,6 @@
 """Turning a vanilla decoder into the CoCA model of its family, in place."""
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -33,6 +34,7 @@ def convert(
     init: Initialisation = "fold",
     calibration: Tensor | None = None,
     kv_cache: str = "full",
+    progress: Callable[[str, int, int], Any] | None = None,
 ) -> PreTrainedModel:
     """Turn a vanilla decoder into the CoCA model of its family, in place.
 
@@ -50,6 +52,8 @@ def convert(
         calibration: Token ids (texts, tokens) for ``calibrated``, some thousands of the kind that
             the model is to read; a text holds T² attention weights a head.
         kv_cache: ``full`` or ``half``, see `CoCAConfig`.
+        progress: Called with a label, the calibration texts read and layers exchanged so far, and
+            how many there are.
 
     Returns:
         The model given.
@@ -88,16 +92,24 @@ def convert(
     config._attn_implementation = old._attn_implementation
     config.name_or_path = old.name_or_path
     inputs: list[Tensor] = []
+    done, total = 0, len(body.layers) + (0 if calibration is None else len(calibration))
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress("converting", done, total)
+
     if init == "calibrated":
         modules = [getattr(layer, family.body_class.attention_name) for layer in body.layers]
         check_calibration(calibration, config.vocab_size, modules)
         assert calibration is not None  # checked
-        inputs = attention_inputs(model, modules, calibration)
+        inputs = attention_inputs(model, modules, calibration, advance)
 
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
-    exchange_attention(body, family.body_class, init, inputs)
+    exchange_attention(body, family.body_class, init, inputs, advance)
     become(model, new_class, config)
     # Sharding plans and the like follow the class and are made here; the weights are not drawn.
     with initialization.no_init_weights():

@@ -4,7 +4,7 @@ A CoCA model is the family's own model whose attention modules were exchanged in
 is built from a configuration, loaded, or converted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ def exchange_attention(
     cls: type,
     initialisation: Initialisation = "fold",
     inputs: Sequence[Tensor | None] = (),
+    advance: Callable[[], Any] = lambda: None,
 ) -> None:
     """Turn a family's decoder into its CoCA class in place; its configuration must say so already.
 
@@ -41,11 +42,13 @@ def exchange_attention(
         cls: A `CollinearModel`.
         initialisation: How the T projections begin, see `convert`.
         inputs: For ``calibrated``, what every layer's attention reads of the calibration texts.
+        advance: Called after each layer.
     """
     become(body, cls, body.config)
     inputs = inputs or [None] * len(body.layers)
     for layer, read in zip(body.layers, inputs, strict=True):
         body.attention_class.adopt(getattr(layer, body.attention_name), initialisation, read)
+        advance()
     body.rotary_emb = CoCARotary(body.config)
 
 

@@ -2,13 +2,17 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.models.attention import Initialisation
+from coca_attention.models.calibration import calibration_texts
 from coca_attention.models.configuration import check_cache_kind
 from coca_attention.models.conversion import convert
 from coca_attention.models.loading import load_model, no_progress_bars
@@ -22,9 +26,11 @@ def convert_folder(
     *,
     form: Form = "slack",
     init: Initialisation = "fold",
+    calibration: Tensor | None = None,
     kv_cache: str = "full",
     from_original: bool = False,
     dtype: str = "auto",
+    progress: Callable[[str, int, int], Any] | None = None,
 ) -> PreTrainedModel:
     """`convert` or `load_original` from folder to folder, the tokenizer with it.
 
@@ -36,9 +42,12 @@ def convert_folder(
         target: Folder to write; it must not exist, or be empty.
         form: ``slack``, ``strict`` or ``linear``.
         init: See `convert`; an original checkpoint has its own T projection.
+        calibration: Token ids (N,) for ``calibrated``, read in texts of the training length or of
+            1,024 tokens, if that is less; a rest is left out.
         kv_cache: ``full`` or ``half``.
         from_original: Whether the source is in the format of the paper's authors.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
+        progress: As for `convert`.
 
     Returns:
         The converted model.
@@ -68,8 +77,11 @@ def convert_folder(
             raise UserError(str(error)) from error
         model.config.kv_cache = kv_cache
     else:
+        model = load_model(source, dtype=dtype, device="cpu")
+        if calibration is not None:
+            calibration = calibration_texts(calibration, model.config.get_text_config())
         model = convert(
-            load_model(source, dtype=dtype, device="cpu"), form, init=init, kv_cache=kv_cache
+            model, form, init=init, calibration=calibration, kv_cache=kv_cache, progress=progress
         )
     partial = target.with_name(f".{target.name}.coca-partial")
     try:

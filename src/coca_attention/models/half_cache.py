@@ -27,15 +27,16 @@ class KeyPositions:
     """
 
     def __init__(self, body: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> None:
-        self.body = body
+        self.body, self.position_ids = body, position_ids
         device, length = position_ids.device, position_ids.shape[1]
         sizes = [cache.get_mask_sizes(length, index) for index in range(len(body.layers))]
         slots = max(keys + first for keys, first in sizes)
         start = cache.get_seq_length()  # a tensor for static caches
         slot = torch.arange(slots, device=device)
-        own = position_ids[:, (slot - start).clamp(0, length - 1)]
+        # Before this pass below 0. Kept, for a static cache counts its own length on in place.
+        self.place = slot - start
         if mask is None:
-            earlier = position_ids[:, :1] - (start - slot)
+            self.earlier = position_ids[:, :1] + self.place
         else:
             # Count real tokens back from the last real one of this pass, so that padding anywhere
             # shifts nothing.
@@ -43,25 +44,29 @@ class KeyPositions:
             real = mask[:, (start + torch.arange(length, device=device))]
             index = (real * torch.arange(length, device=device)).argmax(-1, keepdim=True)
             counted = mask.cumsum(-1)
-            earlier = position_ids.expand(len(mask), -1).gather(1, index) - (
+            self.earlier = position_ids.expand(len(mask), -1).gather(1, index) - (
                 counted.gather(1, index + start) - counted
             )
-        self.positions = torch.where(slot < start, earlier, own).clamp(min=0)
         self.first_position = None
         if length == 1 and not torch.compiler.is_compiling():
             # One new token: slots stand at consecutive positions, unless there are gaps.
             first = position_ids[:, 0] - start
-            if mask is None or bool(((first[:, None] + slot == earlier) | (mask == 0)).all()):
+            if mask is None or bool(((first[:, None] + slot == self.earlier) | (mask == 0)).all()):
                 self.first_position = first
         self.made: dict[Any, Any] = {}
+
+    def _positions(self) -> Tensor:
+        """Of all slots, (1 or B, S)."""
+        own = self.position_ids[:, self.place.clamp(0, self.position_ids.shape[1] - 1)]
+        return torch.where(self.place < 0, self.earlier, own).clamp(min=0)
 
     def rotary(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
         """cos and sin of slots first … first + keys - 1, (1 or B, keys, R/2) each."""
         config, kind = self.body.config, ("rotary", layer_type)
         if kind not in self.made:
-            like = torch.empty((), dtype=self.body.dtype, device=self.positions.device)
+            like = torch.empty((), dtype=self.body.dtype, device=self.position_ids.device)
             named = layer_type if rotary_is_by_layer(config) else None
-            self.made[kind] = self.body.rotary_emb(like, self.positions, named)
+            self.made[kind] = self.body.rotary_emb(like, self._positions(), named)
         cos, sin = self.made[kind]
         return cos[:, first : first + keys], sin[:, first : first + keys]
 

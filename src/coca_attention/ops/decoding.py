@@ -20,8 +20,9 @@ from coca_attention.ops.maps import Form, key_turn
 
 # Numbers of a tile's keys on a CPU, over all heads: they stay in its caches.
 CPU_TILE = 1 << 18
-# Keys of a tile in the CUDA kernel.
-CUDA_TILE = 64
+# Keys of a tile in the CUDA kernel at most, and bytes of their coefficients: with wider tiles it
+# asks for more shared memory than there is (with these for 74 KiB at most).
+CUDA_KEYS, CUDA_TILE = 64, 1 << 13
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,12 @@ def key_frames(
 
 def tile_length(coefficients: Tensor) -> int:
     """Keys of a tile that suit where the coefficients (B, G, S, P) lie: a power of two."""
-    if coefficients.is_cuda:
-        return CUDA_TILE
     batch, groups, _, pairs = coefficients.shape
-    fit = max(16, CPU_TILE // max(1, batch * groups * pairs))
-    return 1 << (fit.bit_length() - 1)
+    if coefficients.is_cuda:
+        fit = min(CUDA_KEYS, CUDA_TILE // (pairs * coefficients.element_size()))
+    else:
+        fit = CPU_TILE // max(1, batch * groups * pairs)
+    return 1 << (max(16, fit).bit_length() - 1)
 
 
 def attend_half(
@@ -125,7 +127,7 @@ def attend_half(
             f"{query.shape[-2]} and frames for {frames.length}"
         )
     if kernels.serve(query):
-        return kernels.attend_half(query, coefficients, value, frames, attention_mask, scale)
+        return kernels.decode.attend_half(query, coefficients, value, frames, attention_mask, scale)
     batch, heads, _, width = query.shape
     groups, keys = coefficients.shape[1:3]
     rows = query.to(frames.cos.dtype).view(batch, groups, heads // groups, width)

@@ -155,7 +155,7 @@ class _QueryMap(Function):
         query: Tensor, cos: Tensor, sin: Tensor, form: Form, interleaved: bool, span: int
     ) -> Tensor:
         if kernels.serve(query):
-            return kernels.query_map(query, cos, sin, form, interleaved, span)
+            return kernels.maps.query_map(query, cos, sin, form, interleaved, span)
         q0, q1 = split_pairs(query.to(cos.dtype), interleaved, span)
         if form == "slack":
             made = q0.unsqueeze(-2) * _both(cos, sin)
@@ -179,7 +179,7 @@ class _QueryMap(Function):
         query, cos, sin = ctx.saved_tensors
         # With a graph (for second derivatives) the gradient is made of PyTorch's own operations.
         fused = kernels.serve(query) and not torch.is_grad_enabled()
-        gradient = kernels.query_gradient if fused else _query_gradient
+        gradient = kernels.maps.query_gradient if fused else _query_gradient
         return gradient(query, grads[0], cos, sin, *ctx.settings), *(None,) * 5
 
 
@@ -221,7 +221,7 @@ class _KeyMap(Function):
     @staticmethod
     def forward(coefficients: Tensor, first: Tensor, second: Tensor) -> Tensor:
         if kernels.serve(coefficients):
-            return kernels.key_map(coefficients, first, second)
+            return kernels.maps.key_map(coefficients, first, second)
         made = coefficients.to(first.dtype).unsqueeze(-2) * _both(first, second)
         return made.flatten(-2).to(coefficients.dtype)
 
@@ -234,6 +234,6 @@ class _KeyMap(Function):
         first, second = ctx.saved_tensors
         grad = grads[0]
         if kernels.serve(grad) and not torch.is_grad_enabled():
-            return kernels.key_gradient(grad, first, second), None, None
+            return kernels.maps.key_gradient(grad, first, second), None, None
         g0, g1 = grad.to(first.dtype).chunk(2, dim=-1)
         return torch.addcmul(g0 * first, g1, second).to(grad.dtype), None, None

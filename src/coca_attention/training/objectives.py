@@ -55,10 +55,7 @@ def learning_from(
 
 def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective) -> None:
     """Raise UserError unless the student can learn from the teacher by the objective."""
-    theirs, ours = teacher.config.get_text_config(), student.config.get_text_config()
-    names = ["vocab_size"]
     if objective == "attention":
-        names += ["num_hidden_layers", "hidden_size", "num_attention_heads"]
         for model in (teacher, student):
             if family_of(model) is None:
                 raise UserError(
@@ -66,16 +63,27 @@ def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, objective:
                     "attention takes models of the families "
                     f"{', '.join(vanilla_type(family) for family in FAMILIES)}"
                 )
+    theirs, ours = (_shape(model.config, objective) for model in (teacher, student))
     other = [
-        f"{name} {getattr(theirs, name)} in place of {getattr(ours, name)}"
-        for name in names
-        if getattr(theirs, name) != getattr(ours, name)
+        f"{name} {theirs[name]} in place of {ours[name]}"
+        for name in theirs
+        if theirs[name] != ours[name]
     ]
     if other:
         raise UserError(
             f"the teacher does not fit the model for the objective {objective}: it has "
             f"{', '.join(other)}; name the model that this one was made from"
         )
+
+
+def _shape(config: Any, objective: Objective) -> dict[str, int]:
+    """What teacher and student must have in common."""
+    config = config.get_text_config()
+    if objective == "logits":
+        return {"vocab_size": config.vocab_size}
+    names = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {**{name: getattr(config, name) for name in names}, "head_dim": width}
 
 
 def attention_distance(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -3,13 +3,15 @@
 The paper's RoFormer baseline is Transformers' own GPT-NeoX with rotary on the whole head.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
+from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 
-from coca_attention.models.attention import CollinearAttention, separated
+from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import CoCAConfig
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
 
@@ -40,16 +42,17 @@ class CoCAGPTNeoXAttention(CollinearAttention, GPTNeoXAttention):
     """GPT-NeoX's attention with a T projection in the place of its key projection."""
 
     output_name = "dense"
+    fused_name = "query_key_value"
+
+    @staticmethod
+    def split_fused(attention: Any, fused: Tensor) -> Sequence[Tensor]:
+        # Each head's query, key and value in turn.
+        heads = fused.unflatten(-1, (-1, 3, attention.head_size))
+        return [x.flatten(-2) for x in heads.unbind(-2)]
 
     def separate_projections(self) -> None:
+        super().separate_projections()
         self.head_dim, self.num_key_value_groups = self.head_size, 1
-        # The rows are those of each head's query, key and value in turn.
-        rows = (self.config.num_attention_heads, 3, self.head_size)
-        self.q_proj, self.k_proj, self.v_proj = (
-            separated(self.query_key_value, lambda x, i=i: x.unflatten(0, rows)[:, i].flatten(0, 1))
-            for i in range(3)
-        )
-        del self.query_key_value
 
 
 class CoCAGPTNeoXModel(CollinearModel, GPTNeoXModel):

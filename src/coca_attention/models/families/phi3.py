@@ -1,12 +1,14 @@
 """CoCA on Phi-3."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
+from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM, Phi3Model
 from transformers.models.phi3.modeling_phi3 import Phi3Attention
 
-from coca_attention.models.attention import CollinearAttention, separated
+from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import CoCAConfig
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
 
@@ -41,14 +43,12 @@ class CoCAPhi3Config(CoCAConfig, Phi3Config):
 class CoCAPhi3Attention(CollinearAttention, Phi3Attention):
     """Phi-3's attention with a T projection in the place of its key projection."""
 
-    def separate_projections(self) -> None:
-        keys = self.qkv_proj.out_features // (self.num_key_value_groups + 2)
-        queries = keys * self.num_key_value_groups
-        self.q_proj, self.k_proj, self.v_proj = (
-            separated(self.qkv_proj, lambda x, i=i: x.split((queries, keys, keys))[i])
-            for i in range(3)
-        )
-        del self.qkv_proj
+    fused_name = "qkv_proj"
+
+    @staticmethod
+    def split_fused(attention: Any, fused: Tensor) -> Sequence[Tensor]:
+        keys = fused.shape[-1] // (attention.num_key_value_groups + 2)
+        return fused.split((keys * attention.num_key_value_groups, keys, keys), dim=-1)
 
 
 class CoCAPhi3Model(CollinearModel, Phi3Model):

@@ -1,9 +1,11 @@
 """Fused Triton kernels for CUDA; everything they do, PyTorch's own operations do elsewhere.
 
-Triton is imported at the first call that needs it, so that nothing here asks for it on a CPU.
+`maps` and `decode` import Triton, and are imported by the first call that needs them, so that
+nothing here asks for it on a CPU.
 """
 
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -31,36 +33,8 @@ def serve(tensor: Tensor) -> bool:
     )
 
 
-def query_map(*arguments: Any) -> Tensor:
-    """`coca_attention.ops.kernels.maps.query_map`."""
-    from coca_attention.ops.kernels import maps
-
-    return maps.query_map(*arguments)
-
-
-def query_gradient(*arguments: Any) -> Tensor:
-    """`coca_attention.ops.kernels.maps.query_gradient`."""
-    from coca_attention.ops.kernels import maps
-
-    return maps.query_gradient(*arguments)
-
-
-def key_map(*arguments: Any) -> Tensor:
-    """`coca_attention.ops.kernels.maps.key_map`."""
-    from coca_attention.ops.kernels import maps
-
-    return maps.key_map(*arguments)
-
-
-def key_gradient(*arguments: Any) -> Tensor:
-    """`coca_attention.ops.kernels.maps.key_gradient`."""
-    from coca_attention.ops.kernels import maps
-
-    return maps.key_gradient(*arguments)
-
-
-def attend_half(*arguments: Any) -> Tensor:
-    """`coca_attention.ops.kernels.decode.attend_half`."""
-    from coca_attention.ops.kernels import decode
-
-    return decode.attend_half(*arguments)
+def __getattr__(name: str) -> Any:
+    """The modules `maps` and `decode`, imported when first asked for."""
+    if name in ("maps", "decode"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -41,18 +41,21 @@ def _parts(
     turn0 = tl.load(first + place, mask=pair[None, :] < HALF, other=0.0)
     turn1 = tl.load(second + place, mask=pair[None, :] < HALF, other=0.0)
 
+    t_here = coefficients + batch * t_batch + group * t_head
+    v_here = value + batch * v_batch + group * v_head
     high = tl.full([M], float("-inf"), tl.float32)
     weight = tl.zeros([M], tl.float32)
     done = tl.zeros([M, COLUMNS], tl.float32)
     for tile in range(split * each, min((split + 1) * each, tiles)):
-        place = batch * c_batch + tile * HALF + pair
-        c = tl.load(cos + place, mask=pair < HALF, other=0.0)[None, :]
-        s = tl.load(sin + place, mask=pair < HALF, other=0.0)[None, :]
-        at = tile * N + slot
+        turn = batch * c_batch + tile * HALF + pair
+        c = tl.load(cos + turn, mask=pair < HALF, other=0.0)[None, :]
+        s = tl.load(sin + turn, mask=pair < HALF, other=0.0)[None, :]
+        at = (tile * N + slot).to(tl.int64)
         there = at < keys
-        place = coefficients + batch * t_batch + group * t_head
-        place += at.to(tl.int64)[:, None] * t_row + pair[None, :]
-        t = tl.load(place, mask=there[:, None] & (pair[None, :] < HALF), other=0.0).to(tl.float32)
+        t = tl.load(
+            t_here + at[:, None] * t_row + pair[None, :],
+            mask=there[:, None] & (pair[None, :] < HALF), other=0.0,
+        ).to(tl.float32)  # fmt: skip
         scores = tl.dot(
             (q0 * c + q1 * s).to(dtype), tl.trans((t * turn0).to(dtype)), input_precision=PRECISION
         )
@@ -69,9 +72,10 @@ def _parts(
         shares = tl.exp(scores - base[:, None])
         shrink = tl.exp(high - base)
         weight = weight * shrink + tl.sum(shares, 1)
-        place = value + batch * v_batch + group * v_head
-        place += at.to(tl.int64)[:, None] * v_row + column[None, :]
-        v = tl.load(place, mask=there[:, None] & (column[None, :] < WIDTH), other=0.0)
+        v = tl.load(
+            v_here + at[:, None] * v_row + column[None, :],
+            mask=there[:, None] & (column[None, :] < WIDTH), other=0.0,
+        )  # fmt: skip
         done = done * shrink[:, None]
         done += tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
         high = top

@@ -16,6 +16,34 @@ HEADS = 8
 
 
 @triton.jit
+def _share(heads, length, HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr):  # noqa: N803
+    """What a program takes: batch, row, head (HEADS, 1) and pair (1, PAIRS); which of them exist.
+
+    Offsets of large tensors leave the range of int32, so the numbers that strides multiply are
+    int64.
+    """
+    batch = (tl.program_id(0) // length).to(tl.int64)
+    row = (tl.program_id(0) % length).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
+    pair = tl.arange(0, PAIRS)[None, :]
+    return batch, row, head, pair, (head < heads) & (pair < HALF)
+
+
+@triton.jit
+def _turns(first, second, batch, row, pair, c_batch, c_row, HALF: tl.constexpr):  # noqa: N803
+    """A row of two tables, such as cos and sin, (1, PAIRS) each."""
+    place = batch * c_batch + row * c_row + pair
+    x = tl.load(first + place, mask=pair < HALF, other=0.0)
+    y = tl.load(second + place, mask=pair < HALF, other=0.0)
+    return x, y
+
+
+@triton.jit
+def _load(place, there):
+    return tl.load(place, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _members(pair, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):  # noqa: N803
     """Places of both members of every pair in a head (`split_pairs`)."""
     passed: tl.constexpr = (WIDTH - SPAN) // 2
@@ -38,17 +66,12 @@ def _query_map(
     FORM: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,  # noqa: N803
     HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    row = tl.program_id(0) % length
-    batch = (tl.program_id(0) // length).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    pair = tl.arange(0, PAIRS)[None, :]
-    there = (head < heads) & (pair < WIDTH // 2)
-    c = tl.load(cos + batch * c_batch + row * c_row + pair, mask=pair < WIDTH // 2, other=0.0)
-    s = tl.load(sin + batch * c_batch + row * c_row + pair, mask=pair < WIDTH // 2, other=0.0)
+    batch, row, head, pair, there = _share(heads, length, WIDTH // 2, HEADS, PAIRS)
+    c, s = _turns(cos, sin, batch, row, pair, c_batch, c_row, WIDTH // 2)
     first, second = _members(pair, SPAN, WIDTH, INTERLEAVED)
     place = query + batch * q_batch + head * q_head + row * q_row
-    q0 = tl.load(place + first * q_width, mask=there, other=0.0).to(tl.float32)
-    q1 = tl.load(place + second * q_width, mask=there, other=0.0).to(tl.float32)
+    q0 = _load(place + first * q_width, there)
+    q1 = _load(place + second * q_width, there)
     if FORM == "slack":
         made0 = q0 * (q0 * c - q1 * s)
         made1 = q1 * (q0 * s + q1 * c)
@@ -58,8 +81,8 @@ def _query_map(
             magnitude = tl.sqrt(magnitude)
         made0, made1 = magnitude * c, magnitude * s
     place = made + batch * m_batch + head * m_head + row * m_row + pair
-    tl.store(place, made0.to(made.dtype.element_ty), mask=there)
-    tl.store(place + WIDTH // 2, made1.to(made.dtype.element_ty), mask=there)
+    tl.store(place, made0, mask=there)
+    tl.store(place + WIDTH // 2, made1, mask=there)
 
 
 @triton.jit
@@ -73,20 +96,15 @@ def _query_gradient(
     FORM: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,  # noqa: N803
     HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    row = tl.program_id(0) % length
-    batch = (tl.program_id(0) // length).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    pair = tl.arange(0, PAIRS)[None, :]
-    there = (head < heads) & (pair < WIDTH // 2)
-    c = tl.load(cos + batch * c_batch + row * c_row + pair, mask=pair < WIDTH // 2, other=0.0)
-    s = tl.load(sin + batch * c_batch + row * c_row + pair, mask=pair < WIDTH // 2, other=0.0)
+    batch, row, head, pair, there = _share(heads, length, WIDTH // 2, HEADS, PAIRS)
+    c, s = _turns(cos, sin, batch, row, pair, c_batch, c_row, WIDTH // 2)
     first, second = _members(pair, SPAN, WIDTH, INTERLEAVED)
     place = query + batch * q_batch + head * q_head + row * q_row
-    q0 = tl.load(place + first * q_width, mask=there, other=0.0).to(tl.float32)
-    q1 = tl.load(place + second * q_width, mask=there, other=0.0).to(tl.float32)
+    q0 = _load(place + first * q_width, there)
+    q1 = _load(place + second * q_width, there)
     place = grad + batch * g_batch + head * g_head + row * g_row
-    g0 = tl.load(place + pair * g_width, mask=there, other=0.0).to(tl.float32)
-    g1 = tl.load(place + (pair + WIDTH // 2) * g_width, mask=there, other=0.0).to(tl.float32)
+    g0 = _load(place + pair * g_width, there)
+    g1 = _load(place + (pair + WIDTH // 2) * g_width, there)
     if FORM == "slack":
         turned = (g1 - g0) * s
         made0 = 2 * c * g0 * q0 + turned * q1
@@ -100,8 +118,8 @@ def _query_gradient(
             along = tl.where(square > 0, along * tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
         made0, made1 = along * q0, along * q1
     place = made + batch * m_batch + head * m_head + row * m_row
-    tl.store(place + first, made0.to(made.dtype.element_ty), mask=there)
-    tl.store(place + second, made1.to(made.dtype.element_ty), mask=there)
+    tl.store(place + first, made0, mask=there)
+    tl.store(place + second, made1, mask=there)
 
 
 @triton.jit
@@ -113,19 +131,13 @@ def _key_map(
     heads, length,
     HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    row = tl.program_id(0) % length
-    batch = (tl.program_id(0) // length).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    pair = tl.arange(0, PAIRS)[None, :]
-    there = (head < heads) & (pair < HALF)
-    place = batch * c_batch + row * c_row + pair
-    x = tl.load(first + place, mask=pair < HALF, other=0.0)
-    y = tl.load(second + place, mask=pair < HALF, other=0.0)
+    batch, row, head, pair, there = _share(heads, length, HALF, HEADS, PAIRS)
+    x, y = _turns(first, second, batch, row, pair, c_batch, c_row, HALF)
     place = coefficients + batch * t_batch + head * t_head + row * t_row + pair * t_width
-    t = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    t = _load(place, there)
     place = made + batch * m_batch + head * m_head + row * m_row + pair
-    tl.store(place, (t * x).to(made.dtype.element_ty), mask=there)
-    tl.store(place + HALF, (t * y).to(made.dtype.element_ty), mask=there)
+    tl.store(place, t * x, mask=there)
+    tl.store(place + HALF, t * y, mask=there)
 
 
 @triton.jit
@@ -137,19 +149,13 @@ def _key_gradient(
     heads, length,
     HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    row = tl.program_id(0) % length
-    batch = (tl.program_id(0) // length).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    pair = tl.arange(0, PAIRS)[None, :]
-    there = (head < heads) & (pair < HALF)
-    place = batch * c_batch + row * c_row + pair
-    x = tl.load(first + place, mask=pair < HALF, other=0.0)
-    y = tl.load(second + place, mask=pair < HALF, other=0.0)
+    batch, row, head, pair, there = _share(heads, length, HALF, HEADS, PAIRS)
+    x, y = _turns(first, second, batch, row, pair, c_batch, c_row, HALF)
     place = grad + batch * g_batch + head * g_head + row * g_row + pair * g_width
-    g0 = tl.load(place, mask=there, other=0.0).to(tl.float32)
-    g1 = tl.load(place + HALF * g_width, mask=there, other=0.0).to(tl.float32)
+    g0 = _load(place, there)
+    g1 = _load(place + HALF * g_width, there)
     place = made + batch * m_batch + head * m_head + row * m_row + pair
-    tl.store(place, (g0 * x + g1 * y).to(made.dtype.element_ty), mask=there)
+    tl.store(place, g0 * x + g1 * y, mask=there)
 
 
 def query_map(

@@ -1,0 +1,62 @@
+"""Compile every Triton kernel for an H100, with the arguments of real calls; needs no GPU.
+
+The interpreter, in which the tests run without a GPU, takes Python that the compiler refuses. Run
+as a program, for tests have the interpreter chosen before Triton is imported.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from coca_attention.ops import inverse_frequencies, key_frames, rotary_cos_sin, tile_length
+from coca_attention.ops.kernels import decode, maps
+
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "i8"}
+
+
+def compiled(self: Any, *values: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+    """In place of a launch."""
+    signature, fixed = {}, {}
+    for index, parameter in enumerate(self.params):
+        name = parameter.name
+        value = constants[name] if name in constants else values[index]
+        if parameter.is_constexpr or (type(value) is int and value == 1):
+            signature[name], fixed[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+        else:
+            signature[name] = "i32" if isinstance(value, int) else "fp32"
+    source = ASTSource(self, signature, constexprs=fixed)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert made.metadata.shared <= 99 * 1024, "more shared memory than desktop GPUs have"
+    print(self.__name__, TYPES[values[0].dtype], len(made.asm["cubin"]), flush=True)
+
+
+def main() -> None:
+    """One call of each, in half and in single precision."""
+    triton.JITFunction.run = compiled  # pyright: ignore[reportAttributeAccessIssue]
+    mask = torch.ones(2, 1, 1, 200, dtype=torch.bool)
+    for dtype, form, width, seen in (
+        (torch.bfloat16, "slack", 128, mask),
+        (torch.float32, "linear", 256, None),
+    ):
+        query, grad, value = torch.zeros(3, 2, 8, 200, width, dtype=dtype)
+        t = query[:, :2, :, : width // 2]
+        cos, sin = (x.unsqueeze(0) for x in rotary_cos_sin(torch.arange(200), width))
+        maps.query_map(query, cos, sin, form, False, width)
+        maps.query_gradient(query, grad, cos, sin, form, True, width // 2)
+        maps.key_map(t, cos, sin)
+        maps.key_gradient(grad, cos, sin)
+        theta = inverse_frequencies(width)
+        with FakeTensorMode():
+            tile = tile_length(torch.empty(2, 2, 200, width // 2, dtype=dtype, device="cuda"))
+        frames = key_frames(torch.zeros(1), 200, theta, form=form, tile=tile, pairs=width // 2)
+        decode.attend_half(query[:, :, :1], t, value[:, :2], frames, seen, 0.1)
+
+
+if __name__ == "__main__":
+    main()
