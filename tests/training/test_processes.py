@@ -24,8 +24,9 @@ from coca_attention.errors import UserError
 from coca_attention.models import load_model
 from coca_attention.testing import difference, logits, some_tokens
 from coca_attention.training import last_checkpoint, load_recipe, read_summary, train
+from coca_attention.training.recipe import TrainingRecipe
 from coca_attention.training.sharding import check_layers, check_options
-from coca_attention.training.trainer import writing
+from coca_attention.training.trainer import training_arguments, writing
 from conftest import VOCABULARY, tiny_model
 from families import FAMILIES, vanilla
 
@@ -55,7 +56,7 @@ STAGES = [
 ]
 # The command line, for several runs in one start; in the second process a step may go wrong.
 COMMANDS = """
-import os, signal, sys
+import os, signal, sys, time
 from coca_attention.cli import main
 from coca_attention.training.trainer import RecipeTrainer
 
@@ -82,6 +83,7 @@ RecipeTrainer._save_checkpoint = poisoned
 for recipe, output in zip(words[::2], words[1::2], strict=True):
     code = main(["train", recipe, "--output", output])
     if code:
+        time.sleep(5)  # the launcher ends the others as soon as one has ended
         sys.exit(code)
 """
 
@@ -294,10 +296,9 @@ def test_a_number_that_is_not_finite_in_one_part_stops_all(recipes, tmp_path):
     run = tmp_path / "run"
     stopped = started(tmp_path, fsdp2(), [(recipes / "scratch.yaml", run)], fault="nan 20")
     assert stopped.returncode
-    said = (
-        r"holds numbers that are not finite at step .*the last good checkpoint is .*checkpoint-10"
-    )
-    assert len(re.findall(said, stopped.stderr)) == 2  # neither waits for the other
+    said = "holds numbers that are not finite"
+    assert stopped.stderr.count(said) == 2, stopped.stderr  # neither waits for the other
+    assert re.search(rf"{said} .*the last good checkpoint is \S*checkpoint-10", stopped.stderr)
     assert not (run / "checkpoints" / "checkpoint-20" / "trainer_state.json").exists()
 
 
@@ -361,6 +362,13 @@ def test_a_full_disk_under_one_of_the_processes_is_said_in_a_line(tmp_path):
         raise failed
     with pytest.raises(CheckpointException), writing(tmp_path, str):
         raise CheckpointException("write", {0: (RuntimeError("a defect"), None)})  # pyright: ignore
+
+
+def test_precision_is_the_recipes_whatever_accelerate_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    for precision, name in (("float32", "no"), ("bfloat16", "bf16")):
+        settings = TrainingRecipe(precision=precision)
+        assert training_arguments(settings, tmp_path, 1).mixed_precision == name
 
 
 def test_every_configuration_names_the_version_and_leaves_the_precision_to_the_recipe():

@@ -125,9 +125,13 @@ def training_arguments(
     if taken:
         raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
     try:
-        return TrainingArguments(**known, **settings.trainer)
+        arguments = TrainingArguments(**known, **settings.trainer)
     except (TypeError, ValueError) as error:
         raise UserError(f"training.trainer: {error}") from error
+    # For float32 it would be what the configuration of accelerate launch says.
+    names = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+    arguments.mixed_precision = names[settings.precision]
+    return arguments
 
 
 class RecipeTrainer(Trainer):
