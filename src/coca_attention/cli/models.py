@@ -74,6 +74,8 @@ def run_quickstart(words: list[str]) -> None:
 
 def run_train(words: list[str]) -> None:
     """Train a model from a recipe (YAML); started again, it goes on where it stopped."""
+    from accelerate import PartialState
+
     from coca_attention.training import load_recipe, read_summary, recipe_parser, train
 
     if not words or words[0] in ("-h", "--help"):
@@ -90,6 +92,8 @@ def run_train(words: list[str]) -> None:
     overrides, output = take_option(overrides, "--output")
     folder = Path(output or Path("runs") / Path(recipe).stem)
     summary = read_summary(train(load_recipe(recipe, overrides), folder))
+    if not PartialState().is_main_process:
+        return
     print(
         f"{folder}: {summary['parameters']:,} parameters, {summary['tokens']:,} tokens, "
         f"last loss {summary['curve'][-1]['loss']:.3f}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,6 +22,7 @@ from coca_attention.errors import UserError
 from coca_attention.models.loading import no_progress_bars
 from coca_attention.training.objectives import Loss
 from coca_attention.training.recipe import TrainingRecipe
+from coca_attention.training.sharding import check_kind
 from coca_attention.training.trainer import (
     STATE_FILE,
     RecipeTrainer,
@@ -65,7 +67,8 @@ def fit(
     """
     state = PartialState()
     set_seed(settings.seed)
-    resume = last_checkpoint(folder / "checkpoints")
+    # One process chooses: others might see another state of a network's file system.
+    resume = broadcast_object_list([last_checkpoint(folder / "checkpoints")])[0]
     trained = None if resume is None else TrainerState.load_from_json(str(resume / STATE_FILE))
     # Killed between the last step and the end: Trainer would do one step more.
     done = trained is not None and trained.global_step >= settings.steps
@@ -90,8 +93,12 @@ def fit(
                 eval_dataset=validation,
                 callbacks=[*_curves(settings, folder, state), *callbacks],
             )
+        except UserError:
+            raise
         except (ValueError, ImportError) as error:
             raise UserError(f"the Trainer refuses these settings: {error}") from error
+        if resume is not None:
+            check_kind(resume, sharded=trainer.shards is not None)
         seconds = None
         if done and trained is not None:
             trainer._load_from_checkpoint(str(resume))
@@ -153,6 +160,10 @@ def save_trained(
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     if hasattr(model, "merge_and_unload"):
         model = trainer.model = model.merge_and_unload()
+    if trainer.shards is not None:
+        trainer.shards.set_state_dict_type(
+            "FULL_STATE_DICT"
+        )  # gathered for the process that writes
     with no_progress_bars(), writing(folder, trainer.kept):
         trainer.save_model(str(partial))
         if not trainer.is_world_process_zero():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
@@ -126,7 +127,9 @@ def _matched_logits(teacher: PreTrainedModel) -> Loss:
 def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> Iterator[Loss]:
     """Hooks on both models that carry the teacher's inputs over and both outputs out.
 
-    They stay for the whole context: a checkpointed layer runs again in the backward pass.
+    They stay for the whole context: a checkpointed layer runs again in the backward pass. The
+    distance is given out as the student's own loss: wrappers for several processes take gradients
+    together only of what they see leave the model.
     """
     inputs: dict[int, Tensor] = {}
     targets: dict[int, Tensor] = {}
@@ -160,7 +163,14 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
         # What follows a layer does not count, so nothing of it has to be kept for gradients.
         return (result[0].detach(), *result[1:])
 
-    hooks = []
+    def give_loss(module: nn.Module, args: Any, result: Any) -> Any:
+        if result.get("loss") is not None:  # the model was asked for its own, to be measured
+            return result
+        distances = [attention_distance(outputs[i], targets[i]) for i in range(len(targets))]
+        result["loss"] = torch.stack([x.to(distances[0].device) for x in distances]).mean()
+        return result
+
+    hooks: list[Any] = [student.register_forward_hook(give_loss)]
     for index, (attention, projection) in enumerate(_attention_layers(teacher)):
         hooks.append(attention.register_forward_pre_hook(note_input(index), with_kwargs=True))
         hooks.append(projection.register_forward_pre_hook(note(targets, index)))
@@ -172,9 +182,10 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         # One position's logits are enough: the head is as wide as the vocabulary.
         _predict(teacher, batch, logits_to_keep=1)
-        model(**_inputs(batch), logits_to_keep=1)
-        distances = [attention_distance(outputs[i], targets[i]) for i in range(len(targets))]
-        return torch.stack([x.to(distances[0].device) for x in distances]).mean()
+        if isinstance(model, FSDPModule):
+            # Nothing that leaves a layer has gradients, so nothing would gather its weights again.
+            model.set_reshard_after_forward(False)
+        return model(**_inputs(batch), logits_to_keep=1).loss
 
     try:
         yield loss

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -21,6 +24,16 @@ from coca_attention.errors import UserError
 from coca_attention.training.build import parameter_counts
 from coca_attention.training.objectives import Loss
 from coca_attention.training.recipe import TrainingRecipe
+from coca_attention.training.sharding import (
+    check_layers,
+    first_failure,
+    is_sharded,
+    load_optimizer_parts,
+    load_parts,
+    own_part,
+    prepare_sharding,
+    reading,
+)
 
 STATE_FILE = "trainer_state.json"
 WRITER = "inline_container|PytorchStreamWriter|iostream"
@@ -112,9 +125,13 @@ def training_arguments(
     if taken:
         raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
     try:
-        return TrainingArguments(**known, **settings.trainer)
+        arguments = TrainingArguments(**known, **settings.trainer)
     except (TypeError, ValueError) as error:
         raise UserError(f"training.trainer: {error}") from error
+    # For float32 it would be what the configuration of accelerate launch says.
+    names = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+    arguments.mixed_precision = names[settings.precision]
+    return arguments
 
 
 class RecipeTrainer(Trainer):
@@ -131,12 +148,30 @@ class RecipeTrainer(Trainer):
     ) -> None:
         self.settings, self.loss = settings, loss
         super().__init__(**kwargs)
+        if self.shards is not None:
+            check_layers(self.shards, kwargs["model"])
         if loss is not None:
             # A mean over the pass, not the sum over all passes of a step: Trainer has to divide.
             self.model_accepts_loss_kwargs = False
         self.remove_callback(ProgressCallback)
         if not self.args.disable_tqdm:
             self.add_callback(QuietProgress())
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.shards = prepare_sharding(self.accelerator, self.args)
+        self.is_fsdp_enabled = self.shards is not None
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if self.shards is not None and not self.accelerator._models:
+            # Nothing but autocast, which Accelerate leaves to FSDP's own casts.
+            model = self.accelerator.prepare_model(
+                model, device_placement=False, evaluation_mode=True
+            )
+            if not training:
+                # Measured without training: Accelerate shards a model beside its optimizer alone.
+                model, _ = self.accelerator.prepare(model, SGD(model.parameters()))
+        return super()._wrap_model(model, training, dataloader)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
@@ -169,13 +204,51 @@ class RecipeTrainer(Trainer):
         with writing(Path(str(self.args.output_dir)), self.kept):
             super()._save_checkpoint(*args, **kwargs)
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # What the first process writes next says that the checkpoint is whole.
+        self.accelerator.wait_for_everyone()
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # A step with a finite loss can still have overflowed into the weights.
         assert self.model is not None  # given to __init__
-        for name, weight in self.model.named_parameters():
-            if not torch.isfinite(weight).all():
-                raise self._diverged(f"{name} holds numbers that are not finite")
+        bad = [
+            name
+            for name, weight in self.model.named_parameters()
+            if not torch.isfinite(own_part(weight)).all()
+        ]
+        # Each process sees its own part, and all have to stop.
+        for name in gather_object(bad)[:1]:
+            raise self._diverged(f"{name} holds numbers that are not finite")
         super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if state_dict:
+            # Gathered one by one, tied weights share no memory any more and would be saved twice.
+            tied: Any = getattr(self.model, "all_tied_weights_keys", {})
+            state_dict = {name: w for name, w in state_dict.items() if name not in tied}
+        super()._save(output_dir, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        checkpoint = Path(resume_from_checkpoint)
+        with reading(checkpoint):
+            if self.shards is None and is_sharded(checkpoint):
+                load_parts(self.accelerator, self.model if model is None else model, checkpoint)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        with reading(folder):
+            if self.shards is not None or not is_sharded(folder):
+                super()._load_optimizer_and_scheduler(checkpoint)
+                return
+            assert self.optimizer is not None and self.lr_scheduler is not None  # made before
+            load_optimizer_parts(self.accelerator, self.optimizer, self.model, folder)
+            state = torch.load(folder / SCHEDULER_NAME, weights_only=True)
+            self.lr_scheduler.load_state_dict(state)
 
     def _diverged(self, what: str) -> TrainingDiverged:
         return TrainingDiverged(
@@ -199,11 +272,12 @@ def writing(folder: Path, kept: Callable[[], str]) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
+        cause = first_failure(error) if isinstance(error, CheckpointException) else error
         # PyTorch's writer reports a full disk as a RuntimeError, as PyTorch does much else.
-        if isinstance(error, RuntimeError) and not re.search(WRITER, str(error)):
+        if isinstance(cause, RuntimeError) and not re.search(WRITER, str(cause)):
             raise
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(cause).split())[:200]
         raise UserError(
             f"{folder} cannot be written ({reason}): training stopped, {kept()}. Make room, then "
             "start the same command again to go on"
@@ -229,7 +303,8 @@ class QuietProgress(ProgressCallback):
 def last_checkpoint(folder: Path) -> Path | None:
     """The latest checkpoint that was written to its end, or None.
 
-    Trainer writes ``trainer_state.json`` last, so a checkpoint cut short lacks it or has it cut.
+    The first process writes ``trainer_state.json`` last, after all others have written their parts,
+    so a checkpoint cut short lacks it or has it cut.
     """
     best: tuple[int, Path] | None = None
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
