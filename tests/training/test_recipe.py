@@ -133,7 +133,7 @@ def test_the_written_recipe_reads_back_equal(tmp_path):
         ("training:\n  learning_rate: 0\n", "learning_rate must be above 0"),
         ("data:\n  max_tokens: 0\n", "max_tokens must be at least 1"),
         ("model: [1, 2\n", "not a readable recipe"),
-        ("- model\n", "a recipe has the sections model, data, training"),
+        ("- model\n", "a recipe has the sections model, data, validation, training"),
     ],
 )
 def test_unfit_recipes_are_refused_in_one_line(tmp_path, text, message):
@@ -146,12 +146,15 @@ def test_unfit_recipes_are_refused_in_one_line(tmp_path, text, message):
 
 def test_the_recipes_of_the_documentation_load(tmp_path):
     page = (RECIPES.parent / "docs" / "training.md").read_text(encoding="utf-8")
-    found = re.findall(r"```yaml\n(.*?)```", page, re.S)
-    assert found
-    for text in found:
+    mixture, validation = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    for text, words in (
+        (mixture, ["--data.mixture.code.max_tokens", "1000000"]),
+        (validation, []),
+    ):
         (tmp_path / "r.yaml").write_text(text)
-        recipe = load_recipe(tmp_path / "r.yaml", ["--data.mixture.code.max_tokens", "1000000"])
-        assert recipe.data.mixture["code"].max_tokens == 1_000_000
+        recipe = load_recipe(tmp_path / "r.yaml", words)
+        assert (text is validation) == (recipe.validation.every == 100)
+        assert not words or recipe.data.mixture["code"].max_tokens == 1_000_000
         (tmp_path / "written.yaml").write_text(as_yaml(recipe))
         assert load_recipe(tmp_path / "written.yaml") == recipe
 
