@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from coca_attention import convert
 from coca_attention.training.objectives import (
-    attention_distance,
+    HIDDEN_WEIGHT,
     learning_from,
     prediction_distance,
+    relative_distance,
 )
 from families import FAMILIES, vanilla
 
@@ -33,7 +34,7 @@ def learned(teacher, student, objective) -> tuple[float, dict]:
     return value.item(), gradients(student)
 
 
-@pytest.mark.parametrize("objective", ["attention", "logits"])
+@pytest.mark.parametrize("objective", ["attention", "logits", "hidden_states"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_student_that_is_the_teacher_has_nothing_to_learn(family, objective):
     teacher = vanilla(family)
@@ -141,9 +142,9 @@ def test_the_distances_are_what_they_are_called():
     expected = (p * (p / q).log()).sum(-1).mean()
     assert prediction_distance(logits, targets).item() == pytest.approx(expected.item(), rel=1e-5)
     constant = torch.full_like(targets, targets.mean().item())
-    assert attention_distance(constant, targets).item() == pytest.approx(1, rel=0.05)
-    assert attention_distance(3 * logits, 3 * targets).item() == pytest.approx(
-        attention_distance(logits, targets).item(), rel=1e-5
+    assert relative_distance(constant, targets).item() == pytest.approx(1, rel=0.05)
+    assert relative_distance(3 * logits, 3 * targets).item() == pytest.approx(
+        relative_distance(logits, targets).item(), rel=1e-5
     )
 
 
@@ -152,6 +153,8 @@ def test_the_distances_are_what_they_are_called():
     [
         ({"vocab_size": 98}, "logits", "vocab_size 98 in place of 97"),
         ({"num_hidden_layers": 3}, "attention", "num_hidden_layers 3 in place of 2"),
+        ({"num_hidden_layers": 3}, "hidden_states", "num_hidden_layers 3 in place of 2"),
+        ({"hidden_size": 64}, "hidden_states", "hidden_size 64 in place of 32"),
         ({"hidden_size": 64}, "attention", "hidden_size 64 in place of 32"),
         ({"num_attention_heads": 2}, "attention", "num_attention_heads 2 in place of 4"),
         ({"head_dim": 16}, "attention", "head_dim 16 in place of 8"),
@@ -173,6 +176,20 @@ def test_a_teacher_of_no_known_family_is_refused_for_attention():
         learning_from(teacher, student, "attention"),
     ):
         pass
+
+
+def test_hidden_states_are_matched_after_every_layer():
+    teacher = vanilla("Llama")
+    student = convert(copy.deepcopy(teacher), "linear")
+    value, _ = learned(teacher, student, "hidden_states")
+    ids = batch(student)["input_ids"]
+    ours, theirs = (model(ids, output_hidden_states=True) for model in (student, teacher))
+    expected = prediction_distance(ours.logits, theirs.logits).item()
+    for layer in (1, 2):
+        distance = relative_distance(ours.hidden_states[layer], theirs.hidden_states[layer])
+        expected += HIDDEN_WEIGHT * distance.item() / 2
+    assert len(theirs.hidden_states) == 3
+    assert value == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_larger_teacher_of_the_same_vocabulary_may_teach_predictions():

@@ -12,6 +12,7 @@ from coca_attention.report.retrieval import Section
 UNITS = {
     "next_token": "training loss (nats per token)",
     "logits": "distance from the teacher’s prediction (nats per token)",
+    "hidden_states": "distance from the teacher’s prediction (nats) and hidden states",
     "attention": "attention outputs: share of the teacher’s variance not explained",
 }
 # How near to its start a converted model counts as back: 1 % and 0.5 % more perplexity.

@@ -1,8 +1,8 @@
-"""What training minimises beside the next token: learning from a teacher, in two ways.
+"""What training minimises beside the next token: learning from a teacher, in three ways.
 
 ``attention``: every attention layer of the student reads what the teacher's own layer reads, and
 its output before the output projection is to be the teacher's. ``logits``: the student's
-prediction is to be the teacher's.
+prediction is to be the teacher's. ``hidden_states``: its prediction and what leaves its layers are.
 
 The teacher runs once a batch, without gradients, in its own dtype. It is held by the objective
 alone, so nothing of it is saved with the student. The student always runs through its own forward
@@ -27,6 +27,9 @@ from coca_attention.training.recipe import Objective
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 """From the model, as the Trainer wraps it, and a batch to the batch's mean loss, a scalar."""
 
+# Of the hidden states' relative distance beside the nats of the prediction.
+HIDDEN_WEIGHT = 4.0
+
 
 @contextmanager
 def learning_from(
@@ -37,7 +40,7 @@ def learning_from(
     Args:
         teacher: A causal language model; set to evaluation mode and frozen.
         student: The model to train, as it is before any wrapper but PEFT's.
-        objective: ``attention`` or ``logits``.
+        objective: ``attention``, ``logits`` or ``hidden_states``.
 
     Raises:
         UserError: If the teacher's vocabulary is another or, for ``attention``, its shape is, or
@@ -50,7 +53,7 @@ def learning_from(
         with _matched_attention(teacher, inner) as loss:
             yield loss
     else:
-        yield _matched_logits(teacher)
+        yield (_matched_logits if objective == "logits" else _matched_hidden_states)(teacher)
 
 
 def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective) -> None:
@@ -86,7 +89,7 @@ def _shape(config: Any, objective: Objective) -> dict[str, int]:
     return {**{name: getattr(config, name) for name in names}, "head_dim": width}
 
 
-def attention_distance(outputs: Tensor, targets: Tensor) -> Tensor:
+def relative_distance(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean squared error over the variance of the targets: 1 is as bad as a constant.
 
     Args:
@@ -117,8 +120,21 @@ def prediction_distance(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _matched_logits(teacher: PreTrainedModel) -> Loss:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        targets = _predict(teacher, batch)
+        targets = _read(teacher, batch).logits
         return prediction_distance(model(**_inputs(batch)).logits, targets)
+
+    return loss
+
+
+def _matched_hidden_states(teacher: PreTrainedModel) -> Loss:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        theirs = _read(teacher, batch, output_hidden_states=True)
+        ours = model(**_inputs(batch), output_hidden_states=True)
+        # The first are the embeddings.
+        pairs = zip(ours.hidden_states[1:], theirs.hidden_states[1:], strict=True)
+        distances = [relative_distance(x, y.to(x.device)) for x, y in pairs]
+        mean = torch.stack([x.to(distances[0].device) for x in distances]).mean()
+        return prediction_distance(ours.logits, theirs.logits) + HIDDEN_WEIGHT * mean
 
     return loss
 
@@ -166,7 +182,7 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
     def give_loss(module: nn.Module, args: Any, result: Any) -> Any:
         if result.get("loss") is not None:  # the model was asked for its own, to be measured
             return result
-        distances = [attention_distance(outputs[i], targets[i]) for i in range(len(targets))]
+        distances = [relative_distance(outputs[i], targets[i]) for i in range(len(targets))]
         result["loss"] = torch.stack([x.to(distances[0].device) for x in distances]).mean()
         return result
 
@@ -181,7 +197,7 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         # One position's logits are enough: the head is as wide as the vocabulary.
-        _predict(teacher, batch, logits_to_keep=1)
+        _read(teacher, batch, logits_to_keep=1)
         if isinstance(model, FSDPModule):
             # Nothing that leaves a layer has gradients, so nothing would gather its weights again.
             model.set_reshard_after_forward(False)
@@ -209,11 +225,11 @@ def _without_adapters(model: Any) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _predict(teacher: Any, batch: dict[str, Tensor], **kwargs: Any) -> Tensor:
+def _read(teacher: Any, batch: dict[str, Tensor], **kwargs: Any) -> Any:
     device = batch["input_ids"].device
     if teacher.device != device:
         teacher.to(device)
-    return teacher(**_inputs(batch), **kwargs).logits
+    return teacher(**_inputs(batch), **kwargs)
 
 
 def _inputs(batch: dict[str, Tensor]) -> dict[str, Any]:

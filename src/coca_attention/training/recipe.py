@@ -17,7 +17,7 @@ from coca_attention.options import OptionParser, check_sections
 # What the blocks of `passkey_share` are called beside the sources of a mixture.
 PASSKEY = "passkey"
 
-Objective = Literal["next_token", "attention", "logits"]
+Objective = Literal["next_token", "attention", "logits", "hidden_states"]
 Trained = Literal["t", "qt", "qtv", "all", "lora"]
 
 
@@ -51,7 +51,7 @@ class ModelRecipe:
     """How T begins where start is converted: the pair means of the key projections, fitted to the
     start's own scores on some blocks of the text, or drawn."""
     teacher: str | None = None
-    """Model that the objectives attention and logits learn from; by default start."""
+    """Model that the objectives other than next_token learn from; by default start."""
     interpolation: float | None = None
     """Factor of position interpolation (PI) that the model is trained under and keeps."""
 
@@ -174,8 +174,8 @@ class StageRecipe:
     all, or lora (adapters on every linear layer, merged into the weights when the stage ends)."""
     objective: Objective = "next_token"
     """What is minimised: next_token; attention, the distance of every attention layer's output from
-    the teacher's on the teacher's own input; or logits, the KL divergence from the teacher's
-    prediction."""
+    the teacher's on the teacher's own input; logits, the KL divergence from the teacher's
+    prediction; or hidden_states, that and the distance of what leaves every layer."""
     steps: int | None = None
     """Optimizer steps."""
     learning_rate: float | None = None
