@@ -161,9 +161,8 @@ def save_trained(
     if hasattr(model, "merge_and_unload"):
         model = trainer.model = model.merge_and_unload()
     if trainer.shards is not None:
-        trainer.shards.set_state_dict_type(
-            "FULL_STATE_DICT"
-        )  # gathered for the process that writes
+        # Gathered for the process that writes.
+        trainer.shards.set_state_dict_type("FULL_STATE_DICT")
     with no_progress_bars(), writing(folder, trainer.kept):
         trainer.save_model(str(partial))
         if not trainer.is_world_process_zero():
