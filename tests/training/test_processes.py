@@ -51,7 +51,7 @@ TRAINING = {
 STAGES = [
     {"name": "t", "train": "t"},
     {"name": "attention", "train": "qt", "objective": "attention"},
-    {"name": "logits", "objective": "logits"},
+    {"name": "hidden_states", "objective": "hidden_states"},  # and logits
     {"name": "adapters", "train": "lora", "lora_rank": 2},
 ]
 # The command line, for several runs in one start; in the second process a step may go wrong.
@@ -205,7 +205,7 @@ def test_an_ordinary_model_is_left_by_sharded_processes(runs):
 
 
 def test_stages_bfloat16_and_recomputed_activations_on_two_processes(runs):
-    """Frozen parameters, both objectives beside a whole teacher, adapters merged, validation."""
+    """Frozen parameters, every objective beside a whole teacher, adapters merged, validation."""
     assert_the_same(runs / "two-staged", runs / "one-staged", 4 * len(STAGES))
     measured = [read_summary(runs / f"{name}-staged") for name in ("two", "one")]
     ours, theirs = (
