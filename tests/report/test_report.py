@@ -163,6 +163,16 @@ def test_results_without_training_and_training_without_results(tmp_path):
         assert "</html>" in written.read_text()
 
 
+def test_a_run_is_called_by_its_folder_and_a_copy_of_its_file_by_its_name(tmp_path):
+    run = tmp_path / "from-a-run"
+    run.mkdir()
+    content = json.dumps({k: v for k, v in TRAINING.items() if k != "name"})
+    for path in (run / "training.json", tmp_path / "from-a-copy.json"):
+        path.write_text(content)
+    read = read_results([run, tmp_path / "from-a-copy.json"])
+    assert [found["training"][0]["name"] for found in read] == ["from-a-run", "from-a-copy"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

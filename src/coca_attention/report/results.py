@@ -65,7 +65,8 @@ def read_results(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
                 "a curve (training.json of a run)"
             )
         if "curve" in content:
-            name = path.parent.name
+            # A copy of a run's file is called as the run was.
+            name = path.parent.name if path.name == "training.json" else path.stem
             content = {**content, "training": [{"name": name, **content}]}
         found.append(content)
     return found
