@@ -149,7 +149,7 @@ def test_weights_that_sum_to_1_but_for_rounding_are_taken(sources):
 def test_missing_and_empty_sources_are_refused_by_name(sources, tokenizer, tmp_path):
     sources["code"]["source"] = str(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*nowhere: no such file"):
-        check_sources(recipe(sources).data)
+        check_sources(recipe(sources))
     (tmp_path / "empty.jsonl").write_text("")
     sources["code"]["source"] = str(tmp_path / "empty.jsonl")
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*the file is empty"):
