@@ -64,7 +64,7 @@ def draw(name: str, plot: Callable[[Axes], None]) -> dict[str, str]:
 def perplexity_figure(series: Sequence[Series], training_length: int | None) -> dict[str, str]:
     """Perplexity against the tokens read at once (the paper's Figure 1), with 95 % bands."""
     windows = all_windows(series)
-    colours = colours_of([item.model for item in series])
+    colours = _colours([item.model for item in series])
 
     def plot(axes: Axes) -> None:
         for item in series:
@@ -127,6 +127,5 @@ def perplexity_figure(series: Sequence[Series], training_length: int | None) -> 
     return draw("perplexity", plot)
 
 
-def colours_of(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each name, in the order of their appearance."""
+def _colours(names: Sequence[str]) -> dict[str, str]:
     return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(dict.fromkeys(names))}

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-from coca_attention.report.figures import colours_of, draw
+from coca_attention.report.figures import COLOURS, draw
 from coca_attention.report.retrieval import Section
 
 UNITS = {
@@ -15,6 +15,9 @@ UNITS = {
     "hidden_states": "distance from the teacher’s prediction (nats) and hidden states",
     "attention": "attention outputs: share of the teacher’s variance not explained",
 }
+# The figure of validation ends at so many times the start: right after a swap it is far above.
+TOP = 1.4
+DASHES = ("-", "--", ":")
 # How near to its start a converted model counts as back: 1 % and 0.5 % more perplexity.
 NEAR = (0.01, 0.005)
 
@@ -34,10 +37,14 @@ def _validation(runs: Sequence[dict[str, Any]]) -> list[Section]:
     measured = [run for run in runs if run.get("validation")]
     if not measured:
         return []
-    colours = colours_of([run["name"] for run in measured])
+    styles = _styles(measured)
     starts = {
         run["start"]["name"]: run["start"]["perplexity"] for run in measured if run.get("start")
     }
+
+    values = [entry["perplexity"] for run in measured for entry in run["validation"]]
+    cut = TOP * max(starts.values()) if starts else None
+    cut = cut if cut is not None and max(values) > cut else None
 
     def plot(axes: Axes) -> None:
         for run in measured:
@@ -45,22 +52,30 @@ def _validation(runs: Sequence[dict[str, Any]]) -> list[Section]:
                 [entry["step"] * _per_step(run) / 1e6 for entry in run["validation"]],
                 [entry["perplexity"] for entry in run["validation"]],
                 label=run["name"],
-                color=colours[run["name"]],
                 marker=".",
                 lw=1.4,
+                **styles[run["name"]],
             )
         for name, perplexity in starts.items():
             axes.axhline(perplexity, color="#444444", lw=1, ls=(0, (1, 2)), label=f"{name}, itself")
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        if cut:
+            axes.set_ylim(0.97 * min(values + list(starts.values())), cut)
+        else:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("tokens trained on (millions)")
         axes.set_ylabel("validation perplexity (lower is better)")
 
     return [
         Section(
             "Validation perplexity in training",
-            text="Perplexity of text that is not trained on, in blocks of the training length.",
+            text="Perplexity of text that is not trained on, in blocks of the training length."
+            + (
+                f" The figure ends at {cut:.0f}; the table has the first of each run."
+                if cut
+                else ""
+            ),
             figure=draw("validation", plot),
             header=[
                 "run",
@@ -68,7 +83,7 @@ def _validation(runs: Sequence[dict[str, Any]]) -> list[Section]:
                 "first",
                 "last",
                 "last against start",
-                *(f"within {share:.1%} of the start from" for share in NEAR),
+                *(f"within {share:.1%} from" for share in NEAR),
             ],
             rows=[_validation_row(run) for run in measured],
             note="From how many training tokens on every later measurement lies that near to the "
@@ -102,7 +117,7 @@ def _tokens_until(run: dict[str, Any], limit: float) -> str:
 
 def _losses(runs: Sequence[dict[str, Any]]) -> list[Section]:
     """A figure for every objective, for their losses are not of one kind."""
-    colours = colours_of([run["name"] for run in runs])
+    styles = _styles(runs)
     sections = []
     for objective, unit in UNITS.items():
         curves = [
@@ -114,7 +129,7 @@ def _losses(runs: Sequence[dict[str, Any]]) -> list[Section]:
             sections.append(
                 Section(
                     "Training" if objective == "next_token" else f"Training: {objective}",
-                    figure=draw(f"training-{objective}", _loss_plot(curves, unit, colours)),
+                    figure=draw(f"training-{objective}", _loss_plot(curves, unit, styles)),
                 )
             )
     return sections
@@ -123,7 +138,7 @@ def _losses(runs: Sequence[dict[str, Any]]) -> list[Section]:
 def _loss_plot(
     curves: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]],
     unit: str,
-    colours: dict[str, str],
+    styles: dict[str, dict[str, Any]],
 ) -> Callable[[Axes], None]:
     def plot(axes: Axes) -> None:
         for run, entries in curves:
@@ -131,13 +146,25 @@ def _loss_plot(
                 [entry["step"] * _per_step(run) / 1e6 for entry in entries],
                 [entry["loss"] for entry in entries],
                 label=run["name"],
-                color=colours[run["name"]],
                 lw=1.4,
+                **styles[run["name"]],
             )
         axes.set_xlabel("tokens trained on (millions)")
         axes.set_ylabel(unit)
 
     return plot
+
+
+def _styles(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A colour for every run, and other dashes where the colours begin again."""
+    names = list(dict.fromkeys(run["name"] for run in runs))
+    return {
+        name: {
+            "color": COLOURS[index % len(COLOURS)],
+            "ls": DASHES[index // len(COLOURS) % len(DASHES)],
+        }
+        for index, name in enumerate(names)
+    }
 
 
 def _objective(run: dict[str, Any], entry: dict[str, Any]) -> str:
