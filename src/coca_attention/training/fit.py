@@ -53,7 +53,7 @@ def fit(
         make: Gives the model to begin with, called after the seed was set.
         in_order: Whether the blocks are read as they stand; otherwise they are shuffled.
         validation: Blocks that the loss on the next token is measured on, or None.
-        validate_every: Steps between the measurements.
+        validate_every: Steps between the measurements; None exactly where there are no blocks.
         learning: From that model to the context of another loss than its own.
         callbacks: Further Trainer callbacks.
 
@@ -77,9 +77,9 @@ def fit(
         settings,
         folder,
         state.num_processes,
-        validate_every=None if validation is None else validate_every,
+        validate_every=validate_every,
     )
-    arguments.eval_on_start = validation is not None and resume is None
+    arguments.eval_on_start = validate_every is not None and resume is None
     if in_order:
         arguments.train_sampling_strategy = "sequential"
     with learning(model) if learning is not None else nullcontext() as loss:
