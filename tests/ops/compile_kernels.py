@@ -53,7 +53,8 @@ def main() -> None:
         maps.key_gradient(grad, cos, sin)
         theta = inverse_frequencies(width)
         with FakeTensorMode():
-            tile = tile_length(torch.empty(2, 2, 200, width // 2, dtype=dtype, device="cuda"))
+            shape = (2, 2, 200, width // 2)
+            tile = tile_length(torch.empty(shape, dtype=dtype, device="cuda"), 8)
         frames = key_frames(torch.zeros(1), 200, theta, form=form, tile=tile, pairs=width // 2)
         decode.attend_half(query[:, :, :1], t, value[:, :2], frames, seen, 0.1)
 

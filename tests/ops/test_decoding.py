@@ -120,8 +120,8 @@ def test_the_kernel(monkeypatch, form, heads, masked, dtype, tolerance):
 
 def test_tiles_are_powers_of_two_that_fit_the_cache():
     for shape in ((1, 16, 5, 32), (64, 64, 5, 64), (1, 1, 5, 1), (1, 3, 5, 20)):
-        tile = tile_length(torch.empty(shape))
-        assert tile >= 16 and tile & (tile - 1) == 0
+        alone, shared = (tile_length(torch.empty(shape), n * shape[1]) for n in (1, 4))
+        assert alone & (alone - 1) == 0 and shared == max(16, alone // 2)
 
 
 def test_other_lengths_and_several_queries_are_refused():
@@ -131,3 +131,29 @@ def test_other_lengths_and_several_queries_are_refused():
         attend_half(query, t[:, :, 1:], value[:, :, 1:], frames)
     with pytest.raises(ValueError, match="one query token"):
         attend_half(query.repeat(1, 1, 2, 1), t, value, frames)
+    frames = frames_for(t, torch.zeros(1, device=DEVICE), "slack", 16, 16)
+    with pytest.raises(ValueError, match="no gradient"):
+        attend_half(query.requires_grad_(), t, value, frames)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
+def test_a_cache_in_half_precision(heads):
+    """Scores are formed in float32, so the cache's rounding of weights and values is all of it."""
+    query, t, value = case(*heads, dtype=torch.bfloat16)
+    first = torch.zeros(1, device=DEVICE)
+    expected = whole_keys(query.double(), t.double(), value.double(), first, "slack", 16, 0.3)
+    frames = frames_for(t, first, "slack", 16, 32)
+    ours = attend_half(query, t, value, frames, scale=0.3)
+    assert ours.dtype == torch.bfloat16
+    assert (ours.double() - expected).abs().max() < 2**-6
+
+
+def test_layers_share_room():
+    """What a layer leaves there does not change what the next one gets."""
+    first = torch.zeros(1, device=DEVICE)
+    query, t, value = case()
+    frames = frames_for(t, first, "strict", 16, 32)
+    alone = attend_half(query, t, value, frames)
+    attend_half(*case(seed=1), frames)
+    attend_half(*case(heads=2, groups=2, seed=2), frames)
+    assert torch.equal(attend_half(query, t, value, frames), alone)

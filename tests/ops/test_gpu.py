@@ -85,7 +85,7 @@ def test_half_keys_decode_as_the_oracle_says(form, dtype, tolerance, heads, leng
         length,
         inverse_frequencies(64),
         form=form,
-        tile=tile_length(t),
+        tile=tile_length(t, q.shape[1]),
         pairs=32,
     )
     output = attend_half(effective, t, v, frames).cpu().double()

@@ -208,7 +208,7 @@ def decode(length: int, settings: Any) -> list[Variant]:
             length,
             theta,
             form=form,
-            tile=tile_length(t),
+            tile=tile_length(t, query.shape[1]),
             pairs=width // 2,
         )
         q = query_map(

@@ -303,7 +303,7 @@ class CollinearAttention(nn.Module):
             keys, kind = coefficients.shape[-2], getattr(self, "layer_type", None)
             # A cache that Transformers itself makes is empty before this pass: no positions.
             if key_positions is not None and self._decodes(query, attention_mask):
-                pairs, tile = coefficients.shape[-1], tile_length(coefficients)
+                pairs, tile = coefficients.shape[-1], tile_length(coefficients, query.shape[1])
                 frames = key_positions.frames(kind, first, keys, pairs, tile)
                 if frames is not None:
                     output = attend_half(

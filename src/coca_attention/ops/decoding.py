@@ -9,7 +9,7 @@ and one table of N rows turns the coefficients of every tile: a step reads t and
 of the cache's length, three quarters of what whole keys and values would be.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor
 from coca_attention.ops import kernels
 from coca_attention.ops.maps import Form, key_turn
 
-# Numbers of a tile's keys on a CPU, over all heads: they stay in its caches.
+# Numbers formed of a tile's coefficients on a CPU, over all heads: they stay in its caches.
 CPU_TILE = 1 << 18
 # Keys of a tile in the CUDA kernel at most, and bytes of their coefficients: with wider tiles it
 # asks for more shared memory than there is (with these for 74 KiB at most).
@@ -35,6 +35,7 @@ class KeyFrames:
         first: What t is multiplied by for the first members of K's pairs at r, (N, P).
         second: Like first, for the second members.
         length: Keys S.
+        held: What `room` gave out.
     """
 
     cos: Tensor
@@ -42,11 +43,23 @@ class KeyFrames:
     first: Tensor
     second: Tensor
     length: int
+    held: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def tile(self) -> int:
         """Keys of a tile, N."""
         return self.first.shape[0]
+
+    def room(self, name: str, *shape: int) -> Tensor:
+        """Uninitialised room for what a step computes on its way, in the dtype of the tables.
+
+        Every layer of a model gets the same: fresh memory costs its page faults, which took as long
+        as the reading of the cache.
+        """
+        held = self.held.get(name)
+        if held is None or held.shape != shape:
+            held = self.held[name] = self.first.new_empty(shape)
+        return held
 
 
 def key_frames(
@@ -85,13 +98,18 @@ def key_frames(
     return KeyFrames(angles.cos().to(dtype), angles.sin().to(dtype), first, second, length)
 
 
-def tile_length(coefficients: Tensor) -> int:
-    """Keys of a tile that suit where the coefficients (B, G, S, P) lie: a power of two."""
+def tile_length(coefficients: Tensor, heads: int) -> int:
+    """Keys of a tile that suit where the coefficients (B, G, S, P) lie: a power of two.
+
+    Args:
+        coefficients: t.
+        heads: Query heads H.
+    """
     batch, groups, _, pairs = coefficients.shape
     if coefficients.is_cuda:
         fit = min(CUDA_KEYS, CUDA_TILE // (pairs * coefficients.element_size()))
     else:
-        fit = CPU_TILE // max(1, batch * groups * pairs)
+        fit = CPU_TILE // max(1, batch * groups * pairs * _members(heads // max(1, groups)))
     return 1 << (max(16, fit).bit_length() - 1)
 
 
@@ -119,35 +137,77 @@ def attend_half(
         (B, H, 1, Dv) in the dtype of the query.
 
     Raises:
-        ValueError: If there is more than one query, or the frames are for another length.
+        ValueError: If there is more than one query, or the frames are for another length, or a
+            gradient is asked for: there is none.
     """
     if query.shape[-2] != 1 or frames.length != coefficients.shape[-2]:
         raise ValueError(
             f"expected one query token and frames for {coefficients.shape[-2]} keys, got "
             f"{query.shape[-2]} and frames for {frames.length}"
         )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, coefficients, value)):
+        raise ValueError(
+            "attend_half has no gradient: call it under torch.no_grad(), or form the keys "
+            "(key_map) and use attend"
+        )
     if kernels.serve(query):
         return kernels.decode.attend_half(query, coefficients, value, frames, attention_mask, scale)
     batch, heads, _, width = query.shape
-    groups, keys = coefficients.shape[1:3]
+    groups = coefficients.shape[1]
     rows = query.to(frames.cos.dtype).view(batch, groups, heads // groups, width)
     q0, q1 = rows.unsqueeze(1).chunk(2, dim=-1)
     cos, sin = frames.cos[:, :, None, None], frames.sin[:, :, None, None]
     turned0 = torch.addcmul(q0 * cos, q1, sin)  # (B, tiles, G, H/G, P)
     turned1 = torch.addcmul(q1 * cos, q0, sin, value=-1)
-    scores = rows.new_empty(batch, groups, heads // groups, keys)
-    for index, start in enumerate(range(0, keys, frames.tile)):
-        t = coefficients[:, :, start : start + frames.tile].to(rows.dtype)
-        size = t.shape[-2]
-        part = turned0[:, index] @ (t * frames.first[:size]).transpose(-2, -1)
-        part += turned1[:, index] @ (t * frames.second[:size]).transpose(-2, -1)
-        scores[..., start : start + size] = part
+    scores = _scores(turned0, turned1, coefficients, frames)
     if scale != 1.0:
         scores.mul_(scale)
     if attention_mask is not None:
         scores.masked_fill_(~attention_mask, float("-inf"))
-    weights = scores.softmax(-1)
-    if attention_mask is not None:
-        weights = weights.masked_fill_(~attention_mask.any(-1, keepdim=True), 0.0)
-    output = weights.to(value.dtype) @ value
+    # Softmax in place. Where nothing may be seen, every exp is 0 and their sum taken to be 1.
+    highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+    weights = scores.sub_(highest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    output = (weights.to(value.dtype) @ value) / total.masked_fill_(total == 0, 1.0)
     return output.view(batch, heads, 1, value.shape[-1]).to(query.dtype)
+
+
+def _scores(turned0: Tensor, turned1: Tensor, coefficients: Tensor, frames: KeyFrames) -> Tensor:
+    """Q' · K', (B, G, H/G, S), tile by tile in room that stays in a CPU's caches.
+
+    Args:
+        turned0: First members of the pairs of Q' turned for every tile, (B, tiles, G, H/G, P).
+        turned1: Like turned0, second members.
+        coefficients: t, (B, G, S, P).
+        frames: The tables of these keys.
+    """
+    batch, _, groups, queries, pairs = turned0.shape
+    keys = coefficients.shape[-2]
+    members = _members(queries)
+    longest = min(frames.tile, keys)
+    scores = frames.room("scores", batch, groups, queries, keys)
+    room = frames.room("products", batch, groups, members, longest, pairs)
+    for index, start in enumerate(range(0, keys, frames.tile)):
+        t = coefficients[:, :, start : start + frames.tile]
+        size = t.shape[-2]
+        if t.dtype != scores.dtype:
+            t = frames.room("wide", batch, groups, longest, pairs)[:, :, :size].copy_(t)
+        first, second, made = frames.first[:size], frames.second[:size], room[..., :size, :]
+        part = scores[..., start : start + size]
+        if queries == 1:
+            # The query of the head takes the turns of all keys, and t is a factor like others.
+            torch.mul(first, turned0[:, index], out=made[:, :, 0])
+            made = made[:, :, 0].addcmul_(second, turned1[:, index]).mul_(t)
+            torch.sum(made, -1, out=part[:, :, 0])
+        else:
+            # Several queries share keys, which are formed once: both members, one product.
+            torch.mul(t, first, out=made[:, :, 0])
+            torch.mul(t, second, out=made[:, :, 1])
+            turned = torch.stack((turned0[:, index], turned1[:, index]), dim=2)
+            torch.sum(turned @ made.transpose(-2, -1), 2, out=part)
+    return scores
+
+
+def _members(queries: int) -> int:
+    """How many products of a tile's coefficients are held for so many queries of a key."""
+    return 1 if queries == 1 else 2

@@ -92,8 +92,7 @@ def query_map(
     wide = torch.promote_types(query.dtype, torch.float32)
     span = 2 * cos.shape[-1]
     cos, sin = _over_all_pairs(cos, sin, query.shape[-1] // 2, wide)
-    result: Any = _QueryMap.apply(query, cos * scale, sin * scale, form, interleaved, span)
-    return result
+    return _call(_QueryMap, query, cos * scale, sin * scale, form, interleaved, span)
 
 
 def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, form: Form) -> Tensor:
@@ -115,8 +114,7 @@ def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, form: Form) -
     _check_constants(cos, sin)
     wide = torch.promote_types(key_coefficients.dtype, torch.float32)
     cos, sin = _over_all_pairs(cos, sin, key_coefficients.shape[-1], wide)
-    result: Any = _KeyMap.apply(key_coefficients, *key_turn(cos, sin, form))
-    return result
+    return _call(_KeyMap, key_coefficients, *key_turn(cos, sin, form))
 
 
 def key_turn(cos: Tensor, sin: Tensor, form: Form) -> tuple[Tensor, Tensor]:
@@ -145,6 +143,11 @@ def _over_all_pairs(
 def _both(first: Tensor, second: Tensor) -> Tensor:
     """(..., P) and (..., P) to (..., 2, P), which flattens to the half-split layout."""
     return torch.stack((first, second), dim=-2)
+
+
+def _call(function: Any, *arguments: Any) -> Tensor:
+    """A function's value; without gradients not through `apply`, which decoding would notice."""
+    return (function.apply if torch.is_grad_enabled() else function.forward)(*arguments)
 
 
 class _QueryMap(Function):
