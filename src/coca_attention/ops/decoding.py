@@ -164,11 +164,11 @@ def attend_half(
         scores.mul_(scale)
     if attention_mask is not None:
         scores.masked_fill_(~attention_mask, float("-inf"))
-    # Softmax in place. Where nothing may be seen, every exp is 0 and their sum taken to be 1.
+    # Softmax in place. The largest score gives 1, so the sum is at least that, or nothing is seen.
     highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
     weights = scores.sub_(highest).exp_()
     total = weights.sum(-1, keepdim=True)
-    output = (weights.to(value.dtype) @ value) / total.masked_fill_(total == 0, 1.0)
+    output = (weights.to(value.dtype) @ value) / total.clamp_(min=1.0)
     return output.view(batch, heads, 1, value.shape[-1]).to(query.dtype)
 
 
