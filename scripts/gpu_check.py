@@ -32,6 +32,7 @@ PARTS = [
     {"cases": ["training"], "lengths": [2048, 8192], "batch": 2, **MODEL},
     {"cases": ["prefill"], "lengths": [8192, 32768], **MODEL},
     {"cases": ["decode"], "lengths": [32768, 131072], **MODEL, "groups": 4},
+    {"cases": ["decode-compiled"], "lengths": [32768], **MODEL, "layers": 4, "groups": 4},
 ]
 
 

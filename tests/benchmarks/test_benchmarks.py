@@ -160,8 +160,9 @@ def test_one_query_over_a_cache_is_checked_too(monkeypatch):
 
 
 @pytest.mark.slow
-def test_decoding_is_timed_in_processes_of_their_own():
-    (cell,) = run_benchmarks(settings(cases=["decode"], lengths=[64]))
+@pytest.mark.parametrize("case", ["decode", "decode-compiled"])
+def test_decoding_is_timed_in_processes_of_their_own(case):
+    (cell,) = run_benchmarks(settings(cases=[case], lengths=[64]))
     assert list(cell["variants"]) == list(model_cases.DECODED)
     sizes = [measured["cache_megabytes"] for measured in cell["variants"].values()]
     assert sizes[2] == pytest.approx(0.75 * sizes[0])

@@ -9,6 +9,7 @@ from coca_attention.ops import (
     FORMS,
     attend,
     attend_half,
+    attend_half_at,
     inverse_frequencies,
     kernels,
     key_frames,
@@ -84,8 +85,13 @@ def test_agrees_with_whole_keys(
     assert ours.shape == expected.shape and ours.dtype == expected.dtype
     # cos and sin of positions of 100,000 differ by the angles' round-off in float64.
     assert (ours - expected).abs().max() < 1e-9
+    positions = start.unsqueeze(-1) + torch.arange(keys, device=DEVICE)
+    cos, sin = (magnitude * x for x in rotary_cos_sin(positions, span, dtype=torch.float64))
+    anywhere = attend_half_at(query, t, value, cos, sin, form=form, attention_mask=mask, scale=0.3)
+    assert anywhere.shape == expected.shape and anywhere.dtype == expected.dtype
+    assert (anywhere - expected).abs().max() < 1e-12
     if masked:
-        assert not ours[1].any()  # nothing may be seen
+        assert not ours[1].any() and not anywhere[1].any()  # nothing may be seen
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 from coca_attention.benchmarks.timing import Apart, Variant
 from coca_attention.models import CoCALlamaConfig
@@ -104,11 +104,20 @@ DECODED: dict[str, tuple[str | None, str]] = {
 
 def decode(length: int, settings: Any) -> list[Variant]:
     """One token over a cache of so many: vanilla, and CoCA with whole and with half keys."""
+    return _decoded(decoder, length, settings)
+
+
+def decode_compiled(length: int, settings: Any) -> list[Variant]:
+    """Like `decode`, with torch.compile and caches that do not grow (`StaticCache`)."""
+    return _decoded(compiled_decoder, length, settings)
+
+
+def _decoded(make: Callable[..., Variant], length: int, settings: Any) -> list[Variant]:
     if settings.device == "cuda":
-        return [decoder(name, length, settings) for name in DECODED]
+        return [make(name, length, settings) for name in DECODED]
     variants = []
     for name in DECODED:
-        apart = Apart(decoder, name, length, settings)
+        apart = Apart(make, name, length, settings)
         variants.append(Variant(name, apart, apart.error, apart.facts, apart.close))
     return variants
 
@@ -119,6 +128,27 @@ def decoder(name: str, length: int, settings: Any) -> Variant:
     cache = filled(model, length, settings)
     facts = {"cache_megabytes": cache_megabytes(cache)}
     return Variant(name, _step(model, cache, settings), consistency(model), facts)
+
+
+def compiled_decoder(name: str, length: int, settings: Any) -> Variant:
+    """One of `DECODED`, compiled, with room for all rounds; compared with itself not compiled."""
+    model = make_model(settings, *DECODED[name])
+    start = filled(model, length, settings)
+    cache = StaticCache(config=model.config, max_cache_len=length + settings.rounds + 8)
+    layers: Any = start.layers
+    for index, layer in enumerate(layers):
+        cache.update(layer.keys, layer.values, index)
+    token, step = tokens(1, settings), torch.compile(model.forward, fullgraph=True)
+
+    @torch.no_grad()
+    def run() -> Tensor:
+        return step(input_ids=token, past_key_values=cache).logits
+
+    with torch.no_grad():
+        exact = model(input_ids=token, past_key_values=start).logits
+    wrong = difference(run(), exact)
+    run()
+    return Variant(name, run, wrong, {"cache_megabytes": cache_megabytes(cache)})
 
 
 def filled(model: Any, length: int, settings: Any) -> DynamicCache:

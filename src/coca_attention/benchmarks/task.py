@@ -16,7 +16,8 @@ class BenchSettings:
     """What is timed, and how."""
 
     cases: list[str] = field(default_factory=lambda: ["operator", "operator-training"])
-    """operator, operator-training, operator-decode, training, prefill, decode, memory."""
+    """operator, operator-training, operator-decode, training, prefill, decode, decode-compiled,
+    memory."""
     lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
     """Tokens of the text; for decode, of the cache."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -53,6 +54,7 @@ CASES: dict[str, Callable[[int, BenchSettings], list[Variant]]] = {
     "training": models.training,
     "prefill": models.prefill,
     "decode": models.decode,
+    "decode-compiled": models.decode_compiled,
 }
 # Errors as shares of the largest number, beyond which a variant is wrong and not timed.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
@@ -151,6 +153,6 @@ def _memory(length: int, settings: BenchSettings) -> dict[str, Any]:
 
 def _sizes(case: str, settings: BenchSettings) -> dict[str, Any]:
     names = ["groups", "head_width"]
-    of_model = case in ("training", "prefill", "decode")
+    of_model = case in ("training", "prefill", "decode", "decode-compiled")
     names += ["hidden_size", "layers"] if of_model else ["heads"]
     return {name: getattr(settings, name) for name in names}

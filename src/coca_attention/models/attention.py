@@ -24,6 +24,7 @@ from coca_attention.models.configuration import rotary_scaling, rotary_width
 from coca_attention.models.half_cache import KeyPositions
 from coca_attention.ops import (
     attend_half,
+    attend_half_at,
     fold,
     key_map,
     query_map,
@@ -300,21 +301,14 @@ class CollinearAttention(nn.Module):
             check_cache_width(cache, self.layer_idx, coefficients.shape[-1])
             _, first = cache.get_mask_sizes(length, self.layer_idx)
             coefficients, value = cache.update(coefficients, value, self.layer_idx)
-            keys, kind = coefficients.shape[-2], getattr(self, "layer_type", None)
             # A cache that Transformers itself makes is empty before this pass: no positions.
             if key_positions is not None and self._decodes(query, attention_mask):
-                pairs, tile = coefficients.shape[-1], tile_length(coefficients, query.shape[1])
-                frames = key_positions.frames(kind, first, keys, pairs, tile)
-                if frames is not None:
-                    output = attend_half(
-                        query,
-                        coefficients,
-                        value,
-                        frames,
-                        attention_mask=attention_mask,
-                        scale=divisor,
-                    )
+                output = self._attend_half(
+                    query, coefficients, value, key_positions, first, attention_mask
+                )
+                if output is not None:
                     return self._projected(output.transpose(1, 2)), None
+            keys, kind = coefficients.shape[-2], getattr(self, "layer_type", None)
             if keys != length and key_positions is not None:
                 cos, sin = key_positions.rotary(kind, first, keys)
         key = key_map(coefficients, cos, sin, form=form)
@@ -343,17 +337,44 @@ class CollinearAttention(nn.Module):
         return self.get_submodule(self.output_name)(output.flatten(2).contiguous())
 
     def _decodes(self: Any, query: Tensor, mask: Any) -> bool:
-        """Whether `attend_half` may take the place of the attention that was chosen.
+        """Whether `_attend_half` may take the place of the attention that was chosen.
 
         It is exact too, so it stands in for `scaled_dot_product_attention` where one token is
-        decoded; while compiling, the maps are fused with what stands around them instead.
+        decoded.
         """
         return (
             query.shape[-2] == 1
             and self.config._attn_implementation == "sdpa"
             and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
-            and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
+            and not (self.training or torch.is_grad_enabled())
         )
+
+    def _attend_half(
+        self: Any,
+        query: Tensor,
+        coefficients: Tensor,
+        value: Tensor,
+        key_positions: KeyPositions,
+        first: int,
+        mask: Tensor | None,
+    ) -> Tensor | None:
+        """One new token over a half cache whose slots begin at ``first``, keys never written out.
+
+        None where the tokens do not stand at consecutive positions, unless compiled.
+        """
+        keys, pairs = coefficients.shape[-2:]
+        kind, form = getattr(self, "layer_type", None), self.config.coca_form
+        scale = score_scale(query.dtype)
+        if torch.compiler.is_compiling():
+            cos, sin = key_positions.rotary(kind, first, keys)
+            return attend_half_at(
+                query, coefficients, value, cos, sin, form=form, attention_mask=mask, scale=scale
+            )
+        tile = tile_length(coefficients, query.shape[1])
+        frames = key_positions.frames(kind, first, keys, pairs, tile)
+        if frames is None:
+            return None
+        return attend_half(query, coefficients, value, frames, attention_mask=mask, scale=scale)
 
 
 def check_cache_width(cache: Any, layer_idx: int, width: int) -> None:

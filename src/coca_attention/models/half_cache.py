@@ -13,6 +13,17 @@ from coca_attention.models.configuration import rope_parameters, rotary_scaling,
 from coca_attention.ops import KeyFrames, inverse_frequencies, key_frames
 
 
+@torch.library.custom_op("coca_attention::written", mutates_args=())
+def written(x: Tensor) -> Tensor:
+    """x in memory, where torch.compile would follow its formula again in every layer and head."""
+    return x.clone()
+
+
+@written.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 class KeyPositions:
     """Positions of every slot in one forward pass, and the tables made of them, for all layers.
 
@@ -66,7 +77,10 @@ class KeyPositions:
         if kind not in self.made:
             like = torch.empty((), dtype=self.body.dtype, device=self.position_ids.device)
             named = layer_type if rotary_is_by_layer(config) else None
-            self.made[kind] = self.body.rotary_emb(like, self._positions(), named)
+            made = self.body.rotary_emb(like, self._positions(), named)
+            if torch.compiler.is_compiling():
+                made = tuple(written(x) for x in made)
+            self.made[kind] = made
         cos, sin = self.made[kind]
         return cos[:, first : first + keys], sin[:, first : first + keys]
 

@@ -12,7 +12,13 @@
 
 from coca_attention.ops.attention import attend
 from coca_attention.ops.collinear import coca_attention
-from coca_attention.ops.decoding import KeyFrames, attend_half, key_frames, tile_length
+from coca_attention.ops.decoding import (
+    KeyFrames,
+    attend_half,
+    attend_half_at,
+    key_frames,
+    tile_length,
+)
 from coca_attention.ops.maps import FORMS, Form, fold, key_map, query_map, score_scale
 from coca_attention.ops.rotary import (
     NO_SCALING,
@@ -34,6 +40,7 @@ __all__ = [
     "apply_rotary",
     "attend",
     "attend_half",
+    "attend_half_at",
     "coca_attention",
     "fold",
     "inverse_frequencies",

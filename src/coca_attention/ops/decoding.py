@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coca_attention.ops import kernels
-from coca_attention.ops.maps import Form, key_turn
+from coca_attention.ops.maps import Form, key_turn, over_all_pairs
 
 # Numbers formed of a tile's coefficients on a CPU, over all heads: they stay in its caches.
 CPU_TILE = 1 << 18
@@ -160,16 +160,64 @@ def attend_half(
     turned0 = torch.addcmul(q0 * cos, q1, sin)  # (B, tiles, G, H/G, P)
     turned1 = torch.addcmul(q1 * cos, q0, sin, value=-1)
     scores = _scores(turned0, turned1, coefficients, frames)
+    return _read(scores, value, attention_mask, scale).view(batch, heads, 1, -1).to(query.dtype)
+
+
+def attend_half_at(
+    query: Tensor,
+    coefficients: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    form: Form,
+    attention_mask: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """`attend_half` for keys at any positions, in one expression: meant for torch.compile.
+
+    Compiled, scores are one loop over t, which is read once. As it stands it writes a number for
+    every query head, key and pair.
+
+    Args:
+        query: Q' (`maps.query_map`), (B, H, 1, D).
+        coefficients: t, (B, G, S, P); G divides H.
+        value: (B, G, S, Dv).
+        cos: cos of the angles at the keys' positions, (S, R/2) or (B, S, R/2), see `query_map`.
+        sin: Like cos.
+        form: ``slack``, ``strict`` or ``linear``.
+        attention_mask: As for `attend_half`.
+        scale: Multiplies the scores.
+
+    Returns:
+        (B, H, 1, Dv) in the dtype of the query.
+    """
+    batch, heads, _, width = query.shape
+    groups = coefficients.shape[1]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    cos, sin = over_all_pairs(cos, sin, coefficients.shape[-1], wide)
+    q0, q1 = query.to(wide).view(batch, groups, heads // groups, 1, width).chunk(2, dim=-1)
+    if form == "slack":  # q0 (cos - sin) + q1 (sin + cos), so that the loop multiplies by less
+        q0, q1 = q0 + q1, q1 - q0
+    scores = ((q0 * cos.unsqueeze(-3) + q1 * sin.unsqueeze(-3)) * coefficients.unsqueeze(2)).sum(-1)
+    return _read(scores, value, attention_mask, scale).view(batch, heads, 1, -1).to(query.dtype)
+
+
+def _read(scores: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """softmax(scale * scores + mask) V in the room of the scores, (B, G, H/G, Dv)."""
     if scale != 1.0:
         scores.mul_(scale)
-    if attention_mask is not None:
-        scores.masked_fill_(~attention_mask, float("-inf"))
-    # Softmax in place. The largest score gives 1, so the sum is at least that, or nothing is seen.
+    if mask is not None:
+        scores.masked_fill_(~mask, float("-inf"))
+    # The largest score gives 1, so the sum is at least that, or nothing is seen.
     highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
     weights = scores.sub_(highest).exp_()
-    total = weights.sum(-1, keepdim=True)
-    output = (weights.to(value.dtype) @ value) / total.clamp_(min=1.0)
-    return output.view(batch, heads, 1, value.shape[-1]).to(query.dtype)
+    total = weights.sum(-1, keepdim=True).clamp_(min=1.0)
+    weights = weights.to(value.dtype)
+    if torch.compiler.is_compiling() and not value.is_cuda and weights.shape[-2] == 1:
+        # For one row the compiler writes a slow loop of its own, for two it calls the library.
+        return (torch.cat((weights, weights), dim=-2) @ value)[..., :1, :] / total
+    return (weights @ value) / total
 
 
 def _scores(turned0: Tensor, turned1: Tensor, coefficients: Tensor, frames: KeyFrames) -> Tensor:

@@ -91,7 +91,7 @@ def query_map(
     _check_constants(cos, sin)
     wide = torch.promote_types(query.dtype, torch.float32)
     span = 2 * cos.shape[-1]
-    cos, sin = _over_all_pairs(cos, sin, query.shape[-1] // 2, wide)
+    cos, sin = over_all_pairs(cos, sin, query.shape[-1] // 2, wide)
     return _call(_QueryMap, query, cos * scale, sin * scale, form, interleaved, span)
 
 
@@ -113,7 +113,7 @@ def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, form: Form) -
     check_form(form)
     _check_constants(cos, sin)
     wide = torch.promote_types(key_coefficients.dtype, torch.float32)
-    cos, sin = _over_all_pairs(cos, sin, key_coefficients.shape[-1], wide)
+    cos, sin = over_all_pairs(cos, sin, key_coefficients.shape[-1], wide)
     return _call(_KeyMap, key_coefficients, *key_turn(cos, sin, form))
 
 
@@ -130,7 +130,7 @@ def _check_constants(cos: Tensor, sin: Tensor) -> None:
         )
 
 
-def _over_all_pairs(
+def over_all_pairs(
     cos: Tensor, sin: Tensor, pairs: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """cos and sin for every head and pair; pairs beyond the rotary width have angle zero."""

@@ -16,6 +16,7 @@ TITLES = {
     "training": "Training step of a model",
     "prefill": "Prefill of a model",
     "decode": "One token decoded, by the length of the cache",
+    "decode-compiled": "One token decoded with torch.compile, static caches",
     "memory": "Memory of the operator, forward",
 }
 TEXTS = {
