@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -208,6 +209,12 @@ def test_report_and_printed_tables(cells):
     titles = [header[0] for header, _ in printed_tables(cells)]
     assert titles[0] == "operator (4 heads of 16, 2 key/value heads, float32, cpu)"
     assert len(titles) == 4 and set(CASES) > {title.split()[0] for title in titles}
+
+
+def test_ids_of_figures_are_unique_among_sizes_of_one_case(cells):
+    other = [{**cell, "sizes": {**cell["sizes"], "groups": 1}} for cell in cells]
+    ids = re.findall(r'\bid="([^"]+)"', build_report([{"results": [*cells, *other]}]))
+    assert ids and len(ids) == len(set(ids))
 
 
 def test_the_command(capsys, tmp_path):

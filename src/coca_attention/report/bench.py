@@ -30,7 +30,7 @@ TEXTS = {
 def bench_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
     """A figure and a table for every case and kind of device; none without such cells."""
     sections = []
-    for case, group in _groups(cells):
+    for number, (case, group) in enumerate(_groups(cells)):
         first, lengths = group[0], [cell["length"] for cell in group]
         key = "peak_megabytes" if case == "memory" else "ratio"
         names = list(dict.fromkeys(name for cell in group for name in cell["variants"]))
@@ -38,7 +38,7 @@ def bench_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
             name: [(c["length"], c["variants"][name][key]) for c in group if name in c["variants"]]
             for name in names
         }
-        label = f"bench-{case}-{first['device']}-{first['dtype']}"
+        label = f"bench-{number}"
         sections.append(
             Section(
                 f"{TITLES[case]}: {_where(first)}",
