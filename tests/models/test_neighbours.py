@@ -385,3 +385,30 @@ def test_compiled_generation(form, kind):
             out = compiled(ids[:, a:b], position_ids=positions, past_key_values=cache)
             pieces.append(out.logits.clone())
     assert difference(torch.cat(pieces, 1), whole) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["full", "half"])
+def test_exported_programs_hold_pytorchs_operations_alone(kind):
+    """So that they are loaded where this package is not."""
+    model = collinear("Llama").float()
+    model.config.kv_cache = kind
+    ids = some_tokens(model)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+
+    class OneToken(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+            for index, layer in enumerate(cache.layers):
+                self.register_buffer(f"keys{index}", layer.keys)
+                self.register_buffer(f"values{index}", layer.values)
+
+        def forward(self, ids):
+            return self.model(input_ids=ids, past_key_values=cache).logits
+
+    with torch.no_grad():
+        model(ids[:, :10], past_key_values=cache)
+        program = torch.export.export(OneToken().eval(), (ids[:, 10:11],), strict=False)
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert any("scaled_dot_product" in target for target in targets)
+    assert not any("coca" in target for target in targets)

@@ -140,6 +140,8 @@ def test_other_lengths_and_several_queries_are_refused():
     frames = frames_for(t, torch.zeros(1, device=DEVICE), "slack", 16, 16)
     with pytest.raises(ValueError, match="no gradient"):
         attend_half(query.requires_grad_(), t, value, frames)
+    with pytest.raises(ValueError, match="no gradient"):
+        attend_half_at(query, t, value, *torch.zeros(2, 70, 8).to(query), form="slack")
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
@@ -152,6 +154,28 @@ def test_a_cache_in_half_precision(heads):
     ours = attend_half(query, t, value, frames, scale=0.3)
     assert ours.dtype == torch.bfloat16
     assert (ours.double() - expected).abs().max() < 2**-6
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
+def test_weights_of_a_long_cache_do_not_overflow(heads):
+    """Alike keys: in float16 the sum of V before it is divided by that of the weights is inf."""
+    query, t, value = case(*heads, keys=40_000, width=4, dtype=torch.float16, batch=1)
+    query, value = torch.zeros_like(query), torch.full_like(value, 2.0)
+    frames = frames_for(t, torch.zeros(1, device=DEVICE), "slack", 4, 1024)
+    cos, sin = rotary_cos_sin(torch.arange(40_000, device=DEVICE), 4)
+    for output in (
+        attend_half(query, t, value, frames),
+        attend_half_at(query, t, value, cos, sin, form="slack"),
+    ):
+        assert (output - 2).abs().max() < 0.01
+
+
+def test_frames_serve_inference_mode_and_what_is_outside():
+    query, t, value = case()
+    frames = frames_for(t, torch.zeros(1, device=DEVICE), "slack", 16, 32)
+    with torch.inference_mode():
+        inside = attend_half(query, t, value, frames)
+    assert torch.equal(attend_half(query, t, value, frames), inside)
 
 
 def test_layers_share_room():

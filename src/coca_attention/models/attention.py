@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from coca_attention.layers.coca import project_collinear
 from coca_attention.models.calibration import fit_t_projection
 from coca_attention.models.configuration import rotary_scaling, rotary_width
-from coca_attention.models.half_cache import KeyPositions
+from coca_attention.models.half_cache import KeyPositions, compiling
 from coca_attention.ops import (
     attend_half,
     attend_half_at,
@@ -365,11 +365,13 @@ class CollinearAttention(nn.Module):
         keys, pairs = coefficients.shape[-2:]
         kind, form = getattr(self, "layer_type", None), self.config.coca_form
         scale = score_scale(query.dtype)
-        if torch.compiler.is_compiling():
+        if compiling():
             cos, sin = key_positions.rotary(kind, first, keys)
             return attend_half_at(
                 query, coefficients, value, cos, sin, form=form, attention_mask=mask, scale=scale
             )
+        if key_positions.first_position is None:
+            return None
         tile = tile_length(coefficients, query.shape[1])
         frames = key_positions.frames(kind, first, keys, pairs, tile)
         if frames is None:

@@ -24,6 +24,11 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+def compiling() -> bool:
+    """Whether torch.compile is at work; exported programs hold PyTorch's own operations alone."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
 class KeyPositions:
     """Positions of every slot in one forward pass, and the tables made of them, for all layers.
 
@@ -78,7 +83,7 @@ class KeyPositions:
             like = torch.empty((), dtype=self.body.dtype, device=self.position_ids.device)
             named = layer_type if rotary_is_by_layer(config) else None
             made = self.body.rotary_emb(like, self._positions(), named)
-            if torch.compiler.is_compiling():
+            if compiling():
                 made = tuple(written(x) for x in made)
             self.made[kind] = made
         cos, sin = self.made[kind]

@@ -35,7 +35,7 @@ class KeyFrames:
         first: What t is multiplied by for the first members of K's pairs at r, (N, P).
         second: Like first, for the second members.
         length: Keys S.
-        held: What `room` gave out.
+        held: What `room` gave out, so that one step at a time may use the frames.
     """
 
     cos: Tensor
@@ -53,12 +53,13 @@ class KeyFrames:
     def room(self, name: str, *shape: int) -> Tensor:
         """Uninitialised room for what a step computes on its way, in the dtype of the tables.
 
-        Every layer of a model gets the same: fresh memory costs its page faults, which took as long
-        as the reading of the cache.
+        Every layer of a model gets the same, one after the other: fresh memory would cost its page
+        faults anew in each.
         """
         held = self.held.get(name)
         if held is None or held.shape != shape:
-            held = self.held[name] = self.first.new_empty(shape)
+            with torch.inference_mode(False):  # or it could not be written to outside that mode
+                held = self.held[name] = self.first.new_empty(shape)
         return held
 
 
@@ -145,11 +146,7 @@ def attend_half(
             f"expected one query token and frames for {coefficients.shape[-2]} keys, got "
             f"{query.shape[-2]} and frames for {frames.length}"
         )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, coefficients, value)):
-        raise ValueError(
-            "attend_half has no gradient: call it under torch.no_grad(), or form the keys "
-            "(key_map) and use attend"
-        )
+    _check_no_gradient(query, coefficients, value)
     if kernels.serve(query):
         return kernels.decode.attend_half(query, coefficients, value, frames, attention_mask, scale)
     batch, heads, _, width = query.shape
@@ -191,7 +188,11 @@ def attend_half_at(
 
     Returns:
         (B, H, 1, Dv) in the dtype of the query.
+
+    Raises:
+        ValueError: If a gradient is asked for: there is none.
     """
+    _check_no_gradient(query, coefficients, value)
     batch, heads, _, width = query.shape
     groups = coefficients.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -203,6 +204,14 @@ def attend_half_at(
     return _read(scores, value, attention_mask, scale).view(batch, heads, 1, -1).to(query.dtype)
 
 
+def _check_no_gradient(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise ValueError(
+            "half-cache decoding has no gradient: call it under torch.no_grad(), or form the keys "
+            "(key_map) and use attend"
+        )
+
+
 def _read(scores: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """softmax(scale * scores + mask) V in the room of the scores, (B, G, H/G, Dv)."""
     if scale != 1.0:
@@ -212,12 +221,11 @@ def _read(scores: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> T
     # The largest score gives 1, so the sum is at least that, or nothing is seen.
     highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
     weights = scores.sub_(highest).exp_()
-    total = weights.sum(-1, keepdim=True).clamp_(min=1.0)
-    weights = weights.to(value.dtype)
+    weights = weights.div_(weights.sum(-1, keepdim=True).clamp_(min=1.0)).to(value.dtype)
     if torch.compiler.is_compiling() and not value.is_cuda and weights.shape[-2] == 1:
         # For one row the compiler writes a slow loop of its own, for two it calls the library.
-        return (torch.cat((weights, weights), dim=-2) @ value)[..., :1, :] / total
-    return (weights @ value) / total
+        return (torch.cat((weights, weights), dim=-2) @ value)[..., :1, :]
+    return weights @ value
 
 
 def _scores(turned0: Tensor, turned1: Tensor, coefficients: Tensor, frames: KeyFrames) -> Tensor:
