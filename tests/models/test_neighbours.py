@@ -412,3 +412,24 @@ def test_exported_programs_hold_pytorchs_operations_alone(kind):
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert any("scaled_dot_product" in target for target in targets)
     assert not any("coca" in target for target in targets)
+
+
+def test_compiled_decoding_over_half_keys_forms_none():
+    """Neither keys nor, once a layer, cos and sin: two tables are written for all layers."""
+    torch._dynamo.reset()
+    model = collinear("Llama").float()
+    model.config.kv_cache = "half"
+    ids, targets = some_tokens(model), []
+    cache = StaticCache(config=model.config, max_cache_len=32)
+
+    def collect(graph, _):
+        targets.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        return graph.forward
+
+    compiled = torch.compile(model.forward, fullgraph=True, backend=collect)
+    with torch.no_grad():
+        model(ids[:, :10], past_key_values=cache)
+        compiled(ids[:, 10:11], past_key_values=cache)
+    assert model.config.num_hidden_layers > 1
+    assert sum("written" in target for target in targets) == 2
+    assert not any("scaled_dot_product" in target for target in targets)
