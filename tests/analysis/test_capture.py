@@ -17,7 +17,7 @@ from conftest import tiny_model
 from families import FAMILIES, collinear, vanilla
 
 LENGTH = 24
-FORMS = ["vanilla", "slack", "strict", "linear"]
+FORMS = ["vanilla", "slack", "strict", "magnitude"]
 
 
 def make(family: str, form: str):
@@ -109,7 +109,7 @@ def test_scaled_angles_are_followed(kind):
     set_rotary_scaling(model, kind, factor=4.0)
     scaled = collect_layers(model, some_ids(100))[0]
     assert scaled.theta[-1] < plain.theta[-1]
-    assert (scaled.magnitude > 1) is (kind == "yarn")
+    assert (scaled.rotation.rule.magnitude > 1) is (kind == "yarn")
 
 
 def test_longrope_follows_the_text_where_transformers_does():

@@ -14,7 +14,7 @@ from coca_attention.analysis.decay import (
     rotary_scores,
     steps,
 )
-from coca_attention.ops import inverse_frequencies, oracle
+from coca_attention.ops import Rotation, oracle
 
 numbers = st.floats(-100, 100, allow_subnormal=False)
 
@@ -43,7 +43,7 @@ def printed(h: list[complex], distance: int, theta: list[float], collinear: bool
 @given(coefficients())
 def test_the_inequalities_hold_and_the_right_sides_are_those_printed(drawn):
     h, distances = drawn
-    theta = inverse_frequencies(2 * h.shape[-1])
+    theta = Rotation(2 * h.shape[-1]).frequencies()
     size = h.abs().sum(-1)
     checks = [BoundCheck() for _ in range(3)]
     rotary = rotary_bound(h, distances, theta)
@@ -66,7 +66,7 @@ def test_the_inequalities_hold_and_the_right_sides_are_those_printed(drawn):
 @given(coefficients())
 def test_the_collinear_bound_is_never_the_wider_one(drawn):
     h, distances = drawn
-    theta = inverse_frequencies(2 * h.shape[-1])
+    theta = Rotation(2 * h.shape[-1]).frequencies()
     wide = rotary_bound(h, distances, theta)
     assert (collinear_bound(h.abs(), distances, theta) <= wide * (1 + 1e-9) + 1e-9).all()
 
@@ -77,12 +77,12 @@ def test_scores_are_those_of_the_oracle():
     q, k = (torch.complex(x[..., :4], x[..., 4:]) for x in (query, key))
     positions = torch.tensor([37]), torch.tensor([5])
     expected = oracle.rope_scores(query, key, *positions)
-    found = rotary_scores(q * k.conj(), torch.tensor([32]), inverse_frequencies(8))
+    found = rotary_scores(q * k.conj(), torch.tensor([32]), Rotation(8).frequencies())
     torch.testing.assert_close(found, expected[0])
 
 
 def test_without_the_zero_behind_the_last_pair_the_bound_would_be_false():
-    h, distance, theta = torch.ones(1, 4).double(), torch.tensor([1]), inverse_frequencies(8)
+    h, distance, theta = torch.ones(1, 4).double(), torch.tensor([1]), Rotation(8).frequencies()
     assert rotary_scores(h, distance, theta).item() > 1
     assert not h.diff(dim=-1).any()  # the steps between pairs alone
     assert rotary_bound(h, distance, theta).item() >= rotary_scores(h, distance, theta).item()

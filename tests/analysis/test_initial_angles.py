@@ -20,8 +20,8 @@ from coca_attention.analysis.angles import (
     initial_angles,
     signed_angles,
 )
-from coca_attention.ops import inverse_frequencies, oracle
-from coca_attention.ops.rotary import join_pairs
+from coca_attention.ops import Rotation, oracle
+from coca_attention.ops.positions import join_pairs
 
 DEGREES = [0, 30, 90, 135, 180, 181, 225, 270, 315, 359]
 
@@ -58,7 +58,7 @@ def test_angles_give_the_scores_of_the_oracle(interleaved):
     angles = initial_angles(q, k)
     distance = (queries.unsqueeze(1) - keys).unsqueeze(-1)
     # Equation (3).
-    scores = (q.abs() * k.abs() * (angles + distance * inverse_frequencies(8)).cos()).sum(-1)
+    scores = (q.abs() * k.abs() * (angles + distance * Rotation(8).frequencies()).cos()).sum(-1)
     expected = oracle.rope_scores(query, key, queries, keys, interleaved=interleaved)
     torch.testing.assert_close(scores, expected)
 
@@ -102,7 +102,7 @@ def test_cases_name_the_direction_in_which_the_score_goes():
 
 
 def test_anomalous_distance_is_where_the_score_stops_rising():
-    theta = inverse_frequencies(16)
+    theta = Rotation(16).frequencies()
     angles = torch.linspace(0, TURN - 1e-3, 50, dtype=torch.float64).unsqueeze(-1)
     tau = anomalous_distance(angles, theta)
     assert not tau[angles[:, 0] <= math.pi].any()
@@ -120,12 +120,12 @@ def test_anomalous_distance_is_where_the_score_stops_rising():
 def test_scaling_widens_the_zone_as_the_paper_says(factor):
     # Appendix D.2: k times under PI, λ^(2j/d) times where the base is multiplied by λ.
     angles = torch.full((8,), 5.0, dtype=torch.float64)
-    theta = inverse_frequencies(16)
+    theta = Rotation(16).frequencies()
     plain = anomalous_distance(angles, theta)
     torch.testing.assert_close(anomalous_distance(angles, theta / factor), plain * factor)
     j = torch.arange(8, dtype=torch.float64)
     torch.testing.assert_close(
-        anomalous_distance(angles, inverse_frequencies(16, 10000.0 * factor)),
+        anomalous_distance(angles, Rotation(16, base=10000.0 * factor).frequencies()),
         plain * factor ** (2 * j / 16),
     )
 
@@ -169,7 +169,7 @@ def test_borders_are_the_reversals_of_the_score(angle, theta, distance):
 
 
 def test_a_collinear_key_meets_borders_at_the_same_distances_everywhere():
-    theta = inverse_frequencies(8)
+    theta = Rotation(8).frequencies()
     found = borders_crossed(torch.zeros(3, 4, dtype=torch.float64), theta, 1000)
     assert torch.equal(found.peaks + found.troughs, (1000 * theta / math.pi).floor().expand(3, 4))
     assert torch.equal(found.peaks, found.returns)

@@ -1,11 +1,12 @@
-"""`CoCAAttention`, the module for models of one's own."""
+"""`CoCAAttention`, the module for any model."""
 
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from coca_attention import CoCAAttention
-from coca_attention.ops import FORMS, RotaryScaling, oracle
+from coca_attention.ops import FORMS, Rotation, oracle
+from coca_attention.ops.positions import Linear
 
 
 def attend_by_oracle(layer: CoCAAttention, x: torch.Tensor) -> torch.Tensor:
@@ -14,20 +15,23 @@ def attend_by_oracle(layer: CoCAAttention, x: torch.Tensor) -> torch.Tensor:
     def heads(projected, width):
         return projected.view(batch, length, -1, width).transpose(1, 2)
 
+    pairs, free = layer.head_dim // 2, layer.free_pairs
+    t = heads(layer.t_proj(x), pairs + free)
     output = oracle.coca_attention(
         heads(layer.q_proj(x), layer.head_dim),
-        heads(layer.t_proj(x), layer.head_dim // 2).relu(),
+        torch.cat((t[..., : pairs - free].relu(), t[..., pairs - free :]), dim=-1),
         heads(layer.v_proj(x), layer.head_dim),
-        form=layer.form,
+        form=layer.form.name,
     )
     return layer.o_proj(output.transpose(1, 2).reshape(batch, length, -1))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [(32, 4, None), (32, 4, 2), (30, 5, 1)])
-def test_forward_agrees_with_the_oracle(form, sizes):
+@pytest.mark.parametrize("free", [0, 2])
+def test_forward_agrees_with_the_oracle(form, sizes, free):
     torch.manual_seed(0)
-    layer = CoCAAttention(*sizes, form=form, bias=True).double()
+    layer = CoCAAttention(*sizes, form=form, bias=True, free_pairs=free).double()
     x = torch.randn(2, 17, sizes[0], dtype=torch.float64) * 5
     assert (layer(x) - attend_by_oracle(layer, x)).abs().max() < 1e-12
 
@@ -79,7 +83,7 @@ def test_positions_and_mask_for_left_padding():
 def test_rotary_scaling_reaches_the_scores():
     torch.manual_seed(0)
     plain = CoCAAttention(32, 4).double()
-    scaled = CoCAAttention(32, 4, rotary_scaling=RotaryScaling("linear", 2.0)).double()
+    scaled = CoCAAttention(32, 4, rotation=Rotation(8, rule=Linear(2.0))).double()
     scaled.load_state_dict(plain.state_dict())
     x = torch.randn(1, 20, 32, dtype=torch.float64) * 5
     assert torch.allclose(
@@ -112,7 +116,7 @@ def test_dropout_acts_in_training_only():
         ({"hidden_size": 30, "num_heads": 4}, "not a multiple of num_heads"),
         ({"hidden_size": 12, "num_heads": 4}, "must be even"),
         ({"hidden_size": 32, "num_heads": 4, "num_key_value_heads": 3}, "must divide num_heads"),
-        ({"hidden_size": 32, "num_heads": 4, "form": "loose"}, "unknown CoCA form"),
+        ({"hidden_size": 32, "num_heads": 4, "form": "loose"}, "unknown score form"),
     ],
 )
 def test_unfit_sizes_are_refused(arguments, message):

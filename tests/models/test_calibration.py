@@ -7,8 +7,8 @@ import torch
 
 from coca_attention import convert
 from coca_attention.analysis.capture import collect_layers
-from coca_attention.models import calibration
-from coca_attention.ops.rotary import split_pairs
+from coca_attention.models.conversion import calibration
+from coca_attention.ops.positions import split_pairs
 from coca_attention.testing import logits
 from families import vanilla
 

@@ -12,8 +12,8 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfi
 from coca_attention import convert
 from coca_attention.cli import main
 from coca_attention.data import read_documents, token_array
-from coca_attention.models.attention import FoldedLinear
 from coca_attention.models.decoder import CollinearModel
+from coca_attention.models.projections import FoldedLinear
 from coca_attention.testing import logits, some_tokens
 from families import FAMILIES, SIZES, vanilla
 
@@ -31,7 +31,7 @@ def test_an_unsupported_model_lists_the_families():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"form": "loose"}, "coca_form must be one of slack, strict"),
+        ({"form": "loose"}, "unknown score form"),
         ({"init": "zeros"}, "init must be one of fold, calibrated, random"),
         ({"kv_cache": "third"}, "kv_cache must be one of full, half"),
     ],
@@ -166,16 +166,16 @@ def test_t_is_calibrated_on_the_text_of_a_source(tmp_path, capsys, tokenizer, te
     model = vanilla("Llama", vocab_size=300)
     model.save_pretrained(source)
     tokenizer.save_pretrained(source)
-    words = ["convert", str(source), str(target), "--form", "linear", "--init", "calibrated"]
+    words = ["convert", str(source), str(target), "--form", "magnitude", "--init", "calibrated"]
     words += ["--source", str(text_folder), "--calibration-tokens", "200"]
     assert main(words) == 0
-    assert "coca_llama, linear" in capsys.readouterr().out
+    assert "coca_llama, magnitude" in capsys.readouterr().out
     # Texts of the training length, 64; a rest of 8 tokens is left out.
     read = torch.from_numpy(token_array(read_documents(str(text_folder)), tokenizer)[:192].copy())
     told = []
     expected = convert(
         model,
-        "linear",
+        "magnitude",
         init="calibrated",
         calibration=read.long().view(3, 64),
         progress=lambda *done: told.append(done),

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from coca_attention import convert
-from coca_attention.layers.coca import project_collinear
-from coca_attention.models.configuration import rotary_scaling, rotary_width
+from coca_attention.models.configuration import rotation
 from coca_attention.ops import fold, oracle
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from families import CAPABILITIES, CELLS, collinear, vanilla
@@ -64,7 +63,9 @@ def check_convert(family):
     else:
         q, k, v = theirs.q_proj(x), theirs.k_proj(x), theirs.v_proj(x)
     kind = getattr(ours, "layer_type", None)
-    t = fold(k.reshape(2, 5, -1, width), ours.interleaved, rotary_width(model.config, kind))
+    t = fold(
+        k.reshape(2, 5, -1, width), ours.layout.interleaved, rotation(model.config, kind).width
+    )
     for made, expected in ((ours.q_proj, q), (ours.t_proj, t), (ours.v_proj, v)):
         assert torch.allclose(made(x), expected.reshape(2, 5, -1), atol=1e-5)
     assert not hasattr(ours, "k_proj") and not hasattr(ours, "k_norm")
@@ -72,7 +73,7 @@ def check_convert(family):
         # What multiplies normalised coefficients: pair means of what multiplied keys, over √2.
         one = 1.0 if family == "Gemma 3" else 0.0
         weights = (theirs.k_norm.weight + one).view(-1, width)
-        means = fold(weights, ours.interleaved).flatten() / 2**0.5
+        means = fold(weights, ours.layout.interleaved).flatten() / 2**0.5
         assert torch.allclose(ours.t_norm.weight.flatten() + one, means, atol=1e-6)
     # Under the Auto class the same configuration builds the same shapes.
     again = AutoModelForCausalLM.from_config(model.config)
@@ -102,20 +103,12 @@ def check_forward(family):
         for index, attention in enumerate(attentions(model)):
             kind = getattr(attention, "layer_type", None)
             with torch.no_grad():
-                q, t, _ = project_collinear(
-                    inputs[attention],
-                    attention.q_proj,
-                    attention.t_proj,
-                    attention.v_proj,
-                    head_dim=attention.head_dim,
-                    q_norm=attention._norm("q_norm"),
-                    t_norm=attention._norm("t_norm"),
-                )
+                q, t, _ = attention.project(inputs[attention])
             t = t.repeat_interleave(attention.num_key_value_groups, 1)
-            base, _ = rotary_scaling(model.config, kind)
-            width = rotary_width(model.config, kind)
+            found = rotation(model.config, kind)
+            width = found.width
             positions = torch.arange(ids.shape[1])
-            options = {"base": base, "interleaved": attention.interleaved}
+            options = {"theta": found.frequencies(), "interleaved": attention.layout.interleaved}
             if width == attention.head_dim:
                 scores = oracle.SCORES[form](q, t, positions, positions, **options)
             else:

@@ -18,7 +18,7 @@ from coca_attention.ops import attend_half
 from coca_attention.testing import difference, logits, some_tokens
 from families import FAMILIES, collinear
 
-FORMS = ["slack", "strict", "linear"]
+FORMS = ["slack", "strict", "magnitude"]
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 
 
@@ -263,7 +263,7 @@ def test_all_but_slack_do_not_see_a_shift_of_all_positions(family):
         model = collinear(family, form).double()
         shifted = logits(model, ids, position_ids=positions + 1000)
         moved[form] = difference(shifted, logits(model, ids, position_ids=positions))
-    assert max(moved["strict"], moved["linear"]) < 1e-9  # the angles' round-off at position 1000
+    assert max(moved["strict"], moved["magnitude"]) < 1e-9  # the angles' round-off at position 1000
     assert moved["slack"] > 1e-3
 
 
@@ -431,5 +431,5 @@ def test_compiled_decoding_over_half_keys_forms_none():
         model(ids[:, :10], past_key_values=cache)
         compiled(ids[:, 10:11], past_key_values=cache)
     assert model.config.num_hidden_layers > 1
-    assert sum("written" in target for target in targets) == 2
+    assert sum("materialized" in target for target in targets) == 2
     assert not any("scaled_dot_product" in target for target in targets)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from coca_attention import convert
 from coca_attention.models import set_rotary_scaling, training_length
-from coca_attention.models.configuration import rope_parameters, rotary_scaling, rotary_width
+from coca_attention.models.configuration import rope_parameters, rotation
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from conftest import VOCABULARY, tiny_model
 from families import FAMILIES, collinear, vanilla
@@ -120,7 +120,7 @@ RULES = {
 
 def rule_for(model, kind):
     """The rule's parameters, with as many longrope factors as the model has rotary pairs."""
-    pairs = rotary_width(model.config) // 2
+    pairs = rotation(model.config).width // 2
     return {n: v[:pairs] if isinstance(v, list) else v for n, v in RULES[kind].items()}
 
 
@@ -163,7 +163,7 @@ def test_vanilla_families_scale_as_transformers_scales_them(family, kind):
     ids = some_tokens(model, length=80)
     rope = rope_parameters(model.config)
     native = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
-    pairs = rotary_width(model.config) // 2
+    pairs = rotation(model.config).width // 2
     extra = {n: v[:pairs] if isinstance(v, list) else v for n, v in RULES.get(kind, {}).items()}
     changed = {**rope, **native, **extra}
     config = model.config.to_dict()
@@ -234,7 +234,7 @@ def test_phi3_as_it_is_published_keeps_its_magnitude():
         set_rotary_scaling(model, "longrope", length=length)
         assert difference(logits(model, ids), expected) < 1e-4
     convert(model)
-    _, scaling = rotary_scaling(model.config)
+    scaling = rotation(model.config).rule
     assert scaling.magnitude == pytest.approx(magnitude)
     assert (scaling.factor, scaling.training_length) == (8.0, 64)
 
@@ -295,8 +295,9 @@ def test_a_converted_model_keeps_its_scaling():
     })  # fmt: skip
     convert(model)
     assert model.config.rope_parameters["rope_type"] == "llama3"
-    base, scaling = rotary_scaling(model.config)
-    assert (base, scaling.kind, scaling.factor) == (500000.0, "llama3", 8.0)
+    found = rotation(model.config)
+    scaling = found.rule
+    assert (found.base, scaling.kind, scaling.factor) == (500000.0, "llama3", 8.0)
     assert scaling.training_length == 16
     assert_consistent(model.double(), some_tokens(model, length=40))
 

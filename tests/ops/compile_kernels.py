@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from coca_attention.ops import inverse_frequencies, key_frames, rotary_cos_sin, tile_length
+from coca_attention.ops import Rotation, key_frames, tile_length
+from coca_attention.ops.decoding import paired_query
 from coca_attention.ops.kernels import decode, maps
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "i8"}
@@ -40,23 +41,25 @@ def main() -> None:
     """One call of each, in half and in single precision."""
     triton.JITFunction.run = compiled  # pyright: ignore[reportAttributeAccessIssue]
     mask = torch.ones(2, 1, 1, 200, dtype=torch.bool)
-    for dtype, form, width, seen in (
-        (torch.bfloat16, "slack", 128, mask),
-        (torch.float32, "linear", 256, None),
+    for dtype, form, width, free, seen in (
+        (torch.bfloat16, "slack", 128, 0, mask),
+        (torch.float32, "magnitude", 256, 0, None),
+        (torch.bfloat16, "strict", 128, 40, None),
     ):
         query, grad, value = torch.zeros(3, 2, 8, 200, width, dtype=dtype)
-        t = query[:, :2, :, : width // 2]
-        cos, sin = (x.unsqueeze(0) for x in rotary_cos_sin(torch.arange(200), width))
-        maps.query_map(query, cos, sin, form, False, width)
-        maps.query_gradient(query, grad, cos, sin, form, True, width // 2)
-        maps.key_map(t, cos, sin)
-        maps.key_gradient(grad, cos, sin)
-        theta = inverse_frequencies(width)
+        t = query[:, :2, :, : width // 2 + free]
+        cos, sin = (x.unsqueeze(0) for x in Rotation(width).tables(torch.arange(200)))
+        maps.query_map(query, cos, sin, form, False, width, free)
+        maps.query_gradient(query, grad, cos, sin, form, True, width // 2, free)
+        maps.key_map(t, cos, sin, free)
+        maps.key_gradient(grad, cos, sin, free)
         with FakeTensorMode():
-            shape = (2, 2, 200, width // 2)
-            tile = tile_length(torch.empty(shape, dtype=dtype, device="cuda"), 8)
-        frames = key_frames(torch.zeros(1), 200, theta, form=form, tile=tile, pairs=width // 2)
-        decode.attend_half(query[:, :, :1], t, value[:, :2], frames, seen, 0.1)
+            tile = tile_length(torch.empty(t.shape, dtype=dtype, device="cuda"), 8)
+        frames = key_frames(
+            torch.zeros(1), 200, Rotation(width), tile=tile, pairs=width // 2, free_pairs=free
+        )
+        single = paired_query(query[:, :, :1], t.shape[-1])
+        decode.attend_half(single, t, value[:, :2], frames, seen, 0.1)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coca_attention.ops import FORMS, coca_attention, fold, oracle, score_scale
+from coca_attention.ops import FORMS, Rotation, coca_attention, fold, oracle, score_scale
 
 
 def inputs(
-    *, batch=2, heads=4, groups=2, queries=13, keys=29, width=16, value_width=16, seed=0
+    *, batch=2, heads=4, kv_heads=2, queries=13, keys=29, width=16, value_width=16, seed=0
 ) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
@@ -18,8 +18,8 @@ def inputs(
 
     return [
         draw(batch, heads, queries, width),
-        draw(batch, groups, keys, width // 2).relu(),
-        draw(batch, groups, keys, value_width),
+        draw(batch, kv_heads, keys, width // 2).relu(),
+        draw(batch, kv_heads, keys, value_width),
     ]
 
 
@@ -27,12 +27,12 @@ SHAPES = {
     "square": {"queries": 29},
     "last-queries": {"queries": 13},
     "one-query": {"queries": 1},
-    "multi-query": {"groups": 1},
-    "no-groups": {"groups": 4},
-    "odd": {"batch": 1, "heads": 3, "groups": 3, "queries": 7, "keys": 31, "width": 6},
+    "multi-query": {"kv_heads": 1},
+    "no-groups": {"kv_heads": 4},
+    "odd": {"heads": 3, "kv_heads": 3, "queries": 7, "keys": 31, "width": 6},
     "narrow-value": {"value_width": 5},
     "wide-value": {"value_width": 40},
-    "over-a-block": {"batch": 1, "heads": 1, "groups": 1, "queries": 700, "keys": 701},
+    "over-a-block": {"batch": 1, "heads": 1, "kv_heads": 1, "queries": 700, "keys": 701},
 }
 
 
@@ -54,12 +54,59 @@ def test_float64_agrees_with_the_oracle(form, interleaved, shape, is_causal):
 @pytest.mark.parametrize("rotary_width", [2, 10, 14])
 def test_partial_rotary_agrees_with_the_oracle(form, interleaved, rotary_width):
     q, t, v = inputs()
-    options = {"form": form, "interleaved": interleaved, "rotary_width": rotary_width}
-    ours = coca_attention(q, t, v, **options)
-    assert (ours - oracle.coca_attention(q, t, v, **options)).abs().max() <= 1e-12
+    options = {"form": form, "interleaved": interleaved}
+    ours = coca_attention(q, t, v, rotation=Rotation(rotary_width), **options)
+    expected = oracle.coca_attention(q, t, v, rotary_width=rotary_width, **options)
+    assert (ours - expected).abs().max() <= 1e-12
     assert (ours - coca_attention(q, t, v, form=form)).abs().max() > 1e-3
     with pytest.raises(ValueError, match="at most the head width 16"):
-        coca_attention(q, t, v, form=form, rotary_width=18)
+        coca_attention(q, t, v, form=form, rotation=Rotation(18))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("free", [1, 5, 8])
+def test_free_pairs_and_pairs_that_do_not_turn_agree_with_the_oracle(form, interleaved, free):
+    q, t, v = inputs()
+    t = torch.cat((t, inputs(seed=1)[1][..., :free] - 0.5), dim=-1)
+    rotation = Rotation(16, base=100.0, turning=6)
+    theta = 100.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    theta[6:] = 0.0
+    assert torch.allclose(rotation.frequencies(), theta, rtol=1e-15, atol=0)
+    ours = coca_attention(q, t, v, form=form, rotation=rotation, interleaved=interleaved)
+    expected = oracle.coca_attention(q, t, v, form=form, theta=theta, interleaved=interleaved)
+    assert (ours - expected).abs().max() <= 1e-12
+
+
+def test_all_pairs_free_is_rotary_attention():
+    q, _, v = inputs()
+    k = inputs(seed=1)[0][:, :2].repeat(1, 1, 3, 1)[:, :, :29]
+    positions = torch.arange(29)
+    scores = oracle.rope_scores(q, k.repeat_interleave(2, 1), positions[-13:], positions)
+    expected = oracle.attention(scores, v.repeat_interleave(2, 1), scale=0.25)
+    assert (coca_attention(q, k, v) - expected).abs().max() <= 1e-12
+
+
+def test_temperature_multiplies_the_scores_by_the_logarithm_of_the_keys_in_sight():
+    q, t, v = inputs()
+    ours = coca_attention(q, t, v, rotation=Rotation(16, temperature=20), form="strict")
+    scores = oracle.strict_scores(
+        q, t.repeat_interleave(2, 1), torch.arange(16, 29), torch.arange(29)
+    )
+    seen = torch.arange(17, 30, dtype=torch.float64)
+    scores = scores * ((seen + 1).log() / torch.tensor(21.0).double().log()).unsqueeze(-1)
+    expected = oracle.attention(scores, v.repeat_interleave(2, 1), scale=0.25)
+    assert (ours - expected).abs().max() <= 1e-12
+    partial = Rotation(6, temperature=20)
+    scaled = coca_attention(q[..., -1:, :], t, v, rotation=partial)
+    plain = coca_attention(
+        q[..., -1:, :],
+        t,
+        v,
+        rotation=Rotation(6),
+        scale=float(torch.tensor(30.0).log() / torch.tensor(21.0).log() / 4),
+    )
+    assert (scaled - plain).abs().max() < 1e-6  # the scale also reaches pairs that are not rotated
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -67,17 +114,19 @@ def test_partial_rotary_agrees_with_the_oracle(form, interleaved, rotary_width):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_error_stays_within_that_of_plain_attention(form, interleaved, dtype, shape):
-    """At most twice the error of attention in this dtype on the exact Q', K' and V."""
-    error, budget = errors(inputs(**shape), dtype, form, interleaved)
-    assert error.max() <= 2 * budget.max()
-    assert error.square().mean().sqrt() <= 2 * budget.square().mean().sqrt()
+    """RMS error at most 1.4 times that of attention in this dtype on the exact Q', K' and V.
+
+    The largest error of either is a matter of luck: over seeds their ratio spreads up to 2.9.
+    """
+    error, budget = errors(inputs(**{"batch": 8} | shape), dtype, form, interleaved)
+    assert error.square().mean().sqrt() <= 1.4 * budget.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_float16_holds_queries_of_ten_thousand(form):
     """|q|^2 is then far beyond its range; the error is still that of rounding Q' and K'."""
     q, t, v = inputs(queries=200, keys=200)
-    q, t = q * (1e4 / q.norm(dim=-1).max()), t * (1e-1 if form == "linear" else 1e-5)
+    q, t = q * (1e4 / q.norm(dim=-1).max()), t * (1e-1 if form == "magnitude" else 1e-5)
     error, budget = errors([q, t, v], torch.float16, form, interleaved=False)
     assert error.isfinite().all()
     assert error.square().mean().sqrt() <= 2 * budget.square().mean().sqrt() < 0.2
@@ -109,13 +158,13 @@ def effective(q, t, form, interleaved):
     theta = 10000.0 ** (-2 * torch.arange(width // 2, dtype=torch.float64) / width)
     n = torch.arange(keys, dtype=torch.float64)[:, None] * theta
     m = n[keys - queries :]
-    turned = pairs * torch.polar(torch.ones_like(m), m)
+    key = t * torch.polar(torch.ones_like(n), n)
+    square = pairs.abs().square()
     if form == "slack":
-        key = torch.complex(t, t) * torch.polar(torch.ones_like(n), n)
-        query = torch.complex(pairs.real * turned.real, pairs.imag * turned.imag)
+        a, b = pairs.real, pairs.imag
+        query = torch.complex(square * m.cos(), (b * b - a * a) * m.cos() + 2 * a * b * m.sin())
     else:
-        key = t * torch.polar(torch.ones_like(n), n)
-        size = pairs.abs() if form == "linear" else pairs.abs().square()
+        size = pairs.abs() if form == "magnitude" else square
         query = torch.polar(size, m.expand_as(size))
     return torch.cat((query.real, query.imag), -1), torch.cat((key.real, key.imag), -1)
 
@@ -123,7 +172,7 @@ def effective(q, t, form, interleaved):
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients(form):
     for shape in ({"queries": 5, "keys": 5}, {"queries": 3, "keys": 5, "value_width": 3}):
-        q, t, v = inputs(batch=1, heads=2, groups=1, width=4, **({"value_width": 4} | shape))
+        q, t, v = inputs(batch=1, heads=2, kv_heads=1, width=4, **({"value_width": 4} | shape))
         t = t + 0.1  # away from the kink of the ReLU that made t
         tensors = [x.requires_grad_() for x in (q, t, v)]
         assert torch.autograd.gradcheck(
@@ -153,7 +202,7 @@ def test_float32_gradients_agree_with_the_oracle(form):
         assert (ours.grad - expected.grad).abs().max() <= 1e-5 * expected.grad.abs().max()
 
 
-@pytest.mark.parametrize("form", ["strict", "linear"])
+@pytest.mark.parametrize("form", [f.name for f in FORMS.values() if f.shift_invariant])
 @settings(max_examples=25)
 @given(shift=st.integers(-5000, 100_000), seed=st.integers(0, 1000))
 def test_all_but_slack_are_shift_invariant(form, shift, seed):
@@ -193,7 +242,7 @@ def test_forms_agree_on_equal_pairs_and_only_there():
 
 
 def test_closed_form_of_equation_17_equals_equation_9():
-    q, t, _ = inputs(groups=4)
+    q, t, _ = inputs(kv_heads=4)
     m, n = torch.arange(16, 29), torch.arange(29)
     printed = oracle.strict_scores(q, t, m, n)
     assert (printed - oracle.strict_scores_closed(q, t, m, n)).abs().max() < 1e-12
@@ -267,6 +316,7 @@ def test_fold_is_the_mean_of_each_pair():
     x = torch.tensor([1.0, 2.0, 3.0, 6.0])
     assert fold(x).tolist() == [2.0, 4.0]
     assert fold(x, interleaved=True).tolist() == [1.5, 4.5]
+    assert fold(x, free_pairs=1).tolist() == [2.0, 2.0, 6.0]
 
 
 def test_large_queries_do_not_overflow_in_bfloat16():
@@ -279,19 +329,23 @@ def test_large_queries_do_not_overflow_in_bfloat16():
     [
         ({"width": 7}, "must be even"),
         ({"pairs": 7}, "one number per rotary pair, width 8 .* got 7"),
-        ({"groups": 3}, "must divide the number of query heads; got 3 and 4"),
+        ({"kv_heads": 3}, "must divide the number of query heads; got 3 and 4"),
         ({"keys": 12}, "at least as many keys"),
         ({"value_keys": 28}, "must agree"),
         ({"dims": 3}, "must have 4 dimensions"),
-        ({"form": "loose"}, "unknown CoCA form 'loose'"),
+        ({"form": "loose"}, "unknown score form 'loose'"),
         ({"positions": 5}, "query_positions must have shape"),
     ],
 )
 def test_bad_inputs_are_refused(change, message):
-    width, groups, keys = change.get("width", 16), change.get("groups", 2), change.get("keys", 29)
+    width, kv_heads, keys = (
+        change.get("width", 16),
+        change.get("kv_heads", 2),
+        change.get("keys", 29),
+    )
     q = torch.randn(2, 4, 13, width)
-    t = torch.rand(2, groups, keys, change.get("pairs", 8))
-    v = torch.randn(2, groups, change.get("value_keys", keys), 16)
+    t = torch.rand(2, kv_heads, keys, change.get("pairs", 8))
+    v = torch.randn(2, kv_heads, change.get("value_keys", keys), 16)
     if "dims" in change:
         q = q[0]
     positions = torch.arange(change["positions"]) if "positions" in change else None
@@ -314,7 +368,7 @@ def test_no_queries_give_an_empty_output():
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_over_several_blocks_of_queries(masked):
-    q, t, v = inputs(batch=1, heads=2, groups=1, queries=1100, keys=1200, width=4, value_width=4)
+    q, t, v = inputs(batch=1, heads=2, kv_heads=1, queries=1100, keys=1200, width=4, value_width=4)
     mask = torch.ones(1200, dtype=torch.bool)[None] if masked else None
     ours = [x.clone().requires_grad_() for x in (q, t, v)]
     theirs = [x.clone().requires_grad_() for x in (q, t, v)]

@@ -6,23 +6,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coca_attention.ops import (
-    FORMS,
+    Rotation,
+    activate,
     attend,
     attend_half,
     attend_half_at,
-    inverse_frequencies,
     kernels,
     key_frames,
     key_map,
-    rotary_cos_sin,
     tile_length,
 )
+from coca_attention.ops.positions import YaRN
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def case(
-    heads=4, groups=2, keys=70, width=16, value_width=16, batch=2, dtype=torch.float64, seed=0
+    heads=4,
+    kv_heads=2,
+    keys=70,
+    width=16,
+    value_width=16,
+    batch=2,
+    dtype=torch.float64,
+    seed=0,
+    free=0,
 ):
     generator = torch.Generator().manual_seed(seed)
 
@@ -30,34 +38,38 @@ def case(
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
 
     query = tensor(batch, heads, 1, width)
-    t = tensor(batch, groups, keys, width // 2).relu()
-    return query, t, tensor(batch, groups, keys, value_width)
+    t = activate(tensor(batch, kv_heads, keys, width // 2 + free), width // 2)
+    return query, t, tensor(batch, kv_heads, keys, value_width)
 
 
-def whole_keys(query, t, value, first, form, span, scale, mask=None, magnitude=1.0):
+def rotation_for(span, magnitude=1.0):
+    return Rotation(span, rule=YaRN(training_length=64, attention_factor=magnitude))
+
+
+def whole_keys(query, t, value, first, rotation, scale, mask=None):
     positions = first.unsqueeze(-1) + torch.arange(t.shape[-2], device=t.device)
     wide = torch.promote_types(t.dtype, torch.float32)
-    cos, sin = (magnitude * x for x in rotary_cos_sin(positions, span, dtype=wide))
-    key = key_map(t, cos, sin, form=form)
+    cos, sin = rotation.tables(positions, wide)
+    key = key_map(t, cos, sin, free_pairs=t.shape[-1] - query.shape[-1] // 2)
     return attend(query, key, value, attention_mask=mask, is_causal=False, scale=scale)
 
 
-def frames_for(t, first, form, span, tile, magnitude=1.0):
+def frames_for(query, t, first, rotation, tile):
+    pairs = query.shape[-1] // 2
     return key_frames(
         first,
         t.shape[-2],
-        inverse_frequencies(span),
-        form=form,
+        rotation,
         tile=tile,
-        pairs=t.shape[-1],
-        magnitude=magnitude,
+        pairs=pairs,
+        free_pairs=t.shape[-1] - pairs,
         dtype=torch.promote_types(t.dtype, torch.float32),
     )
 
 
 @settings(max_examples=60)
 @given(
-    form=st.sampled_from(FORMS),
+    free=st.sampled_from([0, 3, 8]),
     keys=st.integers(1, 130),
     tile=st.sampled_from([16, 32, 64]),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
@@ -69,9 +81,9 @@ def frames_for(t, first, form, span, tile, magnitude=1.0):
     first=st.integers(-40, 100_000),
 )
 def test_agrees_with_whole_keys(
-    form, keys, tile, heads, span, value_width, rows, magnitude, masked, first
+    free, keys, tile, heads, span, value_width, rows, magnitude, masked, first
 ):
-    query, t, value = case(*heads, keys=keys, value_width=value_width)
+    query, t, value = case(*heads, keys=keys, value_width=value_width, free=free)
     start = torch.tensor([first, first - 7])[:rows].to(DEVICE)
     mask = None
     if masked:
@@ -79,15 +91,16 @@ def test_agrees_with_whole_keys(
             [[keys // 2], [keys]], device=DEVICE
         )
         mask = mask[:, None, None]
-    expected = whole_keys(query, t, value, start, form, span, 0.3, mask, magnitude)
-    frames = frames_for(t, start, form, span, tile, magnitude)
+    rotation = rotation_for(span, magnitude)
+    expected = whole_keys(query, t, value, start, rotation, 0.3, mask)
+    frames = frames_for(query, t, start, rotation, tile)
     ours = attend_half(query, t, value, frames, attention_mask=mask, scale=0.3)
     assert ours.shape == expected.shape and ours.dtype == expected.dtype
     # cos and sin of positions of 100,000 differ by the angles' round-off in float64.
     assert (ours - expected).abs().max() < 1e-9
     positions = start.unsqueeze(-1) + torch.arange(keys, device=DEVICE)
-    cos, sin = (magnitude * x for x in rotary_cos_sin(positions, span, dtype=torch.float64))
-    anywhere = attend_half_at(query, t, value, cos, sin, form=form, attention_mask=mask, scale=0.3)
+    cos, sin = rotation.tables(positions, torch.float64)
+    anywhere = attend_half_at(query, t, value, cos, sin, attention_mask=mask, scale=0.3)
     assert anywhere.shape == expected.shape and anywhere.dtype == expected.dtype
     assert (anywhere - expected).abs().max() < 1e-12
     if masked:
@@ -95,19 +108,19 @@ def test_agrees_with_whole_keys(
 
 
 @pytest.mark.parametrize(
-    ("form", "heads", "masked", "dtype", "tolerance"),
+    ("free", "heads", "masked", "dtype", "tolerance"),
     [
-        ("slack", (4, 4), False, torch.float32, 1e-5),
-        ("strict", (20, 1), True, torch.float32, 1e-5),
-        ("linear", (4, 2), True, torch.float16, 4e-3),
+        (0, (4, 4), False, torch.float32, 1e-5),
+        (5, (20, 1), True, torch.float32, 1e-5),
+        (12, (4, 2), True, torch.float16, 4e-3),
     ],
     ids=str,
 )
-def test_the_kernel(monkeypatch, form, heads, masked, dtype, tolerance):
+def test_the_kernel(monkeypatch, free, heads, masked, dtype, tolerance):
     """Several splits, a last tile that is not full, widths that are no powers of two."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(kernels, "serve", lambda x: True)
-    query, t, value = case(*heads, keys=133, width=24, value_width=20, dtype=dtype)
+    monkeypatch.setattr(kernels, "supports", lambda x: True)
+    query, t, value = case(*heads, keys=133, width=24, value_width=20, dtype=dtype, free=free)
     t, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (t, value))
     first = torch.tensor([900, -3], device=DEVICE)
     mask = None
@@ -115,8 +128,8 @@ def test_the_kernel(monkeypatch, form, heads, masked, dtype, tolerance):
         mask = torch.arange(133, device=DEVICE) >= torch.tensor([[100], [133]], device=DEVICE)
         mask = mask[:, None, None]
     exact = (query.double(), t.double(), value.double())
-    expected = whole_keys(*exact, first, form, 16, 0.2, mask)
-    frames = frames_for(t, first, form, 16, 32)
+    expected = whole_keys(*exact, first, Rotation(16), 0.2, mask)
+    frames = frames_for(query, t, first, Rotation(16), 32)
     ours = attend_half(query, t, value, frames, attention_mask=mask, scale=0.2)
     assert ours.dtype == dtype
     assert (ours.double() - expected).abs().max() < tolerance
@@ -132,16 +145,16 @@ def test_tiles_are_powers_of_two_that_fit_the_cache():
 
 def test_other_lengths_and_several_queries_are_refused():
     query, t, value = case()
-    frames = frames_for(t, torch.zeros(1, device=DEVICE), "slack", 16, 16)
+    frames = frames_for(query, t, torch.zeros(1, device=DEVICE), Rotation(16), 16)
     with pytest.raises(ValueError, match="one query token and frames for 69 keys"):
         attend_half(query, t[:, :, 1:], value[:, :, 1:], frames)
     with pytest.raises(ValueError, match="one query token"):
         attend_half(query.repeat(1, 1, 2, 1), t, value, frames)
-    frames = frames_for(t, torch.zeros(1, device=DEVICE), "slack", 16, 16)
+    frames = frames_for(query, t, torch.zeros(1, device=DEVICE), Rotation(16), 16)
     with pytest.raises(ValueError, match="no gradient"):
         attend_half(query.requires_grad_(), t, value, frames)
     with pytest.raises(ValueError, match="no gradient"):
-        attend_half_at(query, t, value, *torch.zeros(2, 70, 8).to(query), form="slack")
+        attend_half_at(query, t, value, *torch.zeros(2, 70, 8).to(query))
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
@@ -149,8 +162,8 @@ def test_a_cache_in_half_precision(heads):
     """Scores are formed in float32, so the cache's rounding of weights and values is all of it."""
     query, t, value = case(*heads, dtype=torch.bfloat16)
     first = torch.zeros(1, device=DEVICE)
-    expected = whole_keys(query.double(), t.double(), value.double(), first, "slack", 16, 0.3)
-    frames = frames_for(t, first, "slack", 16, 32)
+    expected = whole_keys(query.double(), t.double(), value.double(), first, Rotation(16), 0.3)
+    frames = frames_for(query, t, first, Rotation(16), 32)
     ours = attend_half(query, t, value, frames, scale=0.3)
     assert ours.dtype == torch.bfloat16
     assert (ours.double() - expected).abs().max() < 2**-6
@@ -161,29 +174,29 @@ def test_weights_of_a_long_cache_do_not_overflow(heads):
     """Alike keys: in float16 the sum of V before it is divided by that of the weights is inf."""
     query, t, value = case(*heads, keys=40_000, width=4, dtype=torch.float16, batch=1)
     query, value = torch.zeros_like(query), torch.full_like(value, 2.0)
-    frames = frames_for(t, torch.zeros(1, device=DEVICE), "slack", 4, 1024)
-    cos, sin = rotary_cos_sin(torch.arange(40_000, device=DEVICE), 4)
+    frames = frames_for(query, t, torch.zeros(1, device=DEVICE), Rotation(4), 1024)
+    cos, sin = Rotation(4).tables(torch.arange(40_000, device=DEVICE))
     for output in (
         attend_half(query, t, value, frames),
-        attend_half_at(query, t, value, cos, sin, form="slack"),
+        attend_half_at(query, t, value, cos, sin),
     ):
         assert (output - 2).abs().max() < 0.01
 
 
-def test_frames_serve_inference_mode_and_what_is_outside():
+def test_frames_work_inside_and_outside_of_inference_mode():
     query, t, value = case()
-    frames = frames_for(t, torch.zeros(1, device=DEVICE), "slack", 16, 32)
+    frames = frames_for(query, t, torch.zeros(1, device=DEVICE), Rotation(16), 32)
     with torch.inference_mode():
         inside = attend_half(query, t, value, frames)
     assert torch.equal(attend_half(query, t, value, frames), inside)
 
 
-def test_layers_share_room():
+def test_layers_share_scratch_memory():
     """What a layer leaves there does not change what the next one gets."""
     first = torch.zeros(1, device=DEVICE)
     query, t, value = case()
-    frames = frames_for(t, first, "strict", 16, 32)
+    frames = frames_for(query, t, first, Rotation(16), 32)
     alone = attend_half(query, t, value, frames)
     attend_half(*case(seed=1), frames)
-    attend_half(*case(heads=2, groups=2, seed=2), frames)
+    attend_half(*case(heads=2, kv_heads=2, seed=2), frames)
     assert torch.equal(attend_half(query, t, value, frames), alone)

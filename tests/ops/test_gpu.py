@@ -7,14 +7,13 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from coca_attention.models.conversion import convert
 from coca_attention.ops import (
     FORMS,
+    Rotation,
     attend_half,
     coca_attention,
-    inverse_frequencies,
     kernels,
     key_frames,
     oracle,
     query_map,
-    rotary_cos_sin,
     tile_length,
 )
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
@@ -78,13 +77,12 @@ def test_grouped_heads_hold_no_score_matrix(dtype, masked):
 def test_half_keys_decode_as_the_oracle_says(form, dtype, tolerance, heads, length):
     q, t, v = inputs(dtype, length, *heads)
     q = q[..., -1:, :]
-    cos, sin = rotary_cos_sin(torch.tensor([length - 1], device="cuda"), 64)
+    cos, sin = Rotation(64).tables(torch.tensor([length - 1], device="cuda"))
     effective = query_map(q, cos, sin, form=form, scale=0.125)
     frames = key_frames(
         torch.zeros(1, dtype=torch.long, device="cuda"),
         length,
-        inverse_frequencies(64),
-        form=form,
+        Rotation(64),
         tile=tile_length(t, q.shape[1]),
         pairs=32,
     )

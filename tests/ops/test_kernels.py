@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coca_attention.ops import FORMS, coca_attention, kernels, key_map, query_map, rotary_cos_sin
+from coca_attention.ops import FORMS, Rotation, coca_attention, kernels, key_map, query_map
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +29,7 @@ def both_ways(monkeypatch, function, *inputs):
             calls.append(x)
             return served
 
-        monkeypatch.setattr(kernels, "serve", serve)
+        monkeypatch.setattr(kernels, "supports", serve)
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         output = function(*leaves)
         weights = tensor(*output.shape, seed=7).to(output.dtype)
@@ -51,27 +51,34 @@ def lie(x, layout):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("width", "span", "interleaved"),
-    [(16, 16, False), (12, 12, True), (12, 4, False), (12, 4, True)],
+    ("width", "span", "interleaved", "free"),
+    [
+        (16, 16, False, 0),
+        (12, 12, True, 2),
+        (12, 4, False, 0),
+        (12, 4, True, 0),
+        (16, 16, False, 8),
+    ],
 )
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [("heads", torch.float32), ("gaps", torch.float32), ("rows", torch.bfloat16)],
     ids=str,
 )
-def test_maps(monkeypatch, form, width, span, interleaved, layout, dtype):
+def test_maps(monkeypatch, form, width, span, interleaved, free, layout, dtype):
     q = lie(tensor(2, 3, 5, width, dtype=dtype), layout)
-    t = lie(tensor(2, 9, 5, width // 2, seed=1, dtype=dtype), layout)
+    t = lie(tensor(2, 9, 5, width // 2 + free, seed=1, dtype=dtype), layout)
     positions = torch.stack((torch.arange(5), torch.arange(5) + 100)).to(DEVICE)
-    cos, sin = rotary_cos_sin(positions, span)
+    cos, sin = Rotation(span).tables(positions)
     # Where PyTorch rounds once less or once more, the last place of the dtype differs.
     tolerance = 4 * torch.finfo(dtype).eps
 
     def query(x):
-        return query_map(x, cos, sin, form=form, scale=0.3, interleaved=interleaved)
+        layout = {"interleaved": interleaved, "free_pairs": free}
+        return query_map(x, cos, sin, form=form, scale=0.3, **layout)
 
     def key(x):
-        return key_map(x, cos, sin, form=form)
+        return key_map(x, cos, sin, free_pairs=free)
 
     for function, x in ((query, q), (key, t)):
         for expected, ours in both_ways(monkeypatch, function, x):
@@ -93,16 +100,16 @@ def test_the_operator_runs_on_them(monkeypatch, form):
 
 
 def test_no_positions_and_no_heads_to_map(monkeypatch):
-    cos, sin = rotary_cos_sin(torch.arange(0, device=DEVICE), 8)
-    monkeypatch.setattr(kernels, "serve", lambda x: True)
+    cos, sin = Rotation(8).tables(torch.arange(0, device=DEVICE))
+    monkeypatch.setattr(kernels, "supports", lambda x: True)
     assert query_map(tensor(1, 2, 0, 8), cos, sin, form="slack").shape == (1, 2, 0, 8)
-    assert key_map(tensor(0, 2, 0, 4), cos, sin, form="slack").shape == (0, 2, 0, 8)
+    assert key_map(tensor(0, 2, 0, 4), cos, sin).shape == (0, 2, 0, 8)
 
 
 def test_second_derivatives_do_without_them(monkeypatch):
-    monkeypatch.setattr(kernels, "serve", lambda x: True)
+    monkeypatch.setattr(kernels, "supports", lambda x: True)
     q = tensor(1, 1, 3, 4).requires_grad_()
-    cos, sin = rotary_cos_sin(torch.arange(3, device=DEVICE), 4)
+    cos, sin = Rotation(4).tables(torch.arange(3, device=DEVICE))
     made = query_map(q, cos, sin, form="strict").sum()
     (first,) = torch.autograd.grad(made, q, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), q)
@@ -117,12 +124,12 @@ def test_offsets_leave_the_range_of_int32(axis):
 
     near = tensor(*(1, 3, 1, 8) if axis == 1 else (1, 1, 3, 8), dtype=torch.bfloat16)
     far = near.new_empty(2**31 + 8).as_strided(near.shape, (0, 2**30, 2**30, 1)).copy_(near)
-    cos, sin = (x.unsqueeze(0) for x in rotary_cos_sin(torch.arange(near.shape[2]).to(DEVICE), 8))
+    cos, sin = (x.unsqueeze(0) for x in Rotation(8).tables(torch.arange(near.shape[2]).to(DEVICE)))
     for function in (
-        lambda x: maps.query_map(x, cos, sin, "slack", False, 8),
-        lambda x: maps.query_gradient(near, x, cos, sin, "slack", False, 8),
-        lambda x: maps.key_map(x[..., :4], cos, sin),
-        lambda x: maps.key_gradient(x, cos, sin),
+        lambda x: maps.query_map(x, cos, sin, "slack", False, 8, 0),
+        lambda x: maps.query_gradient(near, x, cos, sin, "slack", False, 8, 0),
+        lambda x: maps.key_map(x[..., :4], cos, sin, 0),
+        lambda x: maps.key_gradient(x, cos, sin, 0),
     ):
         assert torch.equal(function(far), function(near))
 
@@ -138,7 +145,7 @@ def test_they_compile(tmp_path):
 
 
 def test_kernels_are_for_cuda_and_not_for_wider_numbers():
-    assert not kernels.serve(torch.zeros(1))
+    assert not kernels.supports(torch.zeros(1))
     if torch.cuda.is_available():
-        assert kernels.serve(torch.zeros(1, device="cuda"))
-        assert not kernels.serve(torch.zeros(1, device="cuda", dtype=torch.float64))
+        assert kernels.supports(torch.zeros(1, device="cuda"))
+        assert not kernels.supports(torch.zeros(1, device="cuda", dtype=torch.float64))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from coca_attention.ops import FORMS, key_map, query_map, rotary_cos_sin
+from coca_attention.ops import FORMS, Rotation, key_map, query_map
 
 
 def tensors(*shape, seed=0, dtype=torch.float64):
@@ -15,26 +15,27 @@ def tensors(*shape, seed=0, dtype=torch.float64):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("span", [8, 4])
-def test_first_and_second_derivatives(form, interleaved, span):
-    q, t = tensors(2, 2, 3, 8).requires_grad_(), tensors(2, 1, 3, 4, seed=1).requires_grad_()
-    cos, sin = rotary_cos_sin(torch.arange(3), span, dtype=torch.float64)
+@pytest.mark.parametrize(("span", "free"), [(8, 0), (4, 0), (8, 3)])
+def test_first_and_second_derivatives(form, interleaved, span, free):
+    q, t = tensors(2, 2, 3, 8).requires_grad_(), tensors(2, 1, 3, 4 + free, seed=1).requires_grad_()
+    cos, sin = Rotation(span).tables(torch.arange(3), torch.float64)
 
     def query(x):
-        return query_map(x, cos, sin, form=form, scale=0.7, interleaved=interleaved)
+        layout = {"interleaved": interleaved, "free_pairs": free}
+        return query_map(x, cos, sin, form=form, scale=0.7, **layout)
 
     def key(x):
-        return key_map(x, cos, sin, form=form)
+        return key_map(x, cos, sin, free_pairs=free)
 
     for function, x in ((query, q), (key, t)):
         assert gradcheck(function, (x,))
         assert gradgradcheck(function, (x,))
 
 
-def test_linear_has_gradient_zero_where_the_query_is_zero():
+def test_magnitude_has_gradient_zero_where_the_query_is_zero():
     q = torch.zeros(1, 1, 2, 4, dtype=torch.float64, requires_grad=True)
-    cos, sin = rotary_cos_sin(torch.arange(2), 4, dtype=torch.float64)
-    made = query_map(q, cos, sin, form="linear")
+    cos, sin = Rotation(4).tables(torch.arange(2), torch.float64)
+    made = query_map(q, cos, sin, form="magnitude")
     (first,) = torch.autograd.grad(made.sum(), q, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), q)
     assert torch.equal(first, torch.zeros_like(q)) and torch.equal(second, torch.zeros_like(q))
@@ -44,7 +45,7 @@ def test_linear_has_gradient_zero_where_the_query_is_zero():
 def test_batches_of_functions(form):
     """torch.func maps and differentiates them like any other operation."""
     q = tensors(3, 1, 2, 5, 8)
-    cos, sin = rotary_cos_sin(torch.arange(5), 8, dtype=torch.float64)
+    cos, sin = Rotation(8).tables(torch.arange(5), torch.float64)
 
     def loss(x):
         return query_map(x, cos, sin, form=form).square().sum()
@@ -60,7 +61,7 @@ def test_batches_of_functions(form):
 def test_only_the_query_is_kept_for_the_backward_pass(dtype):
     """Besides cos and sin, which all heads share: nothing for the keys, and q in its own dtype."""
     q, t = (tensors(1, 8, 64, n, dtype=dtype).requires_grad_() for n in (16, 8))
-    cos, sin = rotary_cos_sin(torch.arange(64), 16)
+    cos, sin = Rotation(16).tables(torch.arange(64))
     kept: dict[int, int] = {}
 
     def keep(x):
@@ -68,7 +69,7 @@ def test_only_the_query_is_kept_for_the_backward_pass(dtype):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        made = query_map(q, cos, sin, form="slack"), key_map(t, cos, sin, form="slack")
+        made = query_map(q, cos, sin, form="slack"), key_map(t, cos, sin)
     assert all(x.requires_grad for x in made)
     assert sum(kept.values()) == q.numel() * q.element_size() + 4 * cos.numel() * 4
 
@@ -77,27 +78,29 @@ def test_only_the_query_is_kept_for_the_backward_pass(dtype):
 def test_heads_and_rows_stay_where_they_lie(form):
     """Projections give (B, T, H, D) seen as (B, H, T, D): nothing is moved about."""
     q, t = (tensors(2, 5, 3, n).transpose(1, 2) for n in (8, 4))
-    cos, sin = rotary_cos_sin(torch.arange(5), 8, dtype=torch.float64)
+    cos, sin = Rotation(8).tables(torch.arange(5), torch.float64)
     assert query_map(q, cos, sin, form=form).transpose(1, 2).is_contiguous()
-    assert key_map(t, cos, sin, form=form).transpose(1, 2).is_contiguous()
+    assert key_map(t, cos, sin).transpose(1, 2).is_contiguous()
 
 
 def test_learned_frequencies_are_refused():
     q, t = tensors(1, 1, 2, 4), tensors(1, 1, 2, 2)
-    cos, sin = rotary_cos_sin(torch.arange(2), 4, dtype=torch.float64)
-    for function, x in ((query_map, q), (key_map, t)):
-        with pytest.raises(ValueError, match="constants of the maps"):
-            function(x, cos.requires_grad_(), sin, form="strict")
+    cos, sin = Rotation(4).tables(torch.arange(2), torch.float64)
+    cos.requires_grad_()
+    with pytest.raises(ValueError, match="constants of the maps"):
+        query_map(q, cos, sin, form="strict")
+    with pytest.raises(ValueError, match="constants of the maps"):
+        key_map(t, cos, sin)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_they_compile_in_one_graph(form):
     q, t = tensors(1, 2, 6, 8).requires_grad_(), tensors(1, 1, 6, 4, seed=1).requires_grad_()
-    cos, sin = rotary_cos_sin(torch.arange(6), 8, dtype=torch.float64)
+    cos, sin = Rotation(8).tables(torch.arange(6), torch.float64)
 
     def scores(q, t):
         query = query_map(q, cos, sin, form=form, scale=0.5)
-        return (query @ key_map(t, cos, sin, form=form).mT).square().sum()
+        return (query @ key_map(t, cos, sin).mT).square().sum()
 
     found = [
         torch.autograd.grad(function(q, t), (q, t))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coca_attention.ops.rotary import split_pairs
+from coca_attention.ops.positions import split_pairs
 
 TURN = 2 * math.pi
 CASES = ("a", "b", "c", "d")

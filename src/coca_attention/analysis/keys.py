@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from coca_attention.analysis.angles import complex_pairs
-from coca_attention.analysis.capture import LayerHeads
+from coca_attention.analysis.capture import VANILLA, LayerHeads
+from coca_attention.ops import get_form
 
 
 class TokenPairs(NamedTuple):
@@ -27,14 +28,17 @@ class TokenPairs(NamedTuple):
 
 
 class SeenKeys(NamedTuple):
-    """Queries and the keys that they see, before rotation; each (H, N, P), complex128.
+    """Queries and the keys that they see, before rotation; each (H, N, C), complex128.
+
+    C is the number of rotated pairs that are not free.
 
     Attributes:
         query: q_m.
-        built: k_n; of a CoCA model q_m * t_n (Eq. 7), in the linear form of q_m / |q_m|.
+        built: k_n; of a CoCA model the key collinear with q_m that has its score at m = n = 0,
+            q_m * t_n in the paper's forms (Eq. 7).
         effective: The key at position 0 that, rotated to n, gives the model's score. It is
-            ``built`` but in the slack form, whose key at n is q_m * R_n [t_n, t_n] (Eq. 10) and
-            not R_n (q_m * t_n).
+            ``built`` in shift-invariant forms; in the slack form it is not, whose key at n is
+            q_m * R_n [t_n, t_n] (Eq. 10) and not R_n (q_m * t_n).
     """
 
     query: Tensor
@@ -84,16 +88,30 @@ def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
     query = complex_pairs(heads.query[0, :, pairs.queries], heads.rotary_width, heads.interleaved)
     key = heads.key[0, :, pairs.keys]
     key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
-    if heads.form == "vanilla":
+    if heads.form == VANILLA:
         key = complex_pairs(key, heads.rotary_width, heads.interleaved)
         return SeenKeys(query, key, key)
-    coefficients = key[..., : query.shape[-1]].double()
-    built = query * coefficients
-    if heads.form == "linear":
-        built = torch.where(built == 0, 0, built / query.abs())
-    if heads.form != "slack":
+    form = get_form(heads.form)
+    collinear = len(heads.theta)
+    query, coefficients = query[..., :collinear], key[..., :collinear].double()
+    size = query.abs().square()
+
+    def divided(x: Tensor) -> Tensor:
+        return torch.where(size == 0, 0, x / size)
+
+    # Q' = A cos mθ + B sin mθ in every form, and K' = t (cos nθ, sin nθ): the score as a function
+    # of m is the real part of z e^{imθ} with z = A · K' - i B · K'.
+    one, zero = torch.ones_like(coefficients), torch.zeros_like(coefficients)
+    learned = {n: x.double().unsqueeze(1) for n, x in (heads.parameters or {}).items()}
+    a, b = (
+        form.query(query.real, query.imag, cos, sin, **learned)
+        for cos, sin in ((one, zero), (zero, one))
+    )
+    built = query * divided(coefficients * a.select(-2, 0))
+    if form.shift_invariant:
         return SeenKeys(query, built, built)
     angles = pairs.keys.double().unsqueeze(-1) * heads.theta
-    cos, sin = angles.cos(), angles.sin()
-    at_position = torch.complex(built.real * (cos - sin), built.imag * (cos + sin))
-    return SeenKeys(query, built, at_position * torch.polar(torch.ones_like(angles), -angles))
+    towards = coefficients.unsqueeze(-2) * torch.stack((angles.cos(), angles.sin()), dim=-2)
+    z = torch.complex((a * towards).sum(-2), -(b * towards).sum(-2))
+    turned_back = z * torch.polar(torch.ones_like(angles), angles)
+    return SeenKeys(query, built, query * divided(turned_back.conj()))

@@ -2,14 +2,14 @@
 
 Legend: H query heads, G key/value heads, M queries looked at, T keys, D head width.
 
-Rotary attention and strict CoCA answer to m - n alone, so nothing changes but round-off. The slack
-form (Eq. 10) answers to m and n.
+Rotary attention and shift-invariant forms depend on m - n alone, so nothing changes but round-off.
+Scores of the slack form (Eq. 10) depend on m and n.
 """
 
 import torch
 from torch import Tensor
 
-from coca_attention.analysis.capture import LayerHeads
+from coca_attention.analysis.capture import VANILLA, LayerHeads
 from coca_attention.ops import apply_rotary, key_map, query_map
 
 
@@ -26,25 +26,27 @@ def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
     Returns:
         (H, M, T), float64; keys after a query are scored too.
     """
-    query, key = heads.query[0, :, queries].double(), heads.key[0].double()
-    angles = (torch.arange(key.shape[-2]) + shift).double().unsqueeze(-1) * heads.theta
-    cos, sin = angles.cos() * heads.magnitude, angles.sin() * heads.magnitude
-    if heads.form == "vanilla":
-        query = _rotate(query, cos[queries], sin[queries], heads)
-        key = _rotate(key, cos, sin, heads)
+    query, key = heads.query[:, :, queries].double(), heads.key.double()
+    positions = torch.arange(key.shape[-2]) + shift
+    cos, sin = heads.rotation.tables(positions, torch.float64)
+    own = positions[queries]
+    if heads.form == VANILLA:
+        query = apply_rotary(query, cos[queries], sin[queries], heads.interleaved)
+        key = apply_rotary(key, cos, sin, heads.interleaved)
     else:
         query = query_map(
-            query, cos[queries], sin[queries], form=heads.form, interleaved=heads.interleaved
+            query,
+            cos[queries],
+            sin[queries],
+            form=heads.form,
+            factor=heads.rotation.query_factor(own, torch.float64),
+            interleaved=heads.interleaved,
+            free_pairs=heads.free_pairs,
+            parameters=heads.parameters,
         )
-        key = key_map(key, cos, sin, form=heads.form)
-    key = key.repeat_interleave(len(query) // len(key), dim=0)
-    return query @ key.transpose(-2, -1) * heads.scale
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: LayerHeads) -> Tensor:
-    """R_n x of the rotated span of every head; the numbers behind it pass."""
-    turned = apply_rotary(x[..., : heads.rotary_width], cos, sin, heads.interleaved)
-    return torch.cat((turned, x[..., heads.rotary_width :]), dim=-1)
+        key = key_map(key, cos, sin, free_pairs=heads.free_pairs)
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return (query @ key.transpose(-2, -1) * heads.scale)[0]
 
 
 def visible_keys(queries: Tensor, length: int, window: int | None = None) -> Tensor:

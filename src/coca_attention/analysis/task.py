@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coca_attention.analysis.capture import LayerHeads, score_form, visit_layers
+from coca_attention.analysis.capture import VANILLA, LayerHeads, form_of, visit_layers
 from coca_attention.analysis.keys import draw_pairs, pairs_by_distance, seen_keys
 from coca_attention.analysis.shift import ScoreShift, score_rows, visible_keys
 from coca_attention.analysis.summary import AngleSums, DecaySums, numbers
 from coca_attention.data import SourceSettings, encode_documents
 from coca_attention.errors import UserError
 from coca_attention.models import training_length
+from coca_attention.ops import get_form
 
 DEFAULT_TOKENS = 2048
 
@@ -112,7 +113,7 @@ def analyze(
     """
     settings = settings if settings is not None else AnalysisSettings()
     check_settings(settings)
-    form = score_form(model)
+    form = form_of(model)
     config: Any = model.config.get_text_config()
     trained = training_length(config)
     cut = settings.max_tokens or min(trained or DEFAULT_TOKENS, DEFAULT_TOKENS)
@@ -188,6 +189,10 @@ def analyze(
     }
 
 
+def _is_shift_invariant(form: str) -> bool:
+    return form == VANILLA or get_form(form).shift_invariant
+
+
 class _LayerSums:
     """Everything gathered about one layer."""
 
@@ -206,7 +211,7 @@ class _LayerSums:
         }
         kept = (heads.theta, settings.lengths, heads.window, settings.bins)
         self.angles = AngleSums(*kept)
-        self.effective = AngleSums(*kept) if heads.form == "slack" else None
+        self.effective = None if _is_shift_invariant(heads.form) else AngleSums(*kept)
         self.decay = DecaySums(heads.theta)
         self.shifts = [ScoreShift() for _ in settings.shifts]
 

@@ -34,8 +34,8 @@ class GenerateSettings:
 class ConversionSettings:
     """What the converted model is like."""
 
-    form: Literal["slack", "strict", "linear"] = "slack"
-    """The scores: slack (the paper's Eq. 10), strict (Eq. 9) or linear (our own)."""
+    form: str = "slack"
+    """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (our own)."""
     init: Literal["fold", "calibrated", "random"] = "fold"
     """T projections: the pair means of the key projections, fitted to the scores of the model on
     some text, or drawn."""
@@ -149,7 +149,7 @@ def run_generate(words: list[str]) -> None:
 
 def run_convert(words: list[str]) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
-    from coca_attention.models.folders import convert_folder
+    from coca_attention.models.conversion import convert_folder
 
     path, target, settings, text = parse(
         "coca convert",

@@ -1,7 +1,7 @@
-"""CoCA as a plain `nn.Module` for anyone's own PyTorch model.
+"""CoCA as a plain `nn.Module` for any PyTorch model.
 
 Legend: B batch, T query length, S key length, H query heads, G key/value heads, D head width,
-P = D/2 rotary pairs.
+P = D/2 rotary pairs, F free pairs.
 """
 
 from collections.abc import Callable
@@ -11,27 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from coca_attention.ops import (
-    NO_SCALING,
-    RotaryScaling,
+    Rotation,
+    ScoreForm,
+    activate,
     attend,
+    get_form,
     key_map,
     query_map,
-    rotary_cos_sin,
     score_scale,
 )
-from coca_attention.ops.maps import Form, check_form
-from coca_attention.ops.rotary import check_width
+from coca_attention.ops.positions import check_width
 
 
 class Cache(Protocol):
-    """What a cache must offer: it returns all it holds, and grows by what is appended.
+    """What a cache must offer: `update` appends, and returns every key and value so far.
 
-    Transformers' `DynamicCache()` does. A static or sliding one does not, for its keys are not the
-    last so many positions.
+    Transformers' `DynamicCache()` does. Static and sliding caches do not: they return another
+    number of keys.
     """
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of keys held for a layer."""
+        """Number of cached keys of a layer."""
         ...
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -54,24 +54,25 @@ def project_collinear(
     Args:
         hidden_states: (B, T, hidden).
         q_proj: hidden to H * D.
-        t_proj: hidden to G * P, the folded T projection; its ReLU is applied here (Eq. 5, 6).
+        t_proj: hidden to G * (P + F), the folded T projection; its ReLU is applied here (Eq. 5, 6).
         v_proj: hidden to G * D.
         head_dim: D.
         q_norm: Applied to queries as (B, T, H, D).
-        t_norm: Applied to coefficients as (B, T, G, P), before the ReLU.
+        t_norm: Applied to coefficients as (B, T, G, P + F), before the ReLU.
 
     Returns:
-        q (B, H, T, D), t (B, G, T, P) of at least zero, and V (B, G, T, D).
+        q (B, H, T, D), key coefficients (B, G, T, P + F), and V (B, G, T, D).
     """
     batch, length, _ = hidden_states.shape
     query = q_proj(hidden_states).view(batch, length, -1, head_dim)
-    coefficients = t_proj(hidden_states).view(batch, length, -1, head_dim // 2)
     value = v_proj(hidden_states).view(batch, length, -1, head_dim)
+    coefficients = t_proj(hidden_states).view(batch, length, value.shape[2], -1)
     if q_norm is not None:
         query = q_norm(query)
     if t_norm is not None:
         coefficients = t_norm(coefficients)
-    return query.transpose(1, 2), coefficients.transpose(1, 2).relu(), value.transpose(1, 2)
+    coefficients = activate(coefficients.transpose(1, 2), head_dim // 2)
+    return query.transpose(1, 2), coefficients, value.transpose(1, 2)
 
 
 class CoCAAttention(nn.Module):
@@ -85,12 +86,13 @@ class CoCAAttention(nn.Module):
         hidden_size: Width of the input and the output.
         num_heads: Query heads H.
         num_key_value_heads: Key/value heads G, a divisor of H; default H.
-        form: ``slack`` (Eq. 10), ``strict`` (Eq. 9) or ``linear`` (|q_j| in place of |q_j|^2).
+        form: Score form or its name: ``slack`` (Eq. 10), ``strict`` (Eq. 9) or ``magnitude`` (|q_j|
+            in place of |q_j|^2).
         head_dim: Head width D, even; default hidden_size / num_heads.
         bias: Whether the projections have biases.
         dropout: Probability of dropping an attention weight in training.
-        base: Rotary base.
-        rotary_scaling: Rule for reading beyond the training length.
+        rotation: What turns the pairs; default `Rotation(head_dim)`.
+        free_pairs: The last F pairs of every head are scored by ordinary rotary attention.
         layer_idx: Which layer of a cache this module writes to; needed where a cache is used.
 
     Raises:
@@ -107,17 +109,17 @@ class CoCAAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         num_key_value_heads: int | None = None,
-        form: Form = "slack",
+        form: str | ScoreForm = "slack",
         *,
         head_dim: int | None = None,
         bias: bool = False,
         dropout: float = 0.0,
-        base: float = 10000.0,
-        rotary_scaling: RotaryScaling = NO_SCALING,
+        rotation: Rotation | None = None,
+        free_pairs: int = 0,
         layer_idx: int | None = None,
     ) -> None:
         super().__init__()
-        groups = num_heads if num_key_value_heads is None else num_key_value_heads
+        kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         if head_dim is None:
             if hidden_size % num_heads:
                 raise ValueError(
@@ -126,23 +128,34 @@ class CoCAAttention(nn.Module):
                 )
             head_dim = hidden_size // num_heads
         check_width(head_dim)
-        if groups < 1 or num_heads % groups:
+        if kv_heads < 1 or num_heads % kv_heads:
             raise ValueError(
-                f"num_key_value_heads must divide num_heads; got {groups} and {num_heads}"
+                f"num_key_value_heads must divide num_heads; got {kv_heads} and {num_heads}"
             )
-        check_form(form)
-        self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, groups, head_dim
-        self.form: Form = form
-        self.dropout, self.base, self.rotary_scaling = dropout, base, rotary_scaling
-        self.layer_idx = layer_idx
+        if not 0 <= free_pairs <= head_dim // 2:
+            raise ValueError(
+                f"free_pairs must lie between 0 and {head_dim // 2}, the pairs of a head; got "
+                f"{free_pairs}"
+            )
+        self.form = get_form(form)
+        self.rotation = Rotation(head_dim) if rotation is None else rotation
+        self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, kv_heads, head_dim
+        self.free_pairs, self.dropout, self.layer_idx = free_pairs, dropout, layer_idx
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
-        self.t_proj = nn.Linear(hidden_size, groups * head_dim // 2, bias=bias)
-        self.v_proj = nn.Linear(hidden_size, groups * head_dim, bias=bias)
+        self.t_proj = nn.Linear(hidden_size, kv_heads * (head_dim // 2 + free_pairs), bias=bias)
+        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
-        # The mean of two rows drawn like the other projections' has 1/√2 of their spread.
+        self.form_parameters = nn.ParameterDict(
+            {
+                name: make(num_heads, head_dim // 2 - free_pairs)
+                for name, make in self.form.parameters.items()
+            }
+        )
+        # The mean of two rows drawn like those of the other projections has 1/√2 of their spread.
         with torch.no_grad():
             for parameter in self.t_proj.parameters():
-                parameter.mul_(2**-0.5)
+                rows = parameter.unflatten(0, (kv_heads, -1))
+                rows[:, : head_dim // 2 - free_pairs].mul_(2**-0.5)
 
     def forward(
         self,
@@ -177,19 +190,14 @@ class CoCAAttention(nn.Module):
         if cache is not None:
             if layer is None:
                 raise ValueError(
-                    "a cache keeps every layer apart: give each CoCAAttention its own layer_idx"
+                    "a cache has one entry per layer: give each CoCAAttention its own layer_idx"
                 )
             past = int(cache.get_seq_length(layer))
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden_states.device)
 
-        cos, sin = rotary_cos_sin(
-            positions,
-            self.head_dim,
-            base=self.base,
-            scaling=self.rotary_scaling,
-            dtype=torch.promote_types(hidden_states.dtype, torch.float32),
-        )
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        cos, sin = self.rotation.tables(positions, wide)
         query, coefficients, value = project_collinear(
             hidden_states,
             self.q_proj,
@@ -198,9 +206,17 @@ class CoCAAttention(nn.Module):
             head_dim=self.head_dim,
         )
         divisor = score_scale(query.dtype)
-        factor = self.head_dim**-0.5 / divisor
-        query = query_map(query, cos, sin, form=self.form, scale=factor)
-        key = key_map(coefficients, cos, sin, form=self.form)
+        query = query_map(
+            query,
+            cos,
+            sin,
+            form=self.form,
+            scale=self.head_dim**-0.5 / divisor,
+            factor=self.rotation.query_factor(positions, wide),
+            free_pairs=self.free_pairs,
+            parameters=dict(self.form_parameters.items()),
+        )
+        key = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
         if cache is not None and layer is not None:
             key, value = cache.update(key, value, layer)
             if key.shape[-2] != past + length:

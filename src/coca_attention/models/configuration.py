@@ -4,25 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from coca_attention.ops import FORMS, NO_SCALING, RotaryScaling, inverse_frequencies
+from coca_attention.ops import RULES, Rotation, Rule, get_form
 
-# Transformers' names for the rotary scalings, and ours.
-ROPE_TYPES = {
-    "default": "none",
-    "linear": "linear",
-    "ntk": "ntk",
-    "dynamic": "dynamic",
-    "yarn": "yarn",
-    "llama3": "llama3",
-    "longrope": "longrope",
-}
-# What a rule's parameters are besides factor and length, in Transformers' names, which are ours.
-PARAMETERS = {
-    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
-    "llama3": ("low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor", "attention_factor"),
-}
 CACHES = ("full", "half")
 
 
@@ -49,76 +35,84 @@ def training_length(config: Any) -> int | None:
     return given or getattr(config, "max_position_embeddings", None)
 
 
-def rotary_width(config: Any, layer_type: str | None = None) -> int:
-    """Numbers of a head that are rotated: the head width, times ``partial_rotary_factor``."""
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    return int(head_dim * rope_parameters(config, layer_type).get("partial_rotary_factor", 1.0))
+def head_width(config: Any) -> int:
+    """Numbers of a head, D."""
+    given = getattr(config, "head_dim", None)
+    return given or config.hidden_size // config.num_attention_heads
 
 
-def rotary_scaling(config: Any, layer_type: str | None = None) -> tuple[float, RotaryScaling]:
-    """Base and scaling rule in a configuration's ``rope_parameters``.
+def rule_of(rope_type: str) -> type[Rule]:
+    """The rule that a ``rope_type`` names.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    known = {rule.rope_type: rule for rule in RULES.values()}
+    if rope_type not in known:
+        raise ValueError(
+            f"rope_type {rope_type!r} is not supported by CoCA models; choose one of "
+            f"{', '.join(known)}"
+        )
+    return known[rope_type]
+
+
+def rotation(config: Any, layer_type: str | None = None) -> Rotation:
+    """The rotation in a configuration's ``rope_parameters``.
 
     Args:
-        config: A Transformers configuration. Its rotary parameters hold ``rope_type`` (default,
-            linear, ntk, dynamic, yarn, llama3 or longrope), ``rope_theta``, ``factor``, what the
-            rule needs besides (`PARAMETERS`), and for ntk and longrope an optional target
-            ``length`` in tokens.
+        config: A Transformers configuration. Its rotary parameters hold ``rope_type``,
+            ``rope_theta``, ``partial_rotary_factor``, what the rule takes (the fields of a `Rule`;
+            ``ntk`` and ``longrope`` have an optional target ``length`` in tokens), and
+            ``turning_pairs`` and ``temperature`` of a `Rotation`.
         layer_type: See `rope_parameters`.
-
-    Returns:
-        The rotary base and the `RotaryScaling`.
 
     Raises:
         ValueError: If the type is unknown or a parameter is out of range.
     """
     rope = rope_parameters(config, layer_type)
-    base = float(rope.get("rope_theta", 10000.0))
     rope_type = rope.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise ValueError(
-            f"rope_type {rope_type!r} is not supported by CoCA models; choose one of "
-            f"{', '.join(ROPE_TYPES)}"
-        )
-    if rope_type == "default":
-        return base, NO_SCALING
+    rule = rule_of(rope_type)
     unknown = sorted(name for name in ("mscale", "mscale_all_dim") if rope.get(name) is not None)
-    if unknown:
+    if unknown and rope_type != "default":
         raise ValueError(
             f"rope_type {rope_type!r} with {' and '.join(unknown)} is not supported; give "
             "attention_factor, what cos and sin are multiplied by"
         )
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name in PARAMETERS.get(rope_type, ())
-        if (value := rope.get(name)) is not None
-    }
     trained = rope.get("original_max_position_embeddings") or training_length(config)
-    factor = rope.get("factor")
-    if factor is None and rope_type == "longrope" and trained:
-        factor = max(config.max_position_embeddings / trained, 1.0)
-    return base, RotaryScaling(
-        kind=ROPE_TYPES[rope_type],  # pyright: ignore[reportArgumentType]
-        factor=float(factor if factor is not None else 1.0),
-        training_length=trained,
-        length=rope.get("length"),
-        **given,
+    longest = getattr(config, "max_position_embeddings", None)
+    return Rotation(
+        width=int(head_width(config) * rope.get("partial_rotary_factor", 1.0)),
+        base=float(rope.get("rope_theta", 10000.0)),
+        rule=rule.from_parameters(rope, trained, longest),
+        turning=rope.get("turning_pairs"),
+        temperature=rope.get("temperature"),
     )
 
 
-def ntk_frequencies(
+def transformers_frequencies(
     config: Any, device: Any = None, seq_len: Any = None, layer_type: Any = None
 ) -> tuple[torch.Tensor, float]:
-    """The rule ``ntk`` in the form that Transformers' table of rope types wants.
+    """Frequencies in the form that Transformers' table of rope types expects.
 
-    Without an entry there, a model whose configuration says ``ntk`` could not be built at all.
+    Without an entry there, a model whose configuration names one of our rules could not be built.
 
     Returns:
         Frequencies (P,), float32, and the magnitude of cos and sin.
     """
-    base, scaling = rotary_scaling(config, layer_type)
-    theta = inverse_frequencies(rotary_width(config, layer_type), base, scaling)
-    return theta.to(device, torch.float32), scaling.magnitude
+    found = rotation(config, layer_type)
+    if found.rule.follows_length:
+        found = found.for_length(seq_len or training_length(config) or 1)
+    return found.frequencies().to(device, torch.float32), found.rule.magnitude
+
+
+def add_rope_types() -> None:
+    """Make Transformers know the rope types of all rules, those registered by users included."""
+    for rule in RULES.values():
+        check = f"_validate_{rule.rope_type}_rope_parameters"
+        if not hasattr(PreTrainedConfig, check):
+            # Transformers warns about rope types without a check; `rotation` has ours.
+            setattr(CoCAConfig, check, lambda *_, **__: None)
+            ROPE_INIT_FUNCTIONS.setdefault(rule.rope_type, transformers_frequencies)
 
 
 def check_cache_kind(kind: str) -> None:
@@ -136,19 +130,24 @@ class CoCAConfig:
     target ``length`` in tokens).
 
     Args:
-        coca_form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or ``linear``.
-        kv_cache: What is kept of earlier tokens besides their values. ``full``: the effective key,
-            as wide as a head; works with everything. ``half``: the coefficients before rotation,
-            half as wide; the key is formed when it is read, at the position that follows from the
-            tokens behind it: within a text that is read in several passes, positions have to be
-            consecutive over its real tokens.
+        coca_form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9),
+            ``magnitude``, or one that was registered.
+        coca_free_pairs: The last pairs of every head that are scored by ordinary rotary attention.
+        kv_cache: What is cached of earlier tokens besides their values. ``full``: the effective
+            key, as wide as a head; works with everything. ``half``: the coefficients before
+            rotation, half as wide (without free pairs); keys are formed when they are read, at
+            positions counted back from the current one: in a text that is read in several passes,
+            the positions of its real tokens have to be consecutive.
     """
 
     coca_form: str = "slack"
+    coca_free_pairs: int = 0
     kv_cache: str = "full"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        known = getattr(cls, "ignore_keys_at_rope_validation", None) or set()
+        cls.ignore_keys_at_rope_validation = {*known, "length", "turning_pairs", "temperature"}
         # Families with separate projections are sharded as they were, T in place of the key.
         if "base_model_tp_plan" not in cls.__dict__:
             plan = getattr(cls, "base_model_tp_plan", None) or {}
@@ -163,30 +162,33 @@ class CoCAConfig:
         parents = super()
         if hasattr(parents, "validate_architecture"):
             parents.validate_architecture()  # pyright: ignore[reportAttributeAccessIssue]
-        if self.coca_form not in FORMS:
-            raise ValueError(f"coca_form must be one of {', '.join(FORMS)}; got {self.coca_form!r}")
+        get_form(self.coca_form)
         check_cache_kind(self.kv_cache)
         heads = self.num_attention_heads
-        groups = getattr(self, "num_key_value_heads", None) or heads
-        width = getattr(self, "head_dim", None) or self.hidden_size // heads
+        kv_heads = getattr(self, "num_key_value_heads", None) or heads
+        width = head_width(self)
         if width % 2:
             raise ValueError(f"the head width must be even, for rotary pairs; got {width}")
-        if heads % groups:
+        if heads % kv_heads:
             raise ValueError(
-                f"num_key_value_heads must divide num_attention_heads; got {groups} and {heads}"
+                f"num_key_value_heads must divide num_attention_heads; got {kv_heads} and {heads}"
+            )
+        if not 0 <= self.coca_free_pairs <= width // 2:
+            raise ValueError(
+                f"coca_free_pairs must lie between 0 and {width // 2}, the pairs of a head; got "
+                f"{self.coca_free_pairs}"
             )
         for layer_type in sorted(set(getattr(self, "layer_types", None) or {"full_attention"})):
-            span = rotary_width(self, layer_type)
+            share = rope_parameters(self, layer_type).get("partial_rotary_factor", 1.0)
+            span = int(width * share)
             if span < 2 or span % 2 or span > width:
                 raise ValueError(
                     f"partial_rotary_factor must leave an even number of at least 2 and at most "
                     f"{width} rotated numbers of a head; got {span}"
                 )
-            rotary_scaling(self, layer_type)
+            rotation(self, layer_type)
 
-    def _validate_ntk_rope_parameters(
-        self, rope_parameters: dict[str, Any], ignore_keys: set[str] | None = None
-    ) -> None:
-        # Transformers looks for a method of this name for every rope_type and warns without one.
-        # `rotary_scaling` has the checks.
-        pass
+    def validate_rope(self: Any) -> None:
+        """Transformers' checks of ``rope_parameters``; `rotation` checks the rules of our own."""
+        add_rope_types()
+        super().validate_rope()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,54 +1,51 @@
-"""A family's decoder and language model with collinear attention: mixed in before its classes.
+"""A family's decoder and language model with collinear attention: base classes put before its own.
 
-A CoCA model is the family's own model whose attention modules were exchanged in place, whether it
+A CoCA model is the family's own model whose attention modules were replaced in place, whether it
 is built from a configuration, loaded, or converted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, initialization
 
-from coca_attention.models.attention import (
-    CoCARotary,
-    CollinearAttention,
-    FoldedLinear,
-    Initialisation,
-)
+from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import check_cache_kind
 from coca_attention.models.half_cache import KeyPositions
+from coca_attention.models.projections import (
+    FoldedLinear,
+    initial_form_parameters,
+    replace_key_projection,
+)
+from coca_attention.models.rotary import CoCARotary
 
 
-def become(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
+def change_class(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
     """Change the class of a model in place."""
     # Transformers notes some things about a class when an instance is made: make a bare one.
     PreTrainedModel.__init__(cls.__new__(cls), config)
     model.__class__ = cls
 
 
-def exchange_attention(
-    body: Any,
-    cls: type,
-    initialisation: Initialisation = "fold",
-    inputs: Sequence[Tensor | None] = (),
-    advance: Callable[[], Any] = lambda: None,
+def replace_attention(
+    body: Any, cls: type, prepare: Callable[[Any, int], Any] | None = None
 ) -> None:
     """Turn a family's decoder into its CoCA class in place; its configuration must say so already.
 
     Args:
         body: The decoder, for example a `LlamaModel`.
         cls: A `CollinearModel`.
-        initialisation: How the T projections begin, see `convert`.
-        inputs: For ``calibrated``, what every layer's attention reads of the calibration texts.
-        advance: Called after each layer.
+        prepare: Called with every attention module while it has both its key and its T projection,
+            and with the index of its layer.
     """
-    become(body, cls, body.config)
-    inputs = inputs or [None] * len(body.layers)
-    for layer, read in zip(body.layers, inputs, strict=True):
-        body.attention_class.adopt(getattr(layer, body.attention_name), initialisation, read)
-        advance()
+    change_class(body, cls, body.config)
+    for index, attention in enumerate(body.attention_class.layout.modules(body)):
+        attention.__class__ = body.attention_class
+        own = None if prepare is None else partial(prepare, index=index)  # pyright: ignore
+        replace_key_projection(attention, own)
     body.rotary_emb = CoCARotary(body.config)
 
 
@@ -58,24 +55,26 @@ class CollinearPreTrained:
     def _init_weights(self: Any, module: nn.Module) -> None:
         if isinstance(module, FoldedLinear):
             module.init_folded(self.config.initializer_range)
-        else:
-            super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(module, CollinearAttention):
+            for name, initial in initial_form_parameters(module).items():
+                initialization.copy_(getattr(module.form_parameters, name), initial)
 
 
 class CollinearModel(CollinearPreTrained):
-    """A decoder with collinear attention that knows every token's true position.
+    """A decoder with collinear attention that derives every token's true position.
 
-    The slack form answers to true positions, so padding must not shift them: where a caller gives
-    a mask but no positions, they are counted from the mask.
+    Scores of the slack form depend on true positions, so padding must not shift them: where a
+    caller gives a mask but no positions, they are counted from the mask.
     """
 
     config_class: Any
     attention_class: type[CollinearAttention]
-    attention_name = "self_attn"
 
     def __init__(self: Any, config: Any) -> None:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
-        exchange_attention(self, type(self))
+        replace_attention(self, type(self))
         self.post_init()
 
     def forward(
@@ -118,12 +117,12 @@ class CollinearForCausalLM(CollinearPreTrained):
 
     def __init__(self: Any, config: Any) -> None:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
-        exchange_attention(self.base_model, self.body_class)
+        replace_attention(self.base_model, self.body_class)
         self.base_model.post_init()
         self.post_init()
 
     def _get_static_cache_init_shape(self: Any) -> Any:
-        # Transformers would make keys as wide as values; the first update makes them as they are.
+        # Transformers would make keys as wide as values; without a shape, the first update decides.
         if self.config.kv_cache == "half":
             return None
         return super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue]

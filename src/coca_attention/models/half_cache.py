@@ -1,4 +1,4 @@
-"""Half caches: where the tokens stand whose coefficients are kept before rotation.
+"""Half caches: positions of the tokens whose coefficients are kept before rotation.
 
 Legend: B batch, T tokens of a pass, S slots of a cache.
 """
@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coca_attention.models.configuration import rope_parameters, rotary_scaling, rotary_width
-from coca_attention.ops import KeyFrames, inverse_frequencies, key_frames
+from coca_attention.models.configuration import rope_parameters, rotation
+from coca_attention.ops import KeyFrames, key_frames
 
 
-@torch.library.custom_op("coca_attention::written", mutates_args=())
-def written(x: Tensor) -> Tensor:
-    """x in memory, where torch.compile would follow its formula again in every layer and head."""
+@torch.library.custom_op("coca_attention::materialized", mutates_args=())
+def materialized(x: Tensor) -> Tensor:
+    """Write x to memory, where torch.compile would compute it again in every layer and head."""
     return x.clone()
 
 
-@written.register_fake
+@materialized.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
@@ -82,9 +82,9 @@ class KeyPositions:
         if kind not in self.made:
             like = torch.empty((), dtype=self.body.dtype, device=self.position_ids.device)
             named = layer_type if rotary_is_by_layer(config) else None
-            made = self.body.rotary_emb(like, self._positions(), named)
+            made = self.body.rotary_emb(like, self._positions(), named)[:2]
             if compiling():
-                made = tuple(written(x) for x in made)
+                made = tuple(materialized(x) for x in made)
             self.made[kind] = made
         cos, sin = self.made[kind]
         return cos[:, first : first + keys], sin[:, first : first + keys]
@@ -107,17 +107,16 @@ class KeyPositions:
         if kind not in self.made:
             config = self.body.config
             named = layer_type if rotary_is_by_layer(config) else None
-            base, scaling = rotary_scaling(config, named)
-            if scaling.kind == "dynamic" and scaling.length is None:
+            found = rotation(config, named)
+            if found.rule.follows_length:
                 return None  # its base follows the largest position
             self.made[kind] = key_frames(
                 self.first_position + first,
                 keys,
-                inverse_frequencies(rotary_width(config, named), base, scaling),
-                form=config.coca_form,
+                found,
                 tile=tile,
                 pairs=pairs,
-                magnitude=scaling.magnitude,
+                free_pairs=config.coca_free_pairs,
                 dtype=torch.promote_types(self.body.dtype, torch.float32),
             )
         return self.made[kind]

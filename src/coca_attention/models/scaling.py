@@ -4,76 +4,52 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models.attention import CoCARotary
-from coca_attention.models.configuration import (
-    PARAMETERS,
-    ROPE_TYPES,
-    rope_parameters,
-    training_length,
-)
-from coca_attention.ops.rotary import ScalingKind, join_pairs
+from coca_attention.models.configuration import rope_parameters, training_length
+from coca_attention.models.rotary import CoCARotary, VanillaRotary
+from coca_attention.ops import RULES
+from coca_attention.ops.positions import NTK
 
 CHANGED = ("rope_type", "type", "factor", "length")
-KEPT = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-
-
-class VanillaRotary(CoCARotary):
-    """Stateless stand-in for a Transformers rotary module: cos and sin at the full rotary width.
-
-    Transformers' own ``dynamic`` remembers the longest input seen; this one does not.
-
-    Args:
-        config: The model's configuration.
-        interleaved: Whether the module repeats each pair's number next to itself (Cohere).
-    """
-
-    def __init__(self, config: Any, interleaved: bool = False) -> None:
-        super().__init__(config)
-        self.interleaved = interleaved
-
-    def forward(
-        self, hidden_states: Tensor, position_ids: Tensor, layer_type: str | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (B, T, rotary width), in the dtype of the hidden states."""
-        cos, sin = (
-            join_pairs(x, x, self.interleaved).to(hidden_states.dtype)
-            for x in super().forward(hidden_states, position_ids, layer_type)
-        )
-        return cos, sin
+KEPT = (
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "turning_pairs",
+    "temperature",
+)
 
 
 def set_rotary_scaling(
     model: PreTrainedModel,
-    kind: ScalingKind,
+    kind: str,
     *,
     factor: float | None = None,
     length: int | None = None,
     **parameters: Any,
 ) -> None:
-    """Change how a model's rotary angles are scaled, in place and for good until the next call.
+    """Change how a model's rotary angles are scaled, in place, until the next call.
 
-    Works on CoCA models and on Transformers' rotary models, so that both are compared by the same
-    code. The rule replaces the one that the model had; the configuration says what was set. Where
-    kinds of layers differ (Gemma 3), those with full attention are scaled: a sliding window never
-    sees far. A vanilla model that is saved with ``ntk`` can be loaded where this package is
-    imported, for it registers the rule; Transformers' own Phi-3 can be saved with ``longrope``
-    alone.
+    Works on CoCA models and on Transformers' rotary models, so that the same code compares both.
+    The rule replaces the one that the model had; the configuration says what was set. Where kinds
+    of layers differ (Gemma 3), those with full attention are scaled: a sliding window never sees
+    far. A vanilla model that is saved with ``ntk`` can be loaded where this package is imported,
+    which registers the rule; Transformers' own Phi-3 can be saved with ``longrope`` alone.
 
     Args:
         model: A loaded model.
         kind: ``none``, ``linear`` (position interpolation), ``ntk`` (base fixed from the target
             length), ``dynamic`` (base follows the length of each forward pass; exact for a full
-            pass, inexact while decoding with a cache), ``yarn``, ``llama3`` or ``longrope``.
+            pass, inexact while decoding with a cache), ``yarn``, ``llama3``, ``longrope``, or a
+            rule that was registered.
         factor: Scaling factor, at least 1. Without it that of the model's present rule, if of the
             same kind; for ``longrope`` the one that follows from its configuration; or else 1.
         length: Target length in tokens, for ``ntk`` (without it the base is multiplied by
             ``factor ** (D / (D - 2))``) and ``longrope`` (without it the long factors are taken).
-        **parameters: What the rule takes besides, in Transformers' names (`PARAMETERS`), for
-            example ``low_freq_factor`` for ``llama3``. Those of the model's present rule stay
+        **parameters: What else the rule takes (the fields of its class in `coca_attention.ops`),
+            for example ``low_freq_factor`` for ``llama3``. Those of the model's present rule stay
             when it is of the same kind.
 
     Raises:
@@ -91,19 +67,23 @@ def set_rotary_scaling(
             f"a model of type {config.model_type!r} has no rotary embedding that could be scaled; "
             "evaluate it with scaling none"
         )
-    native: dict[str, str] = {ours: theirs for theirs, ours in ROPE_TYPES.items()}
-    if not isinstance(kind, str) or kind not in native:
-        raise UserError(f"unknown rotary scaling {kind!r}; choose one of {', '.join(native)}")
-    unknown = sorted(set(parameters) - set(PARAMETERS.get(kind, ())))
+    if not isinstance(kind, str) or kind not in RULES:
+        raise UserError(f"unknown rotary scaling {kind!r}; choose one of {', '.join(RULES)}")
+    rule = RULES[kind]
+    taken, own = rule.field_names(), rule.parameter_names()
+    unknown = sorted(set(parameters) - set(own))
     if unknown:
         raise UserError(
             f"rotary scaling {kind!r} has no {', '.join(unknown)}"
-            + (f"; it takes {', '.join(PARAMETERS[kind])}" if kind in PARAMETERS else "")
+            + (f"; it takes {', '.join(own)}" if own else "")
         )
     if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
         raise UserError(f"the target length must be a whole number of tokens, got {length!r}")
-    if length is not None and kind not in ("ntk", "longrope"):
-        raise UserError(f"rotary scaling {kind!r} has no target length; give it to ntk or longrope")
+    if length is not None and not rule.has_target_length:
+        able = [name for name, other in RULES.items() if other.has_target_length]
+        raise UserError(
+            f"rotary scaling {kind!r} has no target length; give it to {' or '.join(able)}"
+        )
     trained = training_length(config)
     if length is not None and trained is not None and length < trained and kind == "ntk":
         raise UserError(
@@ -114,35 +94,36 @@ def set_rotary_scaling(
         raise UserError(
             "this model has no layer with full attention, and sliding windows are not scaled"
         )
-    known = {*KEPT, *CHANGED, *(name for names in PARAMETERS.values() for name in names)}
+    known = {*KEPT, *CHANGED, *(name for r in RULES.values() for name in r.parameter_names())}
     strange = sorted(name for name in rope if name not in known and rope[name] is not None)
     if strange:
         raise UserError(
             f"this model's rotary embedding is of a kind whose scaling is not supported: its "
             f"parameters have {', '.join(strange)}"
         )
-    same = rope.get("rope_type", "default") == native[kind]
+    same = rope.get("rope_type", "default") == rule.rope_type
     changed = {name: rope[name] for name in KEPT if name in rope}
-    changed["rope_type"] = native[kind]
-    factor = factor if factor is not None else rope.get("factor") if same else None
-    if factor is None and kind not in ("none", "longrope"):
-        factor = 1.0
-    if kind != "none" and factor is not None:
-        changed["factor"] = factor
-    if kind in ("yarn", "llama3", "longrope") and trained is not None:
+    changed["rope_type"] = rule.rope_type
+    if "factor" in taken:
+        factor = factor if factor is not None else rope.get("factor") if same else None
+        if factor is None and kind != "longrope":  # its factor follows from the configuration
+            factor = 1.0
+        if factor is not None:
+            changed["factor"] = factor
+    if "training_length" in taken and not issubclass(rule, NTK) and trained is not None:
         # Without it Transformers refuses to save the configuration.
         changed.setdefault("original_max_position_embeddings", trained)
     if length is not None:
         changed["length"] = length
-    for name in PARAMETERS.get(kind, ()):
+    for name in own:
         value = parameters.get(name, rope.get(name) if same else None)
         if value is not None:
             changed[name] = list(value) if isinstance(value, tuple) else value
     probe = _with_rule(config, changed)
     try:
         # Built, and so checked, before the model sees it.
-        if factor is not None:
-            changed["factor"] = float(factor)
+        if "factor" in changed:
+            changed["factor"] = float(changed["factor"])
         CoCARotary(probe)(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(str(error)) from error
@@ -169,9 +150,10 @@ def _stateless(module: Any, config: Any) -> VanillaRotary:
         replacement = VanillaRotary(_as_for_short_texts(config), interleaved)
         if kinds and all(_agree(module, replacement, kind) for kind in kinds):
             return VanillaRotary(config, interleaved)
+    supported = ", ".join(rule.rope_type for rule in RULES.values())
     raise UserError(
         f"the rotary embedding {type(module).__name__} is of a kind whose scaling is not "
-        f"supported (supported: {', '.join(ROPE_TYPES)}; one set of frequencies a kind of layer)"
+        f"supported (supported: {supported}; one set of frequencies a kind of layer)"
     )
 
 

@@ -1,7 +1,8 @@
 """Tensors in, tensors out; needs torch alone.
 
-- `rotary`: frequencies, scaling rules, cos/sin, rotation.
-- `maps`: the CoCA forms as effective queries and keys.
+- `positions`: rotary pairs, rules for their frequencies, `Rotation`.
+- `forms`: the score forms.
+- `maps`: effective queries and keys.
 - `collinear`: `coca_attention`, the operator.
 - `decoding`: one new token over a half cache.
 - `kernels`: fused Triton kernels, used on CUDA where Triton is installed.
@@ -19,36 +20,40 @@ from coca_attention.ops.decoding import (
     key_frames,
     tile_length,
 )
-from coca_attention.ops.maps import FORMS, Form, fold, key_map, query_map, score_scale
-from coca_attention.ops.rotary import (
-    NO_SCALING,
-    SCALING_KINDS,
-    RotaryScaling,
+from coca_attention.ops.forms import FORMS, ScoreForm, get_form, register_form
+from coca_attention.ops.maps import activate, fold, key_map, query_map, score_scale
+from coca_attention.ops.positions import (
+    RULES,
+    UNSCALED,
+    Rotation,
+    Rule,
     apply_rotary,
-    inverse_frequencies,
-    ntk_base,
-    rotary_cos_sin,
+    make_rule,
+    register_rule,
 )
 
 __all__ = [
     "FORMS",
-    "NO_SCALING",
-    "SCALING_KINDS",
-    "Form",
+    "RULES",
+    "UNSCALED",
     "KeyFrames",
-    "RotaryScaling",
+    "Rotation",
+    "Rule",
+    "ScoreForm",
+    "activate",
     "apply_rotary",
     "attend",
     "attend_half",
     "attend_half_at",
     "coca_attention",
     "fold",
-    "inverse_frequencies",
+    "get_form",
     "key_frames",
     "key_map",
-    "ntk_base",
+    "make_rule",
     "query_map",
-    "rotary_cos_sin",
+    "register_form",
+    "register_rule",
     "score_scale",
     "tile_length",
 ]

@@ -46,11 +46,11 @@ def attend(
         TypeError: If the mask is neither boolean nor floating.
     """
     heads, queries, width = query.shape[-3:]
-    groups, keys, value_width = value.shape[-3:]
-    if groups == 0 or heads % groups:
+    kv_heads, keys, value_width = value.shape[-3:]
+    if kv_heads == 0 or heads % kv_heads:
         raise ValueError(
             f"the number of key/value heads must divide the number of query heads; got "
-            f"{groups} and {heads}"
+            f"{kv_heads} and {heads}"
         )
     if is_causal and queries > keys:
         raise ValueError(
@@ -69,9 +69,9 @@ def attend(
         query = F.pad(query, (0, value_width - width))
         key = F.pad(key, (0, value_width - width))
     masked = attention_mask is not None or (is_causal and 1 < queries < keys)
-    if groups != heads and not _groups_are_fused(query, masked):
-        key = key.repeat_interleave(heads // groups, dim=-3)
-        value = value.repeat_interleave(heads // groups, dim=-3)
+    if kv_heads != heads and not _fuses_grouped_heads(query, masked):
+        key = key.repeat_interleave(heads // kv_heads, dim=-3)
+        value = value.repeat_interleave(heads // kv_heads, dim=-3)
 
     def call(rows: Tensor, last: int, mask: Tensor | None, causal: bool) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -123,7 +123,7 @@ def _check_mask(mask: Tensor | None) -> None:
         )
 
 
-def _groups_are_fused(query: Tensor, masked: bool) -> bool:
+def _fuses_grouped_heads(query: Tensor, masked: bool) -> bool:
     """Whether a linear-memory kernel takes fewer key/value heads than query heads.
 
     On accelerators only FlashAttention does, in half precision without a mask; anything else with

@@ -4,16 +4,17 @@ Legend: B batch, T query length, S key length, H query heads, G key/value heads,
 
 The paper writes the scores with a key for every (query, key) pair. They are ordinary dot products
 of an effective query and an effective key (`maps`), so any kernel for softmax(Q K^T) V computes
-CoCA exactly, in memory linear in S. The strict and linear scores depend on m - n alone; the slack
-ones depend on both positions, so they need true positions.
+CoCA exactly, in memory linear in S. Scores of shift-invariant forms depend on m - n alone; those of
+the slack form depend on both positions, so they need true positions.
 """
 
 import torch
 from torch import Tensor
 
 from coca_attention.ops.attention import attend
-from coca_attention.ops.maps import Form, check_form, key_map, query_map, score_scale
-from coca_attention.ops.rotary import check_width, rotary_cos_sin
+from coca_attention.ops.forms import ScoreForm, get_form
+from coca_attention.ops.maps import key_map, query_map, score_scale
+from coca_attention.ops.positions import Rotation, check_width
 
 
 def coca_attention(
@@ -21,12 +22,12 @@ def coca_attention(
     key_coefficients: Tensor,
     value: Tensor,
     *,
-    form: Form = "slack",
+    form: str | ScoreForm = "slack",
+    rotation: Rotation | None = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
-    base: float = 10000.0,
     interleaved: bool = False,
-    rotary_width: int | None = None,
+    parameters: dict[str, Tensor] | None = None,
     attention_mask: Tensor | None = None,
     is_causal: bool = True,
     scale: float | None = None,
@@ -37,17 +38,17 @@ def coca_attention(
         query: q before rotation, (B, H, T, D), D even. When T < S the queries are the last T
             positions.
         key_coefficients: t, already non-negative (the paper's ReLU applied), (B, G, S, D/2);
-            G divides H.
+            G divides H. With F free pairs (B, G, S, D/2 + F), see `coca_attention.ops.maps`.
         value: (B, G, S, Dv); Dv may differ from D.
-        form: ``slack`` (Eq. 10, what the authors trained), ``strict`` (Eq. 9 = Eq. 17,
-            shift-invariant) or ``linear`` (our own, shift-invariant: |q_j| in place of |q_j|^2).
+        form: Score form or its name: ``slack`` (Eq. 10, what the authors trained), ``strict``
+            (Eq. 9 = Eq. 17, shift-invariant) or ``magnitude`` (our own, shift-invariant: |q_j| in
+            place of |q_j|^2).
+        rotation: What turns the pairs; default `Rotation(D)`. A smaller width is partial rotary.
         query_positions: (T,) or (B, T); default: the last T of 0 … S - 1.
         key_positions: (S,) or (B, S); default 0 … S - 1. Give true positions for padded or packed
             batches: the slack form is not shift-invariant.
-        base: Base of the rotary frequencies (see `ntk_base` for scaled ones).
         interleaved: Pair layout of the query: False for pairs (j, j + D/2), True for (2j, 2j + 1).
-        rotary_width: Numbers of a head that are rotated (partial rotary), see `split_pairs`;
-            default D.
+        parameters: The form's learned parameters, each (H, ...); the built-in forms have none.
         attention_mask: Boolean (True = may attend) or additive, broadcastable to (B, H, T, S);
             applied on top of causality.
         is_causal: Causality by index, not by position: query i sees keys 0 … S - T + i.
@@ -60,7 +61,7 @@ def coca_attention(
         ValueError: If a shape does not fit; the message says which and what was expected.
         TypeError: If query, key coefficients and value differ in dtype.
     """
-    check_form(form)
+    form = get_form(form)
     _check_inputs(query, key_coefficients, value)
     queries, keys, width = query.shape[-2], key_coefficients.shape[-2], query.shape[-1]
     if key_positions is None:
@@ -85,14 +86,26 @@ def coca_attention(
     wide = torch.promote_types(query.dtype, torch.float32)
     factor = width**-0.5 if scale is None else scale
     divisor = score_scale(query.dtype)
-    span = width if rotary_width is None else rotary_width
-    cos, sin = rotary_cos_sin(key_positions, span, base=base, dtype=wide)
-    k = key_map(key_coefficients, cos, sin, form=form)
+    rotation = Rotation(width) if rotation is None else rotation
+    free_pairs = key_coefficients.shape[-1] - width // 2
+    cos, sin = rotation.tables(key_positions, wide)
+    k = key_map(key_coefficients, cos, sin, free_pairs=free_pairs)
     if query_positions is None:
+        query_positions = key_positions[..., keys - queries :]
         cos, sin = (x[..., keys - queries :, :] for x in (cos, sin))
     else:
-        cos, sin = rotary_cos_sin(query_positions, span, base=base, dtype=wide)
-    q = query_map(query, cos, sin, form=form, scale=factor / divisor, interleaved=interleaved)
+        cos, sin = rotation.tables(query_positions, wide)
+    q = query_map(
+        query,
+        cos,
+        sin,
+        factor=rotation.query_factor(query_positions, wide),
+        form=form,
+        scale=factor / divisor,
+        interleaved=interleaved,
+        free_pairs=free_pairs,
+        parameters=parameters,
+    )
     return attend(q, k, value, attention_mask=attention_mask, is_causal=is_causal, scale=divisor)
 
 
@@ -114,19 +127,20 @@ def _check_inputs(query: Tensor, key_coefficients: Tensor, value: Tensor) -> Non
             )
     batch, heads, _, width = query.shape
     check_width(width)
-    groups, _, pairs = key_coefficients.shape[1:]
-    if pairs != width // 2:
+    kv_heads, _, coefficients = key_coefficients.shape[1:]
+    if not width // 2 <= coefficients <= width:
         raise ValueError(
             f"key_coefficients must hold one number per rotary pair, width {width // 2} for a "
-            f"head of {width}; got {pairs} (use fold() to halve a full-width projection)"
+            f"head of {width}, and one more per free pair; got {coefficients} (use fold() to halve "
+            "a full-width projection)"
         )
     if value.shape[:3] != key_coefficients.shape[:3] or batch != value.shape[0]:
         raise ValueError(
             f"batch, key/value heads and key length must agree: query {tuple(query.shape)}, "
             f"key_coefficients {tuple(key_coefficients.shape)}, value {tuple(value.shape)}"
         )
-    if groups == 0 or heads % groups:
+    if kv_heads == 0 or heads % kv_heads:
         raise ValueError(
-            f"the number of key/value heads must divide the number of query heads; got {groups} "
+            f"the number of key/value heads must divide the number of query heads; got {kv_heads} "
             f"and {heads}"
         )

@@ -1,18 +1,18 @@
 """The query and key maps: CoCA's scores as plain dot products of an effective query and key.
 
 Legend: B batch, T query length, S key length, H query heads, G key/value heads, D head width,
-P = D/2 rotary pairs, m a query's position, n a key's.
+P = D/2 rotary pairs, R rotary width, F free pairs, C = P - F collinear pairs.
 
-    slack  (Eq. 10):      Q' = q * R_m q                          K' = R_n [t, t]
-    strict (Eq. 9, 17):   Q'_j = |q_j|^2 (cos m θ_j, sin m θ_j)    K'_j = t_j (cos n θ_j, sin n θ_j)
-    linear (our own):     Q'_j = |q_j|   (cos m θ_j, sin m θ_j)    K' as in strict
+Q' depends on the score form (`coca_attention.ops.forms`); K' is the rotary key of (t, 0) for
+collinear pairs and of (k_0, k_1) for free ones. The coefficients of a token and key head are
+[t, k_0, k_1], P + F numbers: the first members of all pairs, then the second ones of free pairs.
 
 Both maps are read once and written once in each direction: a call costs less than the rotation of
 queries and keys in ordinary rotary attention. For the backward pass only q is kept, in its own
 dtype; the key map is linear and keeps nothing but cos and sin.
 """
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,31 +20,46 @@ from torch import Tensor
 from torch.autograd import Function
 
 from coca_attention.ops import kernels
-from coca_attention.ops.rotary import join_pairs, split_pairs
-
-Form = Literal["slack", "strict", "linear"]
-FORMS: tuple[str, ...] = get_args(Form)
+from coca_attention.ops.forms import ScoreForm, get_form
+from coca_attention.ops.positions import join_pairs, split_pairs
 
 
-def check_form(form: str) -> None:
-    """Raise ValueError unless ``form`` names a CoCA form."""
-    if form not in FORMS:
-        raise ValueError(f"unknown CoCA form {form!r}; choose one of {', '.join(FORMS)}")
+def fold(
+    x: Tensor, interleaved: bool = False, rotary_width: int | None = None, free_pairs: int = 0
+) -> Tensor:
+    """Key coefficients of a full-width key: means of the two members of every collinear pair.
 
-
-def fold(x: Tensor, interleaved: bool = False, rotary_width: int | None = None) -> Tensor:
-    """Mean of the two members of every rotary pair, as in the authors' released code.
+    The mean is what the authors' released code takes. Free pairs keep both members.
 
     Args:
         x: (..., D).
         interleaved: Pair layout, see `split_pairs`.
         rotary_width: Numbers of a head that are rotated, see `split_pairs`; default D.
+        free_pairs: F, the last pairs of a head that are not collinear.
 
     Returns:
-        (..., P).
+        (..., P + F).
     """
     first, second = split_pairs(x, interleaved, rotary_width)
-    return (first + second) / 2
+    means = (first + second) / 2
+    if not free_pairs:
+        return means
+    return torch.cat(
+        (means[..., :-free_pairs], first[..., -free_pairs:], second[..., -free_pairs:]), -1
+    )
+
+
+def activate(x: Tensor, pairs: int) -> Tensor:
+    """ReLU of the coefficients of collinear pairs (Eq. 5, 6); those of free pairs stay.
+
+    Args:
+        x: (..., P + F).
+        pairs: P.
+    """
+    collinear = 2 * pairs - x.shape[-1]
+    if collinear == pairs:
+        return x.relu()
+    return torch.cat((x[..., :collinear].relu(), x[..., collinear:]), dim=-1)
 
 
 def score_scale(dtype: torch.dtype) -> float:
@@ -62,9 +77,12 @@ def query_map(
     cos: Tensor,
     sin: Tensor,
     *,
-    form: Form,
+    form: str | ScoreForm,
     scale: float = 1.0,
+    factor: Tensor | None = None,
     interleaved: bool = False,
+    free_pairs: int = 0,
+    parameters: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Effective query Q', such that scale * a(m, n) = Q'_m · K'_n.
 
@@ -73,13 +91,16 @@ def query_map(
 
     Args:
         query: q before rotation, (B, H, T, D).
-        cos: cos of the angles at the queries' positions, (T, R/2) or (B, T, R/2). R is the rotary
-            width: D, or less under partial rotary, whose other pairs are not rotated. A constant:
-            no gradient is formed for it.
+        cos: cos of the angles at the queries' positions, (T, R/2) or (B, T, R/2), from
+            `Rotation.tables`. Pairs beyond the rotary width are not rotated. A constant: no
+            gradient is formed for it.
         sin: Like cos.
-        form: ``slack`` (Eq. 10), ``strict`` (Eq. 9) or ``linear``.
+        form: A score form or its name.
         scale: Folded into the result, so that attention runs with scale 1; see `score_scale`.
+        factor: Of every query, (T,) or (B, T), from `Rotation.query_factor`; also a constant.
         interleaved: Pair layout of the query, see `split_pairs`.
+        free_pairs: F.
+        parameters: The form's learned parameters, each (H, ...).
 
     Returns:
         (B, H, T, D) in the dtype of the query, always in the half-split layout.
@@ -87,39 +108,39 @@ def query_map(
     Raises:
         ValueError: If the form is unknown, or cos or sin requires a gradient.
     """
-    check_form(form)
+    form = get_form(form)
     _check_constants(cos, sin)
     wide = torch.promote_types(query.dtype, torch.float32)
     span = 2 * cos.shape[-1]
     cos, sin = over_all_pairs(cos, sin, query.shape[-1] // 2, wide)
-    return _call(_QueryMap, query, cos * scale, sin * scale, form, interleaved, span)
+    scales = scale if factor is None else scale * factor.to(wide)[..., None, :, None]
+    arguments = (query, cos * scales, sin * scales, form, interleaved, span, free_pairs)
+    if form.gradient is None:
+        learned = {name: x.to(wide).unsqueeze(1) for name, x in (parameters or {}).items()}
+        return _query(*arguments, learned)
+    return _call(_QueryMap, *arguments)
 
 
-def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, form: Form) -> Tensor:
-    """Effective key K'.
+def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, free_pairs: int = 0) -> Tensor:
+    """Effective key K', the same for every score form.
 
     Args:
-        key_coefficients: t, non-negative, (B, G, S, P).
-        cos: cos of the angles at the keys' positions, (S, R/2) or (B, S, R/2), see `query_map`.
+        key_coefficients: t, non-negative, and both members of free pairs: (B, G, S, P + F).
+        cos: cos of the angles at the keys' positions, (S, R/2) or (B, S, R/2), from
+            `Rotation.tables`; see `query_map`.
         sin: Like cos.
-        form: ``slack``, ``strict`` or ``linear``.
+        free_pairs: F.
 
     Returns:
         (B, G, S, D) in the dtype of the coefficients, in the half-split layout.
 
     Raises:
-        ValueError: If the form is unknown, or cos or sin requires a gradient.
+        ValueError: If cos or sin requires a gradient.
     """
-    check_form(form)
     _check_constants(cos, sin)
     wide = torch.promote_types(key_coefficients.dtype, torch.float32)
-    cos, sin = over_all_pairs(cos, sin, key_coefficients.shape[-1], wide)
-    return _call(_KeyMap, key_coefficients, *key_turn(cos, sin, form))
-
-
-def key_turn(cos: Tensor, sin: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """What t is multiplied by for the two members of K's pairs: of [t, t] turned, or [t, 0]."""
-    return (cos - sin, sin + cos) if form == "slack" else (cos, sin)
+    cos, sin = over_all_pairs(cos, sin, key_coefficients.shape[-1] - free_pairs, wide)
+    return _call(_KeyMap, key_coefficients, cos, sin, free_pairs)
 
 
 def _check_constants(cos: Tensor, sin: Tensor) -> None:
@@ -140,14 +161,60 @@ def over_all_pairs(
     return cos.to(dtype).unsqueeze(-3), sin.to(dtype).unsqueeze(-3)
 
 
-def _both(first: Tensor, second: Tensor) -> Tensor:
-    """(..., P) and (..., P) to (..., 2, P), which flattens to the half-split layout."""
-    return torch.stack((first, second), dim=-2)
-
-
 def _call(function: Any, *arguments: Any) -> Tensor:
-    """A function's value; without gradients not through `apply`, which decoding would notice."""
+    """A function's value; without gradients not through `apply`, whose cost decoding would show."""
     return (function.apply if torch.is_grad_enabled() else function.forward)(*arguments)
+
+
+def _query(
+    query: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    form: ScoreForm,
+    interleaved: bool,
+    span: int,
+    free_pairs: int,
+    parameters: dict[str, Tensor],
+) -> Tensor:
+    """Q' by PyTorch's own operations, differentiable by autograd."""
+    q0, q1 = split_pairs(query.to(cos.dtype), interleaved, span)
+    if not free_pairs:
+        return form.query(q0, q1, cos, sin, **parameters).flatten(-2).to(query.dtype)
+    (a0, b0), (a1, b1), (c, free_cos), (s, free_sin) = (
+        (x[..., :-free_pairs], x[..., -free_pairs:]) for x in (q0, q1, cos, sin)
+    )
+    rotated = torch.stack((b0 * free_cos - b1 * free_sin, b0 * free_sin + b1 * free_cos), dim=-2)
+    made = torch.cat((form.query(a0, a1, c, s, **parameters), rotated), dim=-1)
+    return made.flatten(-2).to(query.dtype)
+
+
+def _query_gradient(
+    query: Tensor,
+    grad: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    form: Any,
+    interleaved: bool,
+    span: int,
+    free_pairs: int,
+) -> Tensor:
+    """Gradient of q from that of Q' = (g0, g1)."""
+    halves = (
+        *split_pairs(query.to(cos.dtype), interleaved, span),
+        *grad.to(cos.dtype).chunk(2, -1),
+    )
+    if not free_pairs:
+        first, second = form.gradient(*halves, cos, sin)
+    else:
+        collinear, free = zip(
+            *((x[..., :-free_pairs], x[..., -free_pairs:]) for x in (*halves, cos, sin)),
+            strict=True,
+        )
+        _, _, g0, g1, c, s = free
+        rotated = torch.addcmul(g0 * c, g1, s), torch.addcmul(g1 * c, g0, s, value=-1)
+        pairs = zip(form.gradient(*collinear), rotated, strict=True)
+        first, second = (torch.cat(both, dim=-1) for both in pairs)
+    return join_pairs(first, second, interleaved, span).to(query.dtype)
 
 
 class _QueryMap(Function):
@@ -155,22 +222,19 @@ class _QueryMap(Function):
 
     @staticmethod
     def forward(
-        query: Tensor, cos: Tensor, sin: Tensor, form: Form, interleaved: bool, span: int
+        query: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        form: ScoreForm,
+        interleaved: bool,
+        span: int,
+        free_pairs: int,
     ) -> Tensor:
-        if kernels.serve(query):
-            return kernels.maps.query_map(query, cos, sin, form, interleaved, span)
-        q0, q1 = split_pairs(query.to(cos.dtype), interleaved, span)
-        if form == "slack":
-            made = q0.unsqueeze(-2) * _both(cos, sin)
-            made.addcmul_(q1.unsqueeze(-2), _both(-sin, cos))
-            made.select(-2, 0).mul_(q0)
-            made.select(-2, 1).mul_(q1)
-        else:
-            magnitude = (q0 * q0).addcmul_(q1, q1)
-            if form == "linear":
-                magnitude.sqrt_()
-            made = magnitude.unsqueeze(-2) * _both(cos, sin)
-        return made.flatten(-2).to(query.dtype)
+        if form.kernel is not None and kernels.supports(query):
+            return kernels.maps.query_map(
+                query, cos, sin, form.kernel, interleaved, span, free_pairs
+            )
+        return _query(query, cos, sin, form, interleaved, span, free_pairs, {})
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -180,63 +244,44 @@ class _QueryMap(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, cos, sin = ctx.saved_tensors
+        form, *layout = ctx.settings
         # With a graph (for second derivatives) the gradient is made of PyTorch's own operations.
-        fused = kernels.serve(query) and not torch.is_grad_enabled()
-        gradient = kernels.maps.query_gradient if fused else _query_gradient
-        return gradient(query, grads[0], cos, sin, *ctx.settings), *(None,) * 5
-
-
-def _query_gradient(
-    query: Tensor,
-    grad: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    form: Form,
-    interleaved: bool,
-    span: int,
-) -> Tensor:
-    """Gradient of q from that of Q' = (g0, g1), pair by pair.
-
-    slack: 2 cos g_i q_i + sin (g1 - g0) q_(1-i); strict: 2 q_i (cos g0 + sin g1); linear:
-    q_i / |q| (cos g0 + sin g1), and 0 where q is 0.
-    """
-    q0, q1 = split_pairs(query.to(cos.dtype), interleaved, span)
-    g0, g1 = grad.to(cos.dtype).chunk(2, dim=-1)
-    if form == "slack":
-        turned, double = (g1 - g0) * sin, 2 * cos
-        first = torch.addcmul(turned * q1, g0 * double, q0)
-        second = torch.addcmul(turned * q0, g1 * double, q1)
-    else:
-        along = torch.addcmul(g0 * cos, g1, sin)
-        if form == "strict":
-            along = 2 * along
+        if form.kernel is not None and kernels.supports(query) and not torch.is_grad_enabled():
+            made = kernels.maps.query_gradient(query, grads[0], cos, sin, form.kernel, *layout)
         else:
-            square = torch.addcmul(q0 * q0, q1, q1)
-            # Both branches of `where` must be finite, or the second derivative is not.
-            along = torch.where(square > 0, along * square.where(square > 0, 1.0).rsqrt(), 0.0)
-        first, second = along * q0, along * q1
-    return join_pairs(first, second, interleaved, span).to(query.dtype)
+            made = _query_gradient(query, grads[0], cos, sin, form, *layout)
+        return made, *(None,) * 6
 
 
 class _KeyMap(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(coefficients: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        if kernels.serve(coefficients):
-            return kernels.maps.key_map(coefficients, first, second)
-        made = coefficients.to(first.dtype).unsqueeze(-2) * _both(first, second)
+    def forward(coefficients: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
+        if kernels.supports(coefficients):
+            return kernels.maps.key_map(coefficients, cos, sin, free_pairs)
+        wide, tables = coefficients.to(cos.dtype), torch.stack((cos, sin), dim=-2)
+        made = wide[..., : cos.shape[-1]].unsqueeze(-2) * tables
+        if free_pairs:
+            second = wide[..., cos.shape[-1] :]
+            c, s = cos[..., -free_pairs:], sin[..., -free_pairs:]
+            made[..., -free_pairs:] += second.unsqueeze(-2) * torch.stack((-s, c), dim=-2)
         return made.flatten(-2).to(coefficients.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
+        _, cos, sin, ctx.free_pairs = inputs
+        ctx.save_for_backward(cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        first, second = ctx.saved_tensors
-        grad = grads[0]
-        if kernels.serve(grad) and not torch.is_grad_enabled():
-            return kernels.maps.key_gradient(grad, first, second), None, None
-        g0, g1 = grad.to(first.dtype).chunk(2, dim=-1)
-        return torch.addcmul(g0 * first, g1, second).to(grad.dtype), None, None
+        cos, sin = ctx.saved_tensors
+        grad, free_pairs = grads[0], ctx.free_pairs
+        if kernels.supports(grad) and not torch.is_grad_enabled():
+            return kernels.maps.key_gradient(grad, cos, sin, free_pairs), None, None, None
+        g0, g1 = grad.to(cos.dtype).chunk(2, dim=-1)
+        made = torch.addcmul(g0 * cos, g1, sin)
+        if free_pairs:
+            f0, f1, c, s = (x[..., -free_pairs:] for x in (g0, g1, cos, sin))
+            made = torch.cat((made, torch.addcmul(f1 * c, f0, s, value=-1)), dim=-1)
+        return made.to(grad.dtype), None, None, None

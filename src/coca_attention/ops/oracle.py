@@ -9,13 +9,12 @@ Only for small inputs: some of these hold T * S * D complex numbers.
 import torch
 from torch import Tensor
 
-from coca_attention.ops.maps import Form
 
-
-def _angles(positions: Tensor, width: int, base: float) -> Tensor:
-    """n θ_j with θ_j = base^(-2j/d): (..., P)."""
-    j = torch.arange(width // 2, dtype=torch.float64)
-    return positions.double().unsqueeze(-1) * base ** (-2 * j / width)
+def _angles(positions: Tensor, width: int, theta: Tensor | None) -> Tensor:
+    """n θ_j, by default with the paper's θ_j = 10000^(-2j/d): (..., P)."""
+    if theta is None:
+        theta = 10000.0 ** (-2 * torch.arange(width // 2, dtype=torch.float64) / width)
+    return positions.double().unsqueeze(-1) * theta
 
 
 def _complex_pairs(x: Tensor, interleaved: bool) -> Tensor:
@@ -27,9 +26,9 @@ def _complex_pairs(x: Tensor, interleaved: bool) -> Tensor:
     return torch.complex(x[..., 0::2].contiguous(), x[..., 1::2].contiguous())
 
 
-def _rotate(pairs: Tensor, positions: Tensor, width: int, base: float) -> Tensor:
+def _rotate(pairs: Tensor, positions: Tensor, width: int, theta: Tensor | None) -> Tensor:
     """Equation (1), f(x, n): every complex pair times e^{i n θ_j}."""
-    angles = _angles(positions, width, base)
+    angles = _angles(positions, width, theta)
     return pairs * torch.polar(torch.ones_like(angles), angles)
 
 
@@ -39,7 +38,7 @@ def rope_scores(
     query_positions: Tensor,
     key_positions: Tensor,
     *,
-    base: float = 10000.0,
+    theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
     """Equation (2): rotary attention scores before scaling.
@@ -49,7 +48,7 @@ def rope_scores(
         key: (..., S, D).
         query_positions: (T,).
         key_positions: (S,).
-        base: Rotary base.
+        theta: Angle per token of every pair, (P,); default: the paper's, with base 10000.
         interleaved: Pair layout.
 
     Returns:
@@ -58,7 +57,7 @@ def rope_scores(
     q = _complex_pairs(query, interleaved).unsqueeze(-2)
     k = _complex_pairs(key, interleaved).unsqueeze(-3)
     distance = query_positions.unsqueeze(-1) - key_positions
-    return _rotate(q * k.conj(), distance, query.shape[-1], base).real.sum(-1)
+    return _rotate(q * k.conj(), distance, query.shape[-1], theta).real.sum(-1)
 
 
 def strict_scores(
@@ -67,7 +66,7 @@ def strict_scores(
     query_positions: Tensor,
     key_positions: Tensor,
     *,
-    base: float = 10000.0,
+    theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
     """Equation (9): Re<f(q_m, m), f(q_m, n) * t_n>, with a key for every query and key position.
@@ -77,7 +76,7 @@ def strict_scores(
         key_coefficients: t, (..., S, P), both members of a pair sharing one (Eq. 6).
         query_positions: (T,).
         key_positions: (S,).
-        base: Rotary base.
+        theta: Angle per token of every pair, (P,); default: the paper's, with base 10000.
         interleaved: Pair layout of the query.
 
     Returns:
@@ -85,8 +84,8 @@ def strict_scores(
     """
     width = query.shape[-1]
     q = _complex_pairs(query, interleaved)
-    rotated_query = _rotate(q, query_positions, width, base).unsqueeze(-2)
-    keys = _rotate(q.unsqueeze(-2), key_positions, width, base)
+    rotated_query = _rotate(q, query_positions, width, theta).unsqueeze(-2)
+    keys = _rotate(q.unsqueeze(-2), key_positions, width, theta)
     keys = keys * key_coefficients.double().unsqueeze(-3)
     return (rotated_query * keys.conj()).real.sum(-1)
 
@@ -97,7 +96,7 @@ def strict_scores_closed(
     query_positions: Tensor,
     key_positions: Tensor,
     *,
-    base: float = 10000.0,
+    theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
     """Equation (17): the sum over pairs of t_2j |q_j|^2 cos((m - n) θ_j).
@@ -106,7 +105,7 @@ def strict_scores_closed(
     """
     magnitude = _complex_pairs(query, interleaved).abs().square().unsqueeze(-2)
     distance = query_positions.unsqueeze(-1) - key_positions
-    cosine = _angles(distance, query.shape[-1], base).cos()
+    cosine = _angles(distance, query.shape[-1], theta).cos()
     return (key_coefficients.double().unsqueeze(-3) * magnitude * cosine).sum(-1)
 
 
@@ -116,7 +115,7 @@ def slack_scores(
     query_positions: Tensor,
     key_positions: Tensor,
     *,
-    base: float = 10000.0,
+    theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
     """Equation (10): Re<f(q_m, m), q_m * f(t_n, n)>, the product taken number by number.
@@ -127,19 +126,19 @@ def slack_scores(
     q = _complex_pairs(query, interleaved)
     t = key_coefficients.double()
     # (..., T, P, 2), (..., S, P, 2): the two real members of every pair.
-    rotated_query = torch.view_as_real(_rotate(q, query_positions, width, base))
-    rotated_t = torch.view_as_real(_rotate(torch.complex(t, t), key_positions, width, base))
+    rotated_query = torch.view_as_real(_rotate(q, query_positions, width, theta))
+    rotated_t = torch.view_as_real(_rotate(torch.complex(t, t), key_positions, width, theta))
     keys = torch.view_as_real(q).unsqueeze(-3) * rotated_t.unsqueeze(-4)
     return (rotated_query.unsqueeze(-3) * keys).sum((-1, -2))
 
 
-def linear_scores(
+def magnitude_scores(
     query: Tensor,
     key_coefficients: Tensor,
     query_positions: Tensor,
     key_positions: Tensor,
     *,
-    base: float = 10000.0,
+    theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
     """Not from the paper: Equation (9) for the query with every pair divided by √|q_j|.
@@ -153,32 +152,32 @@ def linear_scores(
         key_coefficients,
         query_positions,
         key_positions,
-        base=base,
+        theta=theta,
         interleaved=True,
     )
 
 
 def partial_scores(
-    form: Form,
+    form: str,
     query: Tensor,
     key_coefficients: Tensor,
     query_positions: Tensor,
     key_positions: Tensor,
     *,
     rotary_width: int,
-    base: float = 10000.0,
+    theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
     """Scores under partial rotary: of the rotated span, plus of the rest with every position 0.
 
     Args:
-        form: ``slack``, ``strict`` or ``linear``.
+        form: Name in `SCORES`.
         query: (..., T, D), the first ``rotary_width`` numbers of each head rotated.
         key_coefficients: t, (..., S, P).
         query_positions: (T,).
         key_positions: (S,).
         rotary_width: Even, less than D.
-        base: Rotary base.
+        theta: Angle per token of every pair, (P,); default: the paper's, with base 10000.
         interleaved: Pair layout inside the span.
 
     Returns:
@@ -190,7 +189,7 @@ def partial_scores(
         key_coefficients[..., :pairs],
         query_positions,
         key_positions,
-        base=base,
+        theta=theta,
         interleaved=interleaved,
     )
     passed = SCORES[form](
@@ -202,7 +201,7 @@ def partial_scores(
     return turned + passed
 
 
-SCORES = {"slack": slack_scores, "strict": strict_scores, "linear": linear_scores}
+SCORES = {"slack": slack_scores, "strict": strict_scores, "magnitude": magnitude_scores}
 
 
 def attention(scores: Tensor, value: Tensor, *, scale: float, is_causal: bool = True) -> Tensor:
@@ -225,15 +224,61 @@ def attention(scores: Tensor, value: Tensor, *, scale: float, is_causal: bool = 
     return scores.softmax(-1) @ value.double()
 
 
+def free_scores(
+    form: str,
+    query: Tensor,
+    key_coefficients: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    *,
+    theta: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """Scores where the last F pairs are free: Equation (2) for these, the form's for the others.
+
+    Args:
+        form: Name in `SCORES`, for the collinear pairs.
+        query: (..., T, D).
+        key_coefficients: t of the collinear pairs, then the first and the second members of the
+            free pairs' keys, (..., S, P + F).
+        query_positions: (T,).
+        key_positions: (S,).
+        theta: Angle per token of every pair, (P,).
+        interleaved: Pair layout of the query.
+
+    Returns:
+        (..., T, S), float64.
+    """
+    pairs = query.shape[-1] // 2
+    free = key_coefficients.shape[-1] - pairs
+    angles = _angles(torch.ones(()), 2 * pairs, theta)
+    q = torch.view_as_real(_complex_pairs(query, interleaved))
+    first, second = key_coefficients.double()[..., -2 * free :].chunk(2, dim=-1)
+    key = torch.stack((first, second), dim=-1).flatten(-2)
+    positions = (query_positions, key_positions)
+    scores = rope_scores(
+        q[..., -free:, :].flatten(-2), key, *positions, theta=angles[-free:], interleaved=True
+    )
+    if free == pairs:
+        return scores
+    return scores + SCORES[form](
+        q[..., :-free, :].flatten(-2),
+        key_coefficients[..., : pairs - free],
+        *positions,
+        theta=angles[:-free],
+        interleaved=True,
+    )
+
+
 def coca_attention(
     query: Tensor,
     key_coefficients: Tensor,
     value: Tensor,
     *,
-    form: Form = "slack",
+    form: str = "slack",
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
-    base: float = 10000.0,
+    theta: Tensor | None = None,
     interleaved: bool = False,
     rotary_width: int | None = None,
     is_causal: bool = True,
@@ -244,19 +289,21 @@ def coca_attention(
     Shapes as there, positions of one dimension only. Returns (B, H, T, Dv), float64.
     """
     heads, queries, width = query.shape[-3:]
-    groups, keys = key_coefficients.shape[-3:-1]
+    kv_heads, keys = key_coefficients.shape[-3:-1]
     if key_positions is None:
         key_positions = torch.arange(keys)
     if query_positions is None:
         query_positions = key_positions[keys - queries :]
-    t = key_coefficients.repeat_interleave(heads // groups, dim=-3)
-    v = value.repeat_interleave(heads // groups, dim=-3)
+    t = key_coefficients.repeat_interleave(heads // kv_heads, dim=-3)
+    v = value.repeat_interleave(heads // kv_heads, dim=-3)
     tensors = (query, t, query_positions, key_positions)
-    if rotary_width is None or rotary_width == width:
-        scores = SCORES[form](*tensors, base=base, interleaved=interleaved)
+    if t.shape[-1] > width // 2:
+        scores = free_scores(form, *tensors, theta=theta, interleaved=interleaved)
+    elif rotary_width is None or rotary_width == width:
+        scores = SCORES[form](*tensors, theta=theta, interleaved=interleaved)
     else:
         scores = partial_scores(
-            form, *tensors, rotary_width=rotary_width, base=base, interleaved=interleaved
+            form, *tensors, rotary_width=rotary_width, theta=theta, interleaved=interleaved
         )
     factor = width**-0.5 if scale is None else scale
     return attention(scores, v, scale=factor, is_causal=is_causal)

@@ -20,8 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models.conversion import vanilla_type
-from coca_attention.models.families import FAMILIES, family_of
+from coca_attention.models.families import family_of, supported_families
 from coca_attention.training.recipe import Objective
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -63,8 +62,7 @@ def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, objective:
             if family_of(model) is None:
                 raise UserError(
                     f"the attention layers of {type(model).__name__} are not known: the objective "
-                    "attention takes models of the families "
-                    f"{', '.join(vanilla_type(family) for family in FAMILIES)}"
+                    f"attention takes models of {supported_families(model)}"
                 )
     theirs, ours = (_shape(model.config, objective) for model in (teacher, student))
     other = [
@@ -215,9 +213,8 @@ def _attention_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module
     family = family_of(model)
     assert family is not None  # `check_teacher`
     body: Any = model.base_model
-    modules = [getattr(layer, family.body_class.attention_name) for layer in body.layers]
-    name = family.body_class.attention_class.output_name
-    return [(module, module.get_submodule(name)) for module in modules]
+    layout = family.layout
+    return [(m, m.get_submodule(layout.output_name)) for m in layout.modules(body)]
 
 
 def _without_adapters(model: Any) -> PreTrainedModel:

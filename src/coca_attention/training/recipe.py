@@ -10,7 +10,7 @@ import yaml
 
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
-from coca_attention.models.attention import Initialisation
+from coca_attention.models.conversion import Initialisation
 from coca_attention.ops import FORMS
 from coca_attention.options import OptionParser, check_sections
 
@@ -25,8 +25,8 @@ Trained = Literal["t", "qt", "qtv", "all", "lora"]
 class ModelRecipe:
     """The model."""
 
-    attention: Literal["slack", "strict", "linear", "rope", "alibi"] = "slack"
-    """CoCA in its slack, strict or linear form, or a baseline: rope (RoFormer) or alibi."""
+    attention: Literal["slack", "strict", "magnitude", "rope", "alibi"] = "slack"
+    """CoCA in its slack, strict or magnitude form, or a baseline: rope (RoFormer) or alibi."""
     body: Literal["gpt_neox", "llama"] = "gpt_neox"
     """The decoder around the attention; alibi comes on gpt_neox alone."""
     hidden_size: int = 1024

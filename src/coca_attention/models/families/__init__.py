@@ -1,51 +1,60 @@
 """One file a family; each names the classes of Transformers that it builds on.
 
-A new family is a file like the others here and a line in `FAMILIES`: see docs/families.md.
+A new family is a file like the others here and a line in `FAMILIES`: see docs/extending.md.
 """
 
 from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from coca_attention.models.decoder import CollinearForCausalLM
-from coca_attention.models.families.cohere import CoCACohereForCausalLM
-from coca_attention.models.families.gemma3 import CoCAGemma3ForCausalLM
-from coca_attention.models.families.glm4 import CoCAGlm4ForCausalLM
-from coca_attention.models.families.gpt_neox import CoCAGPTNeoXForCausalLM
-from coca_attention.models.families.llama import CoCALlamaForCausalLM
-from coca_attention.models.families.mistral import CoCAMistralForCausalLM
-from coca_attention.models.families.olmo2 import CoCAOlmo2ForCausalLM
-from coca_attention.models.families.phi3 import CoCAPhi3ForCausalLM
-from coca_attention.models.families.qwen2 import CoCAQwen2ForCausalLM
-from coca_attention.models.families.qwen3 import CoCAQwen3ForCausalLM
+from coca_attention.models.families import (
+    cohere,
+    gemma3,
+    glm4,
+    gpt_neox,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+)
+from coca_attention.models.families.family import Family
 
-FAMILIES: tuple[type[CollinearForCausalLM], ...] = (
-    CoCALlamaForCausalLM,
-    CoCAMistralForCausalLM,
-    CoCAQwen2ForCausalLM,
-    CoCAQwen3ForCausalLM,
-    CoCAGemma3ForCausalLM,
-    CoCAPhi3ForCausalLM,
-    CoCAOlmo2ForCausalLM,
-    CoCAGPTNeoXForCausalLM,
-    CoCACohereForCausalLM,
-    CoCAGlm4ForCausalLM,
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    gemma3.FAMILY,
+    phi3.FAMILY,
+    olmo2.FAMILY,
+    gpt_neox.FAMILY,
+    cohere.FAMILY,
+    glm4.FAMILY,
 )
 
 
-def family_of(model: Any) -> type[CollinearForCausalLM] | None:
-    """The family of a causal language model, vanilla or CoCA; None where it is of none."""
+def family_of(model: Any) -> Family | None:
+    """The family of a causal language model, vanilla or CoCA; None where it has none."""
     for family in FAMILIES:
-        # Exactly the family's own class: a class made from it may have another attention.
-        if isinstance(model, family) or type(model) is family.__bases__[-1]:
+        # Exactly the vanilla class: a class derived from it may have another attention.
+        if isinstance(model, family.causal_lm) or type(model) is family.vanilla:
             return family
     return None
 
 
-def register() -> None:
-    """Make the families known to Transformers' Auto classes."""
-    for family in FAMILIES:
-        config = family.body_class.config_class
-        AutoConfig.register(config.model_type, config, exist_ok=True)
-        AutoModel.register(config, family.body_class, exist_ok=True)
-        AutoModelForCausalLM.register(config, family, exist_ok=True)
+def supported_families(model: Any) -> str:
+    """The families' names for an error message about a model that has none."""
+    names = ", ".join(family.vanilla_type for family in FAMILIES)
+    adapted = hasattr(model, "merge_and_unload")
+    hint = "; merge the adapters first (merge_and_unload)" if adapted else ""
+    return f"the families {names}{hint}"
+
+
+def register_family(family: Family) -> None:
+    """Make a family known to Transformers' Auto classes."""
+    config = family.config
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    AutoModel.register(config, family.body, exist_ok=True)
+    AutoModelForCausalLM.register(config, family.causal_lm, exist_ok=True)

@@ -7,6 +7,8 @@ from transformers.models.cohere.modeling_cohere import CohereAttention
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import CoCAConfig
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+from coca_attention.models.families.family import Family
+from coca_attention.models.projections import AttentionLayout
 
 
 @strict
@@ -19,7 +21,7 @@ class CoCACohereConfig(CoCAConfig, CohereConfig):
 class CoCACohereAttention(CollinearAttention, CohereAttention):
     """Cohere's attention with a T projection in the place of its key projection."""
 
-    interleaved = True
+    layout = AttentionLayout(interleaved=True)
 
 
 class CoCACohereModel(CollinearModel, CohereModel):
@@ -34,3 +36,6 @@ class CoCACohereForCausalLM(CollinearForCausalLM, CohereForCausalLM):
 
     config: CoCACohereConfig
     body_class = CoCACohereModel
+
+
+FAMILY = Family(CohereForCausalLM, CohereModel, CoCACohereForCausalLM)

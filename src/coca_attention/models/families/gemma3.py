@@ -7,6 +7,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import CoCAConfig
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+from coca_attention.models.families.family import Family
+from coca_attention.models.projections import AttentionLayout
 
 
 @strict
@@ -19,7 +21,7 @@ class CoCAGemma3TextConfig(CoCAConfig, Gemma3TextConfig):
 class CoCAGemma3Attention(CollinearAttention, Gemma3Attention):
     """Gemma 3's attention with a T projection in the place of its key projection."""
 
-    norm_offset = 1.0
+    layout = AttentionLayout(norm_offset=1.0)
 
 
 class CoCAGemma3TextModel(CollinearModel, Gemma3TextModel):
@@ -34,3 +36,6 @@ class CoCAGemma3ForCausalLM(CollinearForCausalLM, Gemma3ForCausalLM):
 
     config: CoCAGemma3TextConfig
     body_class = CoCAGemma3TextModel
+
+
+FAMILY = Family(Gemma3ForCausalLM, Gemma3TextModel, CoCAGemma3ForCausalLM)

@@ -7,6 +7,8 @@ from transformers.models.glm4.modeling_glm4 import Glm4Attention
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import CoCAConfig
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+from coca_attention.models.families.family import Family
+from coca_attention.models.projections import AttentionLayout
 
 
 @strict
@@ -19,7 +21,7 @@ class CoCAGlm4Config(CoCAConfig, Glm4Config):
 class CoCAGlm4Attention(CollinearAttention, Glm4Attention):
     """GLM-4's attention with a T projection in the place of its key projection."""
 
-    interleaved = True
+    layout = AttentionLayout(interleaved=True)
 
 
 class CoCAGlm4Model(CollinearModel, Glm4Model):
@@ -34,3 +36,6 @@ class CoCAGlm4ForCausalLM(CollinearForCausalLM, Glm4ForCausalLM):
 
     config: CoCAGlm4Config
     body_class = CoCAGlm4Model
+
+
+FAMILY = Family(Glm4ForCausalLM, Glm4Model, CoCAGlm4ForCausalLM)

@@ -14,6 +14,8 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import CoCAConfig
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+from coca_attention.models.families.family import Family
+from coca_attention.models.projections import AttentionLayout
 
 
 @strict
@@ -38,21 +40,26 @@ class CoCAGPTNeoXConfig(CoCAConfig, GPTNeoXConfig):
         return super().convert_rope_params_to_dict(**kwargs)
 
 
+def _split_heads(attention: Any, fused: Tensor) -> Sequence[Tensor]:
+    """Each head's query, key and value follow one another."""
+    heads = fused.unflatten(-1, (-1, 3, attention.head_size))
+    return [x.flatten(-2) for x in heads.unbind(-2)]
+
+
 class CoCAGPTNeoXAttention(CollinearAttention, GPTNeoXAttention):
     """GPT-NeoX's attention with a T projection in the place of its key projection."""
 
-    output_name = "dense"
-    fused_name = "query_key_value"
+    layout = AttentionLayout(
+        module_name="attention",
+        output_name="dense",
+        fused_name="query_key_value",
+        split_fused=_split_heads,
+    )
+    num_key_value_groups = 1
 
-    @staticmethod
-    def split_fused(attention: Any, fused: Tensor) -> Sequence[Tensor]:
-        # Each head's query, key and value in turn.
-        heads = fused.unflatten(-1, (-1, 3, attention.head_size))
-        return [x.flatten(-2) for x in heads.unbind(-2)]
-
-    def separate_projections(self) -> None:
-        super().separate_projections()
-        self.head_dim, self.num_key_value_groups = self.head_size, 1
+    @property
+    def head_dim(self) -> int:
+        return self.head_size
 
 
 class CoCAGPTNeoXModel(CollinearModel, GPTNeoXModel):
@@ -60,7 +67,6 @@ class CoCAGPTNeoXModel(CollinearModel, GPTNeoXModel):
 
     config: CoCAGPTNeoXConfig
     attention_class = CoCAGPTNeoXAttention
-    attention_name = "attention"
 
 
 class CoCAGPTNeoXForCausalLM(CollinearForCausalLM, GPTNeoXForCausalLM):
@@ -68,3 +74,6 @@ class CoCAGPTNeoXForCausalLM(CollinearForCausalLM, GPTNeoXForCausalLM):
 
     config: CoCAGPTNeoXConfig
     body_class = CoCAGPTNeoXModel
+
+
+FAMILY = Family(GPTNeoXForCausalLM, GPTNeoXModel, CoCAGPTNeoXForCausalLM)

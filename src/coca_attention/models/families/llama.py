@@ -7,6 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import CoCAConfig
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+from coca_attention.models.families.family import Family
 
 
 @strict
@@ -32,3 +33,6 @@ class CoCALlamaForCausalLM(CollinearForCausalLM, LlamaForCausalLM):
 
     config: CoCALlamaConfig
     body_class = CoCALlamaModel
+
+
+FAMILY = Family(LlamaForCausalLM, LlamaModel, CoCALlamaForCausalLM)

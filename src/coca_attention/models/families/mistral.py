@@ -7,6 +7,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import CoCAConfig
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+from coca_attention.models.families.family import Family
 
 
 @strict
@@ -32,3 +33,6 @@ class CoCAMistralForCausalLM(CollinearForCausalLM, MistralForCausalLM):
 
     config: CoCAMistralConfig
     body_class = CoCAMistralModel
+
+
+FAMILY = Family(MistralForCausalLM, MistralModel, CoCAMistralForCausalLM)

@@ -7,6 +7,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import CoCAConfig
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+from coca_attention.models.families.family import Family
+from coca_attention.models.projections import AttentionLayout
 
 
 @strict
@@ -19,7 +21,7 @@ class CoCAOlmo2Config(CoCAConfig, Olmo2Config):
 class CoCAOlmo2Attention(CollinearAttention, Olmo2Attention):
     """OLMo 2's attention with a T projection in the place of its key projection."""
 
-    norm_spans_heads = True
+    layout = AttentionLayout(norm_spans_heads=True)
 
 
 class CoCAOlmo2Model(CollinearModel, Olmo2Model):
@@ -34,3 +36,6 @@ class CoCAOlmo2ForCausalLM(CollinearForCausalLM, Olmo2ForCausalLM):
 
     config: CoCAOlmo2Config
     body_class = CoCAOlmo2Model
+
+
+FAMILY = Family(Olmo2ForCausalLM, Olmo2Model, CoCAOlmo2ForCausalLM)

@@ -9,8 +9,10 @@ from transformers import Phi3Config, Phi3ForCausalLM, Phi3Model
 from transformers.models.phi3.modeling_phi3 import Phi3Attention
 
 from coca_attention.models.attention import CollinearAttention
-from coca_attention.models.configuration import CoCAConfig
+from coca_attention.models.configuration import CoCAConfig, add_rope_types
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+from coca_attention.models.families.family import Family
+from coca_attention.models.projections import AttentionLayout
 
 
 @strict
@@ -28,7 +30,7 @@ class CoCAPhi3Config(CoCAConfig, Phi3Config):
     }
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> Any:
-        # Phi-3's own takes yarn for an old name of longrope.
+        # Phi-3's own method takes yarn for an old name of longrope.
         given = (self.rope_parameters or {}).get("rope_type")
         kwargs = super().convert_rope_params_to_dict(**kwargs)
         if given == "yarn" and self.rope_parameters is not None:
@@ -37,18 +39,20 @@ class CoCAPhi3Config(CoCAConfig, Phi3Config):
 
     def validate_rope(self) -> None:
         # Phi-3's own check refuses every rule but longrope.
+        add_rope_types()
         super(Phi3Config, self).validate_rope()
+
+
+def _split_sections(attention: Any, fused: Tensor) -> Sequence[Tensor]:
+    """All queries, then all keys, then all values."""
+    keys = fused.shape[-1] // (attention.num_key_value_groups + 2)
+    return fused.split((keys * attention.num_key_value_groups, keys, keys), dim=-1)
 
 
 class CoCAPhi3Attention(CollinearAttention, Phi3Attention):
     """Phi-3's attention with a T projection in the place of its key projection."""
 
-    fused_name = "qkv_proj"
-
-    @staticmethod
-    def split_fused(attention: Any, fused: Tensor) -> Sequence[Tensor]:
-        keys = fused.shape[-1] // (attention.num_key_value_groups + 2)
-        return fused.split((keys * attention.num_key_value_groups, keys, keys), dim=-1)
+    layout = AttentionLayout(fused_name="qkv_proj", split_fused=_split_sections)
 
 
 class CoCAPhi3Model(CollinearModel, Phi3Model):
@@ -63,3 +67,6 @@ class CoCAPhi3ForCausalLM(CollinearForCausalLM, Phi3ForCausalLM):
 
     config: CoCAPhi3Config
     body_class = CoCAPhi3Model
+
+
+FAMILY = Family(Phi3ForCausalLM, Phi3Model, CoCAPhi3ForCausalLM)

@@ -7,6 +7,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import CoCAConfig
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+from coca_attention.models.families.family import Family
 
 
 @strict
@@ -32,3 +33,6 @@ class CoCAQwen2ForCausalLM(CollinearForCausalLM, Qwen2ForCausalLM):
 
     config: CoCAQwen2Config
     body_class = CoCAQwen2Model
+
+
+FAMILY = Family(Qwen2ForCausalLM, Qwen2Model, CoCAQwen2ForCausalLM)

@@ -7,6 +7,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import CoCAConfig
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearModel
+from coca_attention.models.families.family import Family
 
 
 @strict
@@ -32,3 +33,6 @@ class CoCAQwen3ForCausalLM(CollinearForCausalLM, Qwen3ForCausalLM):
 
     config: CoCAQwen3Config
     body_class = CoCAQwen3Model
+
+
+FAMILY = Family(Qwen3ForCausalLM, Qwen3Model, CoCAQwen3ForCausalLM)

@@ -1,7 +1,7 @@
-"""Fused Triton kernels for CUDA; everything they do, PyTorch's own operations do elsewhere.
+"""Fused Triton kernels for CUDA; elsewhere PyTorch's own operations compute the same.
 
-`maps` and `decode` import Triton, and are imported by the first call that needs them, so that
-nothing here asks for it on a CPU.
+`maps` and `decode` import Triton. They are imported by the first call that needs them, so that a
+CPU needs no Triton.
 """
 
 from functools import cache
@@ -20,10 +20,10 @@ def _installed() -> bool:
     return find_spec("triton") is not None
 
 
-def serve(tensor: Tensor) -> bool:
-    """Whether the kernels take a tensor: on CUDA, with Triton, and not while compiling.
+def supports(tensor: Tensor) -> bool:
+    """Whether the kernels take a tensor: on CUDA, with Triton, and not under torch.compile.
 
-    torch.compile fuses the plain operations itself, together with what stands around them.
+    torch.compile fuses the plain operations itself, together with those around them.
     """
     return (
         tensor.is_cuda

@@ -1,7 +1,7 @@
 """Half-cache decoding (`coca_attention.ops.decoding`) in one pass over t and V.
 
 The keys are split among programs, so that one sequence fills the device; each keeps a running
-maximum and sum (online softmax), and a second kernel puts the parts together. Keys are formed in
+maximum and sum (online softmax), and a second kernel combines the parts. Keys are formed in
 registers. Arithmetic in float32, products on tensor cores in the dtype of the cache.
 """
 
@@ -22,27 +22,27 @@ def _parts(
     query, coefficients, value, mask, cos, sin, first, second, sums, largest, total,
     q_batch, q_head, t_batch, t_head, t_row, v_batch, v_head, v_row, m_batch, c_batch,
     scale, keys, tiles, splits, each,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
     M: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr,  # noqa: N803
     MASKED: tl.constexpr, PRECISION: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    batch = (tl.program_id(0) // GROUPS).to(tl.int64)
-    group = (tl.program_id(0) % GROUPS).to(tl.int64)
+    batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
     split = tl.program_id(1)
     row, pair = tl.arange(0, M), tl.arange(0, PAIRS)
     slot, column = tl.arange(0, N), tl.arange(0, COLUMNS)
     dtype = coefficients.dtype.element_ty
 
     inside = (row[:, None] < ROWS) & (pair[None, :] < HALF)
-    place = query + batch * q_batch + (group * ROWS + row[:, None]) * q_head + pair[None, :]
+    place = query + batch * q_batch + (kv_head * ROWS + row[:, None]) * q_head + pair[None, :]
     q0 = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     q1 = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
     place = slot[:, None] * HALF + pair[None, :]
     turn0 = tl.load(first + place, mask=pair[None, :] < HALF, other=0.0)
     turn1 = tl.load(second + place, mask=pair[None, :] < HALF, other=0.0)
 
-    t_here = coefficients + batch * t_batch + group * t_head
-    v_here = value + batch * v_batch + group * v_head
+    t_here = coefficients + batch * t_batch + kv_head * t_head
+    v_here = value + batch * v_batch + kv_head * v_head
     high = tl.full([M], float("-inf"), tl.float32)
     weight = tl.zeros([M], tl.float32)
     done = tl.zeros([M, COLUMNS], tl.float32)
@@ -80,7 +80,7 @@ def _parts(
         done += tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
         high = top
 
-    head = (batch * GROUPS + group) * ROWS + row
+    head = (batch * KV_HEADS + kv_head) * ROWS + row
     place = head * splits + split
     tl.store(largest + place, high, mask=row < ROWS)
     tl.store(total + place, weight, mask=row < ROWS)
@@ -89,7 +89,7 @@ def _parts(
 
 
 @triton.jit
-def _together(
+def _combine(
     sums, largest, total, output, splits,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -118,14 +118,14 @@ def attend_half(
 ) -> Tensor:
     """As `coca_attention.ops.decoding.attend_half`."""
     batch, heads, _, width = query.shape
-    groups, keys = coefficients.shape[1:3]
+    kv_heads, keys = coefficients.shape[1:3]
     half, value_width = width // 2, value.shape[-1]
     query, coefficients, value = (_dense_rows(x) for x in (query, coefficients, value))
     mask = query  # never read
     if attention_mask is not None:
         mask = attention_mask.to(torch.int8).view(-1, keys).contiguous()
     tiles = frames.cos.shape[1]
-    wanted = triton.cdiv(PROGRAMS * _multiprocessors(query.device), batch * groups)
+    wanted = triton.cdiv(PROGRAMS * _multiprocessors(query.device), batch * kv_heads)
     each = triton.cdiv(tiles, max(1, min(wanted, tiles, SPLITS)))
     splits = triton.cdiv(tiles, each)
     sums = query.new_empty(batch * heads, splits, value_width, dtype=torch.float32)
@@ -133,22 +133,22 @@ def attend_half(
     output = query.new_empty(batch, heads, 1, value_width)
     columns = max(16, triton.next_power_of_2(value_width))
     parts: Any = _parts
-    together: Any = _together
+    combine: Any = _combine
     with torch.cuda.device_of(query):
-        parts[(batch * groups, splits)](
+        parts[(batch * kv_heads, splits)](
             query, coefficients, value, mask,
             frames.cos, frames.sin, frames.first, frames.second, sums, largest, total,
             query.stride(0), query.stride(1), *coefficients.stride()[:3], *value.stride()[:3],
             mask.stride(0) if mask.shape[0] > 1 else 0,
             frames.cos.stride(0) if frames.cos.shape[0] > 1 else 0,
             scale, keys, tiles, splits, each,
-            GROUPS=groups, ROWS=heads // groups, HALF=half, WIDTH=value_width,
-            M=max(16, triton.next_power_of_2(heads // groups)),
+            KV_HEADS=kv_heads, ROWS=heads // kv_heads, HALF=half, WIDTH=value_width,
+            M=max(16, triton.next_power_of_2(heads // kv_heads)),
             PAIRS=max(16, triton.next_power_of_2(half)), COLUMNS=columns, N=frames.tile,
             MASKED=attention_mask is not None,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         )  # fmt: skip
-        together[(batch * heads,)](
+        combine[(batch * heads,)](
             sums, largest, total, output, splits,
             WIDTH=value_width, COLUMNS=columns, SPLITS=triton.next_power_of_2(splits),
         )  # fmt: skip

@@ -30,7 +30,7 @@ def _share(heads, length, HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.con
 
 
 @triton.jit
-def _turns(first, second, batch, row, pair, c_batch, c_row, HALF: tl.constexpr):  # noqa: N803
+def _load_tables(first, second, batch, row, pair, c_batch, c_row, HALF: tl.constexpr):  # noqa: N803
     """A row of two tables, such as cos and sin, (1, PAIRS) each."""
     place = batch * c_batch + row * c_row + pair
     x = tl.load(first + place, mask=pair < HALF, other=0.0)
@@ -64,22 +64,26 @@ def _query_map(
     c_batch, c_row,
     heads, length,
     FORM: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,  # noqa: N803
-    HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
+    FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     batch, row, head, pair, there = _share(heads, length, WIDTH // 2, HEADS, PAIRS)
-    c, s = _turns(cos, sin, batch, row, pair, c_batch, c_row, WIDTH // 2)
+    c, s = _load_tables(cos, sin, batch, row, pair, c_batch, c_row, WIDTH // 2)
     first, second = _members(pair, SPAN, WIDTH, INTERLEAVED)
     place = query + batch * q_batch + head * q_head + row * q_row
     q0 = _load(place + first * q_width, there)
     q1 = _load(place + second * q_width, there)
+    squares = q0 * q0 + q1 * q1
     if FORM == "slack":
-        made0 = q0 * (q0 * c - q1 * s)
-        made1 = q1 * (q0 * s + q1 * c)
+        made0 = squares * c
+        made1 = made0 - 2 * q0 * (q0 * c - q1 * s)
     else:
-        magnitude = q0 * q0 + q1 * q1
-        if FORM == "linear":
-            magnitude = tl.sqrt(magnitude)
-        made0, made1 = magnitude * c, magnitude * s
+        if FORM == "magnitude":
+            squares = tl.sqrt(squares)
+        made0, made1 = squares * c, squares * s
+    if FREE:
+        free = pair >= WIDTH // 2 - FREE
+        made0 = tl.where(free, q0 * c - q1 * s, made0)
+        made1 = tl.where(free, q0 * s + q1 * c, made1)
     place = made + batch * m_batch + head * m_head + row * m_row + pair
     tl.store(place, made0, mask=there)
     tl.store(place + WIDTH // 2, made1, mask=there)
@@ -94,10 +98,10 @@ def _query_gradient(
     c_batch, c_row,
     heads, length,
     FORM: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,  # noqa: N803
-    HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
+    FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     batch, row, head, pair, there = _share(heads, length, WIDTH // 2, HEADS, PAIRS)
-    c, s = _turns(cos, sin, batch, row, pair, c_batch, c_row, WIDTH // 2)
+    c, s = _load_tables(cos, sin, batch, row, pair, c_batch, c_row, WIDTH // 2)
     first, second = _members(pair, SPAN, WIDTH, INTERLEAVED)
     place = query + batch * q_batch + head * q_head + row * q_row
     q0 = _load(place + first * q_width, there)
@@ -106,9 +110,9 @@ def _query_gradient(
     g0 = _load(place + pair * g_width, there)
     g1 = _load(place + (pair + WIDTH // 2) * g_width, there)
     if FORM == "slack":
-        turned = (g1 - g0) * s
-        made0 = 2 * c * g0 * q0 + turned * q1
-        made1 = 2 * c * g1 * q1 + turned * q0
+        crossed = 2 * g1 * s
+        made0 = 2 * c * (g0 - g1) * q0 + crossed * q1
+        made1 = 2 * c * (g0 + g1) * q1 + crossed * q0
     else:
         along = g0 * c + g1 * s
         if FORM == "strict":
@@ -117,6 +121,10 @@ def _query_gradient(
             square = q0 * q0 + q1 * q1
             along = tl.where(square > 0, along * tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
         made0, made1 = along * q0, along * q1
+    if FREE:
+        free = pair >= WIDTH // 2 - FREE
+        made0 = tl.where(free, g0 * c + g1 * s, made0)
+        made1 = tl.where(free, g1 * c - g0 * s, made1)
     place = made + batch * m_batch + head * m_head + row * m_row
     tl.store(place + first, made0, mask=there)
     tl.store(place + second, made1, mask=there)
@@ -124,50 +132,64 @@ def _query_gradient(
 
 @triton.jit
 def _key_map(
-    coefficients, made, first, second,
+    coefficients, made, cos, sin,
     t_batch, t_head, t_row, t_width,
     m_batch, m_head, m_row,
     c_batch, c_row,
     heads, length,
-    HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr, FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     batch, row, head, pair, there = _share(heads, length, HALF, HEADS, PAIRS)
-    x, y = _turns(first, second, batch, row, pair, c_batch, c_row, HALF)
+    c, s = _load_tables(cos, sin, batch, row, pair, c_batch, c_row, HALF)
     place = coefficients + batch * t_batch + head * t_head + row * t_row + pair * t_width
     t = _load(place, there)
+    made0, made1 = t * c, t * s
+    if FREE:
+        # The second members of free pairs lie behind the first members of all.
+        second = _load(place + FREE * t_width, there & (pair >= HALF - FREE))
+        made0 -= second * s
+        made1 += second * c
     place = made + batch * m_batch + head * m_head + row * m_row + pair
-    tl.store(place, t * x, mask=there)
-    tl.store(place + HALF, t * y, mask=there)
+    tl.store(place, made0, mask=there)
+    tl.store(place + HALF, made1, mask=there)
 
 
 @triton.jit
 def _key_gradient(
-    grad, made, first, second,
+    grad, made, cos, sin,
     g_batch, g_head, g_row, g_width,
     m_batch, m_head, m_row,
     c_batch, c_row,
     heads, length,
-    HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr, FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     batch, row, head, pair, there = _share(heads, length, HALF, HEADS, PAIRS)
-    x, y = _turns(first, second, batch, row, pair, c_batch, c_row, HALF)
+    c, s = _load_tables(cos, sin, batch, row, pair, c_batch, c_row, HALF)
     place = grad + batch * g_batch + head * g_head + row * g_row + pair * g_width
     g0 = _load(place, there)
     g1 = _load(place + HALF * g_width, there)
     place = made + batch * m_batch + head * m_head + row * m_row + pair
-    tl.store(place, g0 * x + g1 * y, mask=there)
+    tl.store(place, g0 * c + g1 * s, mask=there)
+    if FREE:
+        tl.store(place + FREE, g1 * c - g0 * s, mask=there & (pair >= HALF - FREE))
 
 
 def query_map(
-    query: Tensor, cos: Tensor, sin: Tensor, form: str, interleaved: bool, span: int
+    query: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    form: str,
+    interleaved: bool,
+    span: int,
+    free_pairs: int,
 ) -> Tensor:
     """Q' of (B, H, T, D); cos and sin (1 or B, 1, T, P), scale folded in."""
-    made = _like(query, query.shape[-1])
+    made = _empty_like(query, query.shape[-1])
     cos, sin, *strides = _tables(cos, sin)
     _launch(
         _query_map, query,
         query, made, cos, sin, *query.stride(), *made.stride()[:3], *strides,
-        FORM=form, SPAN=span, WIDTH=query.shape[-1], INTERLEAVED=interleaved,
+        FORM=form, SPAN=span, WIDTH=query.shape[-1], INTERLEAVED=interleaved, FREE=free_pairs,
     )  # fmt: skip
     return made
 
@@ -180,47 +202,47 @@ def query_gradient(
     form: str,
     interleaved: bool,
     span: int,
+    free_pairs: int,
 ) -> Tensor:
     """Gradient of q from that of Q', both (B, H, T, D)."""
-    made = _like(query, query.shape[-1])
+    made = _empty_like(query, query.shape[-1])
     cos, sin, *strides = _tables(cos, sin)
     _launch(
         _query_gradient, query,
         query, grad, made, cos, sin,
         *query.stride(), *grad.stride(), *made.stride()[:3], *strides,
-        FORM=form, SPAN=span, WIDTH=query.shape[-1], INTERLEAVED=interleaved,
+        FORM=form, SPAN=span, WIDTH=query.shape[-1], INTERLEAVED=interleaved, FREE=free_pairs,
     )  # fmt: skip
     return made
 
 
-def key_map(coefficients: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """K' (B, G, S, D) of t (B, G, S, P) and what its two halves are multiplied by."""
-    half = coefficients.shape[-1]
-    made = _like(coefficients, 2 * half)
-    first, second, *strides = _tables(first, second)
+def key_map(coefficients: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
+    """K' (B, G, S, D) of coefficients (B, G, S, P + F)."""
+    half = coefficients.shape[-1] - free_pairs
+    made = _empty_like(coefficients, 2 * half)
+    cos, sin, *strides = _tables(cos, sin)
     _launch(
         _key_map, coefficients,
-        coefficients, made, first, second,
-        *coefficients.stride(), *made.stride()[:3], *strides,
-        HALF=half,
+        coefficients, made, cos, sin, *coefficients.stride(), *made.stride()[:3], *strides,
+        HALF=half, FREE=free_pairs,
     )  # fmt: skip
     return made
 
 
-def key_gradient(grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Gradient of t (B, G, S, P) from that of K' (B, G, S, D)."""
+def key_gradient(grad: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
+    """Gradient of the coefficients (B, G, S, P + F) from that of K' (B, G, S, D)."""
     half = grad.shape[-1] // 2
-    made = _like(grad, half)
-    first, second, *strides = _tables(first, second)
+    made = _empty_like(grad, half + free_pairs)
+    cos, sin, *strides = _tables(cos, sin)
     _launch(
         _key_gradient, grad,
-        grad, made, first, second, *grad.stride(), *made.stride()[:3], *strides,
-        HALF=half,
+        grad, made, cos, sin, *grad.stride(), *made.stride()[:3], *strides,
+        HALF=half, FREE=free_pairs,
     )  # fmt: skip
     return made
 
 
-def _like(tensor: Tensor, width: int) -> Tensor:
+def _empty_like(tensor: Tensor, width: int) -> Tensor:
     """An empty (B, H, T, width) whose heads and rows lie in memory as the tensor's do."""
     batch, heads, length, _ = tensor.shape
     if tensor.stride(1) < tensor.stride(2):

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import rotary_width
-from coca_attention.models.conversion import convert
+from coca_attention.models.configuration import head_width, rotation
+from coca_attention.models.conversion.convert import convert
 
 CONFIGS = {"llama": LlamaConfig, "gpt_neox": GPTNeoXConfig}
 # Tables and masks that old versions of Transformers saved with the weights.
@@ -73,12 +73,12 @@ def load_original(
             model: Any = AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise UserError(f"{label}: the configuration cannot be used: {error!r}") from error
-    head = config.hidden_size // config.num_attention_heads
-    if rotary_width(config) != head:
+    rotated, head = rotation(config).width, head_width(config)
+    if rotated != head:
         raise UserError(
-            f"{label}: only {rotary_width(config)} of a head's {head} numbers are rotated. The "
-            "original code folds over the whole head, so its pairs would not be collinear; only "
-            "rotary_pct = 1 can be loaded"
+            f"{label}: only {rotated} of a head's {head} numbers are rotated. The original code "
+            "folds over the whole head, so its pairs would not be collinear; only rotary_pct = 1 "
+            "can be loaded"
         )
     renamed = {_renamed(name): w for name, w in weights.items() if not name.endswith(BUFFERS)}
     _check_weights(model, renamed, label)

@@ -11,20 +11,18 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models.attention import Initialisation
-from coca_attention.models.calibration import calibration_texts
 from coca_attention.models.configuration import check_cache_kind
-from coca_attention.models.conversion import convert
+from coca_attention.models.conversion.calibration import calibration_texts
+from coca_attention.models.conversion.convert import Initialisation, convert
+from coca_attention.models.conversion.original import load_original
 from coca_attention.models.loading import load_model, no_progress_bars
-from coca_attention.models.original import load_original
-from coca_attention.ops.maps import Form
 
 
 def convert_folder(
     source: str | Path,
     target: str | Path,
     *,
-    form: Form = "slack",
+    form: str = "slack",
     init: Initialisation = "fold",
     calibration: Tensor | None = None,
     kv_cache: str = "full",
@@ -40,7 +38,7 @@ def convert_folder(
     Args:
         source: Folder of a Transformers model (or its name), or of an original checkpoint.
         target: Folder to write; it must not exist, or be empty.
-        form: ``slack``, ``strict`` or ``linear``.
+        form: Name of the score form.
         init: See `convert`; an original checkpoint has its own T projection.
         calibration: Token ids (N,) for ``calibrated``, read in texts of the training length or of
             1,024 tokens, if that is less; a rest is left out.

@@ -1,35 +1,33 @@
 """Turning a vanilla decoder into the CoCA model of its family, in place."""
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
 
 from coca_attention.errors import UserError
-from coca_attention.models.attention import Initialisation
-from coca_attention.models.calibration import attention_inputs, check_calibration
+from coca_attention.models.conversion.calibration import (
+    attention_inputs,
+    calibrate_t_projection,
+    check_calibration,
+)
 from coca_attention.models.decoder import (
     CollinearForCausalLM,
     CollinearModel,
-    become,
-    exchange_attention,
+    change_class,
+    replace_attention,
 )
-from coca_attention.models.families import FAMILIES
-from coca_attention.ops.maps import Form
+from coca_attention.models.families import FAMILIES, Family, supported_families
 
+Initialisation = Literal["fold", "calibrated", "random"]
 INITIALISATIONS: tuple[str, ...] = get_args(Initialisation)
-
-
-def vanilla_type(family: type[CollinearForCausalLM]) -> str:
-    """The ``model_type`` that a family's vanilla models have."""
-    return family.body_class.config_class.model_type.removeprefix("coca_")
 
 
 def convert(
     model: PreTrainedModel,
-    form: Form = "slack",
+    form: str = "slack",
     *,
     init: Initialisation = "fold",
     calibration: Tensor | None = None,
@@ -38,13 +36,14 @@ def convert(
 ) -> PreTrainedModel:
     """Turn a vanilla decoder into the CoCA model of its family, in place.
 
-    Its key projections (and key norms) are exchanged for T projections, its class and
-    configuration for the registered ``coca_*`` ones. Every other weight stays the same tensor.
-    The result is another function than before: it has to be trained on.
+    Its key projections (and key norms) are replaced by T projections, its class and configuration
+    by the registered ``coca_*`` ones. Every other weight stays the same tensor. The result computes
+    another function than before and needs further training.
 
     Args:
         model: A loaded causal language model (or its decoder) of a supported family.
-        form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or ``linear``.
+        form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or
+            ``magnitude``.
         init: How T projections begin. ``fold``: as the pair means of the key projections' rows,
             so that t_j = relu of the mean of key pair j. ``calibrated``: fitted to the model's own
             scores on the calibration texts (`calibration.py`), for models without a norm on keys.
@@ -52,8 +51,8 @@ def convert(
         calibration: Token ids (texts, tokens) for ``calibrated``, some thousands of the kind that
             the model is to read; a text holds T² attention weights a head.
         kv_cache: ``full`` or ``half``, see `CoCAConfig`.
-        progress: Called with a label, the calibration texts read and layers exchanged so far, and
-            how many there are.
+        progress: Called with a label, the calibration texts read and layers converted so far, and
+            their total.
 
     Returns:
         The model given.
@@ -72,20 +71,19 @@ def convert(
         raise UserError(
             "weights made under torch.inference_mode() can never be trained: convert outside of it"
         )
-    family, new_class = _classes_for(model)
+    family, new_class = _find_family(model)
     body: Any = model.base_model
     if isinstance(body, CollinearModel):
         raise UserError(
             f"the decoder inside this {type(model).__name__} was converted by itself: convert the "
             "language model as a whole"
         )
-    _check_projections(body, family.body_class)
+    modules = family.layout.modules(body)
+    _check_projections(modules)
     old: Any = model.config
     values = {k: v for k, v in old.to_dict().items() if k not in ("model_type", "architectures")}
     try:
-        config = family.body_class.config_class.from_dict(
-            {**values, "coca_form": form, "kv_cache": kv_cache}
-        )
+        config = family.config.from_dict({**values, "coca_form": form, "kv_cache": kv_cache})
     except Exception as error:
         # A strict configuration wraps what its checks raised.
         raise UserError(f"no CoCA model can have this configuration: {error}") from error
@@ -101,16 +99,22 @@ def convert(
             progress("converting", done, total)
 
     if init == "calibrated":
-        modules = [getattr(layer, family.body_class.attention_name) for layer in body.layers]
         check_calibration(calibration, config.vocab_size, modules)
         assert calibration is not None  # checked
         inputs = attention_inputs(model, modules, calibration, advance)
 
+    def prepare(attention: Any, index: int) -> None:
+        if init == "random":
+            attention.t_proj.init_folded(config.initializer_range)
+        if init == "calibrated":
+            calibrate_t_projection(attention, inputs[index])
+        advance()
+
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
-    exchange_attention(body, family.body_class, init, inputs, advance)
-    become(model, new_class, config)
+    replace_attention(body, family.body, prepare)
+    change_class(model, new_class, config)
     # Sharding plans and the like follow the class and are made here; the weights are not drawn.
     with initialization.no_init_weights():
         body.post_init()
@@ -118,29 +122,23 @@ def convert(
     return model
 
 
-def _classes_for(model: Any) -> tuple[type[CollinearForCausalLM], type]:
-    """A model's family, and the class that it is to have."""
+def _find_family(model: Any) -> tuple[Family, type]:
+    """A vanilla model's family, and the class that it gets."""
     for family in FAMILIES:
-        if type(model) is family.__bases__[-1]:
-            return family, family
-        if type(model) is family.body_class.__bases__[-1]:
-            return family, family.body_class
-    known = ", ".join(vanilla_type(family) for family in FAMILIES)
-    hint = ""
-    if hasattr(model, "merge_and_unload"):
-        hint = "; merge the adapters first (merge_and_unload)"
+        if type(model) is family.vanilla:
+            return family, family.causal_lm
+        if type(model) is family.vanilla_body:
+            return family, family.body
     raise UserError(
         f"{type(model).__name__} cannot be converted: supported are the causal language models of "
-        f"the families {known}{hint}"
+        f"{supported_families(model)}"
     )
 
 
-def _check_projections(body: Any, body_class: type[CollinearModel]) -> None:
-    modules = [getattr(layer, body_class.attention_name) for layer in body.layers]
+def _check_projections(modules: list[Any]) -> None:
     if len(set(map(id, modules))) < len(modules):
         raise UserError("layers share an attention module, which cannot be converted twice")
-    for index, layer in enumerate(body.layers):
-        attention = getattr(layer, body_class.attention_name)
+    for index, attention in enumerate(modules):
         for name, module in attention.named_children():
             if not name.endswith(("proj", "query_key_value", "dense")):
                 continue

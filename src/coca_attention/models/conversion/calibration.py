@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import rotary_scaling, rotary_width, training_length
-from coca_attention.ops import fold, key_map, query_map, rotary_cos_sin
-from coca_attention.ops.rotary import split_pairs
+from coca_attention.models.configuration import rotation, training_length
+from coca_attention.models.projections import AttentionLayout, project_rotary
+from coca_attention.ops import key_map, query_map
 
 LONGEST = 1024  # tokens of a text, for memory grows with their square
 RIDGE = 1e-2  # of the hidden states' mean square
@@ -97,15 +97,14 @@ def check_calibration(input_ids: Any, vocab_size: int, modules: list[Any]) -> No
 
 
 @torch.no_grad()
-def fit_t_projection(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The T projection whose collinear scores lie nearest to an attention layer's rotary ones.
+def calibrate_t_projection(attention: Any, hidden_states: Tensor) -> None:
+    """Fit a layer's T projection so that its collinear scores come nearest to its rotary ones.
+
+    Rows of free pairs stay as they are.
 
     Args:
         attention: A CoCA attention module that still has its key projection.
         hidden_states: What the layer reads of texts from their beginning, (B, T, hidden).
-
-    Returns:
-        The folded weight (G * P, hidden), and a bias where the key projection has one.
     """
     sums = [_score_sums(attention, row) for row in hidden_states.split(1)]
     products, squares = (torch.cat(rows) for rows in zip(*sums, strict=True))  # (B * T, G * P)
@@ -117,47 +116,43 @@ def fit_t_projection(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Ten
     ridge = RIDGE * len(inputs) * inputs.square().mean()
     gram = inputs.T @ inputs
     gram.diagonal().add_(ridge)
-    rows = torch.linalg.solve(gram, inputs.T @ targets).T.to(attention.k_proj.weight.dtype)
-    return (rows[:, :-1], rows[:, -1]) if biased else (rows, None)
+    rows = torch.linalg.solve(gram, inputs.T @ targets).T
+    parameters = {"weight": rows[:, :-1], "bias": rows[:, -1]} if biased else {"weight": rows}
+    kv_heads, pairs = attention.k_proj.out_features // attention.head_dim, attention.head_dim // 2
+    collinear = pairs - attention.config.coca_free_pairs
+    for name, fitted in parameters.items():
+        own = getattr(attention.t_proj, name).data.unflatten(0, (kv_heads, -1))
+        own[:, :collinear] = fitted.unflatten(0, (kv_heads, -1))[:, :collinear].to(own.dtype)
 
 
 def _score_sums(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Σ_m a s u and Σ_m a u² for every token of a text, (T, G * P) each, in float64.
 
     Args:
-        attention: As for `fit_t_projection`.
+        attention: As for `calibrate_t_projection`.
         hidden_states: (1, T, hidden).
     """
-    config, kind = attention.config, getattr(attention, "layer_type", None)
-    width, length = attention.head_dim, hidden_states.shape[1]
-    base, scaling = rotary_scaling(config, kind)
-    span, positions = rotary_width(config, kind), torch.arange(length, device=hidden_states.device)
-    cos, sin = rotary_cos_sin(positions, span, base=base, scaling=scaling, dtype=torch.float64)
+    config, layout = attention.config, attention.layout
+    length, pairs = hidden_states.shape[1], attention.head_dim // 2
+    positions = torch.arange(length, device=hidden_states.device)
+    found = rotation(config, getattr(attention, "layer_type", None))
+    tables = found.tables(positions, torch.float64)
+    query, key = (x.double() for x in project_rotary(attention, hidden_states, AttentionLayout()))
+    settings: Any = {"form": config.coca_form, "interleaved": layout.interleaved}
+    unit = query_map(query, *tables, **settings)
+    ones = query.new_ones(*key.shape[:3], pairs)
+    unit_key = key_map(ones, *tables)
+    # With all pairs free the map is the rotation, half-split whatever the family's layout.
+    query, key = (query_map(x, *tables, free_pairs=pairs, **settings) for x in (query, key))
 
-    def heads(projection: nn.Module) -> Tensor:
-        return projection(hidden_states).view(1, length, -1, width).transpose(1, 2).double()
-
-    def rotated(x: Tensor) -> Tensor:
-        """Half-split, whatever the family's layout."""
-        first, second = split_pairs(x, attention.interleaved, span)
-        free = first.shape[-1] - cos.shape[-1]
-        c, s = nn.functional.pad(cos, (0, free), value=1.0), nn.functional.pad(sin, (0, free))
-        return torch.cat((first * c - second * s, first * s + second * c), dim=-1)
-
-    query, key = heads(attention.q_proj), heads(attention.k_proj)
-    unit = query_map(query, cos, sin, form=config.coca_form, interleaved=attention.interleaved)
-    ones = torch.ones_like(fold(key, attention.interleaved, span))
-    unit_key = key_map(ones, cos, sin, form=config.coca_form)
-    query, key = rotated(query), rotated(key)
-
-    groups = key.shape[1]
-    scores = query.unflatten(1, (groups, -1)) @ key.unsqueeze(2).transpose(-2, -1)
+    kv_heads = key.shape[1]
+    scores = query.unflatten(1, (kv_heads, -1)) @ key.unsqueeze(2).transpose(-2, -1)
     future = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
     weights = (scores * attention.scaling).masked_fill(future, -torch.inf).softmax(-1)
 
     def over_queries(x: Tensor, y: Tensor) -> Tensor:
-        """Σ_m a(m, n) x(m) y(m), over the query heads of a group too: (1, G, T, P)."""
-        both = (x * y).unflatten(1, (groups, -1))
+        """Σ_m a(m, n) x(m) y(m), over the query heads of a key head too: (1, G, T, P)."""
+        both = (x * y).unflatten(1, (kv_heads, -1))
         return (weights.transpose(-2, -1) @ both).sum(2)
 
     products, squares = torch.zeros_like(ones), torch.zeros_like(ones)
@@ -167,6 +162,5 @@ def _score_sums(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     for a, first in zip(unit.chunk(2, -1), unit_key.chunk(2, -1), strict=True):
         for b, second in zip(unit.chunk(2, -1), unit_key.chunk(2, -1), strict=True):
             squares += over_queries(a, b) * first * second
-    flat = (x.squeeze(0).transpose(0, 1).flatten(1) for x in (products, squares))
-    first, second = flat
+    first, second = (x.squeeze(0).transpose(0, 1).flatten(1) for x in (products, squares))
     return first, second

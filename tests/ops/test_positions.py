@@ -9,15 +9,21 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from coca_attention.ops import (
-    RotaryScaling,
-    apply_rotary,
-    inverse_frequencies,
-    ntk_base,
-    oracle,
-    rotary_cos_sin,
+from coca_attention.ops import RULES, UNSCALED, Rotation, Rule, apply_rotary, make_rule, oracle
+from coca_attention.ops.positions import (
+    NTK,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRoPE,
+    YaRN,
+    split_pairs,
 )
-from coca_attention.ops.rotary import split_pairs
+from coca_attention.ops.positions.rules import register_rule
+
+
+def theta(width: int, rule: Rule = UNSCALED, base: float = 10000.0) -> torch.Tensor:
+    return rule.frequencies(width, base)
 
 
 def transformers_frequencies(kind: str, seq_len: int | None = None, **parameters):
@@ -31,22 +37,21 @@ def transformers_frequencies(kind: str, seq_len: int | None = None, **parameters
 
 
 def test_unscaled_frequencies_are_the_papers():
-    theta = inverse_frequencies(8, 10000.0)
-    assert theta.tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001], rel=1e-14)
+    assert theta(8).tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001], rel=1e-14)
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
 def test_linear_agrees_with_transformers(factor):
     theirs, _ = transformers_frequencies("linear", factor=factor)
-    ours = inverse_frequencies(64, scaling=RotaryScaling("linear", factor))
+    ours = theta(64, Linear(factor))
     assert torch.allclose(ours.float(), theirs, rtol=1e-6)
 
 
 @pytest.mark.parametrize("length", [100, 128, 300, 4096])
 def test_dynamic_agrees_with_transformers(length):
     theirs, _ = transformers_frequencies("dynamic", seq_len=length, factor=4.0)
-    scaling = RotaryScaling("dynamic", 4.0, training_length=128, length=length)
-    assert torch.allclose(inverse_frequencies(64, scaling=scaling).float(), theirs, rtol=1e-5)
+    scaling = DynamicNTK(4.0, training_length=128, length=length)
+    assert torch.allclose(theta(64, scaling).float(), theirs, rtol=1e-5)
 
 
 @pytest.mark.parametrize("factor", [2.0, 16.0])
@@ -56,8 +61,8 @@ def test_yarn_agrees_with_transformers(factor, attention_factor):
     theirs, magnitude = transformers_frequencies(
         "yarn", factor=factor, original_max_position_embeddings=128, **optional
     )
-    scaling = RotaryScaling("yarn", factor, training_length=128, attention_factor=attention_factor)
-    assert torch.allclose(inverse_frequencies(64, scaling=scaling).float(), theirs, rtol=1e-5)
+    scaling = YaRN(factor, training_length=128, attention_factor=attention_factor)
+    assert torch.allclose(theta(64, scaling).float(), theirs, rtol=1e-5)
     assert scaling.magnitude == pytest.approx(magnitude)
 
 
@@ -65,10 +70,10 @@ def test_yarn_without_rounding_of_its_ramp():
     theirs, _ = transformers_frequencies(
         "yarn", factor=4.0, original_max_position_embeddings=128, truncate=False
     )
-    scaling = RotaryScaling("yarn", 4.0, training_length=128, truncate=False)
-    ours = inverse_frequencies(64, scaling=scaling)
+    scaling = YaRN(4.0, training_length=128, truncate=False)
+    ours = theta(64, scaling)
     assert torch.allclose(ours.float(), theirs, rtol=1e-5)
-    rounded = inverse_frequencies(64, scaling=RotaryScaling("yarn", 4.0, training_length=128))
+    rounded = theta(64, YaRN(4.0, training_length=128))
     assert not torch.allclose(ours, rounded, rtol=1e-3)
 
 
@@ -83,10 +88,8 @@ def test_llama3_agrees_with_transformers(factor, edges):
         high_freq_factor=high,
         original_max_position_embeddings=128,
     )
-    scaling = RotaryScaling(
-        "llama3", factor, training_length=128, low_freq_factor=low, high_freq_factor=high
-    )
-    assert torch.allclose(inverse_frequencies(64, scaling=scaling).float(), theirs, rtol=1e-5)
+    scaling = Llama3(factor, training_length=128, low_freq_factor=low, high_freq_factor=high)
+    assert torch.allclose(theta(64, scaling).float(), theirs, rtol=1e-5)
     assert scaling.magnitude == 1.0
 
 
@@ -105,8 +108,7 @@ def test_longrope_agrees_with_transformers(length, attention_factor):
         original_max_position_embeddings=128,
         **optional,
     )
-    scaling = RotaryScaling(
-        "longrope",
+    scaling = LongRoPE(
         8.0,
         training_length=128,
         length=length,
@@ -114,54 +116,52 @@ def test_longrope_agrees_with_transformers(length, attention_factor):
         long_factor=tuple(long),
         attention_factor=attention_factor,
     )
-    assert torch.allclose(inverse_frequencies(64, scaling=scaling).float(), theirs, rtol=1e-5)
+    assert torch.allclose(theta(64, scaling).float(), theirs, rtol=1e-5)
     assert scaling.magnitude == pytest.approx(magnitude)
 
 
 def test_ntk_without_a_length_multiplies_the_base():
-    assert ntk_base(10000.0, 64, RotaryScaling("ntk", 4.0)) == 10000.0 * 4.0 ** (64 / 62)
+    assert NTK(4.0).scaled_base(64, 10000.0) == 10000.0 * 4.0 ** (64 / 62)
 
 
 def test_ntk_with_a_length_is_dynamic_ntk_at_that_length():
-    fixed = RotaryScaling("ntk", 4.0, training_length=128, length=1024)
-    dynamic = RotaryScaling("dynamic", 4.0, training_length=128, length=1024)
-    assert torch.equal(
-        inverse_frequencies(64, scaling=fixed), inverse_frequencies(64, scaling=dynamic)
-    )
-    assert ntk_base(10000.0, 64, fixed) == pytest.approx(10000.0 * (4 * 8 - 3) ** (64 / 62))
+    fixed = NTK(4.0, training_length=128, length=1024)
+    dynamic = DynamicNTK(4.0, training_length=128, length=1024)
+    assert torch.equal(theta(64, fixed), theta(64, dynamic))
+    assert fixed.scaled_base(64, 10000.0) == pytest.approx(10000.0 * (4 * 8 - 3) ** (64 / 62))
 
 
 def test_ntk_within_the_training_length_changes_nothing():
-    scaling = RotaryScaling("ntk", 4.0, training_length=128, length=100)
-    assert torch.equal(inverse_frequencies(64, scaling=scaling), inverse_frequencies(64))
+    scaling = NTK(4.0, training_length=128, length=100)
+    assert torch.equal(theta(64, scaling), theta(64))
 
 
 def test_dynamic_takes_its_length_from_the_positions_and_keeps_no_state():
-    scaling = RotaryScaling("dynamic", 4.0, training_length=16)
+    scaling = DynamicNTK(4.0, training_length=16)
     short = torch.arange(8)
-    before = rotary_cos_sin(short, 32, scaling=scaling)
-    rotary_cos_sin(torch.arange(1000), 32, scaling=scaling)
-    after = rotary_cos_sin(short, 32, scaling=scaling)
+    before = Rotation(32, rule=scaling).tables(short)
+    Rotation(32, rule=scaling).tables(torch.arange(1000))
+    after = Rotation(32, rule=scaling).tables(short)
     assert torch.equal(before[0], after[0])
-    at_100 = RotaryScaling("dynamic", 4.0, training_length=16, length=100)
+    at_100 = DynamicNTK(4.0, training_length=16, length=100)
     positions = torch.arange(100)
     assert torch.equal(
-        rotary_cos_sin(positions, 32, scaling=scaling)[0],
-        rotary_cos_sin(positions, 32, scaling=at_100)[0],
+        Rotation(32, rule=scaling).tables(positions)[0],
+        Rotation(32, rule=at_100).tables(positions)[0],
     )
 
 
 def test_far_positions_keep_their_precision():
     position = 131_071
-    cos, _ = rotary_cos_sin(torch.tensor([position]), 64)
-    theta = [10000.0 ** (-2 * j / 64) for j in range(32)]
-    expected = [math.cos(position * angle) for angle in theta]
+    cos, _ = Rotation(64).tables(torch.tensor([position]))
+    frequencies = [10000.0 ** (-2 * j / 64) for j in range(32)]
+    expected = [math.cos(position * angle) for angle in frequencies]
     assert cos[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_yarn_magnitude_multiplies_cos_and_sin():
-    scaling = RotaryScaling("yarn", 4.0, training_length=128, attention_factor=1.5)
-    cos, sin = rotary_cos_sin(torch.arange(5), 16, scaling=scaling, dtype=torch.float64)
+    scaling = YaRN(4.0, training_length=128, attention_factor=1.5)
+    cos, sin = Rotation(16, rule=scaling).tables(torch.arange(5), torch.float64)
     assert torch.allclose(cos**2 + sin**2, torch.full((5, 8), 2.25, dtype=torch.float64))
 
 
@@ -175,7 +175,7 @@ def test_rotation_gives_the_scores_of_equation_2(pairs, interleaved, first, seed
     generator = torch.Generator().manual_seed(seed)
     q, k = torch.randn(2, 1, 1, 5, 2 * pairs, dtype=torch.float64, generator=generator)
     positions = torch.arange(first, first + 5)
-    cos, sin = rotary_cos_sin(positions, 2 * pairs, dtype=torch.float64)
+    cos, sin = Rotation(2 * pairs).tables(positions, torch.float64)
     ours = apply_rotary(q, cos, sin, interleaved) @ apply_rotary(k, cos, sin, interleaved).mT
     expected = oracle.rope_scores(q, k, positions, positions, interleaved=interleaved)
     assert torch.allclose(ours, expected, rtol=0, atol=1e-9)
@@ -191,24 +191,25 @@ def test_rotation_gives_the_scores_of_equation_2(pairs, interleaved, first, seed
         ({"kind": "ntk", "length": 64}, "needs training_length"),
         ({"kind": "ntk", "length": 0, "training_length": 8}, "at least 1 token"),
         ({"kind": "yarn", "training_length": 8, "beta_slow": 64.0}, "beta_fast > beta_slow"),
+        ({"kind": "linear", "length": 8}, "'linear' has no length; it takes factor"),
     ],
 )
 def test_bad_scaling_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        RotaryScaling(**arguments)
+        make_rule(**arguments)
 
 
 @pytest.mark.parametrize("width", [0, 1, 7])
 def test_odd_width_is_refused(width):
     with pytest.raises(ValueError, match="must be even"):
-        inverse_frequencies(width)
+        Rotation(width)
 
 
 def test_bad_base_and_dynamic_without_length_are_refused():
     with pytest.raises(ValueError, match="base must be positive"):
-        inverse_frequencies(8, 0.0)
+        Rotation(8, base=0.0).frequencies()
     with pytest.raises(ValueError, match="needs the current length"):
-        inverse_frequencies(8, scaling=RotaryScaling("dynamic", 2.0, training_length=8))
+        theta(8, DynamicNTK(2.0, training_length=8))
 
 
 def test_pairs_under_partial_rotary_are_taken_inside_the_span():
@@ -221,3 +222,40 @@ def test_pairs_under_partial_rotary_are_taken_inside_the_span():
     for width, message in ((5, "must be even"), (0, "at least 2"), (12, "at most the head width")):
         with pytest.raises(ValueError, match=message):
             split_pairs(x, rotary_width=width)
+
+
+def test_names_of_rules_are_taken_once():
+    class Other(Rule):
+        kind = "linear"
+        rope_type = "other"
+
+    for rule, message in ((Other, "a rotary scaling 'linear'"), (Rule, None)):
+        if message is None:
+            assert register_rule(rule) is rule  # the same one again changes nothing
+        else:
+            with pytest.raises(ValueError, match=message):
+                register_rule(rule)
+    Other.kind, Other.rope_type = "other", "linear"
+    with pytest.raises(ValueError, match="Linear has the rope_type 'linear'"):
+        register_rule(Other)
+    assert "other" not in RULES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"turning": 5}, "between 0 and 4, got 5"),
+        ({"temperature": 0}, "at least 1 token, got 0"),
+    ],
+)
+def test_bad_rotations_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Rotation(8, **arguments)
+
+
+def test_pairs_that_do_not_turn_and_the_temperature():
+    rotation = Rotation(8, base=16.0, turning=2, temperature=7)
+    assert rotation.frequencies().tolist() == [1.0, 0.5, 0.0, 0.0]
+    factor = rotation.query_factor(torch.tensor([0, 6, 62]), torch.float64)
+    assert factor.tolist() == pytest.approx([1 / 3, 1.0, 2.0])  # ln(n + 1) / ln 8
+    assert Rotation(8).query_factor(torch.arange(3)) is None

@@ -1,0 +1,7 @@
+"""Conversion: vanilla models and the authors' checkpoints into CoCA models."""
+
+from coca_attention.models.conversion.convert import INITIALISATIONS, Initialisation, convert
+from coca_attention.models.conversion.folders import convert_folder
+from coca_attention.models.conversion.original import load_original
+
+__all__ = ["INITIALISATIONS", "Initialisation", "convert", "convert_folder", "load_original"]

@@ -1,0 +1,183 @@
+"""The projections of an attention module: where a family keeps them, and T in the key's place.
+
+Legend: B batch, T length, H query heads, G key/value heads, D head width, P = D/2 rotary pairs, F
+free pairs.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from coca_attention.models.configuration import rotation
+from coca_attention.ops import fold, get_form
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """How a family's attention modules hold and normalise their projections.
+
+    Attributes:
+        module_name: The attention module's name in a decoder layer.
+        output_name: The output projection's name.
+        interleaved: Pair layout, see `split_pairs`.
+        norm_spans_heads: Whether q and k norms are over all heads at once, not over each.
+        norm_offset: What a q or k norm adds to its weight.
+        fused_name: The one projection to queries, keys and values, where a family has it.
+        split_fused: From (attention module, what the fused projection gives (..., out)) to
+            queries, keys and values, heads one after the other on the last axis.
+    """
+
+    module_name: str = "self_attn"
+    output_name: str = "o_proj"
+    interleaved: bool = False
+    norm_spans_heads: bool = False
+    norm_offset: float = 0.0
+    fused_name: str | None = None
+    split_fused: Callable[[Any, Tensor], Sequence[Tensor]] | None = None
+
+    def modules(self, body: Any) -> list[Any]:
+        """The attention modules of a decoder, in the order of its layers."""
+        return [getattr(layer, self.module_name) for layer in body.layers]
+
+
+class FoldedLinear(nn.Linear):
+    """The T projection, stored folded: one output per collinear pair in place of two.
+
+    A class of its own so that it is initialised as the mean of two rows of an unfolded projection.
+    """
+
+    kv_heads = 1
+    free_pairs = 0
+
+    def init_folded(self, std: float) -> None:
+        """Draw the weights with std/√2 (std for free pairs), the bias zero."""
+        init.normal_(self.weight, mean=0.0, std=std / 2**0.5)
+        # Views do not carry the mark that Transformers puts on weights it has loaded.
+        if self.free_pairs and not getattr(self.weight, "_is_hf_initialized", False):
+            rows = self.weight.detach().unflatten(0, (self.kv_heads, -1))
+            init.normal_(rows[:, -2 * self.free_pairs :], mean=0.0, std=std)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+
+def fold_heads(attention: Any, x: Tensor) -> Tensor:
+    """`fold` of every head on the last axis: (..., G * D) to (..., G * (P + F))."""
+    heads = x.unflatten(-1, (-1, attention.head_dim))
+    config = attention.config
+    span = rotation(config, getattr(attention, "layer_type", None)).width
+    free = config.coca_free_pairs
+    return fold(heads, attention.layout.interleaved, span, free).flatten(-2)
+
+
+def head_norm(
+    attention: Any, name: str, layout: AttentionLayout
+) -> Callable[[Tensor], Tensor] | None:
+    """An attention module's norm of that name on (..., heads, width); None where it has none."""
+    norm = getattr(attention, name, None)
+    if norm is None or not layout.norm_spans_heads:
+        return norm
+    return lambda x: norm(x.flatten(-2)).view(x.shape)
+
+
+def project_rotary(
+    attention: Any, hidden_states: Tensor, layout: AttentionLayout
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of a family's own rotary attention module, before rotation.
+
+    Args:
+        attention: The module.
+        hidden_states: (B, T, hidden).
+        layout: The family's.
+
+    Returns:
+        q (B, H, T, D) and k (B, G, T, D).
+    """
+    if layout.split_fused is None:
+        query, key = attention.q_proj(hidden_states), attention.k_proj(hidden_states)
+    else:
+        fused = getattr(attention, str(layout.fused_name))(hidden_states)
+        query, key, _ = layout.split_fused(attention, fused)
+    width = getattr(attention, "head_dim", None) or attention.head_size
+
+    def heads(x: Tensor, name: str) -> Tensor:
+        x, norm = x.unflatten(-1, (-1, width)), head_norm(attention, name, layout)
+        return (x if norm is None else norm(x)).transpose(1, 2)
+
+    return heads(query, "q_norm"), heads(key, "k_norm")
+
+
+def separate_projections(attention: Any, layout: AttentionLayout) -> None:
+    """Replace a fused projection by q_proj, k_proj and v_proj, where a module has one."""
+    if layout.split_fused is None:
+        return
+    fused, split = getattr(attention, str(layout.fused_name)), layout.split_fused
+    attention.q_proj, attention.k_proj, attention.v_proj = (
+        _from_rows(fused, lambda x, i=i: split(attention, x)[i]) for i in range(3)
+    )
+    delattr(attention, str(layout.fused_name))
+
+
+def replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None = None) -> None:
+    """Put a T projection (and norm) in the place of the key projection (and norm), in place.
+
+    Args:
+        attention: A CoCA attention module that still has the family's projections.
+        prepare: Called with the module while it has both projections, to change how T begins. By
+            default T begins as the pair means of the key projection's rows.
+    """
+    layout = attention.layout
+    separate_projections(attention, layout)
+    attention.t_proj = _from_rows(
+        attention.k_proj, lambda x: fold_heads(attention, x), FoldedLinear
+    )
+    attention.t_proj.free_pairs = attention.config.coca_free_pairs
+    attention.t_proj.kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
+    if prepare is not None:
+        prepare(attention)
+    del attention.k_proj
+    if getattr(attention, "k_norm", None) is not None:
+        # Pair means of normalised keys are 1/√2 as large as the keys where the two members are
+        # independent; normalising the means brings them to 1.
+        offset = layout.norm_offset
+        weight = fold_heads(attention, attention.k_norm.weight.detach() + offset) / 2**0.5
+        attention.t_norm = copy.deepcopy(attention.k_norm)
+        attention.t_norm.weight = nn.Parameter(
+            weight - offset, requires_grad=attention.k_norm.weight.requires_grad
+        )
+        del attention.k_norm
+    learned = initial_form_parameters(attention)
+    if learned:
+        like = attention.t_proj.weight
+        attention.form_parameters = nn.ParameterDict({n: x.to(like) for n, x in learned.items()})
+
+
+def initial_form_parameters(attention: Any) -> dict[str, Tensor]:
+    """What the learned parameters of an attention module's score form begin with."""
+    config = attention.config
+    sizes = config.num_attention_heads, attention.head_dim // 2 - config.coca_free_pairs
+    return {n: make(*sizes) for n, make in get_form(config.coca_form).parameters.items()}
+
+
+def _from_rows(
+    projection: nn.Linear, rows: Callable[[Tensor], Tensor], kind: type[nn.Linear] = nn.Linear
+) -> Any:
+    """A projection made from the rows of another one, its storage not shared.
+
+    Args:
+        projection: The other one.
+        rows: From what it gives, on the last axis, to what the new one gives.
+        kind: Class of the new one.
+    """
+    made = kind(projection.in_features, 1, bias=False, device="meta")
+    for name in ("weight", "bias"):
+        parameter = getattr(projection, name)
+        if parameter is not None:
+            own = rows(parameter.detach().t()).t().clone(memory_format=torch.contiguous_format)
+            setattr(made, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+    made.out_features = made.weight.shape[0]
+    return made

@@ -1,0 +1,60 @@
+"""Rotary modules of Transformers models: stateless, from the configuration at every call."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coca_attention.models.configuration import rotation
+from coca_attention.ops.positions import join_pairs
+
+
+class CoCARotary(nn.Module):
+    """cos and sin, half as wide as the rotated part of a head, in float32 or wider.
+
+    Computed from the configuration at every call. It has no buffers: a long input never changes a
+    later short one, and loading a model or changing its ``rope_parameters`` leaves nothing stale.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    @torch.no_grad()
+    def forward(
+        self, hidden_states: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tables for position_ids (B, T).
+
+        Returns:
+            cos and sin, each (B, T, R/2) for a rotary width R, and what queries are multiplied by,
+            (B, T), or None.
+        """
+        found = rotation(self.config, layer_type)
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        return *found.tables(position_ids, dtype), found.query_factor(position_ids, dtype)
+
+
+class VanillaRotary(CoCARotary):
+    """Stateless replacement of a Transformers rotary module: cos and sin at the full rotary width.
+
+    Transformers' own ``dynamic`` remembers the longest input seen; this one does not.
+
+    Args:
+        config: The model's configuration.
+        interleaved: Whether the module repeats each pair's number next to itself (Cohere).
+    """
+
+    def __init__(self, config: Any, interleaved: bool = False) -> None:
+        super().__init__(config)
+        self.interleaved = interleaved
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (B, T, rotary width), in the dtype of the hidden states."""
+        cos, sin = (
+            join_pairs(x, x, self.interleaved).to(hidden_states.dtype)
+            for x in super().forward(hidden_states, position_ids, layer_type)[:2]
+        )
+        return cos, sin

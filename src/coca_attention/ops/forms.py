@@ -1,0 +1,150 @@
+"""Score forms: what the score of a query and collinear key coefficients is.
+
+Legend: P rotary pairs, m a query's position, n a key's, t key coefficients.
+
+In every form the key of a pair is the rotary key of (t_j, 0),
+
+    K'_j = t_j (cos n θ_j, sin n θ_j),
+
+so a form is a query map, linear in cos m θ_j and sin m θ_j:
+
+    slack     (Eq. 10):     Q'_j = (|q|² cos m θ_j, (q_1² - q_0²) cos m θ_j + 2 q_0 q_1 sin m θ_j)
+    strict    (Eq. 9, 17):  Q'_j = |q|² (cos m θ_j, sin m θ_j)
+    magnitude (our own):    Q'_j = |q|  (cos m θ_j, sin m θ_j)
+
+where q = (q_0, q_1) is pair j of the query and Q'_m · K'_n the score. The slack form is usually
+written with the key R_n [t, t]; its terms sorted by cos n θ_j and sin n θ_j give the query above.
+
+The last pairs of a head may be left free (`free_pairs`): they score by the ordinary dot product of
+rotated queries and keys, whatever the form.
+
+To add a form, make a `ScoreForm` and register it with `register_form`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class ScoreForm:
+    """A way to score a query against key coefficients.
+
+    Attributes:
+        name: What configurations and recipes call it.
+        label: What reports call a model with it.
+        shift_invariant: Whether scores depend on m - n alone.
+        query: Effective query: (q0, q1, cos, sin) to (..., 2, P). q0 and q1 are the members of
+            every pair before rotation, (..., P); cos and sin broadcast to them. Linear in cos and
+            sin, and differentiable by autograd.
+        gradient: Gradients of q0 and q1 from those of the result's two halves: (q0, q1, g0, g1,
+            cos, sin) to a pair of (..., P). Default: autograd's, which keeps more in memory.
+        parameters: Learned parameters: their names, and functions from (heads, pairs) to their
+            initial values (heads, ...). `query` takes them by name, each with a dimension for the
+            positions after that of the heads.
+        kernel: Name of the form in the Triton kernels; None where PyTorch's operations compute it.
+    """
+
+    name: str
+    label: str
+    shift_invariant: bool
+    query: Callable[..., Tensor]
+    gradient: Callable[..., Pair] | None = None
+    parameters: dict[str, Callable[[int, int], Tensor]] = field(default_factory=dict)
+    kernel: str | None = None
+
+
+FORMS: dict[str, ScoreForm] = {}
+RENAMED = {"linear": "magnitude"}
+
+
+def register_form(form: ScoreForm) -> ScoreForm:
+    """Make a form known by its name.
+
+    Raises:
+        ValueError: If there is another form of that name.
+    """
+    if FORMS.setdefault(form.name, form) is not form:
+        raise ValueError(f"there is a score form {form.name!r} already")
+    return form
+
+
+def get_form(form: str | ScoreForm) -> ScoreForm:
+    """A form by its name; a form is returned as it is.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    if isinstance(form, ScoreForm):
+        return form
+    if form not in FORMS:
+        hint = f"; {form!r} is now called {RENAMED[form]!r}" if form in RENAMED else ""
+        raise ValueError(f"unknown score form {form!r}; choose one of {', '.join(FORMS)}{hint}")
+    return FORMS[form]
+
+
+def _slack_query(q0: Tensor, q1: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # The second member is the first one minus 2 q0 (q0 cos - q1 sin).
+    squares = (q0 * q0).addcmul_(q1, q1)
+    made = squares.unsqueeze(-2) * torch.stack((cos, cos), dim=-2)
+    made.select(-2, 1).addcmul_(q0, (q0 * cos).addcmul_(q1, sin, value=-1), value=-2)
+    return made
+
+
+def _slack_gradient(
+    q0: Tensor, q1: Tensor, g0: Tensor, g1: Tensor, cos: Tensor, sin: Tensor
+) -> Pair:
+    crossed, double = 2 * g1 * sin, 2 * cos
+    first = torch.addcmul(crossed * q1, (g0 - g1) * double, q0)
+    second = torch.addcmul(crossed * q0, (g0 + g1) * double, q1)
+    return first, second
+
+
+def _strict_query(q0: Tensor, q1: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    squares = (q0 * q0).addcmul_(q1, q1)
+    return squares.unsqueeze(-2) * torch.stack((cos, sin), dim=-2)
+
+
+def _strict_gradient(
+    q0: Tensor, q1: Tensor, g0: Tensor, g1: Tensor, cos: Tensor, sin: Tensor
+) -> Pair:
+    along = 2 * torch.addcmul(g0 * cos, g1, sin)
+    return along * q0, along * q1
+
+
+def _magnitude_query(q0: Tensor, q1: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    size = (q0 * q0).addcmul_(q1, q1).sqrt_()
+    return size.unsqueeze(-2) * torch.stack((cos, sin), dim=-2)
+
+
+def _magnitude_gradient(
+    q0: Tensor, q1: Tensor, g0: Tensor, g1: Tensor, cos: Tensor, sin: Tensor
+) -> Pair:
+    along = torch.addcmul(g0 * cos, g1, sin)
+    square = torch.addcmul(q0 * q0, q1, q1)
+    # Zero where q is zero. Both branches of `where` must be finite, or the second derivative is
+    # not.
+    along = torch.where(square > 0, along * square.where(square > 0, 1.0).rsqrt(), 0.0)
+    return along * q0, along * q1
+
+
+SLACK = register_form(
+    ScoreForm("slack", "CoCA-Slack", False, _slack_query, _slack_gradient, kernel="slack")
+)
+STRICT = register_form(
+    ScoreForm("strict", "CoCA-Strict", True, _strict_query, _strict_gradient, kernel="strict")
+)
+MAGNITUDE = register_form(
+    ScoreForm(
+        "magnitude",
+        "CoCA-Magnitude",
+        True,
+        _magnitude_query,
+        _magnitude_gradient,
+        kernel="magnitude",
+    )
+)

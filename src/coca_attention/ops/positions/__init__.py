@@ -1,0 +1,37 @@
+"""Positions: rotary pairs, rules for their frequencies, and tables of cos and sin."""
+
+from coca_attention.ops.positions.pairs import apply_rotary, check_width, join_pairs, split_pairs
+from coca_attention.ops.positions.rotation import Rotation, Table
+from coca_attention.ops.positions.rules import (
+    NTK,
+    RULES,
+    UNSCALED,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRoPE,
+    Rule,
+    YaRN,
+    make_rule,
+    register_rule,
+)
+
+__all__ = [
+    "NTK",
+    "RULES",
+    "UNSCALED",
+    "DynamicNTK",
+    "Linear",
+    "Llama3",
+    "LongRoPE",
+    "Rotation",
+    "Rule",
+    "Table",
+    "YaRN",
+    "apply_rotary",
+    "check_width",
+    "join_pairs",
+    "make_rule",
+    "register_rule",
+    "split_pairs",
+]

@@ -1,0 +1,446 @@
+"""Rules for the rotary frequencies of texts longer than a model was trained on, one class each.
+
+Legend: D rotary width, P = D/2 rotary pairs, k scaling factor, L_train training length, L target
+length; lengths are in tokens.
+
+A rule turns base and width into P frequencies and keeps no state: the same arguments give the same
+numbers whatever was computed before. To add one, subclass `Rule` as a frozen dataclass and register
+it with `register_rule`: its fields become the parameters that configurations, `set_rotary_scaling`
+and the command line accept.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from coca_attention.ops.positions.pairs import check_width
+
+
+def unscaled_frequencies(width: int, base: float) -> Tensor:
+    """theta_j = base ** (-2 j / D) (CoCA paper, Eq. 1): (P,), float64, in radians per token.
+
+    Raises:
+        ValueError: If the width is odd or the base not positive.
+    """
+    check_width(width, "rotary width")
+    if not base > 0:
+        raise ValueError(f"rotary base must be positive, got {base}")
+    exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
+    return torch.pow(torch.tensor(base, dtype=torch.float64), -exponents)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The frequencies as trained, and the base class of the rules that change them."""
+
+    kind: ClassVar[str] = "none"
+    """Name of the rule."""
+    rope_type: ClassVar[str] = "default"
+    """Name of the rule in Transformers' ``rope_parameters``."""
+    has_target_length: ClassVar[bool] = False
+    """Whether users may fix the rule for a target ``length``."""
+
+    def __post_init__(self) -> None:
+        factor = getattr(self, "factor", 1.0)
+        if not factor >= 1.0 or math.isinf(factor):
+            raise ValueError(f"rotary scaling factor must be a number of at least 1, got {factor}")
+        for name in ("training_length", "length"):
+            tokens = getattr(self, name, None)
+            if tokens is not None and tokens < 1:
+                raise ValueError(f"rotary scaling {name} must be at least 1 token, got {tokens}")
+
+    def frequencies(self, width: int, base: float) -> Tensor:
+        """theta of shape (P,), float64, in radians per token.
+
+        Args:
+            width: Rotary width D.
+            base: Base of the geometric series.
+
+        Raises:
+            ValueError: If the width is odd, the base not positive, or the rule lacks a parameter.
+        """
+        return unscaled_frequencies(width, base)
+
+    @property
+    def magnitude(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0
+
+    def for_length(self, length: int) -> Self:
+        """The rule as it applies to a text of so many tokens; most rules do not depend on it."""
+        return self
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether the frequencies depend on the length of the text that is being read."""
+        return False
+
+    @classmethod
+    def from_parameters(
+        cls, parameters: dict[str, Any], training_length: int | None, longest: int | None = None
+    ) -> Self:
+        """The rule of a configuration.
+
+        Args:
+            parameters: Transformers' ``rope_parameters``, which may hold more than the rule takes.
+            training_length: Tokens that the model was trained on.
+            longest: ``max_position_embeddings``; ``longrope`` derives its factor from it.
+
+        Raises:
+            ValueError: If a parameter is missing or out of range.
+        """
+        given: dict[str, Any] = {"training_length": training_length}
+        given |= {name: value for name, value in parameters.items() if value is not None}
+        known = [name for name in cls.field_names() if given.get(name) is not None]
+        given = {n: tuple(given[n]) if isinstance(given[n], list) else given[n] for n in known}
+        if "factor" in given:
+            given["factor"] = float(given["factor"])
+        return cls(**given)
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        """Names of the rule's parameters."""
+        return list(cls.__match_args__)  # torch.compile does not trace dataclasses.fields
+
+    @classmethod
+    def parameter_names(cls) -> list[str]:
+        """What the rule takes besides factor and lengths, in Transformers' names."""
+        common = ("factor", "training_length", "length")
+        return [name for name in cls.field_names() if name not in common]
+
+    def _check_training_length(self) -> None:
+        if getattr(self, "training_length", None) is None:
+            raise ValueError(
+                f"rotary scaling {self.kind!r} needs training_length, the number of tokens the "
+                "model was trained on"
+            )
+
+
+UNSCALED = Rule()
+RULES: dict[str, type[Rule]] = {Rule.kind: Rule}
+
+
+RuleType = TypeVar("RuleType", bound=type[Rule])
+
+
+def register_rule(rule: RuleType) -> RuleType:
+    """Make a rule known by its ``kind`` and ``rope_type``; usable as a class decorator.
+
+    Raises:
+        ValueError: If another rule has either name.
+    """
+    for known in RULES.values():
+        if known is not rule and rule.rope_type == known.rope_type:
+            raise ValueError(f"{known.__name__} has the rope_type {rule.rope_type!r} already")
+    if RULES.setdefault(rule.kind, rule) is not rule:
+        raise ValueError(f"there is a rotary scaling {rule.kind!r} already")
+    return rule
+
+
+def make_rule(kind: str, **parameters: Any) -> Rule:
+    """A rule by its name.
+
+    Args:
+        kind: One of `RULES`.
+        **parameters: Fields of the rule.
+
+    Raises:
+        ValueError: If the name or a parameter is unknown, or a parameter is out of range.
+    """
+    if kind not in RULES:
+        raise ValueError(f"unknown rotary scaling {kind!r}; choose one of {', '.join(RULES)}")
+    rule = RULES[kind]
+    known = rule.field_names()
+    unknown = sorted(set(parameters) - set(known))
+    if unknown:
+        raise ValueError(
+            f"rotary scaling {kind!r} has no {', '.join(unknown)}; it takes "
+            f"{', '.join(known) or 'no parameters'}"
+        )
+    return rule(**parameters)
+
+
+@register_rule
+@dataclass(frozen=True)
+class Linear(Rule):
+    """Position interpolation (arXiv 2306.15595): position n becomes n / k.
+
+    Attributes:
+        factor: k, at least 1.
+    """
+
+    kind = "linear"
+    rope_type = "linear"
+
+    factor: float = 1.0
+
+    def frequencies(self, width: int, base: float) -> Tensor:
+        """theta_j / k."""
+        return unscaled_frequencies(width, base) / self.factor
+
+
+@register_rule
+@dataclass(frozen=True)
+class NTK(Rule):
+    """NTK-aware scaling: a larger base, fixed for the whole request.
+
+    Attributes:
+        factor: k, at least 1.
+        training_length: L_train; needed with a target length.
+        length: L. Without it the base is multiplied by ``k ** (D / (D - 2))`` everywhere.
+    """
+
+    kind = "ntk"
+    rope_type = "ntk"
+    has_target_length = True
+
+    factor: float = 1.0
+    training_length: int | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length is not None:
+            self._check_training_length()
+
+    def scaled_base(self, width: int, base: float) -> float:
+        """``base * s ** (D / (D - 2))``.
+
+        With a target length the stretch is ``s = k L / L_train - (k - 1)`` (dynamic NTK), and 1 up
+        to L_train; without one it is k. At D = 2 the only frequency is 1 whatever the base.
+        """
+        stretch = self.factor
+        if self.length is not None and self.training_length is not None:
+            ratio = max(self.length / self.training_length, 1.0)
+            stretch = self.factor * ratio - (self.factor - 1.0)
+        return base * stretch ** (width / (width - 2)) if width > 2 else base
+
+    def frequencies(self, width: int, base: float) -> Tensor:
+        """Frequencies of the scaled base."""
+        return unscaled_frequencies(width, self.scaled_base(width, base))
+
+
+@register_rule
+@dataclass(frozen=True)
+class DynamicNTK(NTK):
+    """NTK-aware scaling whose base follows the current length: inexact with a cache.
+
+    Attributes:
+        factor: k, at least 1.
+        training_length: L_train.
+        length: The current length; without it the largest position plus one.
+    """
+
+    kind = "dynamic"
+    rope_type = "dynamic"
+    has_target_length = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_training_length()
+
+    def frequencies(self, width: int, base: float) -> Tensor:
+        """Frequencies of the base for the current length."""
+        if self.length is None:
+            raise ValueError("dynamic scaling needs the current length: use for_length(...)")
+        return super().frequencies(width, base)
+
+    def for_length(self, length: int) -> Self:
+        """The rule at the current length, unless it has one already."""
+        return self if self.length is not None else replace(self, length=length)
+
+    @property
+    def follows_length(self) -> bool:
+        """True until the length is fixed."""
+        return self.length is None
+
+
+@dataclass(frozen=True)
+class _WithMagnitude(Rule):
+    """A rule that also multiplies cos and sin by ``attention_factor``."""
+
+    factor: float = 1.0
+    training_length: int | None = None
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_training_length()
+        magnitude = self.attention_factor
+        if magnitude is not None and not (
+            isinstance(magnitude, (int, float)) and 0 < magnitude < math.inf
+        ):
+            raise ValueError(f"attention_factor must be a positive number, got {magnitude!r}")
+
+    def default_magnitude(self) -> float:
+        """What cos and sin are multiplied by where ``attention_factor`` is not given."""
+        raise NotImplementedError
+
+    @property
+    def magnitude(self) -> float:
+        """``attention_factor``, or its default."""
+        given = self.attention_factor
+        return self.default_magnitude() if given is None else given
+
+
+@register_rule
+@dataclass(frozen=True)
+class YaRN(_WithMagnitude):
+    """YaRN (arXiv 2309.00071): slow pairs are interpolated, fast ones stay, a ramp between.
+
+    Attributes:
+        factor: k, at least 1.
+        training_length: L_train.
+        attention_factor: Multiplies cos and sin; default ``0.1 ln k + 1``.
+        beta_fast: Pairs that turn more often than this over L_train stay as they are.
+        beta_slow: Pairs that turn less often than this are interpolated by k.
+        truncate: Whether the ends of the ramp are whole pairs.
+    """
+
+    kind = "yarn"
+    rope_type = "yarn"
+
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.beta_fast > self.beta_slow > 0:
+            raise ValueError(
+                f"yarn needs beta_fast > beta_slow > 0, got {self.beta_fast} and {self.beta_slow}"
+            )
+
+    def default_magnitude(self) -> float:
+        """0.1 ln k + 1."""
+        return 0.1 * math.log(self.factor) + 1.0
+
+    def frequencies(self, width: int, base: float) -> Tensor:
+        """theta_j for fast pairs, theta_j / k for slow ones."""
+        return _interpolated(unscaled_frequencies(width, base), self._kept(width, base), self)
+
+    def _kept(self, width: int, base: float) -> Tensor:
+        """The ramp: 1 for pairs that stay, 0 for pairs interpolated by the factor; (P,) float64."""
+        length = self.training_length
+        assert length is not None  # checked by __post_init__
+
+        def pair_with_turns(turns: float) -> float:
+            # The pair index j (real-valued) with turns = L_train * base ** (-2 j / D) / (2 pi).
+            return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        first, last = pair_with_turns(self.beta_fast), pair_with_turns(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, width - 1)
+        # Equal ends would divide by zero; a small difference makes the ramp a step.
+        span = max(last - first, 1e-3)
+        pairs = torch.arange(width // 2, dtype=torch.float64)
+        return 1.0 - ((pairs - first) / span).clamp(0.0, 1.0)
+
+
+@register_rule
+@dataclass(frozen=True)
+class Llama3(Rule):
+    """The rule of Llama 3.1: a ramp that is linear in a pair's turns over L_train.
+
+    Attributes:
+        factor: k, at least 1.
+        training_length: L_train.
+        low_freq_factor: Pairs that turn less often than this over L_train are interpolated by k.
+        high_freq_factor: Pairs that turn more often than this stay as they are.
+    """
+
+    kind = "llama3"
+    rope_type = "llama3"
+
+    factor: float = 1.0
+    training_length: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_training_length()
+        if not self.high_freq_factor > self.low_freq_factor > 0:
+            raise ValueError(
+                "llama3 needs high_freq_factor > low_freq_factor > 0, got "
+                f"{self.high_freq_factor} and {self.low_freq_factor}"
+            )
+
+    def frequencies(self, width: int, base: float) -> Tensor:
+        """theta_j for fast pairs, theta_j / k for slow ones."""
+        assert self.training_length is not None  # checked by __post_init__
+        theta = unscaled_frequencies(width, base)
+        turns = self.training_length * theta / (2 * math.pi)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        return _interpolated(theta, ((turns - low) / (high - low)).clamp(0.0, 1.0), self)
+
+
+@register_rule
+@dataclass(frozen=True)
+class LongRoPE(_WithMagnitude):
+    """LongRoPE (arXiv 2402.13753): one divisor per pair, others for short and long texts.
+
+    Attributes:
+        factor: k, at least 1; it enters the default of ``attention_factor`` alone.
+        training_length: L_train.
+        attention_factor: Multiplies cos and sin; default ``sqrt(1 + ln k / ln L_train)``.
+        length: L. The short factors apply up to L_train, the long ones above it or without L.
+        short_factor: P divisors of the frequencies for texts up to L_train.
+        long_factor: P divisors for longer texts.
+    """
+
+    kind = "longrope"
+    rope_type = "longrope"
+    has_target_length = True
+
+    length: int | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self, name)
+            if not factors or not all(0 < f < math.inf for f in factors):
+                raise ValueError(
+                    f"longrope needs {name}, one positive divisor per rotary pair; got {factors}"
+                )
+
+    def default_magnitude(self) -> float:
+        """Sqrt(1 + ln k / ln L_train)."""
+        assert self.training_length is not None  # checked by __post_init__
+        if self.factor == 1.0:
+            return 1.0
+        return math.sqrt(1.0 + math.log(self.factor) / math.log(self.training_length))
+
+    def frequencies(self, width: int, base: float) -> Tensor:
+        """theta_j over the divisors."""
+        assert self.training_length is not None  # checked by __post_init__
+        long = self.length is None or self.length > self.training_length
+        divisors = self.long_factor if long else self.short_factor
+        if len(divisors) != width // 2:
+            raise ValueError(
+                f"longrope needs one divisor per rotary pair, {width // 2} of them; got "
+                f"{len(divisors)}"
+            )
+        theta = unscaled_frequencies(width, base)
+        return theta / torch.tensor(divisors, dtype=torch.float64)
+
+    @classmethod
+    def from_parameters(
+        cls, parameters: dict[str, Any], training_length: int | None, longest: int | None = None
+    ) -> Self:
+        """As `Rule.from_parameters`; the factor defaults to max_position_embeddings / L_train."""
+        if parameters.get("factor") is None and training_length and longest:
+            factor = max(longest / training_length, 1.0)
+            parameters = {**parameters, "factor": factor}
+        return super().from_parameters(parameters, training_length, longest)
+
+
+def _interpolated(theta: Tensor, kept: Tensor, rule: Any) -> Tensor:
+    """``theta`` where ``kept`` is 1 and theta / k where it is 0; all (P,)."""
+    return theta * kept + theta / rule.factor * (1.0 - kept)
