@@ -44,7 +44,7 @@ def replace_attention(
     change_class(body, cls, body.config)
     for index, attention in enumerate(body.attention_class.layout.modules(body)):
         attention.__class__ = body.attention_class
-        own = None if prepare is None else partial(prepare, index=index)  # pyright: ignore
+        own: Any = None if prepare is None else partial(prepare, index=index)
         replace_key_projection(attention, own)
     body.rotary_emb = CoCARotary(body.config)
 
