@@ -3,11 +3,14 @@
 import json
 import os
 import re
+import runpy
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from coca_attention import ops
 from coca_attention.benchmarks import (
     CASES,
     BenchSettings,
@@ -148,7 +151,7 @@ def test_decoding_restores_the_cache(kind, monkeypatch):
         caches.append(random_cache(*arguments))
         return caches[-1]
 
-    monkeypatch.setattr("coca_attention.benchmarks.cases.decode.random_cache", recorded)
+    monkeypatch.setattr(models, "random_cache", recorded)
     variant = decoder("A", "slack", kind, 40, settings())
     for _ in range(2):
         variant.run()
@@ -166,7 +169,7 @@ def test_one_query_over_a_cache_is_checked_too(monkeypatch):
     assert list(cell["variants"]) == [operators.VANILLA, *halves, operator_decode.COPY]
     errors = [measured["error"] for measured in cell["variants"].values()]
     assert max(errors[:-1]) < 1e-5 and errors[-1] is None
-    monkeypatch.setattr(operator_decode, "query_map", lambda query, *_, **__: query)
+    monkeypatch.setattr(ops, "query_map", lambda query, *_, **__: query)
     with pytest.raises(UserError, match="half keys, CoCA slack is off by"):
         run_benchmarks(case)
 
@@ -208,6 +211,14 @@ def test_settings_of_the_gpu_check_are_valid(name):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_gpu_check_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gpu_check.py"])
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "gpu_check.py"))
+    assert script["main"]() == 2
+    assert "needs a CUDA device" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_cuda_device_is_an_error():
     with pytest.raises(UserError, match="no CUDA device"):
         check_settings(settings(device="cuda"))
@@ -236,10 +247,11 @@ def test_result_files_of_version_0_1_are_drawn_as_before(cells):
         kept = {k: v for k, v in cell.items() if k not in ("title", "text", "measure")}
         sizes = {{"kv_heads": "groups"}.get(k, k): v for k, v in cell["sizes"].items()}
         former.append({**kept, "sizes": sizes})
-    assert build_report([{"results": former}]) == build_report([{"results": cells}])
+    without_text = [{**cell, "text": ""} for cell in cells]
+    assert build_report([{"results": former}]) == build_report([{"results": without_text}])
     memory = {**former[0], "case": "memory", "variants": {"A": {"peak_megabytes": 12.5}}}
     page = build_report([{"results": [memory]}])
-    assert "Memory of the operator" in page and "Table 6" in page and "12 MB" in page
+    assert "Memory of the operator, forward: 4 heads of 16" in page and "12 MB" in page
 
 
 def square(length: int, chosen: BenchSettings) -> list[Variant]:

@@ -6,13 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Cache,
-    DynamicCache,
-    LlamaConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel
 
 from coca_attention.benchmarks.settings import BenchSettings
 from coca_attention.benchmarks.timing import IsolatedVariant, Variant

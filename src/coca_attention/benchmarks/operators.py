@@ -27,7 +27,7 @@ class Operator(NamedTuple):
     form: str | None
 
 
-def rotary_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def rotary_attention(query: Tensor, key: Tensor, value: Tensor, **_: Tensor) -> Tensor:
     """Rotary attention as Transformers' Llama computes it: angles, rotation, SDPA."""
     length = query.shape[-2]
     theta = inverse_frequencies(query.shape[-1]).to(query.device, torch.float32)
@@ -40,7 +40,14 @@ def rotary_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     )
 
 
-def contraction(query: Tensor, key_coefficients: Tensor, value: Tensor) -> Tensor:
+def coca(
+    query: Tensor, key_coefficients: Tensor, value: Tensor, *, form: Any, **_: Tensor
+) -> Tensor:
+    """`coca_attention` as users call it."""
+    return coca_attention(query, key_coefficients, value, form=form)
+
+
+def contraction(query: Tensor, key_coefficients: Tensor, value: Tensor, **_: Tensor) -> Tensor:
     """Slack scores contracted into a matrix (paper, Eq. 18), mask, softmax, times V.
 
     The order is the one opt_einsum chooses: q with its own rotation first, then with the keys.
@@ -79,24 +86,10 @@ def random_inputs(length: int, settings: BenchSettings) -> dict[str, Tensor]:
 
 def operators(length: int, settings: BenchSettings) -> dict[str, Operator]:
     """The operators compared at a length, by name."""
-
-    def coca(form: Any) -> Operator:
-        return Operator(
-            lambda query, key_coefficients, value, **_: coca_attention(
-                query, key_coefficients, value, form=form
-            ),
-            form,
-        )
-
-    found = {
-        VANILLA: Operator(lambda query, key, value, **_: rotary_attention(query, key, value), None)
-    }
-    found |= {f"CoCA {form}": coca(form) for form in FORMS}
+    found = {VANILLA: Operator(rotary_attention, None)}
+    found |= {f"CoCA {form}": Operator(partial(coca, form=form), form) for form in FORMS}
     if length <= settings.longest_contraction:
-        found[CONTRACTION] = Operator(
-            lambda query, key_coefficients, value, **_: contraction(query, key_coefficients, value),
-            "slack",
-        )
+        found[CONTRACTION] = Operator(contraction, "slack")
     return found
 
 
@@ -113,22 +106,18 @@ def relative_error(output: Tensor, tensors: dict[str, Tensor], form: str | None)
     keys = torch.arange(tensors["key"].shape[-2])
     for head in {0, heads - 1}:
         kv_head = head * tensors["value"].shape[1] // heads
-        q, k, t, v = (
-            tensors[name][:1, index : index + 1].detach().cpu()
-            for name, index in (
-                ("query", head),
-                ("key", kv_head),
-                ("key_coefficients", kv_head),
-                ("value", kv_head),
-            )
+        q = tensors["query"][:1, head : head + 1, -rows:].cpu()
+        k, t, v = (
+            tensors[name][:1, kv_head : kv_head + 1].cpu()
+            for name in ("key", "key_coefficients", "value")
         )
-        q, last = q[..., -rows:, :], keys[-rows:]
-        if form is None:
-            scores = oracle.rope_scores(q, k, last, keys)
-        else:
-            scores = oracle.SCORES[form](q, t, last, keys)
+        scores = (
+            oracle.rope_scores(q, k, keys[-rows:], keys)
+            if form is None
+            else oracle.SCORES[form](q, t, keys[-rows:], keys)
+        )
         exact = oracle.attention(scores, v, scale=q.shape[-1] ** -0.5)
-        ours = output[:1, head : head + 1, -rows:].detach().cpu().double()
+        ours = output[:1, head : head + 1, -rows:].cpu().double()
         error = max(error, (ours - exact).abs().max().item())
         largest = max(largest, exact.abs().max().item())
     return error / largest

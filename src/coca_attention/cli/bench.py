@@ -24,14 +24,9 @@ def run_bench(words: list[str]) -> None:
     words, kv_heads = take_option(words, "--groups")  # the former name of --kv-heads
     if kv_heads is not None:
         words = [*words, "--kv-heads", kv_heads]
-    cases = "; ".join(f"{name}: {case.title}" for name, case in CASES.items())
-    settings, output = parse(
-        "coca bench",
-        run_bench,
-        words,
-        [BenchSettings, OutputSettings],
-        epilog=f"Cases: {cases}.",
-    )
+    cases = "Cases: " + "; ".join(f"{name}: {case.title}" for name, case in CASES.items())
+    sections = [BenchSettings, OutputSettings]
+    settings, output = parse("coca bench", run_bench, words, sections, epilog=cases)
     check_settings(settings)
     path = Path(output.output)
     check_writable(path)

@@ -10,24 +10,16 @@ from matplotlib.axes import Axes
 from coca_attention.report.figures import COLOURS, draw
 from coca_attention.report.retrieval import Section
 
-# Titles and texts of the cases in result files of version 0.1, which do not contain them.
-FORMER_CASES = {
-    "operator": (
-        "Operator, forward",
-        "The shape of the paper's Figure 6. Ratios are to the first row, of runs in the same "
-        "round; below 1 is faster.",
-    ),
-    "operator-training": ("Operator, forward and backward", ""),
-    "operator-decode": ("One query over a cache, attention alone", ""),
-    "training": ("Training step of a model", ""),
-    "prefill": ("Prefill of a model", ""),
-    "decode": ("One token decoded, by the length of the cache", ""),
-    "decode-compiled": ("One token decoded with torch.compile, static caches", ""),
-    "memory": (
-        "Memory of the operator, forward",
-        "What the paper's Table 6 is about: linear in the length, or square. Megabytes above the "
-        "inputs.",
-    ),
+# Titles of the cases in result files of version 0.1, which do not contain them.
+FORMER_TITLES = {
+    "operator": "Operator, forward",
+    "operator-training": "Operator, forward and backward",
+    "operator-decode": "One query over a cache, attention alone",
+    "training": "Training step of a model",
+    "prefill": "Prefill of a model",
+    "decode": "One token decoded, by the length of the cache",
+    "decode-compiled": "One token decoded with torch.compile, static caches",
+    "memory": "Memory of the operator, forward",
 }
 # Phrases for sizes that are described together.
 SIZE_PHRASES = (
@@ -117,10 +109,10 @@ def _upgraded(cell: dict[str, Any]) -> dict[str, Any]:
     """The cell in today's format: version 0.1 wrote neither title, text nor measure."""
     if "title" in cell:
         return cell
-    title, text = FORMER_CASES[cell["case"]]
     sizes = {{"groups": "kv_heads"}.get(name, name): size for name, size in cell["sizes"].items()}
     measure = "memory" if cell["case"] == "memory" else "ratio"
-    return {**cell, "title": title, "text": text, "measure": measure, "sizes": sizes}
+    title = FORMER_TITLES[cell["case"]]
+    return {**cell, "title": title, "text": "", "measure": measure, "sizes": sizes}
 
 
 def _setting(cell: dict[str, Any]) -> str:
@@ -138,13 +130,13 @@ def _setting(cell: dict[str, Any]) -> str:
 
 def _note(group: Sequence[dict[str, Any]]) -> str:
     if group[0]["measure"] == "memory":
-        return ""
+        return "Peak memory of one run, in megabytes above its inputs."
     measured = [m for cell in group for m in cell["variants"].values()]
     rounds = sorted({m["rounds"] for m in measured})
     count = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
     note = (
         f"Medians of {count} interleaved rounds: the time of the first row, and the ratios of the "
-        "others to it with their quartiles."
+        "others to it with their quartiles; below 1 is faster."
     )
     errors = [m["error"] for m in measured if m["error"] is not None]
     if not errors:

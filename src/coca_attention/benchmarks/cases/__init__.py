@@ -1,7 +1,9 @@
-"""The built-in benchmark cases, one module each; importing a module registers its case."""
+"""The built-in benchmark cases: the ``CASE`` of every module of this package."""
 
 import importlib
 import pkgutil
 
+from coca_attention.benchmarks.case import register_case
+
 for module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{module.name}")
+    register_case(importlib.import_module(f"{__name__}.{module.name}").CASE)

@@ -6,17 +6,8 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from coca_attention.benchmarks.case import Case, register_case
-from coca_attention.benchmarks.models import (
-    MODEL_SIZES,
-    cache_facts,
-    decoder_variants,
-    decoding_error,
-    gpu_run,
-    make_model,
-    random_cache,
-    random_tokens,
-)
+from coca_attention.benchmarks import models
+from coca_attention.benchmarks.case import Case
 from coca_attention.benchmarks.settings import BenchSettings
 from coca_attention.benchmarks.timing import Variant
 from coca_attention.testing import difference
@@ -25,20 +16,20 @@ from coca_attention.testing import difference
 def make(length: int, settings: BenchSettings) -> list[Variant]:
     """Each decoder, compiled."""
     torch._dynamo.reset()  # after another length, the compiler would assume dynamic shapes
-    return decoder_variants(compiled_decoder, length, settings)
+    return models.decoder_variants(compiled_decoder, length, settings)
 
 
 def compiled_decoder(
     name: str, form: str | None, kv_cache: str, length: int, settings: BenchSettings
 ) -> Variant:
     """A compiled model, compared with itself without compilation."""
-    model = make_model(settings, form, kv_cache)
-    filled = random_cache(model, length, settings)
+    model = models.make_model(settings, form, kv_cache)
+    filled = models.random_cache(model, length, settings)
     cache = StaticCache(config=model.config, max_cache_len=length + settings.rounds + 8)
     layers: Any = filled.layers
     for index, layer in enumerate(layers):
         cache.update(layer.keys, layer.values, index)
-    token = random_tokens(1, settings)
+    token = models.random_tokens(1, settings)
     step = torch.compile(model.forward, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
@@ -47,17 +38,15 @@ def compiled_decoder(
 
     with torch.no_grad():
         exact = model(input_ids=token, past_key_values=filled).logits
-    error = max(difference(run(), exact), decoding_error(model))
+    error = max(difference(run(), exact), models.decoding_error(model))
     run()
-    return Variant(name, run, error, cache_facts(cache))
+    return Variant(name, run, error, models.cache_facts(cache))
 
 
-register_case(
-    Case(
-        "decode-compiled",
-        "One token decoded with torch.compile, static caches",
-        make,
-        sizes=MODEL_SIZES,
-        gpu_runs=(gpu_run(lengths=[32768], layers=4, kv_heads=4),),
-    )
+CASE = Case(
+    "decode-compiled",
+    "One token decoded with torch.compile, static caches",
+    make,
+    sizes=models.MODEL_SIZES,
+    gpu_runs=(models.gpu_run(lengths=[32768], layers=4, kv_heads=4),),
 )

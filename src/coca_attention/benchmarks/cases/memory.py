@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from coca_attention.benchmarks.case import Case, register_case
+from coca_attention.benchmarks.case import Case
 from coca_attention.benchmarks.operators import forward_run, gpu_run, operators, random_inputs
 from coca_attention.benchmarks.settings import BenchSettings
 from coca_attention.benchmarks.timing import Variant, peak_megabytes
@@ -26,14 +26,11 @@ def make(length: int, settings: BenchSettings) -> list[Variant]:
     ]
 
 
-register_case(
-    Case(
-        "memory",
-        "Memory of the operator, forward",
-        make,
-        "What the paper's Table 6 is about: linear in the length, or square. Megabytes above the "
-        "inputs.",
-        measure="memory",
-        gpu_runs=(gpu_run(lengths=[2048, 4096, 8192, 32768, 131072], heads=8),),
-    )
+CASE = Case(
+    "memory",
+    "Memory of the operator, forward",
+    make,
+    "Linear or quadratic in the length, as in the paper's Table 6.",
+    measure="memory",
+    gpu_runs=(gpu_run(lengths=[2048, 4096, 8192, 32768, 131072], heads=8),),
 )

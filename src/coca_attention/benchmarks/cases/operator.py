@@ -2,19 +2,16 @@
 
 from functools import partial
 
-from coca_attention.benchmarks.case import Case, register_case
+from coca_attention.benchmarks.case import Case
 from coca_attention.benchmarks.operators import forward_run, gpu_run, operator_variants
 
-register_case(
-    Case(
-        "operator",
-        "Operator, forward",
-        partial(operator_variants, make_run=forward_run),
-        "The shape of the paper's Figure 6. Ratios are to the first row, of runs in the same "
-        "round; below 1 is faster.",
-        gpu_runs=(
-            gpu_run(lengths=[4096, 8192, 16384, 32768]),
-            gpu_run(lengths=[4096, 32768], kv_heads=8),
-        ),
-    )
+CASE = Case(
+    "operator",
+    "Operator, forward",
+    partial(operator_variants, make_run=forward_run),
+    "As in the paper's Figure 6.",
+    gpu_runs=(
+        gpu_run(lengths=[4096, 8192, 16384, 32768]),
+        gpu_run(lengths=[4096, 32768], kv_heads=8),
+    ),
 )

@@ -10,21 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from coca_attention.benchmarks.case import Case, register_case
+from coca_attention import ops
+from coca_attention.benchmarks.case import Case
 from coca_attention.benchmarks.operators import VANILLA, gpu_run, random_inputs, relative_error
 from coca_attention.benchmarks.settings import BenchSettings
 from coca_attention.benchmarks.timing import Variant
-from coca_attention.ops import (
-    FORMS,
-    apply_rotary,
-    attend_half,
-    inverse_frequencies,
-    key_frames,
-    query_map,
-    rotary_cos_sin,
-    score_scale,
-    tile_length,
-)
 
 COPY = "copy of as many bytes"
 CUDA_BACKENDS = {
@@ -42,9 +32,9 @@ def make(length: int, settings: BenchSettings) -> list[Variant]:
     """
     tensors = {name: x.contiguous() for name, x in random_inputs(length, settings).items()}
     value, width = tensors["value"], settings.head_width
-    cos, sin = rotary_cos_sin(torch.arange(length, device=value.device), width)
-    key = apply_rotary(tensors["key"], cos, sin)
-    query = apply_rotary(tensors["query"], cos, sin)[..., -1:, :].contiguous()
+    cos, sin = ops.rotary_cos_sin(torch.arange(length, device=value.device), width)
+    key = ops.apply_rotary(tensors["key"], cos, sin)
+    query = ops.apply_rotary(tensors["query"], cos, sin)[..., -1:, :].contiguous()
     variants = []
 
     def add(name: str, run: Callable[[], Tensor], keys: Tensor, form: str | None) -> None:
@@ -62,7 +52,7 @@ def make(length: int, settings: BenchSettings) -> list[Variant]:
         except RuntimeError:
             continue  # the kernel does not support these shapes
         add(f"{VANILLA}, {name}", run, key, None)
-    for form in FORMS:
+    for form in ops.FORMS:
         run = half_attention(tensors["query"], tensors["key_coefficients"], value, cos, sin, form)
         add(f"half keys, CoCA {form}", run, tensors["key_coefficients"], form)
     target = torch.empty_like(value)
@@ -83,28 +73,28 @@ def half_attention(
     query: Tensor, t: Tensor, value: Tensor, cos: Tensor, sin: Tensor, form: Any
 ) -> Callable[[], Tensor]:
     """Attention of the last query over key coefficients, without forming keys."""
-    width, divisor = query.shape[-1], score_scale(query.dtype)
-    frames = key_frames(
+    width, divisor = query.shape[-1], ops.score_scale(query.dtype)
+    frames = ops.key_frames(
         torch.zeros(1, dtype=torch.long, device=query.device),
         t.shape[-2],
-        inverse_frequencies(width),
+        ops.inverse_frequencies(width),
         form=form,
-        tile=tile_length(t, query.shape[1]),
+        tile=ops.tile_length(t, query.shape[1]),
         pairs=width // 2,
     )
     scale = width**-0.5 / divisor
-    mapped = query_map(query[..., -1:, :], cos[-1:], sin[-1:], form=form, scale=scale).contiguous()
-    return partial(attend_half, mapped, t, value, frames, scale=divisor)
+    mapped = ops.query_map(
+        query[..., -1:, :], cos[-1:], sin[-1:], form=form, scale=scale
+    ).contiguous()
+    return partial(ops.attend_half, mapped, t, value, frames, scale=divisor)
 
 
-register_case(
-    Case(
-        "operator-decode",
-        "One query over a cache, attention alone",
-        make,
-        gpu_runs=(
-            gpu_run(lengths=[8192, 32768, 131072], kv_heads=8),
-            gpu_run(lengths=[8192, 32768, 131072]),
-        ),
-    )
+CASE = Case(
+    "operator-decode",
+    "One query over a cache, attention alone",
+    make,
+    gpu_runs=(
+        gpu_run(lengths=[8192, 32768, 131072], kv_heads=8),
+        gpu_run(lengths=[8192, 32768, 131072]),
+    ),
 )

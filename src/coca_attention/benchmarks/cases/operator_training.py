@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from coca_attention.benchmarks.case import Case, register_case
+from coca_attention.benchmarks.case import Case
 from coca_attention.benchmarks.operators import gpu_run, operator_variants
 
 
@@ -23,11 +23,9 @@ def backward_run(function: Callable[..., Tensor], tensors: dict[str, Tensor]) ->
     return run
 
 
-register_case(
-    Case(
-        "operator-training",
-        "Operator, forward and backward",
-        partial(operator_variants, make_run=backward_run),
-        gpu_runs=(gpu_run(lengths=[4096, 8192, 16384, 32768]),),
-    )
+CASE = Case(
+    "operator-training",
+    "Operator, forward and backward",
+    partial(operator_variants, make_run=backward_run),
+    gpu_runs=(gpu_run(lengths=[4096, 8192, 16384, 32768]),),
 )

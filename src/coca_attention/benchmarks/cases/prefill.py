@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from coca_attention.benchmarks.case import Case, register_case
+from coca_attention.benchmarks.case import Case
 from coca_attention.benchmarks.models import MODEL_SIZES, gpu_run, model_variants, random_tokens
 from coca_attention.benchmarks.settings import BenchSettings
 from coca_attention.benchmarks.timing import Variant
@@ -25,12 +25,10 @@ def make(length: int, settings: BenchSettings) -> list[Variant]:
     return model_variants(settings, prefill)
 
 
-register_case(
-    Case(
-        "prefill",
-        "Prefill of a model",
-        make,
-        sizes=MODEL_SIZES,
-        gpu_runs=(gpu_run(lengths=[8192, 32768]),),
-    )
+CASE = Case(
+    "prefill",
+    "Prefill of a model",
+    make,
+    sizes=MODEL_SIZES,
+    gpu_runs=(gpu_run(lengths=[8192, 32768]),),
 )

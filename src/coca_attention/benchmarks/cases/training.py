@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from coca_attention.benchmarks.case import Case, register_case
+from coca_attention.benchmarks.case import Case
 from coca_attention.benchmarks.models import MODEL_SIZES, gpu_run, model_variants, random_tokens
 from coca_attention.benchmarks.settings import BenchSettings
 from coca_attention.benchmarks.timing import Variant
@@ -28,12 +28,10 @@ def make(length: int, settings: BenchSettings) -> list[Variant]:
     return model_variants(settings, training_step)
 
 
-register_case(
-    Case(
-        "training",
-        "Training step of a model",
-        make,
-        sizes=MODEL_SIZES,
-        gpu_runs=(gpu_run(lengths=[2048, 8192], batch=2),),
-    )
+CASE = Case(
+    "training",
+    "Training step of a model",
+    make,
+    sizes=MODEL_SIZES,
+    gpu_runs=(gpu_run(lengths=[2048, 8192], batch=2),),
 )
