@@ -254,41 +254,37 @@ def test_result_files_of_version_0_1_are_drawn_as_before(cells):
     assert "Memory of the operator, forward: 4 heads of 16" in page and "12 MB" in page
 
 
-def square(length: int, chosen: BenchSettings) -> list[Variant]:
-    x = torch.randn(length, chosen.heads, generator=torch.Generator().manual_seed(0))
-    error = (x.pow(2) - x * x).abs().max().item()
-    return [Variant("x * x", lambda: x * x), Variant("x ** 2", lambda: x.pow(2), error)]
-
-
-def test_a_case_of_another_package(tmp_path, capsys):
-    register_case(Case("square", "Squares of numbers", square, "One is a power.", ("heads",)))
+def test_a_case_of_another_module(tmp_path, capsys):
+    """The example of docs/performance.md, and a case that reports memory."""
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(example, {})
     register_case(
-        Case("square-memory", "Memory of squares", lambda length, _: [Variant("A", lambda: 7.0)],
-             sizes=(), measure="memory")
-    )  # fmt: skip
+        Case("seven", "Seven", lambda *_: [Variant("A", lambda: 7.0)], sizes=(), measure="memory")
+    )
+    path = tmp_path / "results.json"
     try:
-        with pytest.raises(ValueError, match="already is a benchmark case 'square'"):
-            register_case(CASES["square"])
-        words = ["bench", "--cases", "square,square-memory", "--lengths", "8,16", "--rounds", "3"]
-        path = tmp_path / "square.json"
+        with pytest.raises(ValueError, match="already is a benchmark case 'softmax'"):
+            register_case(CASES["softmax"])
+        words = ["bench", "--cases", "softmax,seven", "--lengths", "8,16", "--rounds", "3"]
         assert main([*words, "--output", str(path)]) == 0
-        assert "square (heads 16, float32, cpu)" in capsys.readouterr().out
+        assert "softmax (heads 16, float32, cpu)" in capsys.readouterr().out
         with pytest.raises(SystemExit):
             main(["bench", "--help"])
-        assert "square-memory: Memory of squares" in " ".join(capsys.readouterr().out.split())
+        assert "softmax: Softmax of the scores" in " ".join(capsys.readouterr().out.split())
     finally:
-        del CASES["square"], CASES["square-memory"]
+        del CASES["softmax"], CASES["seven"]
     # The report needs the result file alone.
-    assert main(["report", str(path), "--output", str(tmp_path / "square.html")]) == 0
-    page = (tmp_path / "square.html").read_text()
-    for text in ("Squares of numbers: heads 16, float32, cpu", "One is a power.", "x ** 2",
-                 "Memory of squares: float32, cpu", "7 MB"):  # fmt: skip
+    assert main(["report", str(path), "--output", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    for text in ("Softmax of the scores: heads 16, float32, cpu", "exp and sum",
+                 "Seven: float32, cpu", "7 MB"):  # fmt: skip
         assert text in page
 
 
 def test_sizes_of_a_case_are_settings():
     with pytest.raises(ValueError, match=r"sizes \['speed'\] must be among cases, lengths"):
-        register_case(Case("a", "A", square, sizes=("speed",)))
+        register_case(Case("a", "A", lambda *_: [], sizes=("speed",)))
 
 
 def test_ids_of_figures_are_unique_among_sizes_of_one_case(cells):
