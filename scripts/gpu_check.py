@@ -1,8 +1,8 @@
-"""Test and time on a machine with an NVIDIA GPU: ``make gpu-check`` (under 8 minutes, no network).
+"""Run the GPU tests and benchmarks: ``make gpu-check`` (under 8 minutes, no network).
 
-Needs PyTorch 2.11 or later for CUDA, Triton, Transformers, pytest and matplotlib in the Python that
-runs it; nothing is installed. Runs the GPU tests, then the benchmarks, and writes
-results/gpu-NAME.json and results/gpu-NAME.html, NAME after the GPU.
+The Python that runs it needs PyTorch 2.11 or later for CUDA, Triton, Transformers, pytest and
+matplotlib; nothing is installed. Runs the GPU tests, then every benchmark case with its
+``gpu_runs``, and writes results/gpu-NAME.json and results/gpu-NAME.html, where NAME is the GPU's.
 """
 
 import argparse
@@ -10,34 +10,16 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 TESTS = ["tests/ops/test_gpu.py", "tests/ops/test_kernels.py"]
-# Settings of every part: the shapes of a 7B model's attention (32 heads of 128), of one with 8
-# key/value heads, and a small Llama of 16 layers of 1,024.
-ATTENTION = {"heads": 32, "head_width": 128, "longest_contraction": 8192}
-MODEL = {"hidden_size": 1024, "layers": 16, "head_width": 64}
-PARTS = [
-    {
-        "cases": ["operator", "operator-training"],
-        "lengths": [4096, 8192, 16384, 32768],
-        **ATTENTION,
-    },
-    {"cases": ["operator"], "lengths": [4096, 32768], **ATTENTION, "groups": 8},
-    {"cases": ["operator-decode"], "lengths": [8192, 32768, 131072], **ATTENTION, "groups": 8},
-    {"cases": ["operator-decode"], "lengths": [8192, 32768, 131072], **ATTENTION},
-    {"cases": ["memory"], "lengths": [2048, 4096, 8192, 32768, 131072], **ATTENTION, "heads": 8},
-    {"cases": ["training"], "lengths": [2048, 8192], "batch": 2, **MODEL},
-    {"cases": ["prefill"], "lengths": [8192, 32768], **MODEL},
-    {"cases": ["decode"], "lengths": [32768, 131072], **MODEL, "groups": 4},
-    {"cases": ["decode-compiled"], "lengths": [32768], **MODEL, "layers": 4, "groups": 4},
-]
 
 
 def main() -> int:
-    """Run both; return the exit code of the tests."""
+    """Run tests and benchmarks; return 0 if both succeed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default=str(ROOT / "results"), help="folder for the results")
     parser.add_argument("--minutes", type=float, default=7.0, help="time for tests and benchmarks")
@@ -47,30 +29,33 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("gpu-check needs a CUDA device and a PyTorch built for it; there is none here")
+        print("gpu-check needs a CUDA device and a PyTorch built for CUDA; found none")
         return 2
     tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu or not slow", *TESTS],
                            cwd=ROOT, env=_environment())  # fmt: skip
 
-    from coca_attention.benchmarks import BenchSettings, run_benchmarks
+    from coca_attention.benchmarks import CASES, run_benchmarks
     from coca_attention.environment import describe_environment, write_json
     from coca_attention.errors import UserError
 
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     results = Path(options.output) / f"gpu-{name}.json"
+    runs = [
+        replace(run, cases=[case.name], device="cuda", dtype="bfloat16", rounds=30)
+        for case in CASES.values()
+        for run in case.gpu_runs
+    ]
     cells, failures = [], []
-    for number, part in enumerate(PARTS):
+    for number, run in enumerate(runs):
         left = options.minutes * 60 - (time.monotonic() - started)
         if left < 10:
-            failures.append(f"no time left for {', '.join(part['cases'])}")
+            failures.append(f"no time left for {run.cases[0]}")
             continue
-        runs = sum(len(rest["cases"]) * len(rest["lengths"]) for rest in PARTS[number:])
-        common = {"device": "cuda", "dtype": "bfloat16", "rounds": 30, "seconds": left / runs}
-        settings = BenchSettings(**{**common, **part})
+        seconds = left / sum(len(other.lengths) for other in runs[number:])
         try:
-            cells += run_benchmarks(settings, progress=_say)
+            cells += run_benchmarks(replace(run, seconds=seconds), progress=_say)
         except (UserError, torch.OutOfMemoryError, RuntimeError) as error:
-            failures.append(f"{', '.join(part['cases'])}: {' '.join(str(error).split())[:300]}")
+            failures.append(f"{run.cases[0]}: {' '.join(str(error).split())[:300]}")
             print(f"  {failures[-1]}")
         torch.cuda.empty_cache()
         content = {"results": cells, "failures": failures, "environment": describe_environment()}

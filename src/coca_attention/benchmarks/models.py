@@ -1,29 +1,38 @@
-"""A Llama body with rotary attention and the same one with CoCA: training, prefill, decoding."""
+"""Llama models with rotary attention and with CoCA, and what cases that time models share."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel
 
-from coca_attention.benchmarks.timing import Apart, Variant
+from coca_attention.benchmarks.settings import BenchSettings
+from coca_attention.benchmarks.timing import IsolatedVariant, Variant
 from coca_attention.models import CoCALlamaConfig
 from coca_attention.ops import FORMS
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 
 VANILLA = "Llama"
+# Settings that the results of a model report.
+MODEL_SIZES = ("kv_heads", "head_width", "hidden_size", "layers")
+# A small Llama, for runs on a GPU.
+gpu_run = partial(BenchSettings, hidden_size=1024, layers=16, head_width=64)
 
 
-def make_model(settings: Any, form: str | None = None, kv_cache: str = "full") -> Any:
-    """A Llama of the settings' sizes, vanilla or with a CoCA form, always the same weights."""
+def make_model(
+    settings: BenchSettings, form: str | None = None, kv_cache: str = "full"
+) -> PreTrainedModel:
+    """A Llama of the settings' sizes, vanilla or with a CoCA form, always with the same weights."""
+    heads = settings.hidden_size // settings.head_width
     sizes: dict[str, Any] = {
         "vocab_size": 1024,
         "hidden_size": settings.hidden_size,
         "intermediate_size": 4 * settings.hidden_size,
         "num_hidden_layers": settings.layers,
-        "num_attention_heads": settings.hidden_size // settings.head_width,
-        "num_key_value_heads": settings.groups or settings.hidden_size // settings.head_width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": settings.kv_heads or heads,
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
     }
@@ -37,129 +46,27 @@ def make_model(settings: Any, form: str | None = None, kv_cache: str = "full") -
     return model.to(settings.device, getattr(torch, settings.dtype)).eval()
 
 
-def variants_of(settings: Any) -> dict[str, Any]:
-    """The vanilla model and one of every form."""
-    return {VANILLA: make_model(settings)} | {
-        f"CoCA {form}": make_model(settings, form) for form in FORMS
-    }
-
-
-def consistency(model: Any) -> float:
-    """Largest difference between logits decoded one by one and those of one whole pass."""
+def decoding_error(model: PreTrainedModel) -> float:
+    """Largest difference between logits decoded with a cache and those of a single pass."""
     ids = some_tokens(model)
     return difference(decoded_logits(model, ids), logits(model, ids))
 
 
-def tokens(length: int, settings: Any) -> Tensor:
+def random_tokens(length: int, settings: BenchSettings) -> Tensor:
     """Random token ids (batch, length)."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, 1024, (settings.batch, length), generator=generator)
     return ids.to(settings.device)
 
 
-def training(length: int, settings: Any) -> list[Variant]:
-    """One optimizer step: forward, backward, AdamW."""
-    ids = tokens(length, settings)
-
-    def step(model: Any) -> Callable[[], Any]:
-        wrong.append(consistency(model))
-        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5)
-
-        def run() -> None:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return run
-
-    wrong: list[float] = []
-    return [Variant(name, step(model), wrong[-1]) for name, model in variants_of(settings).items()]
-
-
-def prefill(length: int, settings: Any) -> list[Variant]:
-    """Read a prompt into a cache, the last token's logits alone."""
-    ids = tokens(length, settings)
-
-    def read(model: Any) -> Callable[[], Any]:
-        @torch.inference_mode()
-        def run() -> None:
-            model(input_ids=ids, past_key_values=DynamicCache(), logits_to_keep=1)
-
-        return run
-
-    return [
-        Variant(name, read(model), consistency(model))
-        for name, model in variants_of(settings).items()
-    ]
-
-
-DECODED: dict[str, tuple[str | None, str]] = {
-    VANILLA: (None, "full"),
-    "CoCA slack, full cache": ("slack", "full"),
-    "CoCA slack, half cache": ("slack", "half"),
-    "CoCA strict, full cache": ("strict", "full"),
-    "CoCA strict, half cache": ("strict", "half"),
-}
-
-
-def decode(length: int, settings: Any) -> list[Variant]:
-    """One token over a cache of so many: vanilla, and CoCA with whole and with half keys."""
-    return _decoded(decoder, length, settings)
-
-
-def decode_compiled(length: int, settings: Any) -> list[Variant]:
-    """Like `decode`, with torch.compile and caches that do not grow (`StaticCache`)."""
-    torch._dynamo.reset()  # of another length it would compile sizes that vary
-    return _decoded(compiled_decoder, length, settings)
-
-
-def _decoded(make: Callable[..., Variant], length: int, settings: Any) -> list[Variant]:
-    if settings.device == "cuda":
-        return [make(name, length, settings) for name in DECODED]
-    variants = []
-    for name in DECODED:
-        apart = Apart(make, name, length, settings)
-        variants.append(Variant(name, apart, apart.error, apart.facts, apart.close))
-    return variants
-
-
-def decoder(name: str, length: int, settings: Any) -> Variant:
-    """One of `DECODED`."""
-    model = make_model(settings, *DECODED[name])
-    cache = filled(model, length, settings)
-    facts = {"cache_megabytes": cache_megabytes(cache)}
-    return Variant(name, _step(model, cache, settings), consistency(model), facts)
-
-
-def compiled_decoder(name: str, length: int, settings: Any) -> Variant:
-    """One of `DECODED`, compiled, with room for all rounds; compared with itself not compiled."""
-    model = make_model(settings, *DECODED[name])
-    start = filled(model, length, settings)
-    cache = StaticCache(config=model.config, max_cache_len=length + settings.rounds + 8)
-    layers: Any = start.layers
-    for index, layer in enumerate(layers):
-        cache.update(layer.keys, layer.values, index)
-    token, step = tokens(1, settings), torch.compile(model.forward, fullgraph=True, dynamic=False)
-
-    @torch.no_grad()
-    def run() -> Tensor:
-        return step(input_ids=token, past_key_values=cache).logits
-
-    with torch.no_grad():
-        exact = model(input_ids=token, past_key_values=start).logits
-    wrong = max(difference(run(), exact), consistency(model))
-    run()
-    return Variant(name, run, wrong, {"cache_megabytes": cache_megabytes(cache)})
-
-
-def filled(model: Any, length: int, settings: Any) -> DynamicCache:
-    """A cache of random keys (or coefficients) and values, as a text of that length leaves it."""
+def random_cache(model: PreTrainedModel, length: int, settings: BenchSettings) -> DynamicCache:
+    """A cache of random keys (or key coefficients) and values for so many tokens."""
     half = getattr(model.config, "kv_cache", "full") == "half"
+    kv_heads, width = model.config.num_key_value_heads, settings.head_width
     cache = DynamicCache()
     generator = torch.Generator().manual_seed(2)
-    groups, width = model.config.num_key_value_heads, settings.head_width
     for layer in range(settings.layers):
-        shape = (settings.batch, groups, length)
+        shape = (settings.batch, kv_heads, length)
         keys = torch.randn(*shape, width // 2 if half else width, generator=generator)
         values = torch.randn(*shape, width, generator=generator)
         keys, values = (x.to(model.device, model.dtype) for x in (keys, values))
@@ -167,18 +74,41 @@ def filled(model: Any, length: int, settings: Any) -> DynamicCache:
     return cache
 
 
-def cache_megabytes(cache: Any) -> float:
+def cache_facts(cache: Cache) -> dict[str, float]:
     """Size of a cache's keys and values in MB (10^6 bytes)."""
-    held = [x for layer in cache.layers for x in (layer.keys, layer.values)]
-    return sum(x.numel() * x.element_size() for x in held) / 1e6
+    layers: Any = cache.layers
+    tensors = [x for layer in layers for x in (layer.keys, layer.values)]
+    return {"cache_megabytes": sum(x.numel() * x.element_size() for x in tensors) / 1e6}
 
 
-def _step(model: Any, cache: Any, settings: Any) -> Callable[[], Any]:
-    token = tokens(1, settings)
+def model_variants(
+    settings: BenchSettings, make_run: Callable[[PreTrainedModel], Callable[[], Any]]
+) -> list[Variant]:
+    """The vanilla model and one per form, each compared with itself decoding token by token."""
+    variants = []
+    for name, form in {VANILLA: None, **{f"CoCA {form}": form for form in FORMS}}.items():
+        model = make_model(settings, form)
+        error = decoding_error(model)
+        variants.append(Variant(name, make_run(model), error))
+    return variants
 
-    @torch.inference_mode()
-    def run() -> None:
-        model(input_ids=token, past_key_values=cache)
-        cache.crop(-1)
 
-    return run
+def decoder_variants(
+    make: Callable[[str, str | None, str, int, BenchSettings], Variant],
+    length: int,
+    settings: BenchSettings,
+) -> list[Variant]:
+    """The vanilla model, and every form with full and half cache.
+
+    Args:
+        make: Module-level function from a name, score form (None: vanilla), kind of cache, length
+            and settings to a variant. On a CPU it is called in a process of its own.
+        length: Tokens in the cache.
+        settings: Sizes.
+    """
+    isolate = make if settings.device == "cuda" else partial(IsolatedVariant, make)
+    return [isolate(VANILLA, None, "full", length, settings)] + [
+        isolate(f"CoCA {form}, {kind} cache", form, kind, length, settings)
+        for form in FORMS
+        for kind in ("full", "half")
+    ]

@@ -1,4 +1,4 @@
-"""Interleaved timing of variants in one process, and peak memory of each in one of its own."""
+"""Interleaved timing of variants, and their peak memory."""
 
 import gc
 import multiprocessing
@@ -16,17 +16,17 @@ import torch
 from coca_attention.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclass
 class Variant:
-    """One way to do a thing.
+    """One of the ways to compute something that a case compares.
 
     Attributes:
-        name: What the results call it.
-        run: Does it once. It may return the seconds that it took, where it knows better.
-        error: How far it is from the exact result, as a share of the largest number there; None
-            where the case has nothing to compare with.
-        facts: Further numbers for the results.
-        close: Called when all is measured.
+        name: Its name in the results.
+        run: Runs it once. If it returns a float, that is taken as its time in seconds.
+        error: Largest error, relative to the largest exact value; None if there is no exact result.
+        facts: Further numbers for the results. The report shows ``cache_megabytes`` relative to the
+            baseline's.
+        close: Called after the last run.
     """
 
     name: str
@@ -39,41 +39,41 @@ class Variant:
 def interleaved(
     variants: Sequence[Variant], device: torch.device, *, rounds: int, seconds: float
 ) -> dict[str, dict[str, Any]]:
-    """Time every variant once a round, in turn, so that all see the same of the machine's moods.
+    """Time every variant once per round, so that changes in machine load affect all of them.
 
     Args:
         variants: The first one is the baseline of the ratios.
-        device: Waited for before and after each run.
-        rounds: Rounds at most, after one that warms up; at least 3 are made.
-        seconds: No round is begun after so long.
+        device: Synchronized before and after each run.
+        rounds: Maximum number of rounds after a warm-up round; at least 3 always run.
+        seconds: No round starts after this time.
 
     Returns:
-        For each name: ``median_ms``, ``quartiles_ms``, and ``ratio`` and ``ratio_quartiles`` to the
-        baseline, of the quotients within a round.
+        For each name: ``rounds``, ``median_ms``, ``quartiles_ms``, and the median ``ratio`` and its
+        ``ratio_quartiles``, where ratios are to the baseline's time in the same round.
     """
-    taken: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    durations: dict[str, list[float]] = {variant.name: [] for variant in variants}
     started = time.perf_counter()
-    collecting = gc.isenabled()
+    gc_enabled = gc.isenabled()
     gc.disable()
     try:
-        for turn in range(rounds + 1):
+        for turn in range(max(rounds, 3) + 1):
             if turn > 3 and time.perf_counter() - started > seconds:
                 break
             shift = turn % len(variants)
             for variant in (*variants[shift:], *variants[:shift]):
-                _wait(device)
+                _synchronize(device)
                 before = time.perf_counter()
-                seconds_taken = variant.run()
-                _wait(device)
-                if not isinstance(seconds_taken, float):
-                    seconds_taken = time.perf_counter() - before
+                duration = variant.run()
+                _synchronize(device)
+                if not isinstance(duration, float):
+                    duration = time.perf_counter() - before
                 if turn:
-                    taken[variant.name].append(seconds_taken)
+                    durations[variant.name].append(duration)
             gc.collect()
     finally:
-        if collecting:
+        if gc_enabled:
             gc.enable()
-    base = taken[variants[0].name]
+    base = durations[variants[0].name]
     return {
         name: {
             "rounds": len(times),
@@ -82,7 +82,7 @@ def interleaved(
             "ratio": median(ratios),
             "ratio_quartiles": _quartiles(ratios),
         }
-        for name, times in taken.items()
+        for name, times in durations.items()
         for ratios in [[x / y for x, y in zip(times, base, strict=True)]]
     }
 
@@ -92,63 +92,68 @@ def _quartiles(values: Sequence[float]) -> list[float]:
     return [first, last]
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-class Apart:
-    """A variant in a process of its own, which measures itself when it is called.
+class IsolatedVariant(Variant):
+    """A variant in a process of its own, which measures its runs itself.
 
-    Where large blocks are freed and taken anew at every run (a growing cache), variants of other
-    sizes in the same heap leave holes that fit nobody, and page faults are timed in place of work.
+    When every run frees and allocates large blocks (a growing cache), variants of different sizes
+    fragment a heap that they share, and page faults dominate the time.
 
     Args:
-        make: A module's function: from the arguments to a `Variant`.
+        make: Module-level function from the arguments to a `Variant`, called in the new process.
         *arguments: Picklable.
+
+    Raises:
+        UserError: If the process ends unexpectedly, as it may in a run too.
     """
 
     def __init__(self, make: Callable[..., Variant], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
+        self.pipe, child_pipe = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(theirs, make, arguments, torch.get_num_threads()), daemon=True
+            target=_run_on_request,
+            args=(child_pipe, make, arguments, torch.get_num_threads()),
+            daemon=True,
         )
         self.process.start()
-        theirs.close()
-        self.error, self.facts = self._received()
+        child_pipe.close()
+        name, error, facts = self._receive()
+        super().__init__(name, self._run, error, facts, self._end)
 
-    def __call__(self) -> float:
+    def _run(self) -> float:
         self.pipe.send(None)
-        return self._received()
+        return self._receive()
 
-    def _received(self) -> Any:
+    def _receive(self) -> Any:
         try:
-            answer = self.pipe.recv()
+            message = self.pipe.recv()
         except EOFError:
             self.process.join()
             raise UserError(
-                "a process that measures on its own ended without a word (exit code "
-                f"{self.process.exitcode}): short of memory, or started from a script without "
-                "if __name__ == '__main__'"
+                "a benchmark process ended unexpectedly (exit code "
+                f"{self.process.exitcode}): it ran out of memory, or the benchmark was started "
+                "from a script without if __name__ == '__main__'"
             ) from None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if isinstance(message, Exception):
+            raise message
+        return message
 
-    def close(self) -> None:
-        """End the process."""
+    def _end(self) -> None:
         self.pipe.close()
         self.process.join()
 
 
-def _serve(
+def _run_on_request(
     pipe: Any, make: Callable[..., Variant], arguments: tuple[Any, ...], threads: int
 ) -> None:
     torch.set_num_threads(threads)
     try:
         variant = make(*arguments)
-        pipe.send((variant.error, variant.facts))
+        pipe.send((variant.name, variant.error, variant.facts))
     except Exception as error:
         pipe.send(error)
         return
@@ -163,14 +168,14 @@ def _serve(
 
 
 def peak_megabytes(make: Callable[..., Callable[[], Any]], *arguments: Any, device: str) -> float:
-    """Memory that one run needs above what it was given, in MB (10^6 bytes).
+    """Peak memory of one run above its inputs, in MB (10^6 bytes).
 
-    On a CPU a process of its own is asked for its largest resident size (reset before the run where
-    Linux lets it); on CUDA the allocator.
+    On a CPU this is the growth of the largest resident size of a new process (on Linux, the largest
+    size is reset before the run); on CUDA, the growth of what the allocator has handed out.
 
     Args:
-        make: A module's function: from the arguments to what is run. It is called in the process
-            that runs it.
+        make: Module-level function from the arguments to a function that is run once. On a CPU both
+            are called in the new process.
         *arguments: Picklable.
         device: ``cpu`` or ``cuda``.
     """
@@ -193,7 +198,7 @@ def _resident_growth(
     run = make(*arguments)
     before = _resident("VmRSS")
     try:
-        # Otherwise the peak is that of the process's past: at the start its parent's size.
+        # Without this, the peak includes everything before the run, such as imports.
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         before = _resident("VmHWM")

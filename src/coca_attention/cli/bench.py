@@ -1,26 +1,32 @@
-"""The command that times."""
+"""The command ``coca bench``."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from coca_attention.cli.console import Progress, parse, print_table
+from coca_attention.options import take_option
 
 
 @dataclass
 class OutputSettings:
-    """Where the results go."""
+    """Where the results are written."""
 
     output: str = "runs/bench.json"
     """Result file (JSON)."""
 
 
 def run_bench(words: list[str]) -> None:
-    """Time and memory beside plain rotary attention; what is not correct is not timed."""
-    from coca_attention.benchmarks import BenchSettings, check_settings, run_benchmarks
+    """Time and memory compared with plain rotary attention; wrong results are not timed."""
+    from coca_attention.benchmarks import CASES, BenchSettings, check_settings, run_benchmarks
     from coca_attention.environment import check_writable, describe_environment, write_json
     from coca_attention.report import printed_tables
 
-    settings, output = parse("coca bench", run_bench, words, [BenchSettings, OutputSettings])
+    words, kv_heads = take_option(words, "--groups")  # the former name of --kv-heads
+    if kv_heads is not None:
+        words = [*words, "--kv-heads", kv_heads]
+    cases = "Cases: " + "; ".join(f"{name}: {case.title}" for name, case in CASES.items())
+    sections = [BenchSettings, OutputSettings]
+    settings, output = parse("coca bench", run_bench, words, sections, epilog=cases)
     check_settings(settings)
     path = Path(output.output)
     check_writable(path)

@@ -14,6 +14,7 @@ def parse(
     words: list[str],
     sections: list[type],
     positionals: Sequence[str] = (),
+    epilog: str | None = None,
 ) -> list[Any]:
     """Parse words into the positionals' texts and an instance of every section.
 
@@ -23,12 +24,13 @@ def parse(
         words: The words.
         sections: Documented dataclasses; their fields are the options.
         positionals: Names of the required words before the options.
+        epilog: Help text below the options.
 
     Raises:
         UserError: If a word is unknown or a value unfit.
         SystemExit: After printing help.
     """
-    parser = OptionParser(program, command.__doc__)
+    parser = OptionParser(program, command.__doc__, epilog=epilog)
     described = {
         "model": "Folder or name of a Transformers model.",
         "prompt": "Text to continue.",

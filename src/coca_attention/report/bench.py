@@ -1,5 +1,6 @@
 """Benchmarks as sections: the shapes of the paper's Figure 6 (speed) and Table 6 (memory)."""
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -9,7 +10,8 @@ from matplotlib.axes import Axes
 from coca_attention.report.figures import COLOURS, draw
 from coca_attention.report.retrieval import Section
 
-TITLES = {
+# Titles of the cases in result files of version 0.1, which do not contain them.
+FORMER_TITLES = {
     "operator": "Operator, forward",
     "operator-training": "Operator, forward and backward",
     "operator-decode": "One query over a cache, attention alone",
@@ -19,50 +21,44 @@ TITLES = {
     "decode-compiled": "One token decoded with torch.compile, static caches",
     "memory": "Memory of the operator, forward",
 }
-TEXTS = {
-    "operator": "The shape of the paper's Figure 6. Ratios are to the first row, of runs in the "
-    "same round; below 1 is faster.",
-    "memory": "What the paper's Table 6 is about: linear in the length, or square. Megabytes "
-    "above the inputs.",
-}
+# Phrases for sizes that are described together.
+SIZE_PHRASES = (
+    "{layers} layers of {hidden_size}",
+    "{heads} heads of {head_width}",
+    "heads of {head_width}",
+    "{kv_heads} key/value heads",
+)
 
 
 def bench_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
-    """A figure and a table for every case and kind of device; none without such cells."""
-    sections = []
-    for number, (case, group) in enumerate(_groups(cells)):
-        first, lengths = group[0], [cell["length"] for cell in group]
-        key = "peak_megabytes" if case == "memory" else "ratio"
-        names = list(dict.fromkeys(name for cell in group for name in cell["variants"]))
-        series = {
-            name: [(c["length"], c["variants"][name][key]) for c in group if name in c["variants"]]
-            for name in names
-        }
-        label = f"bench-{number}"
-        sections.append(
-            Section(
-                f"{TITLES[case]}: {_where(first)}",
-                text=TEXTS.get(case, ""),
-                figure=_figure(label, series, case == "memory") if len(group) > 1 else None,
-                header=["tokens", *(f"{length:,}" for length in lengths)],
-                rows=bench_rows(group),
-                note=_note(group),
-            )
+    """A figure and a table for every case, device, precision and size."""
+    return [
+        Section(
+            f"{group[0]['title']}: {_setting(group[0])}",
+            text=group[0]["text"],
+            figure=_figure(f"bench-{number}", group) if len(group) > 1 else None,
+            header=["tokens", *(f"{cell['length']:,}" for cell in group)],
+            rows=bench_rows(group),
+            note=_note(group),
         )
-    return sections
+        for number, group in enumerate(_groups(cells))
+    ]
 
 
 def bench_tables(cells: Sequence[dict[str, Any]]) -> list[tuple[list[str], list[list[str]]]]:
     """Header and rows for the terminal."""
     return [
-        ([f"{case} ({_where(group[0])})", *(f"{c['length']:,}" for c in group)], bench_rows(group))
-        for case, group in _groups(cells)
+        (
+            [f"{group[0]['case']} ({_setting(group[0])})", *(f"{c['length']:,}" for c in group)],
+            bench_rows(group),
+        )
+        for group in _groups(cells)
     ]
 
 
 def bench_rows(group: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """A row a variant, a column a length: the first one's time, then ratios; or megabytes."""
-    names = list(dict.fromkeys(name for cell in group for name in cell["variants"]))
+    """A row per variant, a column per length: the baseline's time, then ratios; or megabytes."""
+    names = _variant_names(group)
     return [
         [
             _row_name(group, name),
@@ -72,11 +68,16 @@ def bench_rows(group: Sequence[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
+def _variant_names(group: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for cell in group for name in cell["variants"]))
+
+
 def _row_name(group: Sequence[dict[str, Any]], name: str) -> str:
-    """The variant's name, with the share of the first one's bytes where a cache is read."""
+    """The variant's name, and the size of its cache relative to the baseline's if they differ."""
     variants = group[0]["variants"]
-    first, own = (variants[key].get("cache_megabytes") for key in (next(iter(variants)), name))
-    return name if own is None or own == first else f"{name} ({own / first:.2f} × bytes)"
+    baseline = next(iter(variants.values())).get("cache_megabytes")
+    own = variants.get(name, {}).get("cache_megabytes")
+    return f"{name} ({own / baseline:.2f} × bytes)" if own and own != baseline else name
 
 
 def _entry(measured: dict[str, Any] | None, first: bool) -> str:
@@ -91,61 +92,84 @@ def _entry(measured: dict[str, Any] | None, first: bool) -> str:
     return f"{measured['ratio']:.2f} × ({low:.2f}–{high:.2f})"
 
 
-def _groups(cells: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Cells of one case, device, dtype and sizes together, by length."""
+def _groups(cells: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Cells of one case, device, precision, sizes and batch size, by length."""
+    bench = [_upgraded(cell) for cell in cells if cell["task"] == "bench"]
+    cases = list(dict.fromkeys(cell["case"] for cell in bench))
 
     def key(cell: dict[str, Any]) -> Any:
-        place = list(TITLES).index(cell["case"])
+        place = cases.index(cell["case"])
         return place, cell["device"], cell["dtype"], str(cell["sizes"]), cell["batch"]
 
-    bench = sorted((c for c in cells if c["task"] == "bench"), key=lambda c: (key(c), c["length"]))
-    groups = [list(group) for _, group in groupby(bench, key)]
-    return [(group[0]["case"], group) for group in groups]
+    bench.sort(key=lambda cell: (key(cell), cell["length"]))
+    return [list(group) for _, group in groupby(bench, key)]
 
 
-def _where(cell: dict[str, Any]) -> str:
-    sizes = cell["sizes"]
-    what = (
-        f"{sizes['heads']} head{'s' if sizes['heads'] > 1 else ''}"
-        if "heads" in sizes
-        else f"{sizes['layers']} layers of {sizes['hidden_size']}, heads"
-    )
-    groups = f", {sizes['groups']} key/value heads" if sizes["groups"] else ""
-    return f"{what} of {sizes['head_width']}{groups}, {cell['dtype']}, {cell['device']}"
+def _upgraded(cell: dict[str, Any]) -> dict[str, Any]:
+    """The cell in today's format: version 0.1 wrote neither title, text nor measure."""
+    if "title" in cell:
+        return cell
+    sizes = {{"groups": "kv_heads"}.get(name, name): size for name, size in cell["sizes"].items()}
+    measure = "memory" if cell["case"] == "memory" else "ratio"
+    title = FORMER_TITLES[cell["case"]]
+    return {**cell, "title": title, "text": "", "measure": measure, "sizes": sizes}
+
+
+def _setting(cell: dict[str, Any]) -> str:
+    """The sizes, precision and device in words."""
+    sizes = {name: size for name, size in cell["sizes"].items() if size is not None}
+    phrases = []
+    for phrase in SIZE_PHRASES:
+        names = set(re.findall(r"{(\w+)}", phrase))
+        if names <= sizes.keys():
+            phrases.append(re.sub(r"^1 (.*)heads", r"1 \1head", phrase.format_map(sizes)))
+            sizes = {name: size for name, size in sizes.items() if name not in names}
+    phrases += [f"{name.replace('_', ' ')} {size}" for name, size in sizes.items()]
+    return ", ".join([*phrases, cell["dtype"], cell["device"]])
 
 
 def _note(group: Sequence[dict[str, Any]]) -> str:
+    if group[0]["measure"] == "memory":
+        return "Peak memory of one run, in megabytes above its inputs."
     measured = [m for cell in group for m in cell["variants"].values()]
-    if group[0]["case"] == "memory":
-        return ""
-    errors = [m["error"] for m in measured if m["error"] is not None]
     rounds = sorted({m["rounds"] for m in measured})
-    many = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
-    return (
-        f"Median of {many} rounds, interleaved: the first row's time, and the others' quotients by "
-        f"it with their quartiles. Largest error before timing: {max(errors):.1g} of the largest "
-        "number."
+    count = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
+    note = (
+        f"Medians of {count} interleaved rounds: the time of the first row, and the ratios of the "
+        "others to it with their quartiles; below 1 is faster."
     )
+    errors = [m["error"] for m in measured if m["error"] is not None]
+    if not errors:
+        return note
+    return f"{note} Largest error before timing, relative to the largest value: {max(errors):.1g}."
 
 
-def _figure(name: str, series: dict[str, list[tuple[int, float]]], memory: bool) -> dict[str, str]:
+def _figure(name: str, group: Sequence[dict[str, Any]]) -> dict[str, str]:
+    memory = group[0]["measure"] == "memory"
+    key = "peak_megabytes" if memory else "ratio"
+    lengths = sorted({cell["length"] for cell in group})
+
     def plot(axes: Axes) -> None:
-        for index, (label, points) in enumerate(series.items()):
+        highest = 0.0
+        for index, label in enumerate(_variant_names(group)):
+            cells = [cell for cell in group if label in cell["variants"]]
+            values = [cell["variants"][label][key] for cell in cells]
+            highest = max(highest, *values)
             axes.plot(
-                *zip(*points, strict=True),
+                [cell["length"] for cell in cells],
+                values,
                 color=COLOURS[index % len(COLOURS)],
                 label=label,
                 marker="o",
                 markersize=4,
             )
-        lengths = sorted({length for points in series.values() for length, _ in points})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.set_xlabel("tokens")
-        if memory or max(y for points in series.values() for _, y in points) > 3:
+        if memory or highest > 3:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("{x:g}")
-        axes.set_ylabel("megabytes" if memory else "time, as a multiple of the first")
+        axes.set_ylabel("megabytes" if memory else "time, relative to the baseline")
 
     return draw(name, plot)

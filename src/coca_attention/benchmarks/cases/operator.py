@@ -1,0 +1,17 @@
+"""The operator without gradients."""
+
+from functools import partial
+
+from coca_attention.benchmarks.case import Case
+from coca_attention.benchmarks.operators import forward_run, gpu_run, operator_variants
+
+CASE = Case(
+    "operator",
+    "Operator, forward",
+    partial(operator_variants, make_run=forward_run),
+    "As in the paper's Figure 6.",
+    gpu_runs=(
+        gpu_run(lengths=[4096, 8192, 16384, 32768]),
+        gpu_run(lengths=[4096, 32768], kv_heads=8),
+    ),
+)

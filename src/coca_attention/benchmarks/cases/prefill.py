@@ -1,0 +1,34 @@
+"""Reading a prompt into a cache."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from coca_attention.benchmarks.case import Case
+from coca_attention.benchmarks.models import MODEL_SIZES, gpu_run, model_variants, random_tokens
+from coca_attention.benchmarks.settings import BenchSettings
+from coca_attention.benchmarks.timing import Variant
+
+
+def make(length: int, settings: BenchSettings) -> list[Variant]:
+    """One pass of each model over a prompt, with the logits of its last token."""
+    ids = random_tokens(length, settings)
+
+    def prefill(model: PreTrainedModel) -> Callable[[], None]:
+        @torch.inference_mode()
+        def run() -> None:
+            model(input_ids=ids, past_key_values=DynamicCache(), logits_to_keep=1)
+
+        return run
+
+    return model_variants(settings, prefill)
+
+
+CASE = Case(
+    "prefill",
+    "Prefill of a model",
+    make,
+    sizes=MODEL_SIZES,
+    gpu_runs=(gpu_run(lengths=[8192, 32768]),),
+)

@@ -1,0 +1,37 @@
+"""One training step of a model."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from coca_attention.benchmarks.case import Case
+from coca_attention.benchmarks.models import MODEL_SIZES, gpu_run, model_variants, random_tokens
+from coca_attention.benchmarks.settings import BenchSettings
+from coca_attention.benchmarks.timing import Variant
+
+
+def make(length: int, settings: BenchSettings) -> list[Variant]:
+    """Forward pass, backward pass and AdamW step of each model."""
+    ids = random_tokens(length, settings)
+
+    def training_step(model: PreTrainedModel) -> Callable[[], None]:
+        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5)
+
+        def run() -> None:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return run
+
+    return model_variants(settings, training_step)
+
+
+CASE = Case(
+    "training",
+    "Training step of a model",
+    make,
+    sizes=MODEL_SIZES,
+    gpu_runs=(gpu_run(lengths=[2048, 8192], batch=2),),
+)
