@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from coca_attention.benchmarks.settings import BenchSettings
 from coca_attention.benchmarks.timing import Variant
-from coca_attention.ops import FORMS, coca_attention, inverse_frequencies, oracle, rotary_cos_sin
+from coca_attention.ops import FORMS, Rotation, coca_attention, oracle
 
 VANILLA, CONTRACTION = "RoPE + SDPA", "paper's contraction"
 # Number of queries compared with the oracle: the last ones, which see the whole text.
@@ -30,7 +30,7 @@ class Operator(NamedTuple):
 def rotary_attention(query: Tensor, key: Tensor, value: Tensor, **_: Tensor) -> Tensor:
     """Rotary attention as Transformers' Llama computes it: angles, rotation, SDPA."""
     length = query.shape[-2]
-    theta = inverse_frequencies(query.shape[-1]).to(query.device, torch.float32)
+    theta = Rotation(query.shape[-1]).frequencies().to(query.device, torch.float32)
     angles = torch.arange(length, device=query.device, dtype=torch.float32)[:, None] * theta
     angles = torch.cat((angles, angles), dim=-1)[None]
     cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
@@ -53,7 +53,8 @@ def contraction(query: Tensor, key_coefficients: Tensor, value: Tensor, **_: Ten
     The order is the one opt_einsum chooses: q with its own rotation first, then with the keys.
     """
     length, width = query.shape[-2:]
-    cos, sin = rotary_cos_sin(torch.arange(length, device=query.device), width, dtype=query.dtype)
+    positions = torch.arange(length, device=query.device)
+    cos, sin = Rotation(width).tables(positions, query.dtype)
     cos, sin = (torch.cat((x, x), dim=-1) for x in (cos, sin))
     rotated, key = apply_rotary_pos_emb(
         query, torch.cat((key_coefficients, key_coefficients), dim=-1), cos[None], sin[None]
@@ -114,7 +115,7 @@ def relative_error(output: Tensor, tensors: dict[str, Tensor], form: str | None)
         scores = (
             oracle.rope_scores(q, k, keys[-rows:], keys)
             if form is None
-            else oracle.SCORES[form](q, t, keys[-rows:], keys)
+            else oracle.form_scores(form, q, t, keys[-rows:], keys)
         )
         exact = oracle.attention(scores, v, scale=q.shape[-1] ** -0.5)
         ours = output[:1, head : head + 1, -rows:].cpu().double()

@@ -9,6 +9,8 @@ Only for small inputs: some of these hold T * S * D complex numbers.
 import torch
 from torch import Tensor
 
+from coca_attention.ops.forms import get_form
+
 
 def _angles(positions: Tensor, width: int, theta: Tensor | None) -> Tensor:
     """n θ_j, by default with the paper's θ_j = 10000^(-2j/d): (..., P)."""
@@ -184,7 +186,8 @@ def partial_scores(
         (..., T, S), float64.
     """
     pairs = rotary_width // 2
-    turned = SCORES[form](
+    turned = form_scores(
+        form,
         query[..., :rotary_width],
         key_coefficients[..., :pairs],
         query_positions,
@@ -192,7 +195,8 @@ def partial_scores(
         theta=theta,
         interleaved=interleaved,
     )
-    passed = SCORES[form](
+    passed = form_scores(
+        form,
         query[..., rotary_width:],
         key_coefficients[..., pairs:],
         torch.zeros_like(query_positions),
@@ -202,6 +206,30 @@ def partial_scores(
 
 
 SCORES = {"slack": slack_scores, "strict": strict_scores, "magnitude": magnitude_scores}
+
+
+def form_scores(
+    form: str,
+    query: Tensor,
+    key_coefficients: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    *,
+    theta: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """The printed scores of a form; of a registered one that has none, its own in float64.
+
+    Arguments and result as in `strict_scores`.
+    """
+    if form in SCORES:
+        arguments = (query, key_coefficients, query_positions, key_positions)
+        return SCORES[form](*arguments, theta=theta, interleaved=interleaved)
+    pairs = _complex_pairs(query, interleaved)
+    m, n = (_angles(x, query.shape[-1], theta) for x in (query_positions, key_positions))
+    made = get_form(form).query(pairs.real, pairs.imag, m.cos(), m.sin())
+    keys = key_coefficients.double().unsqueeze(-2) * torch.stack((n.cos(), n.sin()), dim=-2)
+    return made.flatten(-2) @ keys.flatten(-2).transpose(-2, -1)
 
 
 def attention(scores: Tensor, value: Tensor, *, scale: float, is_causal: bool = True) -> Tensor:
@@ -261,7 +289,8 @@ def free_scores(
     )
     if free == pairs:
         return scores
-    return scores + SCORES[form](
+    return scores + form_scores(
+        form,
         q[..., :-free, :].flatten(-2),
         key_coefficients[..., : pairs - free],
         *positions,
@@ -300,7 +329,7 @@ def coca_attention(
     if t.shape[-1] > width // 2:
         scores = free_scores(form, *tensors, theta=theta, interleaved=interleaved)
     elif rotary_width is None or rotary_width == width:
-        scores = SCORES[form](*tensors, theta=theta, interleaved=interleaved)
+        scores = form_scores(form, *tensors, theta=theta, interleaved=interleaved)
     else:
         scores = partial_scores(
             form, *tensors, rotary_width=rotary_width, theta=theta, interleaved=interleaved

@@ -32,7 +32,7 @@ def make(length: int, settings: BenchSettings) -> list[Variant]:
     """
     tensors = {name: x.contiguous() for name, x in random_inputs(length, settings).items()}
     value, width = tensors["value"], settings.head_width
-    cos, sin = ops.rotary_cos_sin(torch.arange(length, device=value.device), width)
+    cos, sin = ops.Rotation(width).tables(torch.arange(length, device=value.device))
     key = ops.apply_rotary(tensors["key"], cos, sin)
     query = ops.apply_rotary(tensors["query"], cos, sin)[..., -1:, :].contiguous()
     variants = []
@@ -77,8 +77,7 @@ def half_attention(
     frames = ops.key_frames(
         torch.zeros(1, dtype=torch.long, device=query.device),
         t.shape[-2],
-        ops.inverse_frequencies(width),
-        form=form,
+        ops.Rotation(width),
         tile=ops.tile_length(t, query.shape[1]),
         pairs=width // 2,
     )
