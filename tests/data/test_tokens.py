@@ -10,7 +10,7 @@ from coca_attention.data import (
     BlockDataset,
     DataError,
     Document,
-    kept_tokenizer,
+    load_or_train_tokenizer,
     load_tokenizer,
     token_array,
     train_tokenizer,
@@ -45,12 +45,12 @@ def test_a_tokenizer_learns_from_the_start_of_an_endless_stream():
     assert len(train_tokenizer(endless(), VOCABULARY, max_characters=20_000)) > 257
 
 
-def test_a_kept_tokenizer_is_trained_once_and_put_there_whole(tokenizer, tmp_path):
+def test_a_load_or_train_tokenizer_is_trained_once_and_put_there_whole(tokenizer, tmp_path):
     folder = tmp_path / "tokenizer"
     (tmp_path / ".tokenizer.partial").mkdir()  # left by a start that was killed
     (tmp_path / ".tokenizer.partial" / "rubbish").write_text("")
     documents = [Document("a", some_text(3000))]
-    first = kept_tokenizer(folder, lambda: documents, VOCABULARY)
+    first = load_or_train_tokenizer(folder, lambda: documents, VOCABULARY)
     assert first.get_vocab() == tokenizer.get_vocab()
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
     assert not (folder / "rubbish").exists()
@@ -58,7 +58,7 @@ def test_a_kept_tokenizer_is_trained_once_and_put_there_whole(tokenizer, tmp_pat
     def never():
         raise AssertionError("trained again")
 
-    assert kept_tokenizer(folder, never, VOCABULARY).get_vocab() == first.get_vocab()
+    assert load_or_train_tokenizer(folder, never, VOCABULARY).get_vocab() == first.get_vocab()
 
 
 def test_no_tokenizer_and_too_small_a_vocabulary_are_refused(tmp_path):

@@ -9,11 +9,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from torch.utils.data import DataLoader
-
-from coca_attention.data import BlockDataset, DataError, PasskeyBlocks, read_documents, token_array
-from coca_attention.errors import UserError
-from coca_attention.training import load_recipe
 from coca_attention.training.blocks import (
     check_separable,
     check_sources,
@@ -22,6 +17,11 @@ from coca_attention.training.blocks import (
     training_documents,
     training_texts,
 )
+from torch.utils.data import DataLoader
+
+from coca_attention.data import BlockDataset, DataError, PasskeyBlocks, read_documents, token_array
+from coca_attention.errors import UserError
+from coca_attention.training import load_recipe
 from conftest import CONFIGS, some_text, tiny_model
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from coca_attention import convert
 from coca_attention.training.objectives import (
     HIDDEN_WEIGHT,
-    learning_from,
+    teacher_loss,
     prediction_distance,
     relative_distance,
 )
@@ -28,7 +28,7 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 def learned(teacher, student, objective) -> tuple[float, dict]:
     student.train().zero_grad()  # while it is evaluated, the objective leaves it alone
-    with learning_from(teacher, student, objective) as loss:
+    with teacher_loss(teacher, student, objective) as loss:
         value = loss(student, batch(student))
         value.backward()
     return value.item(), gradients(student)
@@ -130,7 +130,7 @@ def test_nothing_behind_an_attention_layer_is_kept_for_gradients():
     student = convert(copy.deepcopy(teacher), "slack").train().requires_grad_(False)
     for layer in student.base_model.layers:
         layer.self_attn.t_proj.requires_grad_(True)
-    with learning_from(teacher, student, "attention") as loss:
+    with teacher_loss(teacher, student, "attention") as loss:
         assert loss(student, batch(student)).requires_grad
         assert not student(batch(student)["input_ids"]).logits.requires_grad
 
@@ -163,7 +163,7 @@ def test_the_distances_are_what_they_are_called():
 def test_a_teacher_of_another_shape_is_refused(changes, objective, message):
     with (
         pytest.raises(ValueError, match=message),
-        learning_from(vanilla("Llama", **changes), convert(vanilla("Llama")), objective),
+        teacher_loss(vanilla("Llama", **changes), convert(vanilla("Llama")), objective),
     ):
         pass
 
@@ -173,7 +173,7 @@ def test_a_teacher_of_no_known_family_is_refused_for_attention():
     teacher, student = AutoModelForCausalLM.from_config(config), convert(vanilla("Llama"))
     with (
         pytest.raises(ValueError, match="attention layers of GPT2LMHeadModel are not known"),
-        learning_from(teacher, student, "attention"),
+        teacher_loss(teacher, student, "attention"),
     ):
         pass
 

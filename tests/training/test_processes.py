@@ -24,9 +24,9 @@ from coca_attention.errors import UserError
 from coca_attention.models import load_model
 from coca_attention.testing import difference, logits, some_tokens
 from coca_attention.training import last_checkpoint, load_recipe, read_summary, train
-from coca_attention.training.recipe import TrainingRecipe
+from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import check_layers, check_options
-from coca_attention.training.trainer import training_arguments, writing
+from coca_attention.training.trainer import catch_write_errors, training_arguments
 from conftest import VOCABULARY, tiny_model
 from families import FAMILIES, vanilla
 
@@ -358,9 +358,9 @@ def test_fsdp_without_processes_is_refused(recipes, tmp_path, monkeypatch):
 def test_a_full_disk_under_one_of_the_processes_is_said_in_a_line(tmp_path):
     failed = CheckpointException("write", {1: (OSError(ENOSPC, os.strerror(ENOSPC)), None)})  # pyright: ignore
     said = r"cannot be written \(.*No space left.*\): .* all is well"
-    with pytest.raises(UserError, match=said), writing(tmp_path, lambda: "all is well"):
+    with pytest.raises(UserError, match=said), catch_write_errors(tmp_path, lambda: "all is well"):
         raise failed
-    with pytest.raises(CheckpointException), writing(tmp_path, str):
+    with pytest.raises(CheckpointException), catch_write_errors(tmp_path, str):
         raise CheckpointException("write", {0: (RuntimeError("a defect"), None)})  # pyright: ignore
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from coca_attention.training.blocks import validation_blocks, validation_text
+from coca_attention.training.model import choose_parameters, parameter_counts
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -22,9 +24,7 @@ from coca_attention.errors import UserError
 from coca_attention.models import CoCALlamaConfig
 from coca_attention.models.loading import load_model
 from coca_attention.training import is_finished, load_recipe, read_summary, train
-from coca_attention.training.blocks import validation_blocks, validation_text
-from coca_attention.training.build import choose_parameters, parameter_counts
-from coca_attention.training.recipe import StageRecipe
+from coca_attention.training.sections import StageRecipe
 from coca_attention.training.stages import block_order
 from families import vanilla
 
@@ -405,7 +405,7 @@ def test_a_disk_that_is_full_within_an_optimizer_state(straight, tmp_path):
     assert_the_same(tmp_path, run)
 
 
-def test_learning_from_the_original(base, text_folder, tmp_path):
+def test_teacher_loss_the_original(base, text_folder, tmp_path):
     """Both objectives fall, and the teacher itself is not touched or saved."""
     base = shutil.copytree(base, tmp_path / "sharp")
     # The trained one's attention is nearly uniform, so that there would be nothing to learn.

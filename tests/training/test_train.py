@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from coca_attention.training.blocks import training_texts, validation_text
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from coca_attention.data import held_out, load_tokenizer, read_documents, tokenised
+from coca_attention.data import held_out, load_tokenizer, read_documents, tokenise
 from coca_attention.errors import UserError
 from coca_attention.training import (
     TrainingDiverged,
@@ -23,7 +24,6 @@ from coca_attention.training import (
     read_summary,
     train,
 )
-from coca_attention.training.blocks import training_texts, validation_text
 from conftest import some_text
 
 OPTIONS = {
@@ -88,7 +88,7 @@ def test_validation_reads_what_is_held_out_from_training(text_folder, tmp_path):
     asked = recipe(text_folder, **settings)
     tokenizer = load_tokenizer(str(folder))
     judged = validation_text(asked, tokenizer).tokens
-    kept, whole = (tokenised(asked.data, tokenizer, share=share).tokens for share in (0.3, 0.0))
+    kept, whole = (tokenise(asked.data, tokenizer, share=share).tokens for share in (0.3, 0.0))
     documents = [tokenizer.decode(tokens).split("<|endoftext|>") for tokens in (judged, kept)]
     assert not set(documents[0]) & set(documents[1]) - {""}
     assert 0 < len(judged) == len(whole) - len(kept)
