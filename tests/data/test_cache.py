@@ -115,7 +115,7 @@ def test_a_damaged_cache_is_made_again_and_never_used(
     text = tokenise(source, tokenizer, folder=tmp_path)
     assert np.array_equal(text.tokens, expected) and len(made) == 2
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING and "made again" in record.getMessage()
+    assert record.levelno == logging.WARNING and "tokenising the text again" in record.getMessage()
     assert np.array_equal(tokenise(source, tokenizer, folder=tmp_path).tokens, expected)
     assert len(made) == 2
 
@@ -222,7 +222,9 @@ def test_a_full_disk_is_a_clear_error_and_leaves_no_part(source, tokenizer, tmp_
         return Full(file) if "w" in mode else file
 
     monkeypatch.setattr(cache, "open", full_open, raising=False)
-    with pytest.raises(UserError, match=r"No space left on device; make room.* data\.cache") as it:
+    with pytest.raises(
+        UserError, match=r"No space left on device; free disk space.* data\.cache"
+    ) as it:
         tokenise(source, tokenizer, folder=tmp_path / "cache")
     assert "\n" not in str(it.value)
     assert [p.suffix for p in (tmp_path / "cache" / "tokens").iterdir()] in ([], [".lock"])
@@ -233,7 +235,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_no_part(source, tokenizer, tmp_
 
 def test_a_folder_that_cannot_be_written_is_a_clear_error(source, tokenizer, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(UserError, match=r"cannot be kept here: Not a directory.*data\.cache"):
+    with pytest.raises(UserError, match=r"cannot be stored here: Not a directory.*data\.cache"):
         tokenise(source, tokenizer, folder=tmp_path / "cache")
 
 
@@ -243,13 +245,13 @@ def test_an_empty_source_leaves_no_cache(source, tokenizer, tmp_path):
     assert not list((tmp_path / "cache" / "tokens").glob("*.[bjp]*"))
 
 
-def test_a_source_that_changes_while_it_is_read_is_refused(source, tokenizer, tmp_path):
+def test_a_source_that_changes_while_it_is_read_is_rejected(source, tokenizer, tmp_path):
     class Growing(SourceSettings):
         def documents(self):
             yield from super().documents()
             (Path(self.source) / "0.txt").write_text("another text")
 
-    with pytest.raises(DataError, match="changed while it was read"):
+    with pytest.raises(DataError, match="changed while it was being read"):
         tokenise(Growing(source.source), tokenizer, folder=tmp_path / "cache")
     assert not list((tmp_path / "cache" / "tokens").glob("*.[bjp]*"))
 

@@ -61,7 +61,7 @@ def test_a_load_or_train_tokenizer_is_trained_once_and_put_there_whole(tokenizer
     assert load_or_train_tokenizer(folder, never, VOCABULARY).get_vocab() == first.get_vocab()
 
 
-def test_no_tokenizer_and_too_small_a_vocabulary_are_refused(tmp_path):
+def test_no_tokenizer_and_too_small_a_vocabulary_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="no tokenizer could be loaded"):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="at least 257"):
@@ -87,7 +87,7 @@ def test_endless_streams_are_cut(tokenizer):
     assert len(token_array(endless(), tokenizer, max_tokens=1000)) == 1000
 
 
-def test_no_documents_are_refused(tokenizer):
+def test_no_documents_are_rejected(tokenizer):
     with pytest.raises(DataError, match="no documents"):
         token_array([], tokenizer)
 
@@ -108,6 +108,6 @@ def test_every_token_is_a_target_at_most_once(tokens, length):
         assert torch.equal(item["input_ids"] + 1, item["shift_labels"])
 
 
-def test_a_block_of_no_tokens_is_refused():
+def test_a_block_of_no_tokens_is_rejected():
     with pytest.raises(ValueError, match="at least 1 token"):
         BlockDataset(np.arange(5, dtype=np.uint16), 0)

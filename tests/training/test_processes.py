@@ -296,7 +296,7 @@ def test_a_number_that_is_not_finite_in_one_part_stops_all(recipes, tmp_path):
     run = tmp_path / "run"
     stopped = started(tmp_path, fsdp2(), [(recipes / "scratch.yaml", run)], fault="nan 20")
     assert stopped.returncode
-    said = "holds numbers that are not finite"
+    said = "has values that are not finite"
     assert stopped.stderr.count(said) == 2, stopped.stderr  # neither waits for the other
     assert re.search(rf"{said} .*the last good checkpoint is \S*checkpoint-10", stopped.stderr)
     assert not (run / "checkpoints" / "checkpoint-20" / "trainer_state.json").exists()
@@ -349,7 +349,7 @@ def test_layers_that_are_not_named(monkeypatch):
         check_layers(plugin(monkeypatch), model)
 
 
-def test_fsdp_without_processes_is_refused(recipes, tmp_path, monkeypatch):
+def test_fsdp_without_processes_is_rejected(recipes, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="there is no process group: start with accelerate launch"):
         train(load_recipe(recipes / "scratch.yaml"), tmp_path / "run")
