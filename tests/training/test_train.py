@@ -228,7 +228,7 @@ def test_two_processes_end_with_the_weights_of_one(text_folder, tmp_path):
     (tmp_path / "r.yaml").write_text(as_yaml(load_recipe(None, options)))
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = ["-m", "coca_attention.cli", "train", tmp_path / "r.yaml"]
-    output = tmp_path / "together"
+    output = tmp_path / "two"
     started = [sys.executable, *launch, *command, "--output", output]
     subprocess.run(started, check=True, timeout=300)
     ours, theirs = (load_file(path / "model.safetensors") for path in (output, alone))
@@ -243,14 +243,31 @@ def test_another_cache_folder_is_the_same_run(text_folder, tmp_path):
         train(recipe(text_folder, data__max_tokens=500), tmp_path / "run")
 
 
-@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 7])
-def test_a_killed_run_resumes_and_ends_with_the_same_weights(text_folder, tmp_path, step):
-    """Killed before the first checkpoint, and between two."""
+@pytest.mark.parametrize(
+    ("step", "kill"),
+    [
+        (7, False),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        pytest.param(7, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stopped_run_resumes_and_ends_with_the_same_weights(text_folder, tmp_path, step, kill):
+    """Stopped or killed before the first checkpoint, and between two."""
     straight = train(recipe(text_folder), tmp_path / "straight")
     output = tmp_path / "killed"
-    arguments = [sys.executable, "-c", KILLED, str(step), str(output), *words(text_folder)]
-    killed = subprocess.run(arguments, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                raise KeyboardInterrupt
+
+    if kill:
+        arguments = [sys.executable, "-c", KILLED, str(step), str(output), *words(text_folder)]
+        killed = subprocess.run(arguments, capture_output=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe(text_folder), output, callbacks=[Stop()])
     assert not is_finished(output)
     checkpoint = last_checkpoint(output / "checkpoints")
     assert checkpoint is None if step == 2 else checkpoint.name == "checkpoint-4"
@@ -307,8 +324,8 @@ def test_held_out_documents_and_tokens_past_the_limit_are_never_trained_on(text_
     for document in documents:
         assert (document.text in text) != held_out(document, 0.4)
     assert 0 < sum(held_out(document, 0.4) for document in documents) < len(documents)
-    few = recipe(text_folder, data__max_tokens=50)
-    assert load_data(few, tokenizer).fingerprint["text"]["tokens"] == 50
+    few = recipe(text_folder, data__max_tokens=100)
+    assert load_data(few, tokenizer).fingerprint["text"]["tokens"] == 100
 
 
 def test_a_start_killed_while_writing_its_recipe_does_not_lock_the_folder(text_folder, tmp_path):

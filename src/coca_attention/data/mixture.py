@@ -78,9 +78,9 @@ class Mixture(Dataset):
         """The order of a source's blocks in one pass; cached for the latest pass."""
         known = self._orders.get(source)
         if known is None or known[0] != epoch:
-            drawn = np.random.default_rng([self.seed, source, epoch])
+            generator = np.random.default_rng([self.seed, source, epoch])
             blocks = len(self.sources[source])
             # uint32 takes 4 bytes per block instead of 8.
-            order = drawn.permutation(np.arange(blocks, dtype=np.uint32))
+            order = generator.permutation(np.arange(blocks, dtype=np.uint32))
             known = self._orders[source] = epoch, order
         return known[1]

@@ -160,10 +160,10 @@ def passkey_block(encode: Encode, end: int, length: int, seed: Sequence[int]) ->
     Raises:
         UserError: If no complete text fits.
     """
-    drawn = np.random.default_rng(list(seed))
+    generator = np.random.default_rng(list(seed))
     block: list[int] = []
     while len(block) < length:
-        key, depth = int(drawn.integers(10_000, 100_000)), float(drawn.random())
+        key, depth = int(generator.integers(10_000, 100_000)), float(generator.random())
         answer = [*encode(ANSWER.format(key=key)), end]
         shortest = len(passkey_text(encode, key, None, 0.0).ids) + len(answer)
         left = length - len(block)
@@ -172,7 +172,7 @@ def passkey_block(encode: Encode, end: int, length: int, seed: Sequence[int]) ->
                 f"a passkey text with its answer takes {shortest} tokens with this tokenizer, and "
                 f"a block has {length}: choose a block_length of at least {shortest}"
             )
-        size = int(drawn.integers(shortest, max(left, shortest) + 1))
+        size = int(generator.integers(shortest, max(left, shortest) + 1))
         text = passkey_text(encode, key, size - len(answer), depth)
         block += [*text.ids, *answer]
     return np.array(block[:length], dtype=np.int64)

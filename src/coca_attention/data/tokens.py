@@ -274,10 +274,10 @@ def separate_documents(item: dict[str, Tensor], end: int) -> dict[str, Tensor]:
     """
     ended = item["input_ids"] == end
     steps = torch.arange(len(ended))
-    begun = torch.zeros_like(steps)
-    begun[1:] = torch.where(ended[:-1], steps[1:], 0).cummax(0).values
+    starts = torch.zeros_like(steps)
+    starts[1:] = torch.where(ended[:-1], steps[1:], 0).cummax(0).values
     targets = item["shift_labels"].masked_fill(ended, -100)
-    return {**item, "shift_labels": targets, "position_ids": steps - begun}
+    return {**item, "shift_labels": targets, "position_ids": steps - starts}
 
 
 def _first_line(error: Exception) -> str:

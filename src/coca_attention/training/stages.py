@@ -90,7 +90,7 @@ def train_stages(
     return trainer, [*summaries, summary]
 
 
-def stage_blocks(recipe: Recipe, data: TrainingData) -> list[Dataset]:
+def stage_blocks(recipe: Recipe, data: TrainingData) -> Sequence[Dataset[Any]]:
     """The blocks of every stage: consecutive slices of one order for the whole run.
 
     Without stages they are `TrainingData.blocks`, which the Trainer shuffles if they have no order.
@@ -99,13 +99,11 @@ def stage_blocks(recipe: Recipe, data: TrainingData) -> list[Dataset]:
         return [data.blocks]
     every = [stage.settings(recipe.training) for stage in recipe.stages]
     borders = np.cumsum([0, *(settings.steps * settings.global_batch_size for settings in every)])
-    blocks: Any = data.blocks
-    order = (
-        np.arange(len(blocks))
-        if data.is_ordered
-        else block_order(len(blocks), int(borders[-1]), recipe.training.seed)
-    )
-    return [Subset(blocks, order[first:end]) for first, end in pairwise(borders)]
+    blocks, order = data.blocks, np.arange(len(data.blocks))
+    if not data.is_ordered:
+        order = block_order(len(blocks), int(borders[-1]), recipe.training.seed)
+    slices: list[Any] = [order[first:end] for first, end in pairwise(borders)]
+    return [Subset[Any](blocks, indices) for indices in slices]
 
 
 def block_order(blocks: int, needed: int, seed: int) -> np.ndarray:
@@ -119,9 +117,9 @@ def block_order(blocks: int, needed: int, seed: int) -> np.ndarray:
     Returns:
         (needed,), int64.
     """
-    drawn = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     passes = -(-needed // blocks)
-    return np.concatenate([drawn.permutation(blocks) for _ in range(passes)])[:needed]
+    return np.concatenate([generator.permutation(blocks) for _ in range(passes)])[:needed]
 
 
 def join_curves(summaries: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
