@@ -62,15 +62,14 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
     Raises:
         UserError: If a source is missing, malformed or too short, or a cache cannot be written.
     """
-    data, training = recipe.data, recipe.training
-    length, separate, batch = data.block_length, data.separate_documents, training.global_batch_size
+    data = recipe.data
     read = _blocks_read(recipe) if data.mixture else None
     texts: dict[str, TokenText] = {}
     blocks: dict[str, Any] = {}
     for index, (name, source) in enumerate(data.sources.items()):
         limit = source.max_tokens
         if limit is None and read is not None and source.source.startswith("hf:"):
-            limit = int(read[-1, index]) * length + 1
+            limit = int(read[-1, index]) * data.block_length + 1
         with error_prefix(_place(data, name)):
             texts[name] = tokenise(
                 source,
@@ -83,29 +82,14 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
     validation = None
     if recipe.validation.every is not None:
         texts[VALIDATION], validation = _load_validation(recipe, tokenizer)
-
-    if read is not None:
-        if data.passkey_share:
-            count = max(int(read[-1, -1]), 1)
-            blocks[PASSKEY] = PasskeyBlocks(
-                tokenizer, length, count, training.seed, separate=separate
-            )
-        dataset = Mixture(list(blocks.values()), read, training.seed)
-        epochs = dict(zip(blocks, dataset.epochs(), strict=True))
+    if read is None:
+        dataset = _one_pass(recipe, tokenizer, blocks[TEXT])
+        epochs = {TEXT: recipe.steps * recipe.training.global_batch_size / len(dataset)}
     else:
-        plain = blocks[TEXT]
-        count = round(len(plain) * data.passkey_share / (1 - data.passkey_share))
-        if count:
-            passkeys = PasskeyBlocks(tokenizer, length, count, training.seed, separate=separate)
-            plain = ConcatDataset([plain, passkeys])
-        whole = len(plain) // batch * batch
-        if not whole:
-            raise UserError(
-                f"the training data makes {len(plain)} blocks, fewer than global_batch_size "
-                f"{batch}; use more text or a smaller batch"
-            )
-        dataset = Subset(plain, range(whole))
-        epochs = {TEXT: recipe.steps * batch / whole}
+        if data.passkey_share:
+            blocks[PASSKEY] = _passkey_blocks(recipe, tokenizer, max(int(read[-1, -1]), 1))
+        dataset = Mixture(list(blocks.values()), read, recipe.training.seed)
+        epochs = dict(zip(blocks, dataset.epochs(), strict=True))
     fingerprint = {
         name: {"tokens": len(text.tokens), "sha256": text.sha256} for name, text in texts.items()
     }
@@ -149,6 +133,30 @@ def _place(data: DataRecipe, name: str) -> str:
 def _cut(text: TokenText, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> BlockDataset:
     end = end_of_text(tokenizer) if recipe.data.separate_documents else None
     return BlockDataset(text.tokens, recipe.data.block_length, end=end)
+
+
+def _passkey_blocks(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int
+) -> PasskeyBlocks:
+    data, seed = recipe.data, recipe.training.seed
+    separate = data.separate_documents
+    return PasskeyBlocks(tokenizer, data.block_length, count, seed, separate=separate)
+
+
+def _one_pass(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, text: BlockDataset) -> Subset:
+    """The blocks of a text and its share of passkey blocks, in whole global batches."""
+    share, batch = recipe.data.passkey_share, recipe.training.global_batch_size
+    dataset: Any = text
+    passkeys = round(len(text) * share / (1 - share))
+    if passkeys:
+        dataset = ConcatDataset([text, _passkey_blocks(recipe, tokenizer, passkeys)])
+    whole = len(dataset) // batch * batch
+    if not whole:
+        raise UserError(
+            f"the training data makes {len(dataset)} blocks, fewer than global_batch_size "
+            f"{batch}; use more text or a smaller batch"
+        )
+    return Subset(dataset, range(whole))
 
 
 def _blocks_read(recipe: Recipe) -> np.ndarray:
