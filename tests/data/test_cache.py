@@ -1,4 +1,4 @@
-"""Tokenised text on disk: found again, never used when stale, damaged or half-written."""
+"""Tokenised text on disk: reused, and never used when outdated, damaged or incomplete."""
 
 import errno
 import json
@@ -39,7 +39,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Counts the caches that are made."""
+    """Counts the caches that are written."""
     counted = []
     write = cache._write
 
@@ -60,9 +60,7 @@ def pair(folder: Path) -> tuple[Path, Path]:
     return tokens, tokens.with_suffix(".json")
 
 
-def test_made_once_found_again_and_the_tokens_are_those_in_memory(
-    source, tokenizer, tmp_path, made
-):
+def test_a_cache_is_written_once_and_has_the_tokens_in_memory(source, tokenizer, tmp_path, made):
     expected = token_array(source.documents(), tokenizer)
     for _ in range(2):
         text = tokenise(source, tokenizer, folder=tmp_path / "cache")
@@ -106,7 +104,7 @@ def of_another_tokenizer(tokens: Path, about: Path) -> None:
     "damage",
     [cut, change_a_byte, lose_tokens, cut_json, wrong_json, of_another_tokenizer],
 )
-def test_a_damaged_cache_is_made_again_and_never_used(
+def test_a_damaged_cache_is_rewritten_and_never_used(
     source, tokenizer, tmp_path, made, caplog, damage
 ):
     expected = in_memory(source, tokenizer)
@@ -185,10 +183,8 @@ def _killed_while_writing(how, source, tokenizer, folder):
 
 
 @pytest.mark.parametrize("how", ["tokens", "json"])
-def test_a_kill_while_writing_leaves_nothing_that_is_taken_for_whole(
-    source, tokenizer, tmp_path, how
-):
-    """Killed among the tokens, and between the two files; the next start finds the lock free."""
+def test_a_cache_is_complete_or_rewritten_after_a_kill(source, tokenizer, tmp_path, how):
+    """Killed while writing tokens, and between the two files; the lock is released."""
     arguments = (how, source, tokenizer, tmp_path / "cache")
     process = FORK.Process(target=_killed_while_writing, args=arguments)
     process.start()
@@ -263,7 +259,7 @@ def _ask(source, tokenizer, folder, barrier, answers):
     answers.put((len(made), text.sha256))
 
 
-def test_processes_that_ask_at_once_get_one_cache(source, tokenizer, tmp_path):
+def test_concurrent_processes_write_one_cache(source, tokenizer, tmp_path):
     barrier, answers = FORK.Barrier(3), FORK.Queue()
     arguments = (source, tokenizer, tmp_path / "cache", barrier, answers)
     processes = [FORK.Process(target=_ask, args=arguments) for _ in range(3)]
@@ -276,7 +272,7 @@ def test_processes_that_ask_at_once_get_one_cache(source, tokenizer, tmp_path):
     assert {sha256 for _, sha256 in found} == {tokenise(source, tokenizer).sha256}
 
 
-def test_an_endless_source_is_read_as_far_as_asked(tokenizer, tmp_path):
+def test_an_endless_source_is_read_only_as_far_as_needed(tokenizer, tmp_path):
     read = []
 
     class Endless(SourceSettings):

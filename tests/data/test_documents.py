@@ -25,14 +25,14 @@ def read(source, **options) -> list[Document]:
 
 
 @pytest.mark.parametrize("packing", PACKERS)
-def test_json_lines_in_every_packing(tmp_path, packing):
+def test_json_lines_with_every_compression(tmp_path, packing):
     path = tmp_path / f"books.jsonl{packing}"
     path.write_bytes(PACKERS[packing](LINES.encode()))
     assert read(path) == EXPECTED
 
 
 @pytest.mark.parametrize("packing", PACKERS)
-def test_text_in_every_packing(tmp_path, packing):
+def test_text_with_every_compression(tmp_path, packing):
     path = tmp_path / f"book.txt{packing}"
     path.write_bytes(PACKERS[packing]("one\ntwo ä\n".encode()))
     assert read(path) == [Document(str(path), "one\ntwo ä\n")]
@@ -145,7 +145,7 @@ def test_lines_without_text_are_rejected(tmp_path, line, message):
         ("packed.parquet.gz", gzip.compress(b"x"), "decompress the file first"),
     ],
 )
-def test_unfit_files_are_rejected(tmp_path, name, content, message):
+def test_invalid_files_are_rejected(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError, match=message) as raised:
@@ -161,7 +161,7 @@ def test_a_truncated_zstandard_file_is_rejected(tmp_path):
         read(path)
 
 
-def test_the_last_ending_says_what_a_file_is(tmp_path):
+def test_the_last_suffix_determines_the_file_type(tmp_path):
     path = tmp_path / "book.txt.jsonl"
     path.write_text(LINES)
     assert read(path) == EXPECTED

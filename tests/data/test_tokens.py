@@ -45,7 +45,7 @@ def test_a_tokenizer_learns_from_the_start_of_an_endless_stream():
     assert len(train_tokenizer(endless(), VOCABULARY, max_characters=20_000)) > 257
 
 
-def test_a_load_or_train_tokenizer_is_trained_once_and_put_there_whole(tokenizer, tmp_path):
+def test_a_tokenizer_is_trained_once_and_saved_atomically(tokenizer, tmp_path):
     folder = tmp_path / "tokenizer"
     (tmp_path / ".tokenizer.partial").mkdir()  # left by a start that was killed
     (tmp_path / ".tokenizer.partial" / "rubbish").write_text("")
@@ -77,7 +77,7 @@ def test_documents_are_joined_by_the_end_of_text(tokenizer):
     assert array.dtype == np.uint16
 
 
-def test_endless_streams_are_cut(tokenizer):
+def test_endless_streams_are_truncated(tokenizer):
     def endless():
         number = 0
         while True:

@@ -116,7 +116,7 @@ DDP = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 @pytest.fixture(scope="module")
 def recipes(text_folder, tokenizer, tmp_path_factory):
-    """Recipe files: a model from scratch, and a sharp rotary one through all kinds of stages."""
+    """Recipe files: a model from scratch, and a rotary one with sharp attention through all kinds of stages."""
     folder = tmp_path_factory.mktemp("recipes")
     vanilla("Llama", vocab_size=VOCABULARY).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
@@ -335,7 +335,7 @@ def test_configurations_that_are_not_supported(monkeypatch, options, message):
     check_options(plugin(monkeypatch))
 
 
-def test_layers_that_are_not_named(monkeypatch):
+def test_layers_to_gather_must_be_known(monkeypatch):
     model = tiny_model("slack")
     check_layers(plugin(monkeypatch), model)
     for options, message in (

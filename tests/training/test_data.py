@@ -115,7 +115,7 @@ def test_a_tokenizer_sees_every_source(sources, monkeypatch):
         ({"code": {"max_tokens": 0}}, r"data\.mixture\.code\.max_tokens must be at least 1"),
     ],
 )
-def test_unfit_mixtures_are_rejected(sources, change, message):
+def test_invalid_mixtures_are_rejected(sources, change, message):
     for name, fields in change.items():
         sources[name].update(fields)
     with pytest.raises(UserError, match=message) as raised:
@@ -130,7 +130,7 @@ def test_a_mixture_beside_one_source_is_rejected(sources):
         recipe(sources, data__max_tokens=10)
 
 
-def test_weights_that_sum_to_1_but_for_rounding_are_taken(sources):
+def test_weights_may_sum_to_1_up_to_rounding(sources):
     sources["text"]["weight"] = 0.7500004
     assert recipe(sources).data.mixture["text"].weight == 0.7500004
 
