@@ -116,7 +116,7 @@ DDP = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 @pytest.fixture(scope="module")
 def recipes(text_folder, tokenizer, tmp_path_factory):
-    """Recipe files: a model from scratch, and a rotary one with sharp attention through all kinds of stages."""
+    """Recipe files: a model from scratch, and all kinds of stages from a rotary model."""
     folder = tmp_path_factory.mktemp("recipes")
     vanilla("Llama", vocab_size=VOCABULARY).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
