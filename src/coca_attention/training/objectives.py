@@ -2,7 +2,8 @@
 
 ``attention``: every attention layer of the student gets the input of the teacher's layer, and its
 output before the output projection is matched to the teacher's. ``logits``: the student's
-prediction is matched to the teacher's. ``hidden_states``: so are the outputs of all layers, too.
+prediction is matched to the teacher's. ``hidden_states``: the prediction and the outputs of all
+layers are matched.
 
 The teacher runs once per batch, without gradients, in its own dtype. Only the objective refers to
 it, so it is never saved with the student. The student runs through its own forward pass, so masks,
