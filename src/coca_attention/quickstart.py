@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from coca_attention.data import held_out, kept_tokenizer, read_documents
+from coca_attention.data import held_out, load_or_train_tokenizer, read_documents
 from coca_attention.environment import describe_environment, write_json
 from coca_attention.errors import UserError
 from coca_attention.evaluation.perplexity import (
@@ -20,7 +20,7 @@ from coca_attention.evaluation.perplexity import (
 from coca_attention.models import load_model
 from coca_attention.report import write_report
 from coca_attention.training import Recipe, read_summary, train
-from coca_attention.training.recipe import DataRecipe, ModelRecipe, TrainingRecipe
+from coca_attention.training.sections import DataRecipe, ModelRecipe, TrainingRecipe
 
 # The paper's names for its models, in the order of its tables.
 MODELS = {"ALiBi": "alibi", "RoFormer": "rope", "CoCA-Slack": "slack", "CoCA-Strict": "strict"}
@@ -99,7 +99,7 @@ def quickstart(
             f"longest and judged must be at least 1, got {sizes.longest} and {sizes.judged}"
         )
     tokenizer_folder = output / "tokenizer"
-    tokenizer = kept_tokenizer(
+    tokenizer = load_or_train_tokenizer(
         tokenizer_folder,
         lambda: (d for d in read_documents(settings.source) if not held_out(d, HELD_OUT)),
         sizes.vocab_size,
