@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from coca_attention.report.figures import COLOURS, draw
-from coca_attention.report.retrieval import Section
+from coca_attention.report.section import Section
 
 TITLES = {
     "operator": "Operator, forward",
