@@ -29,11 +29,10 @@ class OptionParser(ArgumentParser):
         self.types |= option_types(theclass)
         return super().add_class_arguments(theclass, *args, **kwargs)
 
-    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
-        """As in jsonargparse; records the types of the options."""
-        if str(args[0]).startswith("--") and "type" in kwargs:
-            self.types |= _types_below(args[0][2:], kwargs["type"])
-        return super().add_argument(*args, **kwargs)
+    def add_section(self, name: str, theclass: Any, summary: str) -> None:
+        """Add an optional section: a dataclass whose options are ``--name.field``."""
+        self.types |= option_types(theclass, f"{name}.")
+        self.add_argument(f"--{name}", type=theclass | None, default=None, help=summary)
 
     def format_help(self) -> str:
         """The help, with hyphens instead of the underscores in field names."""
@@ -66,15 +65,10 @@ def option_types(theclass: Any, prefix: str = "") -> dict[str, Any]:
     """Type of every option of a dataclass, those of nested dataclasses as ``section.field``."""
     found: dict[str, Any] = {}
     for name, annotation in get_type_hints(theclass).items():
-        found |= _types_below(prefix + name, annotation)
-    return found
-
-
-def _types_below(name: str, annotation: Any) -> dict[str, Any]:
-    found = {name: annotation}
-    for kind in _alternatives(annotation):
-        if is_dataclass(kind):
-            found |= option_types(kind, f"{name}.")
+        found[prefix + name] = annotation
+        for kind in _alternatives(annotation):
+            if is_dataclass(kind):
+                found |= option_types(kind, f"{prefix}{name}.")
     return found
 
 

@@ -73,9 +73,7 @@ def suite_parser() -> OptionParser:
     parser.add_argument("--suite", action="config", help="YAML file; also the first argument.")
     parser.add_class_arguments(Suite, skip={"tasks"})
     for task in TASKS.values():
-        parser.add_argument(
-            f"--{task.name}", type=task.settings | None, default=None, help=task.summary
-        )
+        parser.add_section(task.name, task.settings, task.summary)
     return parser
 
 
