@@ -41,6 +41,14 @@ CELLS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def no_drawing(request, monkeypatch):
+    """Figures take most of the time; the tests of whole pages draw them."""
+    if "page" not in request.node.name:
+        drawings = {"wide": "<svg", "narrow": "<svg"}
+        monkeypatch.setattr("coca_attention.report.lines.draw", lambda name, plot: drawings)
+
+
 def section(title, cells=CELLS):
     return next(
         s for s in passkey_sections(all_cells([{"results": cells}])) if s.title.startswith(title)
