@@ -7,10 +7,10 @@ from html.parser import HTMLParser
 import pytest
 
 from coca_attention.report import build_report, write_report
+from coca_attention.report.lines import by_line
 from coca_attention.report.perplexity import (
     perplexity_findings,
     perplexity_sections,
-    perplexity_series,
 )
 from coca_attention.report.results import all_cells, read_results
 
@@ -219,13 +219,13 @@ def test_a_missing_file_and_a_point_claimed_twice_are_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         read_results([tmp_path / "nowhere.json"])
     other = cell("RoFormer", 64, 41.0, documents=[{"id": "a", "nats": 2.0, "tokens": 1000}])
-    with pytest.raises(ValueError, match=r"RoFormer .none. at one window twice"):
-        perplexity_series(all_cells([{"results": [*CELLS, other]}]))
+    with pytest.raises(ValueError, match=r"RoFormer .none. at 64 tokens twice"):
+        build_report([{"results": [*CELLS, other]}])
 
 
 def test_the_attend_last_line_of_two_evaluations_is_one():
-    cells = all_cells([CONTENT])
-    assert perplexity_series([*cells, cells[2]]) == perplexity_series(cells)
+    again = {**CELLS[2], "seconds": 3.0}
+    assert by_line([*CELLS, again], "window") == by_line(CELLS, "window")
 
 
 def test_a_folder_is_no_page_to_write(tmp_path):

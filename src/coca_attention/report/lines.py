@@ -14,7 +14,7 @@ Cell = dict[str, Any]
 Key = tuple[str, str, float | None]
 """Model, scaling, factor."""
 Lines = dict[Key, dict[int, Cell]]
-"""Cells by line, then by prompt length."""
+"""Cells by line, then by window or prompt length."""
 SCALING_NAMES = {"linear": "PI", "ntk": "NTK", "dynamic": "dynamic NTK"}
 PAIR = ("slack", "strict")  # the two forms of the paper's Table 3
 DASHES = {"none": "-", "ntk": "--", "dynamic": "--", "linear": "-.", "attend-last": ":"}
@@ -25,32 +25,39 @@ def line_key(cell: Cell) -> Key:
     return cell["model"], cell["scaling"], cell.get("factor")
 
 
-def line_label(key: Key) -> str:
-    """The name of a line."""
+def line_label(key: Key, line: dict[int, Cell] | None = None) -> str:
+    """The name of a line; that of ``attend-last`` has the window of its cell."""
     model, kind, factor = key
     if kind == "none":
         return model
+    if kind == "attend-last":
+        return f"{model}, last {next(iter(line or {}))} tokens only"
     return f"{model} + {SCALING_NAMES.get(kind, kind)} ({factor:g})"
 
 
-def by_line(cells: Iterable[Cell]) -> Lines:
-    """Cells by line and prompt length; models in the order of their first appearance.
+def by_line(cells: Iterable[Cell], size: str = "length") -> Lines:
+    """Cells by line and size; models in the order of their first appearance.
+
+    Args:
+        cells: Cells of one task.
+        size: Field with the size in tokens.
 
     Raises:
-        UserError: If two different cells have the same line and length.
+        UserError: If two different cells have the same line and size.
     """
     lines: Lines = {}
     for cell in cells:
         key = line_key(cell)
-        line = lines.setdefault(key, {})
-        if cell["length"] in line and line[cell["length"]] != cell:
+        other = lines.setdefault(key, {}).setdefault(cell[size], cell)
+        # Two evaluations of a model can share a cell, such as that of attend-last.
+        if any(cell[name] != other[name] for name in cell.keys() & other.keys() - {"seconds"}):
             raise UserError(
-                f"the results hold {line_label(key)} at {cell['length']} tokens twice; give result "
-                "files of different models or settings"
+                f"the results hold {cell['model']} ({cell['scaling']}) at {cell[size]} tokens "
+                "twice; give result files of different models or settings"
             )
-        line[cell["length"]] = cell
     models = list(dict.fromkeys(model for model, _, _ in lines))
-    return dict(sorted(lines.items(), key=lambda item: models.index(item[0][0])))
+    order = sorted(lines, key=lambda key: (models.index(key[0]), list(DASHES).index(key[1])))
+    return {key: dict(sorted(lines[key].items())) for key in order}
 
 
 def length_table(lines: Lines, value: str) -> tuple[list[str], list[list[str]]]:

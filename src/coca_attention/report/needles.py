@@ -12,7 +12,7 @@ def needle_sections(cells: Sequence[Cell]) -> list[Section]:
     for kind, lines in _kinds(cells).items():
         header, rows = length_table(lines, "recall")
         points = {
-            key: {length: (cell["recall"], None) for length, cell in sorted(line.items())}
+            key: {length: (cell["recall"], None) for length, cell in line.items()}
             for key, line in lines.items()
         }
         sections.append(

@@ -32,9 +32,7 @@ def passkey_sections(cells: Sequence[Cell]) -> list[Section]:
             figure=share_figure(
                 "passkey",
                 {
-                    key: {
-                        n: (cell["accuracy"], cell["wilson95"]) for n, cell in sorted(line.items())
-                    }
+                    key: {n: (cell["accuracy"], cell["wilson95"]) for n, cell in line.items()}
                     for key, line in lines.items()
                 },
                 LABEL,
@@ -165,7 +163,7 @@ def _share_rows(
 def _shares(line: dict[int, Cell], keep: Callable[[int], bool]) -> dict[int, tuple[int, int]]:
     """Hits and trials at every length, of the samples whose distance satisfies ``keep``."""
     shares = {}
-    for length, cell in sorted(line.items()):
+    for length, cell in line.items():
         hits = [record["hit"] for record in cell["samples"] if keep(record["distance"])]
         if hits:
             shares[length] = (sum(hits), len(hits))

@@ -2,20 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from coca_attention.errors import UserError
 from coca_attention.intervals import DocumentScore, paired_ratio_interval
 from coca_attention.report import paper
 from coca_attention.report.figures import colours, draw
 from coca_attention.report.lines import (
     DASHES,
     Cell,
-    Key,
+    Lines,
+    by_line,
     line_key,
     line_label,
     signed,
@@ -27,71 +26,10 @@ BASELINES = ("rope", "alibi", None)
 """What cells call attention that is not CoCA."""
 
 
-@dataclass(frozen=True)
-class Point:
-    """Perplexity at one window; ``low`` and ``high`` are the ends of the 95 % interval."""
-
-    window: int
-    perplexity: float
-    low: float | None
-    high: float | None
-    documents: tuple[DocumentScore, ...] = ()
-
-
-@dataclass(frozen=True)
-class Series:
-    """One line of the figure and one row of the table.
-
-    ``kind`` is the scaling; ``attend-last`` has a single point, which applies to every window.
-    """
-
-    model: str
-    attention: str | None
-    kind: str
-    label: str
-    points: tuple[Point, ...]
-
-    def at(self, window: int) -> Point | None:
-        """The point of a window."""
-        if self.kind == "attend-last":
-            return self.points[0]
-        return next((p for p in self.points if p.window == window), None)
-
-
-def perplexity_series(cells: Sequence[Cell]) -> list[Series]:
-    """Lines of perplexity against the window; models in the order of their first appearance.
-
-    Raises:
-        UserError: If two different cells have the same line and window.
-    """
-    grouped: dict[Key, list[Cell]] = {}
-    for cell in cells:
-        group = grouped.setdefault(line_key(cell), [])
-        # Two evaluations of a model share the cell of attend-last.
-        if not any(_same(cell, other) for other in group):
-            group.append(cell)
-    models = list(dict.fromkeys(model for model, _, _ in grouped))
-    series = []
-    for key, group in grouped.items():
-        model, kind, _ = key
-        windows = [cell["window"] for cell in group]
-        if len(set(windows)) < len(windows):
-            raise UserError(
-                f"the results hold {model} ({kind}) at one window twice; give result files of "
-                "different models or settings"
-            )
-        label = line_label(key) if kind != "attend-last" else f"{model}, {_last(windows[0])}"
-        points = tuple(_point(cell) for cell in sorted(group, key=lambda cell: cell["window"]))
-        series.append(Series(model, group[0]["attention"], kind, label, points))
-    return sorted(
-        series, key=lambda item: (models.index(item.model), list(DASHES).index(item.kind))
-    )
-
-
 def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
     """Figure and table by window, the paper's figures, positions, key tokens, and the forms."""
-    series = perplexity_series(cells)
-    windows = all_windows(series)
+    lines = by_line(cells, "window")
+    windows = _windows(lines)
     trained = _training_length(cells)
     header = [
         Entry(f"{window:,}", f"{window / trained:g} ×" if trained else "") for window in windows
@@ -99,7 +37,7 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
     sections = [
         Section(
             "Perplexity against the length read at once",
-            figure=_figure(series, trained),
+            figure=_figure(lines, trained),
             note="Shaded: 95 % bootstrap interval over documents, for the lines without scaling. "
             + "; ".join(_facts(cells))
             + ".",
@@ -107,8 +45,8 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
         Section(
             "Perplexity by window",
             header=["Tokens read at once", *header],
-            rows=_rows(series, windows),
-            muted=[i for i, item in enumerate(series) if item.kind == "attend-last"],
+            rows=_rows(lines, windows),
+            muted=[i for i, key in enumerate(lines) if key[1] == "attend-last"],
             note="Bold: the lowest of a column. Below each figure its 95 % interval. A row “last n "
             "tokens only” shows the perplexity of the model without any text before these: long "
             "windows are useful only if they improve on it.",
@@ -144,12 +82,13 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
 
 def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:
     """Perplexity by window, and on key tokens, for the terminal."""
-    series = perplexity_series(cells)
-    windows = all_windows(series)
+    lines = by_line(cells, "window")
+    windows = _windows(lines)
     rows = []
-    for item in series:
-        points = [item.at(window) for window in windows]
-        rows.append([item.label, *(f"{p.perplexity:.1f}" if p else "–" for p in points)])
+    for key, line in lines.items():
+        found = [_at(line, window) for window in windows]
+        values = ["–" if cell is None else f"{_value(cell):.1f}" for cell in found]
+        rows.append([line_label(key, line), *values])
     tables: list[Table] = [(["perplexity at", *(f"{window:,}" for window in windows)], rows)]
     keyed = [cell for cell in cells if cell.get("key_tokens")]
     return tables + ([key_table(keyed)] if keyed else [])
@@ -157,40 +96,40 @@ def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:
 
 def perplexity_findings(cells: Sequence[Cell]) -> list[str]:
     """CoCA against the first rotary model, and long windows against the last tokens alone."""
-    series = perplexity_series(cells)
+    lines = by_line(cells, "window")
     trained = _training_length(cells)
-    plain = [item for item in series if item.kind == "none"]
-    base = next((item for item in plain if item.attention == "rope"), None)
-    if base is None:
+    # By model: name, attention, cells without scaling.
+    plain = [(key[0], _attention(line), line) for key, line in lines.items() if key[1] == "none"]
+    base, theirs = next(((m, line) for m, kind, line in plain if kind == "rope"), ("", {}))
+    if not theirs:
         return []
     sentences = []
-    for item in plain:
-        shared = [p.window for p in base.points if item.at(p.window)]
-        if item.attention in BASELINES or not shared:
+    for model, attention, line in plain:
+        shared = [window for window in theirs if window in line]
+        if attention in BASELINES or not shared:
             continue
         first, last = shared[0], shared[-1]
         sentences.append(
-            f"{item.model} against {base.model}: {_change(item, base, first)} at {first:,} tokens, "
-            f"{_change(item, base, last)} at {last:,}"
+            f"{model} against {base}: {_change(line[first], theirs[first])} at {first:,} tokens, "
+            f"{_change(line[last], theirs[last])} at {last:,}"
             + (f" ({last / trained:g} × the training length)" if trained else "")
             + "."
         )
-    longest = all_windows(series)[-1]
-    alone = [item for item in series if item.kind == "attend-last"]
+    longest = _windows(lines)[-1]
+    alone = {key[0]: line for key, line in lines.items() if key[1] == "attend-last"}
     improved = []
-    for item in alone:
+    for model, line in alone.items():
+        last, cell = next(iter(line.items()))
         better = [
-            other.label
-            for other in series
-            if other.kind != "attend-last"
-            and other.model == item.model
-            and (point := other.at(longest)) is not None
-            and point.perplexity < item.points[0].perplexity
+            line_label(key)
+            for key, other in lines.items()
+            if key[0] == model and key[1] != "attend-last" and longest in other
+            if _value(other[longest]) < _value(cell)
         ]
         if better:
             improved.append(
                 f"At {longest:,} tokens the perplexity of {' and '.join(better)} is lower than "
-                f"with the {_last(item.points[0].window)}."
+                f"with the last {last} tokens only."
             )
     if alone and not improved:
         improved = [
@@ -198,11 +137,6 @@ def perplexity_findings(cells: Sequence[Cell]) -> list[str]:
             "only: none of them benefits from the longest window yet."
         ]
     return sentences + improved
-
-
-def all_windows(series: Sequence[Series]) -> list[int]:
-    """Window sizes of the table's columns."""
-    return sorted({p.window for s in series if s.kind != "attend-last" for p in s.points})
 
 
 def key_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
@@ -244,41 +178,45 @@ def _training_length(cells: Sequence[Cell]) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def _same(cell: Cell, other: Cell) -> bool:
-    """Whether two cells are of the same measurement with the same result."""
-    names = ("window", "stride", "targets", "documents")
-    return all(cell[name] == other[name] for name in names)
+def _attention(line: dict[int, Cell]) -> str | None:
+    return next(iter(line.values()))["attention"]
 
 
-def _point(cell: Cell) -> Point:
-    low, high = cell.get("ci95") or (None, None)
-    documents = tuple(
-        DocumentScore(d["id"], math.inf if d["nats"] is None else d["nats"], d["tokens"])
-        for d in cell["documents"]
-    )
-    value = math.inf if cell["perplexity"] is None else cell["perplexity"]
-    return Point(cell["window"], value, low, high, documents)
+def _windows(lines: Lines) -> list[int]:
+    """Window sizes of the table's columns."""
+    return sorted({w for key, line in lines.items() if key[1] != "attend-last" for w in line})
 
 
-def _last(window: int) -> str:
-    return f"last {window} tokens only"
+def _at(line: dict[int, Cell], window: int) -> Cell | None:
+    """The cell of a window; the one of attend-last applies to every window."""
+    only = next(iter(line.values()))
+    return only if only["scaling"] == "attend-last" else line.get(window)
 
 
-def _change(item: Series, base: Series, window: int) -> str:
-    mine, theirs = item.at(window), base.at(window)
-    assert mine is not None and theirs is not None
-    values = f"perplexity {mine.perplexity:.1f} against {theirs.perplexity:.1f}"
-    if not math.isfinite(mine.perplexity) or not math.isfinite(theirs.perplexity):
+def _value(cell: Cell) -> float:
+    return math.inf if cell["perplexity"] is None else cell["perplexity"]
+
+
+def _change(mine: Cell, theirs: Cell) -> str:
+    a, b = _value(mine), _value(theirs)
+    values = f"perplexity {a:.1f} against {b:.1f}"
+    if not math.isfinite(a) or not math.isfinite(b):
         return values
-    change = mine.perplexity / theirs.perplexity - 1
-    word = "higher" if change >= 0 else "lower"
-    return f"{values} ({abs(change):.1%} {word}{_paired(mine, theirs)})"
+    word = "higher" if a >= b else "lower"
+    return f"{values} ({abs(a / b - 1):.1%} {word}{_paired(mine, theirs)})"
 
 
-def _paired(mine: Point, theirs: Point) -> str:
+def _paired(mine: Cell, theirs: Cell) -> str:
     """The 95 % interval of a change over paired documents; empty if the documents differ."""
+    first, second = (
+        [
+            DocumentScore(d["id"], math.inf if d["nats"] is None else d["nats"], d["tokens"])
+            for d in cell["documents"]
+        ]
+        for cell in (mine, theirs)
+    )
     try:
-        interval = paired_ratio_interval(mine.documents, theirs.documents, seed=0)
+        interval = paired_ratio_interval(first, second, seed=0)
     except ValueError:
         return ""
     if interval is None:
@@ -287,25 +225,20 @@ def _paired(mine: Point, theirs: Point) -> str:
     return f"; 95 % interval {low} to {high}"
 
 
-def _rows(series: Sequence[Series], windows: Sequence[int]) -> list[list[str | Entry]]:
+def _rows(lines: Lines, windows: Sequence[int]) -> list[list[str | Entry]]:
     """Perplexity with its interval; the lowest of a column, attend-last aside, is bold."""
-    rows: list[list[str | Entry]] = [[item.label] for item in series]
+    rows: list[list[str | Entry]] = [[line_label(key, line)] for key, line in lines.items()]
     for window in windows:
-        points = [item.at(window) for item in series]
-        best = min(
-            point.perplexity
-            for item, point in zip(series, points, strict=True)
-            if point is not None and item.kind != "attend-last"
-        )
-        for item, point, row in zip(series, points, rows, strict=True):
-            if point is None:
+        found = [_at(line, window) for line in lines.values()]
+        competing = [c for c in found if c is not None and c["scaling"] != "attend-last"]
+        best = min(map(_value, competing))
+        for cell, row in zip(found, rows, strict=True):
+            if cell is None:
                 row.append("–")
                 continue
-            interval = ""
-            if point.low is not None and point.high is not None:
-                interval = f"{_number(point.low)} to {_number(point.high)}"
-            bold = item.kind != "attend-last" and point.perplexity == best
-            row.append(Entry(_number(point.perplexity), interval, bold))
+            interval = " to ".join(map(_number, cell.get("ci95") or ()))
+            bold = cell["scaling"] != "attend-last" and _value(cell) == best
+            row.append(Entry(_number(_value(cell)), interval, bold))
     return rows
 
 
@@ -338,29 +271,25 @@ def _facts(cells: Sequence[Cell]) -> list[str]:
     return facts
 
 
-def _figure(series: Sequence[Series], training_length: int | None) -> dict[str, str]:
+def _figure(lines: Lines, training_length: int | None) -> dict[str, str]:
     """Perplexity against the tokens read at once (the paper's Figure 1), with 95 % bands."""
-    windows = all_windows(series)
-    colour = colours(item.model for item in series)
+    windows = _windows(lines)
+    colour = colours(model for model, _, _ in lines)
 
     def plot(axes: Axes) -> None:
-        for item in series:
-            style: dict[str, Any] = {
-                "label": item.label,
-                "color": colour[item.model],
-                "ls": DASHES[item.kind],
-            }
-            if item.kind == "attend-last":
-                value = item.points[0].perplexity
-                axes.plot([windows[0], windows[-1]], [value, value], lw=1.2, **style)
+        for key, line in lines.items():
+            model, kind, _ = key
+            style: dict[str, Any] = {"color": colour[model], "ls": DASHES[kind]}
+            style["label"] = line_label(key, line)
+            values = [_value(cell) for cell in line.values()]
+            if kind == "attend-last":
+                axes.plot([windows[0], windows[-1]], 2 * values, lw=1.2, **style)
                 continue
-            x = [point.window for point in item.points]
-            y = [point.perplexity for point in item.points]
-            axes.plot(x, y, marker="o", ms=4, lw=1.8, **style)
-            if item.kind == "none" and all(point.low is not None for point in item.points):
-                low = [point.low or 0.0 for point in item.points]
-                high = [point.high or 0.0 for point in item.points]
-                axes.fill_between(x, low, high, color=colour[item.model], alpha=0.08, lw=0)
+            axes.plot(list(line), values, marker="o", ms=4, lw=1.8, **style)
+            intervals = [cell.get("ci95") for cell in line.values()]
+            if kind == "none" and all(intervals):
+                low, high = zip(*intervals, strict=True)
+                axes.fill_between(list(line), low, high, color=colour[model], alpha=0.08, lw=0)
         if training_length is not None:
             axes.axvline(training_length, color="#444444", lw=1, ls=(0, (1, 2)))
             axes.annotate(
