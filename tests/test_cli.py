@@ -53,7 +53,7 @@ def test_the_fields_of_a_stage_have_help(capsys):
     [
         (["quickstart"], ["--output", "--sizes.steps", "Optimizer steps of each model"]),
         (["train"], ["--training.steps", "--model.attention", "AdamW's weight decay", "--output"]),
-        (["eval", "perplexity"], ["--windows", "--attend-last", "Seed of the bootstrap"]),
+        (["eval", "perplexity"], ["--windows", "--attend-last", "Random seed of the bootstrap"]),
         (["generate"], ["--max-new-tokens", "prompt", "Tokens to generate at most"]),
         (["report"], ["--title", "HTML file to write"]),
     ],
@@ -206,9 +206,12 @@ QUICK = [
 ]  # fmt: skip
 
 
-def test_quickstart_small_then_reused_then_mended(capsys, tmp_path):
-    output = tmp_path / "quick"
-    words = ["quickstart", "--output", output, *QUICK]
+def test_quickstart_small_then_reused_then_changed(capsys, tmp_path):
+    output, texts = tmp_path / "quick", tmp_path / "texts"
+    texts.mkdir()
+    for index in range(60):
+        (texts / f"{index}.txt").write_text(some_text(200, seed=index))
+    words = ["quickstart", "--output", output, "--source", texts, *QUICK]
     code, out, err = run(capsys, *words)
     assert code == 0, err
     content = json.loads((output / "results.json").read_text())
@@ -228,7 +231,7 @@ def test_quickstart_small_then_reused_then_mended(capsys, tmp_path):
     assert "CoCA-Strict + NTK (4)" in out
 
     scored = {d["id"] for c in content["results"] for d in c["documents"]}
-    unseen = {d.id for d in read_documents("stdlib") if held_out(d, HELD_OUT)}
+    unseen = {d.id for d in read_documents(str(texts)) if held_out(d, HELD_OUT)}
     assert scored and scored <= unseen
 
     weights = output / "RoFormer" / "model.safetensors"

@@ -16,17 +16,19 @@ from coca_attention.evaluation import Session, Subject
 from coca_attention.evaluation import perplexity as task
 from coca_attention.evaluation.perplexity import (
     TextSettings,
-    TokenDocument,
-    TokenScores,
     WindowSettings,
-    by_tokens_read,
-    key_tokens,
     load_keys,
     load_text,
-    score_documents,
-    sliding_windows,
     tokens_needed,
 )
+from coca_attention.evaluation.perplexity.keys import key_tokens
+from coca_attention.evaluation.perplexity.score import (
+    TokenDocument,
+    TokenScores,
+    by_tokens_read,
+    score_documents,
+)
+from coca_attention.evaluation.perplexity.windows import sliding_windows
 from coca_attention.intervals import perplexity
 from coca_attention.models import set_rotary_scaling
 from conftest import VOCABULARY, some_text, tiny_model

@@ -47,7 +47,7 @@ def parse(
 
 
 class Progress:
-    """A rich progress bar as a function of (label, done, total)."""
+    """A progress bar, used as a function of (label, done, total)."""
 
     def __enter__(self) -> Callable[[str, int, int], None]:
         from rich.console import Console

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coca_attention.errors import UserError
-from coca_attention.evaluation.task import Cell, Session, Subject, Task
+from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
 
 
 @dataclass
@@ -36,10 +36,7 @@ def check_settings(settings: HarnessSettings) -> None:
         )
     if not settings.tasks:
         raise UserError("name at least one task: --tasks hellaswag,arc_easy")
-    for name in ("batch_size", "limit"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
+    check_at_least(settings, 1, "batch_size", "limit")
     if settings.include_path is not None and not Path(settings.include_path).is_dir():
         raise UserError(f"{settings.include_path}: no such folder of task files")
 

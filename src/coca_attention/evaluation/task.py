@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from coca_attention.errors import UserError
 from coca_attention.evaluation.journal import Journal
 from coca_attention.models import AlibiGPTNeoXConfig, training_length
 
@@ -14,6 +15,14 @@ Cell = dict[str, Any]
 Progress = Callable[[str, int, int], Any]
 """Called with a label, the work done so far and the work in all."""
 Scaling = Literal["none", "linear", "ntk", "dynamic"]
+
+
+def check_at_least(settings: Any, smallest: int, *names: str) -> None:
+    """Raise UserError unless each of the named settings is at least ``smallest`` or None."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < smallest:
+            raise UserError(f"{name} must be at least {smallest}, got {value}")
 
 
 @dataclass

@@ -15,7 +15,7 @@ from coca_attention.evaluation.generation import (
     prompt_costs,
 )
 from coca_attention.evaluation.needles.samples import KINDS, NAMES, Kind, needle_text
-from coca_attention.evaluation.task import Cell, Session, Subject, Task
+from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
 from coca_attention.intervals import wilson_interval
 
 
@@ -88,9 +88,7 @@ def check_settings(settings: NeedleSettings) -> None:
     unknown = sorted(set(settings.kinds) - set(KINDS))
     if unknown:
         raise UserError(f"unknown kinds {', '.join(unknown)}; choose from {', '.join(KINDS)}")
-    for name in ("samples", "count", "max_new_tokens", "batch_tokens"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"{name} must be at least 1, got {getattr(settings, name)}")
+    check_at_least(settings, 1, "samples", "count", "max_new_tokens", "batch_tokens")
     if settings.count > len(NAMES):
         raise UserError(f"count must be at most {len(NAMES)}, got {settings.count}")
 

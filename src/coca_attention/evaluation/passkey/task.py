@@ -19,7 +19,7 @@ from coca_attention.evaluation.generation import (
     answer_prompts,
     prompt_costs,
 )
-from coca_attention.evaluation.task import Cell, Session, Subject, Task
+from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
 from coca_attention.intervals import wilson_interval
 
 
@@ -68,11 +68,7 @@ def check_settings(settings: PasskeySettings) -> None:
     """Raise UserError unless the numbers are in range."""
     if not settings.lengths:
         raise UserError("give at least one prompt length")
-    for name in ("samples", "max_new_tokens", "batch_tokens"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"{name} must be at least 1, got {getattr(settings, name)}")
-    if settings.depths is not None and settings.depths < 1:
-        raise UserError(f"depths must be at least 1, got {settings.depths}")
+    check_at_least(settings, 1, "samples", "max_new_tokens", "batch_tokens", "depths")
 
 
 def evaluate_passkey(subject: Subject, settings: PasskeySettings, session: Session) -> list[Cell]:

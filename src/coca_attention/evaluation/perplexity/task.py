@@ -28,7 +28,7 @@ from coca_attention.evaluation.perplexity.score import (
     score_documents,
 )
 from coca_attention.evaluation.perplexity.windows import check_sizes, shared_first_target
-from coca_attention.evaluation.task import Cell, Session, Subject, Task
+from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
 from coca_attention.intervals import LARGEST_EXPONENT, bootstrap_interval, perplexity
 
 
@@ -79,10 +79,7 @@ class PerplexitySettings(TextSettings, WindowSettings):
 
 def check_text(settings: TextSettings, at_least: int) -> None:
     """Raise UserError unless the numbers are in range and allow ``at_least`` tokens."""
-    for name in ("max_documents", "max_tokens"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
+    check_at_least(settings, 1, "max_documents", "max_tokens")
     if not 0 <= settings.held_out <= 1:
         raise UserError(f"held_out must lie between 0 and 1, got {settings.held_out}")
     if settings.max_tokens is not None and settings.max_tokens < at_least:
@@ -162,8 +159,7 @@ def check_settings(settings: WindowSettings) -> int:
             f"key_short must be at least 1 token and less than the largest window, got "
             f"{settings.key_short}"
         )
-    if settings.batch_tokens < 1:
-        raise UserError(f"batch_tokens must be at least 1, got {settings.batch_tokens}")
+    check_at_least(settings, 1, "batch_tokens")
     return stride
 
 
