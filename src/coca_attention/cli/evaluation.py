@@ -7,14 +7,13 @@ from typing import Literal
 
 from coca_attention.analysis import AnalysisSettings, analyze, check_settings, read_token_ids
 from coca_attention.cli.console import Progress, Run, parse, print_table
-from coca_attention.data import SourceSettings, load_tokenizer
+from coca_attention.data import SourceSettings
 from coca_attention.environment import check_writable, describe_environment, write_json
 from coca_attention.errors import UserError
 from coca_attention.evaluation import TASKS, Cell, Session, Subject, Task
 from coca_attention.evaluation import suite as suites
-from coca_attention.evaluation.journal import Journal, fingerprint
-from coca_attention.evaluation.task import Scaling
-from coca_attention.models import load_model
+from coca_attention.evaluation.journal import Journal
+from coca_attention.evaluation.task import Scaling, load_subject
 from coca_attention.options import take_option
 
 
@@ -104,12 +103,7 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
     output = Path(loading.output or Path("runs", "eval", file))
     check_writable(output)
     session.journal = Journal(output.with_suffix(".journal.jsonl"))
-    subject = Subject(
-        load_model(path, dtype=loading.dtype, device=loading.device),
-        load_tokenizer(path),
-        name,
-        f"{fingerprint(path)} {loading.dtype}",
-    )
+    subject = load_subject(path, name, dtype=loading.dtype, device=loading.device)
     with Progress() as session.progress:
         cells = task.run(subject, settings, session)
     write_json(output, {"results": cells, "environment": describe_environment()})

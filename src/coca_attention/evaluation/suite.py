@@ -6,13 +6,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from coca_attention.data import load_tokenizer
 from coca_attention.environment import check_writable, describe_environment, write_json
 from coca_attention.errors import UserError
 from coca_attention.evaluation import TASKS
-from coca_attention.evaluation.journal import Journal, fingerprint
-from coca_attention.evaluation.task import Cell, Progress, Scaling, Session, Subject
-from coca_attention.models import load_model
+from coca_attention.evaluation.journal import Journal
+from coca_attention.evaluation.task import Cell, Progress, Scaling, Session, Subject, load_subject
 from coca_attention.options import OptionParser, check_sections
 
 RESULTS_FILE, JOURNAL_FILE = "results.json", "journal.jsonl"
@@ -128,12 +126,7 @@ def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = N
         if subject is None or subject.name != name:
             subject = None  # frees the previous model before the next one is loaded
             path = suite.models[name]
-            subject = Subject(
-                load_model(path, dtype=suite.dtype, device=suite.device),
-                load_tokenizer(path),
-                name,
-                f"{fingerprint(path)} {suite.dtype}",
-            )
+            subject = load_subject(path, name, dtype=suite.dtype, device=suite.device)
         session = Session(scaling.kind, scaling.factor, journal)
         if progress is not None:
             session.progress = _within(progress, costs[number], before[number], before[-1])

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from coca_attention.data import load_tokenizer
 from coca_attention.errors import UserError
-from coca_attention.evaluation.journal import Journal
-from coca_attention.models import AlibiGPTNeoXConfig, training_length
+from coca_attention.evaluation.journal import Journal, fingerprint
+from coca_attention.models import AlibiGPTNeoXConfig, load_model, training_length
 
 Cell = dict[str, Any]
 """One result: plain JSON values."""
@@ -69,6 +71,15 @@ class Subject:
             "attention": self.attention,
             "training_length": training_length(self.model.config.get_text_config()),
         }
+
+
+def load_subject(
+    path: str, name: str | None = None, *, dtype: str = "float32", device: str | None = None
+) -> Subject:
+    """Load a model and its tokenizer; arguments and errors as for `load_model`."""
+    model = load_model(path, dtype=dtype, device=device)
+    identity = f"{fingerprint(path)} {dtype}"
+    return Subject(model, load_tokenizer(path), name or Path(path).name, identity)
 
 
 @dataclass

@@ -1,19 +1,16 @@
 """The report page: one self-contained HTML file."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from coca_attention.environment import check_writable, write_text
 from coca_attention.errors import UserError
 from coca_attention.report.results import all_cells, read_results
-from coca_attention.report.section import Section
 from coca_attention.report.tasks import REPORTS, by_task
 from coca_attention.report.training import training_sections
 
@@ -66,7 +63,7 @@ def _render(contents: Sequence[dict[str, Any]], title: str | None) -> str:
     return template.render(
         title=title or _title(list(tasks)),
         findings=[text for name, cells in tasks.items() for text in REPORTS[name].findings(cells)],
-        sections=[_with_safe_figure(section) for section in sections],
+        sections=sections,
         recipes={
             run["name"]: yaml.safe_dump(run["recipe"], sort_keys=False)
             for run in training
@@ -86,13 +83,6 @@ def _title(tasks: Sequence[str]) -> str:
     if not tasks:
         return "Training"
     return REPORTS[tasks[0]].title if len(tasks) == 1 else "Long context"
-
-
-def _with_safe_figure(section: Section) -> Section:
-    """The section with SVG that the template does not escape."""
-    if section.figure is None:
-        return section
-    return replace(section, figure={name: Markup(svg) for name, svg in section.figure.items()})
 
 
 def _unique(values: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Passkey retrieval in the report, in the layouts of the paper."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from coca_attention.intervals import wilson_interval
@@ -73,10 +73,21 @@ def _distance_sections(lines: Lines, trained: int) -> list[Section]:
     """The layouts of the paper's Figures 4 and 5."""
     sections = []
     for name, title, keep in (
-        ("near", f"Passkeys at most {trained:,} tokens from the end", lambda d: d <= trained),
-        ("far", f"Passkeys more than {trained:,} tokens from the end", lambda d: d > trained),
+        (
+            "near",
+            f"Passkeys at most {trained:,} tokens from the end",
+            lambda r: r["distance"] <= trained,
+        ),
+        (
+            "far",
+            f"Passkeys more than {trained:,} tokens from the end",
+            lambda r: r["distance"] > trained,
+        ),
     ):
-        shares = {key: _shares(line, keep) for key, line in lines.items()}
+        shares = {
+            key: {n: s for n, cell in line.items() if (s := _share(cell["samples"], keep))}
+            for key, line in lines.items()
+        }
         if not any(hits for line in shares.values() for hits in line.values()):
             continue
         lengths = sorted({n for line in shares.values() for n in line})
@@ -110,9 +121,7 @@ def _distance_sections(lines: Lines, trained: int) -> list[Section]:
             "number of tokens between the key and the end of the prompt.",
             header=["distance in tokens", *header],
             rows=_share_rows(
-                lines,
-                lambda r: next(low for low, high in ranges if r["distance"] <= high),
-                [low for low, _ in ranges],
+                lines, [lambda r, a=a, b=b: a < r["distance"] <= b for a, b in ranges]
             ),
             note="Hits out of trials in each range, with Wilson’s 95 % interval.",
         )
@@ -140,34 +149,26 @@ def _depth_section(lines: Lines) -> Section:
     return Section(
         "Passkeys found, by depth",
         header=["depth in the prompt", *quarters],
-        rows=_share_rows(lines, lambda r: min(int(4 * r["depth"]), 3), range(4)),
+        rows=_share_rows(
+            lines, [lambda r, q=q: min(int(4 * r["depth"]), 3) == q for q in range(4)]
+        ),
         note="All prompt lengths together.",
     )
 
 
-def _share_rows(
-    lines: Lines, place: Callable[[Cell], int], places: Iterable[int]
-) -> list[list[str]]:
-    """One row per line, one column per place, from the samples of all prompt lengths."""
-    places, rows = list(places), []
+def _share_rows(lines: Lines, keeps: Sequence[Callable[[Cell], bool]]) -> list[list[str]]:
+    """One row per line, one column per condition, from the samples of all prompt lengths."""
+    rows = []
     for key, line in lines.items():
-        hits: dict[int, list[bool]] = {n: [] for n in places}
-        for cell in line.values():
-            for record in cell["samples"]:
-                hits[place(record)].append(record["hit"])
-        shares = [(sum(found), len(found)) if found else None for found in hits.values()]
-        rows.append([line_label(key), *map(_share_text, shares)])
+        records = [record for cell in line.values() for record in cell["samples"]]
+        rows.append([line_label(key), *(_share_text(_share(records, keep)) for keep in keeps)])
     return rows
 
 
-def _shares(line: dict[int, Cell], keep: Callable[[int], bool]) -> dict[int, tuple[int, int]]:
-    """Hits and trials at every length, of the samples whose distance satisfies ``keep``."""
-    shares = {}
-    for length, cell in line.items():
-        hits = [record["hit"] for record in cell["samples"] if keep(record["distance"])]
-        if hits:
-            shares[length] = (sum(hits), len(hits))
-    return shares
+def _share(records: Sequence[Cell], keep: Callable[[Cell], bool]) -> tuple[int, int] | None:
+    """Hits and trials of the samples that satisfy a condition; None without any."""
+    hits = [record["hit"] for record in records if keep(record)]
+    return (sum(hits), len(hits)) if hits else None
 
 
 def _share_text(share: tuple[int, int] | None) -> str:
