@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "coca_attention"
 MAY_IMPORT = {
     "errors": set(),
     "options": {"errors"},
+    "intervals": set(),
     "environment": {"errors"},
     "ops": set(),
     "layers": {"ops"},
@@ -19,10 +20,13 @@ MAY_IMPORT = {
     "testing": set(),
     "data": {"errors", "environment"},
     "training": {"ops", "layers", "models", "data", "errors", "environment", "options"},
-    "evaluation": {"ops", "layers", "models", "data", "errors", "environment", "options"},
+    "evaluation": {
+        "ops", "layers", "models", "data", "errors", "environment", "options", "intervals",
+    },
     "analysis": {"ops", "layers", "models", "data", "errors", "environment"},
     "benchmarks": {"ops", "layers", "models", "testing", "errors"},
-    "report": {"evaluation", "errors", "environment"},
+    "report": {"errors", "environment", "intervals"},
+    "registry": {"evaluation", "report", "errors"},
     "quickstart": {"models", "data", "training", "evaluation", "report", "errors", "environment"},
     "cli": {
         "models", "data", "training", "evaluation", "analysis", "benchmarks", "report",

@@ -1,8 +1,7 @@
-"""Train short, test long, in one command: four small models, one text, one page of figures."""
+"""Train short, test long: four small models, one text and one page of figures."""
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from coca_attention.evaluation.perplexity import (
     load_text,
     tokens_needed,
 )
+from coca_attention.evaluation.task import Progress, Session, Subject
 from coca_attention.models import load_model
 from coca_attention.report import write_report
 from coca_attention.training import Recipe, read_summary, train
@@ -29,7 +29,7 @@ NTK_FACTOR = 4.0
 
 @dataclass
 class Sizes:
-    """How large the models of the quickstart are and how long they train."""
+    """Sizes of the models and length of their training."""
 
     block_length: int = 64
     """Training length in tokens."""
@@ -40,19 +40,19 @@ class Sizes:
     num_heads: int = 2
     """Attention heads."""
     vocab_size: int = 1024
-    """Entries of the tokenizer."""
+    """Vocabulary size of the tokenizer."""
     steps: int = 2600
     """Optimizer steps of each model."""
     batch_size: int = 16
     """Blocks per step."""
     learning_rate: float = 3e-3
-    """Peak rate."""
+    """Peak learning rate."""
     longest: int = 32
-    """Longest window, as a multiple of the training length."""
+    """Longest window as a multiple of the training length."""
     judged: int = 4
-    """Blocks judged per test document."""
+    """Blocks scored per test document."""
     seed: int = 0
-    """Seed of the weights, of the order of the blocks and of the bootstrap."""
+    """Random seed of the weights, the order of the blocks and the bootstrap."""
 
     @property
     def windows(self) -> list[int]:
@@ -71,27 +71,25 @@ class QuickstartSettings:
     output: str = "runs/quickstart"
     """Folder for the models, results.json and report.html."""
     source: str = "stdlib"
-    """Text to learn from: stdlib, files, or hf:NAME, as for coca train."""
+    """Text to train on: stdlib, files, or hf:NAME, as for coca train."""
     sizes: Sizes = field(default_factory=Sizes)
-    """How large and how long."""
+    """Sizes of the models and length of their training."""
 
 
 HELD_OUT = 0.1
 
 
-def quickstart(
-    settings: QuickstartSettings, *, progress: Callable[[str, int, int], Any] | None = None
-) -> dict[str, Any]:
-    """Train ALiBi, RoFormer and both forms of CoCA on the same text; read it at 1 … 32 x length.
+def quickstart(settings: QuickstartSettings, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Train ALiBi, RoFormer and both forms of CoCA on one text; compare them on long windows.
 
-    Finished models and evaluations in the output folder are used again.
+    Finished models and evaluations in the output folder are reused.
 
     Args:
-        settings: Where, what and how large.
-        progress: Called with a label, the tokens judged so far and the tokens to judge.
+        settings: Text, sizes and output folder.
+        progress: Called with a label, the tokens scored so far and the tokens to score.
 
     Returns:
-        What is also written to ``results.json``: results, training summaries, environments.
+        The content of ``results.json``: results, training summaries, environments.
     """
     output, sizes = Path(settings.output), settings.sizes
     if sizes.longest < 1 or sizes.judged < 1:
@@ -131,19 +129,13 @@ def quickstart(
         if found is None:
             if documents is None:
                 documents = load_text(text, tokenizer, at_least=tokens_needed(windows))
-            model = load_model(folder)
-            cells = evaluate_perplexity(model, documents, windows, name=name, progress=progress)
+            subject = Subject(load_model(folder), tokenizer, name)
+            session = Session(progress=progress) if progress is not None else Session()
+            cells = evaluate_perplexity(subject, documents, windows, session)
             if attention != "alibi":
                 plain = replace(windows, attend_last=None)
-                cells += evaluate_perplexity(
-                    model,
-                    documents,
-                    plain,
-                    scaling="ntk",
-                    factor=NTK_FACTOR,
-                    name=name,
-                    progress=progress,
-                )
+                scaled = replace(session, scaling="ntk", factor=NTK_FACTOR)
+                cells += evaluate_perplexity(subject, documents, plain, scaled)
             found = {
                 "measured": measurement,
                 "results": cells,
@@ -180,7 +172,7 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
             source=settings.source,
             held_out=HELD_OUT,
             tokenizer=str(tokenizer),
-            vocab_size=sizes.vocab_size,  # so that another size is noticed as another run
+            vocab_size=sizes.vocab_size,  # so that another size is recognised as another run
             block_length=sizes.block_length,
             cache=str(Path(settings.output) / "cache"),
         ),
@@ -190,7 +182,7 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
             micro_batch_size=sizes.batch_size,
             learning_rate=sizes.learning_rate,
             warmup_share=0.02,
-            precision="float32",  # bfloat16 is slow where the processor has no units for it
+            precision="float32",  # bfloat16 is slow on processors without support for it
             seed=sizes.seed,
             save_every=max(sizes.steps // 4, 1),
             keep_checkpoints=1,
@@ -199,7 +191,7 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
 
 
 def _finished(path: Path, measurement: dict[str, Any]) -> dict[str, Any] | None:
-    """The evaluation file of an earlier start that measured the same, or None."""
+    """The content of an evaluation file if it is of the same measurement, or None."""
     if not path.is_file():
         return None
     try:

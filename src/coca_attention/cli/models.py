@@ -59,7 +59,7 @@ class CalibrationSettings(SourceSettings):
 
 
 def run_quickstart(words: list[str]) -> None:
-    """Train four small models and see which of them reads long text: the whole project at once."""
+    """Train four small models and compare their perplexity on long text."""
     from coca_attention.quickstart import QuickstartSettings, quickstart
     from coca_attention.report import printed_tables
 

@@ -1,7 +1,8 @@
-"""Needles of RULER's kinds. README.md beside this file says what is measured."""
+"""Needles of RULER's kinds. README.md in this folder describes the task."""
 
 from coca_attention.evaluation.needles.samples import KINDS, NeedleText, needle_text
 from coca_attention.evaluation.needles.task import (
+    TASK,
     NeedleSettings,
     check_settings,
     evaluate_needles,
@@ -11,6 +12,7 @@ from coca_attention.evaluation.needles.task import (
 
 __all__ = [
     "KINDS",
+    "TASK",
     "NeedleSettings",
     "NeedleText",
     "check_settings",

@@ -1,6 +1,7 @@
-"""Passkey retrieval (CoCA paper, App. B.1). README.md beside this file says what is measured."""
+"""Passkey retrieval (CoCA paper, App. B.1). README.md in this folder describes the task."""
 
 from coca_attention.evaluation.passkey.task import (
+    TASK,
     PasskeySettings,
     check_settings,
     evaluate_passkey,
@@ -9,6 +10,7 @@ from coca_attention.evaluation.passkey.task import (
 )
 
 __all__ = [
+    "TASK",
     "PasskeySettings",
     "check_settings",
     "evaluate_passkey",
