@@ -1,9 +1,17 @@
-"""Extending the package from outside: each function here is the one call that adds something."""
+"""Extending the package from outside: each function here is the one call that adds something.
 
+docs/extending.md has an example of each.
+"""
+
+from coca_attention.benchmarks import register_case
 from coca_attention.errors import UserError
 from coca_attention.evaluation import TASKS, Task
 from coca_attention.evaluation.suite import OWN_SECTIONS
+from coca_attention.models.families import register_family
+from coca_attention.ops import register_form, register_rule
 from coca_attention.report.tasks import REPORTS, TaskReport
+
+__all__ = ["register_case", "register_family", "register_form", "register_rule", "register_task"]
 
 
 def register_task(task: Task, report: TaskReport | None = None) -> None:

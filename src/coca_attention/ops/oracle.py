@@ -218,7 +218,7 @@ def form_scores(
     theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """The printed scores of a form; of a registered one that has none, its own in float64.
+    """The printed scores of a form; of a registered one, its own query map in float64.
 
     Arguments and result as in `strict_scores`.
     """
@@ -227,7 +227,12 @@ def form_scores(
         return SCORES[form](*arguments, theta=theta, interleaved=interleaved)
     pairs = _complex_pairs(query, interleaved)
     m, n = (_angles(x, query.shape[-1], theta) for x in (query_positions, key_positions))
-    made = get_form(form).query(pairs.real, pairs.imag, m.cos(), m.sin())
+    own = get_form(form)
+    learned = (
+        own.initial_parameters(query.shape[-3], query.shape[-1] // 2) if own.parameters else {}
+    )
+    learned = {name: x.double().unsqueeze(1) for name, x in learned.items()}
+    made = own.query(pairs.real, pairs.imag, m.cos(), m.sin(), **learned)
     keys = key_coefficients.double().unsqueeze(-2) * torch.stack((n.cos(), n.sin()), dim=-2)
     return made.flatten(-2) @ keys.flatten(-2).transpose(-2, -1)
 
