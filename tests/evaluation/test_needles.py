@@ -7,15 +7,16 @@ import pytest
 from coca_attention.data import Document, train_tokenizer
 from coca_attention.data.passkey import FILLER, encoder
 from coca_attention.evaluation import Session, Subject
-from coca_attention.evaluation.needles import (
+from coca_attention.evaluation.needles import NeedleSettings, evaluate_needles
+from coca_attention.evaluation.needles.samples import (
+    FACT,
+    INTRODUCTION,
     KINDS,
-    NeedleSettings,
-    evaluate_needles,
-    needle_prompts,
+    NAMES,
+    QUESTIONS,
     needle_text,
-    recall,
 )
-from coca_attention.evaluation.needles.samples import FACT, INTRODUCTION, NAMES, QUESTIONS
+from coca_attention.evaluation.needles.task import needle_prompts, recall
 from conftest import tiny_model
 
 

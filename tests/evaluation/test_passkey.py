@@ -24,11 +24,8 @@ from coca_attention.data.tokens import END_OF_TEXT
 from coca_attention.evaluation import Session, Subject
 from coca_attention.evaluation import passkey as task
 from coca_attention.evaluation.journal import Journal
-from coca_attention.evaluation.passkey import (
-    PasskeySettings,
-    is_hit,
-    passkey_prompts,
-)
+from coca_attention.evaluation.passkey import PasskeySettings
+from coca_attention.evaluation.passkey.task import is_hit, passkey_prompts
 from conftest import tiny_model
 
 

@@ -143,14 +143,7 @@ def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = N
 
 
 def _within(progress: Progress, costs: list[int], before: int, whole: int) -> Callable[..., None]:
-    """The progress of one task as a part of the suite's.
-
-    Args:
-        progress: The suite's.
-        costs: Tokens read for each cell of the task.
-        before: Tokens read by the jobs before it.
-        whole: Tokens to read in all.
-    """
+    """Maps the progress of one task, with its costs per cell, to that of the suite in tokens."""
     labels: list[str] = []
 
     def advance(label: str, done: int, total: int) -> None:

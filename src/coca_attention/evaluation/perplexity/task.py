@@ -243,9 +243,7 @@ def evaluate_perplexity(
     texts = [[d.id, hashlib.sha256(d.tokens.numpy().tobytes()).hexdigest()] for d in documents]
     text = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
     total = sum(len(document.tokens) - first for document in documents)
-    runs: list[tuple[int, int, str]] = [
-        (window, stride, session.scaling) for window in settings.windows
-    ]
+    runs = [(window, stride, str(session.scaling)) for window in settings.windows]
     if settings.attend_last is not None:
         # With a stride of an eighth, every token has at least 7/8 of the window before it.
         last = settings.attend_last
