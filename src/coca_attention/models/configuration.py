@@ -134,10 +134,10 @@ class CoCAConfig:
             ``magnitude``, or a registered form.
         coca_free_pairs: Number of pairs per head, the last ones, that are scored by ordinary rotary
             attention.
-        kv_cache: What is cached besides the values. ``full``: the effective keys, as wide as a head;
-            works everywhere. ``half``: the coefficients before rotation, half as wide (without free
-            pairs). Their positions are counted back from the current token, so in a text read in
-            several passes the positions of the real tokens must be consecutive.
+        kv_cache: What is cached besides the values. ``full``: the effective keys, as wide as a
+            head; works everywhere. ``half``: the coefficients before rotation, half as wide
+            (without free pairs). Their positions are counted back from the current token, so in a
+            text read in several passes the positions of the real tokens must be consecutive.
     """
 
     coca_form: str = "slack"
@@ -175,8 +175,8 @@ class CoCAConfig:
             )
         if not 0 <= self.coca_free_pairs <= width // 2:
             raise ValueError(
-                f"coca_free_pairs must be between 0 and {width // 2}, the number of pairs per head; "
-                f"got {self.coca_free_pairs}"
+                f"coca_free_pairs must be between 0 and {width // 2}, the number of pairs per "
+                f"head; got {self.coca_free_pairs}"
             )
         for layer_type in sorted(set(getattr(self, "layer_types", None) or {"full_attention"})):
             share = rope_parameters(self, layer_type).get("partial_rotary_factor", 1.0)
