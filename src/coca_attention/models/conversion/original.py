@@ -1,8 +1,8 @@
 """Checkpoints in the format of the paper's authors.
 
 Their models are Llama with a T projection as wide as the key projection
-(``self_attn.t_proj``), and GPT-NeoX with T instead of the key in ``query_key_value``. Renamed, their
-weights load as those of a vanilla model; folding its key projections gives the CoCA model.
+(``self_attn.t_proj``), and GPT-NeoX with T instead of the key in ``query_key_value``. Renamed,
+their weights load as those of a vanilla model; folding its key projections gives the CoCA model.
 """
 
 import json
