@@ -361,7 +361,7 @@ def test_switching_the_cache_in_the_middle_is_refused():
     ids, cache = some_tokens(model), DynamicCache(config=model.config)
     model(ids, past_key_values=cache, use_cache=True)
     model.config.kv_cache = "half"
-    with pytest.raises(ValueError, match="keys of width 8 and this model adds keys of width 4"):
+    with pytest.raises(ValueError, match="keys of width 8 but this model adds keys of width 4"):
         model(ids[:, :1], past_key_values=cache, use_cache=True)
 
 

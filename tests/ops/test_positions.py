@@ -236,7 +236,7 @@ def test_names_of_rules_are_taken_once():
             with pytest.raises(ValueError, match=message):
                 register_rule(rule)
     Other.kind, Other.rope_type = "other", "linear"
-    with pytest.raises(ValueError, match="Linear has the rope_type 'linear'"):
+    with pytest.raises(ValueError, match="rope_type 'linear' already belongs to Linear"):
         register_rule(Other)
     assert "other" not in RULES
 

@@ -270,8 +270,8 @@ class _Predictions:
         before, after = (x.cpu().to(wide) for x in (before, after))
         if not (before.isfinite().all() and after.isfinite().all()):
             raise UserError(
-                "the model's logits are not finite; its weights are damaged, or its dtype overflows "
-                "(try float32)"
+                "the model's logits are not finite; its weights are damaged, or its dtype "
+                "overflows (try float32)"
             )
         centred = [x - x.mean(-1, keepdim=True) for x in (before, after)]
         self.changed += float((centred[1] - centred[0]).double().square().sum())

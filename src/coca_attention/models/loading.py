@@ -64,7 +64,7 @@ def load_model(
             f"{path}: a weight file is damaged or truncated ({error}); copy or save it again"
         ) from error
     except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
-        raise UserError(f"{path}: cannot load a model: {_brief(error)}") from error
+        raise UserError(f"{path}: no model could be loaded: {_brief(error)}") from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:

@@ -144,9 +144,9 @@ def _check_projections(modules: list[Any]) -> None:
                 continue
             if type(module) is not nn.Linear:
                 raise UserError(
-                    f"layer {index}: expected {name} to be a plain Linear, got "
-                    f"{type(module).__name__}: merge adapters, and load the model without "
-                    "quantisation"
+                    f"layer {index}: expected {name} to be a torch.nn.Linear, got "
+                    f"{type(module).__module__}.{type(module).__name__}: merge adapters, and load "
+                    "the model without quantisation"
                 )
             if module.weight.device == torch.device("meta"):
                 raise UserError(
