@@ -1,20 +1,20 @@
-"""Shared fixtures: a tiny tokenizer and tiny models, made here, offline."""
+"""Shared fixtures: a tiny tokenizer and tiny models, created offline."""
 
 import os
 import shutil
 import tempfile
 
-# Before any import of Transformers: nothing in the suite may look for a network.
+# Set before Transformers is imported: tests must not access the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Nor is anything left in the user's cache.
+# Tests must not leave files in the user's cache either.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="coca-cache-")
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Triton kernels then run in its interpreter, on tensors of the CPU.
+    # Run Triton kernels in Triton's interpreter, on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
@@ -24,10 +24,10 @@ from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALla
 
 try:
     import hypothesis
-except ImportError:  # where `make gpu-check` runs there may be no more than PyTorch and its kin
+except ImportError:  # `make gpu-check` may run with little more than PyTorch installed
     pass
 else:
-    # A shared, slow machine is no failure.
+    # A slow, shared machine must not fail tests.
     hypothesis.settings.register_profile("project", deadline=None)
     hypothesis.settings.load_profile("project")
 
@@ -74,7 +74,7 @@ def tiny_model(kind: str, seed: int = 0):
 
 
 def some_text(words: int, seed: int = 0) -> str:
-    """Text with some structure, the same every time."""
+    """Deterministic text with some structure."""
     generator = torch.Generator().manual_seed(seed)
     stems = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
     picks = torch.randint(len(stems), (words,), generator=generator).tolist()
@@ -88,7 +88,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory):
-    """A folder of documents as .txt files."""
+    """A folder of .txt files, one per document."""
     folder = tmp_path_factory.mktemp("text")
     for index in range(12):
         (folder / f"{index:02}.txt").write_text(some_text(300, seed=index))

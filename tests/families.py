@@ -1,4 +1,4 @@
-"""Tiny models of every family, and what is claimed of each: the README's table."""
+"""Tiny models of every family, and the capabilities listed in the README's table."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,7 +19,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 WINDOWED = ["sliding_attention", "full_attention"]
-# What sets each family apart: name in the README, model_type, differing sizes.
+# Name in the README: model_type, settings that differ from SIZES.
 FAMILIES = {
     "Llama": ("llama", {}),
     "Mistral": ("mistral", {"sliding_window": 8}),
@@ -63,7 +63,7 @@ CAPABILITIES = [
     "LoRA",
     "half cache",
 ]
-# Families whose models have no sliding window.
+# Families without a sliding window.
 NO_WINDOW = ("Llama", "OLMo 2", "GPT-NeoX", "Cohere", "GLM-4")
 
 
@@ -75,7 +75,7 @@ CELLS = [(f, c) for f in FAMILIES for c in CAPABILITIES if applies(f, c)]
 
 
 def readme_table(passed: set[tuple[str, str]]) -> str:
-    """The table as Markdown: ✓ where the cell's test passed, ✗ where not, – where none applies."""
+    """The table as Markdown: ✓ if the test of a cell passed, ✗ if not, – if not applicable."""
     lines = [
         "| | " + " | ".join(CAPABILITIES) + " |",
         "|---|" + ":-:|" * len(CAPABILITIES),
@@ -99,7 +99,7 @@ def vanilla(family: str, seed: int = 0, **changes):
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            # Norms' weights too are no ones, or exchanging two of them would go unseen.
+            # Weights of norms differ from 1 too, so that swapped norms are detected.
             if weight.dim() == 2 and "norm" not in name:
                 weight.mul_(8.0)
             else:

@@ -282,7 +282,7 @@ def test_memory_is_linear_in_the_length(form):
         ({"max_tokens": 1}, "max_tokens must be at least 2"),
         ({"lengths": [1, 5]}, "lengths must each be at least 2"),
         ({"shifts": [0]}, "shifts must each be at least 1"),
-        ({"shifts": [4, 4]}, "shifts holds a number twice"),
+        ({"shifts": [4, 4]}, "shifts must not contain duplicates"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, message):
@@ -296,7 +296,7 @@ def test_texts_that_cannot_be_measured_are_refused():
     model = vanilla("Llama")
     with pytest.raises(UserError, match="no documents"):
         analyze(model, [])
-    with pytest.raises(UserError, match="document 1 must be a row of at least 2 token ids"):
+    with pytest.raises(UserError, match="document 1 must be a sequence of at least 2 token ids"):
         analyze(model, documents(5, 1), SMALL)
     with pytest.raises(UserError, match="at least 2 token ids"):
         analyze(model, [torch.zeros(1, 5)], SMALL)
@@ -308,7 +308,7 @@ def test_angles_that_change_with_the_length_are_refused():
     settings = AnalysisSettings(max_tokens=100, pairs=8, shifts=[])
     assert analyze(model, documents(100, 100), settings)["layers"]
     assert analyze(model, documents(50, 64), settings)["layers"]
-    with pytest.raises(UserError, match="change with the text's length"):
+    with pytest.raises(UserError, match="depend on the text length"):
         analyze(model, documents(100, 90), settings)
 
 

@@ -60,11 +60,11 @@ def test_layers_share_a_cache_by_their_index():
 
 def test_caches_that_would_give_wrong_numbers_are_refused():
     x = torch.randn(1, 4, 32)
-    with pytest.raises(ValueError, match="its own layer_idx"):
+    with pytest.raises(ValueError, match="a different layer_idx for each"):
         CoCAAttention(32, 4)(x, cache=DynamicCache())
     sizes = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 1}
     static = StaticCache(config=LlamaConfig(**sizes), max_cache_len=16)
-    with pytest.raises(ValueError, match="returned 16 keys where 4 were put in; StaticCache"):
+    with pytest.raises(ValueError, match="expected all 4 keys from the cache, got 16; StaticCache"):
         CoCAAttention(32, 4, layer_idx=0)(x, cache=static)
 
 

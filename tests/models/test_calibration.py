@@ -88,11 +88,11 @@ def test_the_projection_is_the_regression_of_the_nearest_coefficients(family, fo
 @pytest.mark.parametrize(
     ("family", "arguments", "message"),
     [
-        ("Llama", {"init": "calibrated"}, "needs calibration: token ids"),
+        ("Llama", {"init": "calibrated"}, "needs calibration, token ids"),
         ("Llama", {"init": "calibrated", "calibration": IDS[0]}, "got .7,"),
-        ("Llama", {"init": "calibrated", "calibration": IDS + 90}, "below the vocabulary, 97"),
-        ("Llama", {"calibration": IDS}, "calibration is of init calibrated"),
-        ("Qwen3", {"init": "calibrated", "calibration": IDS}, "normalises its keys"),
+        ("Llama", {"init": "calibrated", "calibration": IDS + 90}, "between 0 and 96"),
+        ("Llama", {"calibration": IDS}, "calibration requires init calibrated"),
+        ("Qwen3", {"init": "calibrated", "calibration": IDS}, "normalise their keys"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused_and_left_alone(family, arguments, message):

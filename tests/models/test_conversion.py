@@ -47,12 +47,14 @@ def test_a_refused_conversion_leaves_the_model_as_it_was(arguments, message):
 
 
 def test_converted_adapted_and_unloaded_models_are_refused():
-    with pytest.raises(ValueError, match="is a CoCA model already"):
+    with pytest.raises(ValueError, match="is already a CoCA model"):
         convert(convert(vanilla("Llama")))
     adapted = peft.get_peft_model(vanilla("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="merge the adapters first"):
         convert(adapted)
-    with pytest.raises(ValueError, match=r"layer 0: q_proj is a Linear, not a plain Linear"):
+    with pytest.raises(
+        ValueError, match=r"layer 0: expected q_proj to be a torch.nn.Linear, got peft"
+    ):
         convert(adapted.base_model.model)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
@@ -84,7 +86,7 @@ def test_what_cannot_be_converted_is_left_alone():
     with torch.inference_mode(), pytest.raises(ValueError, match="convert outside of it"):
         convert(model)
     convert(model.model)
-    with pytest.raises(ValueError, match="convert the language model as a whole"):
+    with pytest.raises(ValueError, match="convert the language model instead"):
         convert(model)
 
 
@@ -205,7 +207,7 @@ def test_t_is_calibrated_on_the_text_of_a_source(tmp_path, capsys, tokenizer, te
         (
             "Qwen3",
             ["--init", "calibrated", "--source", "TEXT", "--calibration-tokens", "20"],
-            "normalises its keys, for T is normalised too: use init fold",
+            "normalise their keys, because T is then normalised too: use init fold",
         ),
     ],
 )
@@ -225,7 +227,7 @@ def test_what_cannot_be_calibrated_writes_nothing(
     ("words", "message"),
     [
         (["nowhere"], "no model could be loaded"),
-        (["SOURCE", "--from-original", "--form", "strict"], "leave out --form and --init"),
+        (["SOURCE", "--from-original", "--form", "strict"], "omit --form and --init"),
         (["SOURCE", "--from-original"], "no weights"),
     ],
 )
@@ -246,9 +248,9 @@ def test_targets_that_would_harm_are_refused(tmp_path, capsys, monkeypatch):
     before = sorted(p.name for p in source.iterdir())
     monkeypatch.chdir(tmp_path)
     for target, message in (
-        (source / "inside", "lies inside the source"),
+        (source / "inside", "is inside the source"),
         (source, "exists and is not empty"),
-        (".", "is the current folder"),
+        (".", "is or contains the current folder"),
     ):
         assert main(["convert", str(source), str(target)]) == 2
         assert message in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""Compile every Triton kernel for an H100, with the arguments of real calls; needs no GPU.
+"""Compile every Triton kernel for an H100 with the arguments of real calls; needs no GPU.
 
-The interpreter, in which the tests run without a GPU, takes Python that the compiler refuses. Run
-as a program, for tests have the interpreter chosen before Triton is imported.
+Triton's interpreter, in which the tests run without a GPU, accepts code that the compiler rejects.
+This is a separate program, because the tests select the interpreter before Triton is imported.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", t
 
 
 def compiled(self: Any, *values: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-    """In place of a launch."""
+    """Compiles instead of launching a kernel."""
     signature, fixed = {}, {}
     for index, parameter in enumerate(self.params):
         name = parameter.name
@@ -32,19 +32,18 @@ def compiled(self: Any, *values: Any, grid: Any, warmup: bool, **constants: Any)
         else:
             signature[name] = "i32" if isinstance(value, int) else "fp32"
     source = ASTSource(self, signature, constexprs=fixed)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert made.metadata.shared <= 99 * 1024, "more shared memory than desktop GPUs have"
-    print(self.__name__, TYPES[values[0].dtype], len(made.asm["cubin"]), flush=True)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert kernel.metadata.shared <= 99 * 1024, "more shared memory than desktop GPUs have"
+    print(self.__name__, TYPES[values[0].dtype], len(kernel.asm["cubin"]), flush=True)
 
 
 def main() -> None:
-    """One call of each, in half and in single precision."""
+    """Calls every kernel in half and in single precision."""
     triton.JITFunction.run = compiled  # pyright: ignore[reportAttributeAccessIssue]
     mask = torch.ones(2, 1, 1, 200, dtype=torch.bool)
-    for dtype, form, width, free, seen in (
-        (torch.bfloat16, "slack", 128, 0, mask),
+    for dtype, form, width, free, attention_mask in (
+        (torch.bfloat16, "slack", 128, 40, mask),
         (torch.float32, "magnitude", 256, 0, None),
-        (torch.bfloat16, "strict", 128, 40, None),
     ):
         query, grad, value = torch.zeros(3, 2, 8, 200, width, dtype=dtype)
         t = query[:, :2, :, : width // 2 + free]
@@ -59,7 +58,10 @@ def main() -> None:
             torch.zeros(1), 200, Rotation(width), tile=tile, pairs=width // 2, free_pairs=free
         )
         single = paired_query(query[:, :, :1], t.shape[-1])
-        decode.attend_half(single, t, value[:, :2], frames, seen, 0.1)
+        decode.attend_half(single, t, value[:, :2], frames, attention_mask, 0.1)
+    # Key map and decoding do not depend on the form.
+    maps.query_map(query, cos, sin, "strict", False, width, free)
+    maps.query_gradient(query, grad, cos, sin, "strict", False, width, free)
 
 
 if __name__ == "__main__":

@@ -328,10 +328,10 @@ def test_large_queries_do_not_overflow_in_bfloat16():
     ("change", "message"),
     [
         ({"width": 7}, "must be even"),
-        ({"pairs": 7}, "one number per rotary pair, width 8 .* got 7"),
+        ({"pairs": 7}, "one number per rotary pair, 8 for head width 16.* got 7"),
         ({"kv_heads": 3}, "must divide the number of query heads; got 3 and 4"),
         ({"keys": 12}, "at least as many keys"),
-        ({"value_keys": 28}, "must agree"),
+        ({"value_keys": 28}, "must match"),
         ({"dims": 3}, "must have 4 dimensions"),
         ({"form": "loose"}, "unknown score form 'loose'"),
         ({"positions": 5}, "query_positions must have shape"),

@@ -1,4 +1,4 @@
-"""Angles between queries and keys on real text. docs/analysis.md says what is measured."""
+"""Angles between queries and keys on real text. docs/analysis.md describes what is measured."""
 
 from coca_attention.analysis.capture import LayerHeads, collect_layers, visit_layers
 from coca_attention.analysis.task import (

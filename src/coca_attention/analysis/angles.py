@@ -1,11 +1,11 @@
-"""The angle between a query and a key, the tokens it makes anomalous, the borders it crosses.
+"""The angle between query and key, anomalous tokens, and border crossings.
 
 Legend: H query heads, N (query, key) pairs of tokens, P rotary pairs, m a query's position, n a
 key's, d = m - n their distance.
 
-The score of rotary pair j is |q_j| |k_j| cos(Θ_j + d θ_j) (CoCA paper, Eq. 3), Θ_j being the angle
-before rotation, measured counterclockwise from k_j to q_j. Everything here is elementwise in Θ, so
-angles may have any shape that ends in P.
+The score of rotary pair j is |q_j| |k_j| cos(Θ_j + d θ_j) (CoCA paper, Eq. 3), where Θ_j is the
+angle before rotation, measured counterclockwise from k_j to q_j. All functions are elementwise in
+Θ, so angles may have any shape (..., P).
 """
 
 import math
@@ -20,17 +20,18 @@ TURN = 2 * math.pi
 CASES = ("a", "b", "c", "d")
 """Figure 3 of the paper: (a) m < n, Θ ≤ π; (b) m > n, Θ ≤ π; (c) m < n, Θ > π; (d) m > n, Θ > π."""
 SNAP = 1e-9
-"""Angles closer to a whole turn than this, in radians, are 0: round-off is no case (d)."""
+"""Angles within this distance of a full turn, in radians, count as 0, so that round-off is not
+case (d)."""
 
 
 class Borders(NamedTuple):
-    """How often the relative angle crosses each of Figure 7's borders.
+    """Number of crossings of each border of Figure 7.
 
     Attributes:
-        peaks: Crossings of q_j, where the score turns from rising to falling.
-        troughs: Crossings of -q_j, where it turns from falling to rising.
-        returns: Full turns, each of which passes k_j, where the rotation began; the score turns
-            nowhere there.
+        peaks: Crossings of q_j, where the score changes from rising to falling.
+        troughs: Crossings of -q_j, where it changes from falling to rising.
+        returns: Full turns, each of which passes the starting point k_j, where the score does not
+            change its direction.
     """
 
     peaks: Tensor
@@ -43,7 +44,7 @@ def complex_pairs(x: Tensor, rotary_width: int, interleaved: bool = False) -> Te
 
     Args:
         x: (..., D), before rotation.
-        rotary_width: Numbers of a head that are rotated, R; the others have no angle.
+        rotary_width: Rotary width R; elements beyond it have no angle.
         interleaved: Pair layout, see `split_pairs`.
 
     Returns:
@@ -54,7 +55,7 @@ def complex_pairs(x: Tensor, rotary_width: int, interleaved: bool = False) -> Te
 
 
 def signed_angles(query: Tensor, key: Tensor) -> Tensor:
-    """Angle from k_j counterclockwise to q_j, in [-π, π]; without meaning where one is zero.
+    """Angle from k_j counterclockwise to q_j, in [-π, π]; meaningless if either is zero.
 
     Args:
         query: q before rotation, (..., P), complex.
@@ -67,26 +68,26 @@ def signed_angles(query: Tensor, key: Tensor) -> Tensor:
 
 
 def initial_angles(query: Tensor, key: Tensor) -> Tensor:
-    """Θ_j of section 2.2, in [0, 2π); arguments as of `signed_angles`."""
+    """Θ_j of section 2.2, in [0, 2π); arguments as in `signed_angles`."""
     angles = torch.remainder(signed_angles(query, key), TURN)
     return angles.masked_fill((angles < SNAP) | (angles > TURN - SNAP), 0.0)
 
 
 def figure_3_cases(angles: Tensor, distances: Tensor) -> Tensor:
-    """Which case of Figure 3 every angle belongs to, as an index into `CASES`.
+    """The case of Figure 3 for every angle, as an index into `CASES`.
 
     Args:
         angles: Θ in [0, 2π), (..., N, P).
-        distances: m - n, (N,). A causal model attends where it is positive: cases (b) and (d).
+        distances: m - n, (N,). Positive in a causal model: cases (b) and (d).
 
     Returns:
         (..., N, P), int64.
 
     Raises:
-        ValueError: If a distance is zero, which is no case of the figure.
+        ValueError: If a distance is zero, which the figure does not cover.
     """
     if bool((distances == 0).any()):
-        raise ValueError("the four cases need tokens at different positions: a distance is zero")
+        raise ValueError("distances must not be zero: Figure 3 is about different positions")
     return 2 * (angles > math.pi).long() + (distances > 0).long().unsqueeze(-1)
 
 
@@ -104,20 +105,20 @@ def anomalous_distance(angles: Tensor, theta: Tensor) -> Tensor:
 
 
 def farthest_key(length: int, window: int | None = None) -> int:
-    """Largest distance inside a text of ``length`` tokens, and inside a sliding window."""
+    """Largest distance in a text of ``length`` tokens, limited by a sliding window."""
     return min(length, window or length) - 1
 
 
 def anomalous_tokens(tau: Tensor, length: int, window: int | None = None) -> Tensor:
-    """Earlier tokens at a distance below τ, seen from the last token of a text.
+    """Number of earlier tokens at a distance below τ, seen from the last token of a text.
 
     Args:
         tau: τ in tokens, any shape.
         length: Tokens of the text.
-        window: Tokens that a layer sees, the query's own included; None for all.
+        window: Sliding window of the layer in tokens, including the query's own; None for all.
 
     Returns:
-        Whole numbers of the shape of tau, float64.
+        Integers as float64, in the shape of tau.
     """
     return (tau.ceil() - 1).clamp(0, farthest_key(length, window))
 
@@ -129,12 +130,12 @@ def anomalous_share(tokens: Tensor, length: int, window: int | None = None) -> T
     c L - c (c + 1) / 2.
 
     Args:
-        tokens: What `anomalous_tokens` gives for this length and window.
+        tokens: From `anomalous_tokens` for this length and window.
         length: L, at least 2.
-        window: Tokens that a layer sees, the query's own included; None for all.
+        window: Sliding window of the layer in tokens, including the query's own; None for all.
 
     Returns:
-        The shape of tokens, float64, in [0, 1].
+        Float64 in [0, 1], in the shape of tokens.
     """
     last = farthest_key(length, window)
     every = last * length - last * (last + 1) / 2
@@ -142,10 +143,10 @@ def anomalous_share(tokens: Tensor, length: int, window: int | None = None) -> T
 
 
 def borders_crossed(angles: Tensor, theta: Tensor, distance: int) -> Borders:
-    """Borders crossed while m - n grows from 0 to ``distance`` (Figure 7, Eq. 25).
+    """Borders crossed as m - n grows from 0 to ``distance`` (Figure 7, Eq. 25).
 
-    The score's slope changes its sign where Θ_j + d θ_j passes a multiple of π: an even one at
-    q_j, an odd one at -q_j. A border met at d = 0 is where the rotation begins, and not crossed.
+    The slope of the score changes its sign where Θ_j + d θ_j passes a multiple of π: an even one at
+    q_j, an odd one at -q_j. A border at d = 0 is the starting point and does not count as crossed.
 
     Args:
         angles: Θ in [0, 2π), (..., P).
@@ -153,10 +154,10 @@ def borders_crossed(angles: Tensor, theta: Tensor, distance: int) -> Borders:
         distance: Tokens, at least 0.
     """
     swept = distance * theta
-    begin = angles / TURN
+    start = angles / TURN
     end = (angles + swept) / TURN
     return Borders(
-        peaks=end.floor() - begin.floor(),
-        troughs=(end + 0.5).floor() - (begin + 0.5).floor(),
+        peaks=end.floor() - start.floor(),
+        troughs=(end + 0.5).floor() - (start + 0.5).floor(),
         returns=(swept / TURN).floor().expand(angles.shape),
     )

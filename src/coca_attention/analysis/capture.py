@@ -1,9 +1,9 @@
-"""Queries and keys of every layer of a model as it reads, before rotation.
+"""Capturing queries and keys of every layer of a model, before rotation.
 
 Legend: B batch, T length, H query heads, G key/value heads, D head width, R rotary width.
 
-Taken by forward hooks from the hidden states that reach each attention module, through the
-module's own projections and norms. The model stays as it is.
+Forward hooks take the hidden states that enter each attention module and apply the module's own
+projections and norms. The model is not changed.
 """
 
 from collections.abc import Callable
@@ -36,28 +36,28 @@ class LayerHeads:
     query: Tensor
     """q before rotation, (B, H, T, D), in the model's dtype."""
     key: Tensor
-    """k before rotation, (B, G, T, D); of a CoCA model its coefficients, (B, G, T, D/2 + F)."""
+    """k before rotation, (B, G, T, D); in a CoCA model the coefficients, (B, G, T, D/2 + F)."""
     rotation: Rotation
-    """What turns the pairs."""
+    """Rotation of the pairs."""
     parameters: dict[str, Tensor] | None
     """Learned parameters of the score form."""
     interleaved: bool
     """Pair layout of q and k, see `split_pairs`."""
     window: int | None
-    """Tokens that the layer sees, the query's own included; None for all."""
+    """Sliding window in tokens, including the query's own; None for all."""
     scale: float
-    """What the layer multiplies scores by before the softmax."""
+    """Scale of the scores before the softmax."""
     kind: str | None
-    """The layer's kind where the family has several, such as ``sliding_attention``."""
+    """Layer type, such as ``sliding_attention``, if the family has several."""
 
     @property
     def rotary_width(self) -> int:
-        """Numbers of a head that are rotated, R."""
+        """Rotary width R."""
         return self.rotation.width
 
     @property
     def free_pairs(self) -> int:
-        """Pairs of a CoCA model that score by ordinary rotary attention, F."""
+        """Number of free pairs F, which score by ordinary rotary attention; 0 in vanilla models."""
         return 0 if self.form == VANILLA else self.key.shape[-1] - self.query.shape[-1] // 2
 
     @property
@@ -67,10 +67,10 @@ class LayerHeads:
 
 
 def form_of(model: PreTrainedModel) -> str:
-    """How a model scores: ``vanilla`` or the name of its score form.
+    """``vanilla``, or the name of a model's score form.
 
     Raises:
-        UserError: If the model is of no family whose queries and keys are known.
+        UserError: If the model's family is not supported.
     """
     return model.config.coca_form if isinstance(model, _family(model).causal_lm) else VANILLA
 
@@ -79,8 +79,8 @@ def _family(model: PreTrainedModel) -> Family:
     family = family_of(model)
     if family is None:
         raise UserError(
-            f"the queries and keys of {type(model).__name__} are not known: supported are causal "
-            f"language models, and CoCA models made from them, of {supported_families(model)}"
+            f"{type(model).__name__} is not supported; supported are the causal language models, "
+            f"vanilla or CoCA, of {supported_families(model)}"
         )
     return family
 
@@ -88,26 +88,26 @@ def _family(model: PreTrainedModel) -> Family:
 def visit_layers(
     model: PreTrainedModel, input_ids: Tensor, visit: Callable[[LayerHeads], Any], **kwargs: Any
 ) -> Any:
-    """One forward pass; every layer's queries and keys are handed over as it runs.
+    """Run one forward pass and pass every layer's queries and keys to a function.
 
-    Nothing is kept here, so memory is that of one layer.
+    The queries and keys of only one layer are in memory at a time.
 
     Args:
         model: A causal language model of a supported family, in evaluation mode.
-        input_ids: (B, T), without padding, T at least 2; positions begin at 0.
-        visit: Called once a layer, in their order.
-        **kwargs: Passed on to the model.
+        input_ids: (B, T), without padding, T at least 2; positions start at 0.
+        visit: Called once per layer, in order.
+        **kwargs: Passed to the model.
 
     Returns:
-        What the model returns.
+        The model's output.
 
     Raises:
-        UserError: If the model is of no supported family, is in training mode, answers NaN, or
-            rotates by other angles than its configuration says.
+        UserError: If the model's family is not supported, the model is in training mode, queries or
+            keys are not finite, or the model's rotary angles differ from its configuration.
     """
     form = form_of(model)
     if model.training:
-        raise UserError("the model is in training mode, so that dropout would act: model.eval()")
+        raise UserError("the model is in training mode, with dropout: call model.eval()")
     family = _family(model)
     body: Any = model.base_model
     hooks = [
@@ -125,7 +125,7 @@ def visit_layers(
 
 
 def collect_layers(model: PreTrainedModel, input_ids: Tensor) -> list[LayerHeads]:
-    """Queries and keys of all layers at once; arguments and errors as of `visit_layers`."""
+    """Queries and keys of all layers at once; arguments and errors as in `visit_layers`."""
     layers: list[LayerHeads] = []
     visit_layers(model, input_ids, layers.append)
     return layers
@@ -141,7 +141,7 @@ def _capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """The hook: project the hidden states that an attention module is about to read."""
+    """Forward pre-hook: project the hidden states that enter an attention module."""
     hidden = args[0] if args else kwargs["hidden_states"]
     if form == VANILLA:
         query, key = project_rotary(attention, hidden, family.layout)
@@ -150,8 +150,8 @@ def _capture(
     query, key = query.cpu(), key.cpu()
     if not (query.isfinite().all() and key.isfinite().all()):
         raise UserError(
-            f"layer {index}: queries or keys are not finite numbers; the model's weights are "
-            "damaged, or its precision overflows (try float32)"
+            f"layer {index}: queries or keys are not finite; the model's weights are damaged, or "
+            "its dtype overflows (try float32)"
         )
     kind = getattr(attention, "layer_type", None)
     found = _rotation(body, kind, hidden.shape[1])
@@ -181,26 +181,25 @@ def _learned(attention: Any) -> dict[str, Tensor] | None:
 
 
 def _rotation(body: Any, kind: str | None, length: int) -> Rotation:
-    """The rotation as a text of ``length`` tokens is read."""
+    """The rotation for a text of ``length`` tokens."""
     try:
         found = rotation(body.config, kind)
     except ValueError as error:
-        raise UserError(f"the model's rotary embedding is not known: {error}") from error
-    # Transformers chooses the longrope factors by the text's length, our own module does not.
-    follows = found.rule.kind == "longrope" and not isinstance(body.rotary_emb, CoCARotary)
-    if follows:
+        raise UserError(f"the model's rotary embedding is not supported: {error}") from error
+    # Transformers selects the longrope factors by the length of the text; our module does not.
+    if found.rule.kind == "longrope" and not isinstance(body.rotary_emb, CoCARotary):
         return replace(found, rule=replace(found.rule, length=length))  # pyright: ignore
     return found.for_length(length)
 
 
 def _check_tables(index: int, tables: Any, found: Rotation) -> None:
-    """Raise UserError unless cos and sin at position 1 are those of the rotation.
+    """Raise UserError unless cos and sin at position 1 match the rotation.
 
-    Families lay out the R/2 angles once, twice over, or each number twice.
+    Depending on the family, tables contain the R/2 values once, twice, or each value twice.
     """
     cos, sin = (table[0, 1].cpu().double() for table in tables)
     info = torch.finfo(tables[0].dtype)
-    # Relative, for the slowest pairs' sines are small; below the normal numbers, their spacing.
+    # Relative, because the sines of slow pairs are small; for subnormal numbers, their spacing.
     rtol, atol = max(2 * info.eps, 1e-5), info.smallest_normal * info.eps
     expected = found.tables(torch.ones(1), torch.float64)
     for layout in (slice(0, found.width // 2), slice(0, None, 2)):
@@ -211,7 +210,7 @@ def _check_tables(index: int, tables: Any, found: Rotation) -> None:
         ):
             return
     raise UserError(
-        f"layer {index} rotates by other angles than the configuration's rope_parameters say; "
-        "with rope_type dynamic after a longer text, or with a rotary module of another kind, "
-        "they cannot be known: set the scaling again (set_rotary_scaling), or reload the model"
+        f"layer {index}: the rotary angles differ from the configuration's rope_parameters, for "
+        "example with rope_type dynamic after a longer text, or with a custom rotary module: set "
+        "the scaling again (set_rotary_scaling), or reload the model"
     )

@@ -1,4 +1,4 @@
-"""The key that a query sees before rotation, for single (query, key) pairs of tokens.
+"""The key that a query sees before rotation, for individual (query, key) pairs of tokens.
 
 Legend: H query heads, G key/value heads, T length, N pairs of tokens, P rotated pairs, D head
 width, m a query's position, n a key's.
@@ -16,7 +16,7 @@ from coca_attention.ops import get_form
 
 
 class TokenPairs(NamedTuple):
-    """Which queries and keys of a text are looked at, each (N,), int64, with m > n."""
+    """Indices of queries and keys in a text, each (N,), int64, with m > n."""
 
     queries: Tensor
     keys: Tensor
@@ -34,10 +34,10 @@ class SeenKeys(NamedTuple):
 
     Attributes:
         query: q_m.
-        built: k_n; of a CoCA model the key collinear with q_m that has its score at m = n = 0,
+        built: k_n; in a CoCA model the key collinear with q_m that gives its score at m = n = 0,
             q_m * t_n in the paper's forms (Eq. 7).
-        effective: The key at position 0 that, rotated to n, gives the model's score. It is
-            ``built`` in shift-invariant forms; in the slack form it is not, whose key at n is
+        effective: The key at position 0 that, rotated to n, gives the model's score. Equal to
+            ``built`` in shift-invariant forms, but not in the slack form, whose key at n is
             q_m * R_n [t_n, t_n] (Eq. 10) and not R_n (q_m * t_n).
     """
 
@@ -47,19 +47,19 @@ class SeenKeys(NamedTuple):
 
 
 def draw_pairs(length: int, count: int, window: int | None, rng: np.random.Generator) -> TokenPairs:
-    """Pairs drawn with replacement, each causal pair of a text inside the window alike.
+    """Draw pairs with replacement, uniformly from the causal pairs of a text inside the window.
 
     Args:
         length: Tokens of the text, T, at least 2.
-        count: Pairs to draw.
-        window: Tokens that a layer sees, the query's own included; None for all.
-        rng: Where the randomness comes from.
+        count: Number of pairs.
+        window: Sliding window of the layer in tokens, including the query's own; None for all.
+        rng: Random number generator.
     """
     distances = np.arange(1, min(length, window or length))
-    if not len(distances):  # a window of one token: nothing but itself
+    if not len(distances):  # in a window of one token, a token sees only itself
         return TokenPairs(*torch.zeros(2, 0, dtype=torch.long))
-    alike = (length - distances) / (length - distances).sum()
-    distance = rng.choice(distances, size=count, p=alike)
+    probabilities = (length - distances) / (length - distances).sum()
+    distance = rng.choice(distances, size=count, p=probabilities)
     keys = rng.integers(length - distance)
     return TokenPairs(torch.from_numpy(keys + distance), torch.from_numpy(keys))
 
@@ -67,15 +67,15 @@ def draw_pairs(length: int, count: int, window: int | None, rng: np.random.Gener
 def pairs_by_distance(
     length: int, count: int, window: int | None, rng: np.random.Generator
 ) -> TokenPairs:
-    """``count`` pairs at each of the distances 1, 2, 4, … inside a text and a window."""
+    """Draw ``count`` pairs at each of the distances 1, 2, 4, … in a text and a window."""
     distances = []
     distance = 1
     while distance < min(length, window or length):
         distances.append(distance)
         distance *= 2
-    every = np.repeat(np.array(distances, dtype=np.int64), count)
-    keys = rng.integers(length - every) if len(every) else every
-    return TokenPairs(torch.from_numpy(keys + every), torch.from_numpy(keys))
+    repeated = np.repeat(np.array(distances, dtype=np.int64), count)
+    keys = rng.integers(length - repeated) if len(repeated) else repeated
+    return TokenPairs(torch.from_numpy(keys + repeated), torch.from_numpy(keys))
 
 
 def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
@@ -83,7 +83,7 @@ def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
 
     Args:
         heads: A layer's queries and keys of one text (B = 1).
-        pairs: Which tokens; positions are their indices.
+        pairs: Pairs of tokens; their positions are their indices.
     """
     query = complex_pairs(heads.query[0, :, pairs.queries], heads.rotary_width, heads.interleaved)
     key = heads.key[0, :, pairs.keys]
@@ -96,7 +96,7 @@ def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
     query, coefficients = query[..., :collinear], key[..., :collinear].double()
     size = query.abs().square()
 
-    def divided(x: Tensor) -> Tensor:
+    def over_size(x: Tensor) -> Tensor:
         return torch.where(size == 0, 0, x / size)
 
     # Q' = A cos mθ + B sin mθ in every form, and K' = t (cos nθ, sin nθ): the score as a function
@@ -107,11 +107,11 @@ def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
         form.query(query.real, query.imag, cos, sin, **learned)
         for cos, sin in ((one, zero), (zero, one))
     )
-    built = query * divided(coefficients * a.select(-2, 0))
+    built = query * over_size(coefficients * a.select(-2, 0))
     if form.shift_invariant:
         return SeenKeys(query, built, built)
     angles = pairs.keys.double().unsqueeze(-1) * heads.theta
-    towards = coefficients.unsqueeze(-2) * torch.stack((angles.cos(), angles.sin()), dim=-2)
-    z = torch.complex((a * towards).sum(-2), -(b * towards).sum(-2))
-    turned_back = z * torch.polar(torch.ones_like(angles), angles)
-    return SeenKeys(query, built, query * divided(turned_back.conj()))
+    key = coefficients.unsqueeze(-2) * torch.stack((angles.cos(), angles.sin()), dim=-2)
+    z = torch.complex((a * key).sum(-2), -(b * key).sum(-2))
+    rotated_back = z * torch.polar(torch.ones_like(angles), angles)
+    return SeenKeys(query, built, query * over_size(rotated_back.conj()))

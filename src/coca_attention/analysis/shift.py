@@ -1,9 +1,9 @@
 """How much attention changes when all positions move by the same number of tokens.
 
-Legend: H query heads, G key/value heads, M queries looked at, T keys, D head width.
+Legend: H query heads, G key/value heads, M sampled queries, T keys, D head width.
 
-Rotary attention and shift-invariant forms depend on m - n alone, so nothing changes but round-off.
-Scores of the slack form (Eq. 10) depend on m and n.
+Rotary attention and shift-invariant forms depend only on m - n, so only round-off changes. Scores
+of the slack form (Eq. 10) depend on m and n.
 """
 
 import torch
@@ -14,9 +14,9 @@ from coca_attention.ops import apply_rotary, key_map, query_map
 
 
 def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
-    """Scaled attention scores of some queries against every key, all positions moved by a shift.
+    """Scaled attention scores of some queries against every key, with all positions shifted.
 
-    In float64 from the layer's activations, so that what changes is the score and no rounding.
+    Computed in float64 from the layer's activations, so that differences are not round-off.
 
     Args:
         heads: A layer's queries and keys of one text (B = 1).
@@ -24,12 +24,12 @@ def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
         shift: Added to the positions of queries and keys, in tokens.
 
     Returns:
-        (H, M, T), float64; keys after a query are scored too.
+        (H, M, T), float64, including keys after a query.
     """
     query, key = heads.query[:, :, queries].double(), heads.key.double()
     positions = torch.arange(key.shape[-2]) + shift
     cos, sin = heads.rotation.tables(positions, torch.float64)
-    own = positions[queries]
+    query_positions = positions[queries]
     if heads.form == VANILLA:
         query = apply_rotary(query, cos[queries], sin[queries], heads.interleaved)
         key = apply_rotary(key, cos, sin, heads.interleaved)
@@ -39,7 +39,7 @@ def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
             cos[queries],
             sin[queries],
             form=heads.form,
-            factor=heads.rotation.query_factor(own, torch.float64),
+            factor=heads.rotation.query_factor(query_positions, torch.float64),
             interleaved=heads.interleaved,
             free_pairs=heads.free_pairs,
             parameters=heads.parameters,
@@ -50,16 +50,15 @@ def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
 
 
 def visible_keys(queries: Tensor, length: int, window: int | None = None) -> Tensor:
-    """Which keys a causal layer's queries see, (M,) to (M, T), boolean."""
+    """Mask of the keys visible to queries of a causal layer, (M,) to (M, T), boolean."""
     distance = queries.unsqueeze(-1) - torch.arange(length)
     return (distance >= 0) & (distance < (window or length))
 
 
 class ScoreShift:
-    """Change of a layer's scores under one shift, gathered over texts.
+    """Change of a layer's scores under one shift, accumulated over texts.
 
-    Scores are taken relative to the mean of their query's visible keys, for the softmax does not
-    see what all of them share.
+    The mean over the visible keys of each query is subtracted first, because softmax ignores it.
     """
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class ScoreShift:
         self.rows = 0
 
     def add(self, before: Tensor, after: Tensor, visible: Tensor) -> None:
-        """Compare scores (H, M, T) as of `score_rows` where ``visible`` (M, T) holds."""
+        """Compare scores (H, M, T) from `score_rows` where ``visible`` (M, T) is True."""
         change = _centred(after - before, visible)
         self.changed += float(change.square().sum())
         self.spread += float(_centred(before, visible).square().sum())
@@ -77,12 +76,12 @@ class ScoreShift:
 
     @property
     def score_change(self) -> float | None:
-        """Root mean square of the change over the scores' standard deviation within a query."""
+        """Root mean square of the change, relative to the standard deviation within a query."""
         return (self.changed / self.spread) ** 0.5 if self.spread > 0 else None
 
     @property
     def attention_change(self) -> float | None:
-        """Share of a query's attention that goes to other keys than before (total variation)."""
+        """Share of a query's attention that moves to other keys (total variation)."""
         return self.moved / self.rows if self.rows else None
 
 

@@ -1,4 +1,4 @@
-"""What is kept of a layer while texts are read: sums, of a size that no text's length changes.
+"""Statistics of a layer as sums over texts, whose size does not depend on the text length.
 
 Legend: H query heads, N pairs of tokens, P rotary pairs.
 """
@@ -34,7 +34,7 @@ from coca_attention.analysis.keys import SeenKeys
 
 
 def numbers(values: Tensor | Sequence[float | None]) -> list[float | None]:
-    """Plain numbers for JSON; None for what is no finite number."""
+    """Plain numbers for JSON; None for values that are not finite."""
     found = values.tolist() if isinstance(values, Tensor) else values
     return [None if x is None or not math.isfinite(x) else float(x) for x in found]
 
@@ -42,14 +42,14 @@ def numbers(values: Tensor | Sequence[float | None]) -> list[float | None]:
 class AngleSums:
     """Angles of one layer, their cases, anomalous tokens and borders.
 
-    Pairs whose query or key is zero (of CoCA models, where the ReLU gave t = 0) have no angle:
-    they are counted and left out of everything else.
+    Pairs whose query or key is zero (in CoCA models, if the ReLU gives t = 0) have no angle: they
+    are counted, and excluded from everything else.
 
     Args:
         theta: Angle per token of every rotary pair, (P,).
-        lengths: Lengths of text, in tokens, for anomalous tokens and borders.
-        window: Tokens that the layer sees; None for all.
-        bins: Bins of the histogram over [0, 2π).
+        lengths: Text lengths in tokens for anomalous tokens and borders.
+        window: Sliding window of the layer in tokens; None for all.
+        bins: Number of bins of the histogram over [0, 2π).
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class AngleSums:
         self.by_length = torch.zeros(len(lengths), 5, pairs, dtype=torch.float64)
 
     def add(self, query: Tensor, key: Tensor, distances: Tensor) -> None:
-        """Take in queries and keys (H, N, P), complex, and m - n (N,)."""
+        """Add queries and keys (H, N, P), complex, with distances m - n (N,)."""
         if not len(distances):
             return
         size = (query * key.conj()).abs()
@@ -89,8 +89,7 @@ class AngleSums:
         bins += torch.arange(len(self.theta)) * self.bins
         counted = bins[angled].bincount(minlength=self.histogram.numel())
         self.histogram += counted.view_as(self.histogram)
-        turned = torch.polar(angled.double(), angles)
-        self.direction += turned.sum((0, 1))
+        self.direction += torch.polar(angled.double(), angles).sum((0, 1))
         self.cases += torch.stack([summed(cases == case) for case in range(len(CASES))], dim=-1)
         above = (angles > math.pi) & angled
         by_head = torch.stack((above.sum((1, 2)), angled.sum((1, 2)))).double()
@@ -107,12 +106,12 @@ class AngleSums:
             self.by_length[index] += torch.stack([summed(part) for part in parts])
 
     def values(self) -> dict[str, Any]:
-        """Plain JSON values; docs/analysis.md says what each means."""
+        """Plain JSON values, described in docs/analysis.md."""
         angled = self.angled
         total = self.cases.sum()
         rate = self.direction / angled
         mean = torch.remainder(rate.angle(), TURN)
-        beside = torch.floor(
+        collinear = torch.floor(
             torch.tensor([farthest_key(n, self.window) for n in self.lengths]).unsqueeze(-1)
             * self.theta
             / math.pi
@@ -129,7 +128,7 @@ class AngleSums:
                         "peaks": numbers(peaks),
                         "troughs": numbers(troughs),
                         "returns": numbers(returns),
-                        "collinear": numbers(beside[index]),
+                        "collinear": numbers(collinear[index]),
                     },
                 }
             )
@@ -160,7 +159,7 @@ class DecaySums:
         self.by_distance: dict[int, Tensor] = {}
 
     def add(self, seen: SeenKeys, distances: Tensor) -> None:
-        """Take in queries and keys at these distances (N,)."""
+        """Add queries and keys at these distances (N,)."""
         if not len(distances):
             return
         coefficients = seen.query * seen.effective.conj()  # h_j
@@ -181,7 +180,7 @@ class DecaySums:
             self.by_distance[distance] = self.by_distance.get(distance, 0.0) + sums
 
     def values(self) -> dict[str, Any]:
-        """Plain JSON values; docs/analysis.md says what each means."""
+        """Plain JSON values, described in docs/analysis.md."""
         checks = {
             "eq19": self.rotary,
             "eq20": self.collinear,

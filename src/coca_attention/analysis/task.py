@@ -1,4 +1,4 @@
-"""The angle analysis: a model, token ids and settings in; plain JSON values out."""
+"""The angle analysis: from a model, token ids and settings to plain JSON values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -25,29 +25,29 @@ DEFAULT_TOKENS = 2048
 
 @dataclass
 class AnalysisSettings:
-    """What is measured, on how much text."""
+    """Settings of the analysis."""
 
     max_documents: int = 8
-    """Read at most this many documents."""
+    """Maximum number of documents to read."""
     max_tokens: int | None = None
-    """Cut every document to this many tokens; by default the training length, at most 2,048."""
+    """Truncate documents to this many tokens; default: the training length, at most 2,048."""
     lengths: list[int] = field(default_factory=list)
-    """Lengths of text, in tokens, to count anomalous tokens and borders at; by default the
-    training length, 4 and 16 times it."""
+    """Text lengths in tokens at which to count anomalous tokens and borders; default: 1, 4 and 16
+    times the training length."""
     pairs: int = 1024
-    """(query, key) pairs drawn from every document for the angles."""
+    """(query, key) pairs sampled from every document for the angles."""
     pairs_per_distance: int = 64
-    """(query, key) pairs drawn from every document at each distance 1, 2, 4, … for the bounds."""
+    """(query, key) pairs sampled from every document at each distance 1, 2, 4, … for the bounds."""
     bins: int = 36
-    """Bins of the angles' histograms."""
+    """Number of bins of the angle histograms."""
     shifts: list[int] = field(default_factory=lambda: [1, 16, 256, 4096])
-    """Move all positions by so many tokens and compare; none measured where empty."""
+    """Shifts of all positions to compare, in tokens; may be empty."""
     shift_queries: int = 16
-    """Queries drawn from every document whose scores are compared under a shift."""
+    """Queries sampled from every document for comparing scores under a shift."""
     judged: int = 128
-    """Positions drawn from every document whose predictions are compared under a shift."""
+    """Positions sampled from every document for comparing predictions under a shift."""
     seed: int = 0
-    """Seed of all draws."""
+    """Random seed."""
 
 
 def check_settings(settings: AnalysisSettings) -> None:
@@ -64,16 +64,16 @@ def check_settings(settings: AnalysisSettings) -> None:
         if any(value < smallest for value in values):
             raise UserError(f"{name} must each be at least {smallest} tokens, got {values}")
         if len(set(values)) < len(values):
-            raise UserError(f"{name} holds a number twice: {values}")
+            raise UserError(f"{name} must not contain duplicates, got {values}")
 
 
 def read_token_ids(
     source: SourceSettings, tokenizer: PreTrainedTokenizerBase, settings: AnalysisSettings
 ) -> list[list[int]]:
-    """Token ids of a source's first documents, those of fewer than two tokens left out.
+    """Token ids of the first documents of a source, skipping those with fewer than two tokens.
 
     Raises:
-        UserError: If a setting is out of range or no document is left.
+        UserError: If a setting is out of range or there is no document.
     """
     check_settings(settings)
     encoded = encode_documents(source.documents(), tokenizer, batch=8)
@@ -94,22 +94,23 @@ def analyze(
 ) -> dict[str, Any]:
     """Angles between queries and keys, anomalous tokens, borders, bounds and shifts.
 
-    docs/analysis.md says what is measured. A text is read once, and once more for every shift;
-    memory is linear in its length.
+    docs/analysis.md describes what is measured. Each text is read once, and once more for every
+    shift; memory is linear in its length.
 
     Args:
         model: A causal language model of a supported family or a CoCA model, in evaluation mode.
         token_ids: Documents, each at least 2 token ids.
         settings: What to measure.
         progress: Called with a label, the tokens read so far and the tokens to read.
-        name: What the result calls the model.
+        name: Name of the model in the result.
 
     Returns:
-        Plain JSON values, None for what is no finite number.
+        Plain JSON values; None for values that are not finite.
 
     Raises:
-        UserError: If a setting is out of range, a document too short, the model of no supported
-            family, its answer not a number, or its rotary angles not those of its configuration.
+        UserError: If a setting is out of range, a document is too short, the model's family is not
+            supported, its activations are not finite, or its rotary angles differ from its
+            configuration.
     """
     settings = settings if settings is not None else AnalysisSettings()
     check_settings(settings)
@@ -125,11 +126,11 @@ def analyze(
     for index, document in enumerate(documents):
         if document.dim() != 1 or len(document) < 2:
             raise UserError(
-                f"document {index} must be a row of at least 2 token ids (max_tokens {cut}), got "
-                f"shape {tuple(document.shape)}"
+                f"document {index} must be a sequence of at least 2 token ids (max_tokens {cut}), "
+                f"got shape {tuple(document.shape)}"
             )
-    unit = trained or max(len(document) for document in documents)
-    lengths = sorted(settings.lengths) or [unit, 4 * unit, 16 * unit]
+    base = trained or max(len(document) for document in documents)
+    lengths = sorted(settings.lengths) or [base, 4 * base, 16 * base]
     settings = replace(settings, max_tokens=cut, lengths=lengths)
 
     layers: dict[int, _LayerSums] = {}
@@ -146,9 +147,9 @@ def analyze(
     for index, document in enumerate(documents):
         rng = np.random.default_rng([settings.seed, index])
         length = len(document)
-        # The position before the last has the last target.
-        judged = np.sort(rng.choice(length - 1, min(settings.judged, length - 1), replace=False))
-        keep = torch.from_numpy(judged).to(model.device)
+        # The last position has no target.
+        sampled = np.sort(rng.choice(length - 1, min(settings.judged, length - 1), replace=False))
+        keep = torch.from_numpy(sampled).to(model.device)
         seed = int(rng.integers(2**31))
 
         def visit(heads: LayerHeads, seed: int = seed) -> None:
@@ -159,8 +160,8 @@ def analyze(
         rows = document.unsqueeze(0)
         before = visit_layers(model, rows, visit, logits_to_keep=keep).logits[0]
         advance(length)
-        targets = document[judged + 1].to(model.device)
-        for shift, gathered in zip(settings.shifts, predictions, strict=True):
+        targets = document[sampled + 1].to(model.device)
+        for shift, change in zip(settings.shifts, predictions, strict=True):
             positions = torch.arange(length, device=model.device).unsqueeze(0) + shift
             with torch.no_grad():
                 after = model(
@@ -169,7 +170,7 @@ def analyze(
                     use_cache=False,
                     logits_to_keep=keep,
                 ).logits[0]
-            gathered.add(before, after, targets)
+            change.add(before, after, targets)
             advance(length)
     return {
         "task": "angles",
@@ -183,8 +184,8 @@ def analyze(
         "settings": asdict(settings),
         "layers": [layers[index].values(settings) for index in sorted(layers)],
         "shifts": [
-            {"shift": shift, **gathered.values()}
-            for shift, gathered in zip(settings.shifts, predictions, strict=True)
+            {"shift": shift, **change.values()}
+            for shift, change in zip(settings.shifts, predictions, strict=True)
         ],
     }
 
@@ -194,7 +195,7 @@ def _is_shift_invariant(form: str) -> bool:
 
 
 class _LayerSums:
-    """Everything gathered about one layer."""
+    """All statistics of one layer."""
 
     def __init__(self, heads: LayerHeads, settings: AnalysisSettings) -> None:
         self.settings = settings
@@ -209,18 +210,18 @@ class _LayerSums:
             "pairs": len(heads.theta),
             "frequencies": numbers(heads.theta),
         }
-        kept = (heads.theta, settings.lengths, heads.window, settings.bins)
-        self.angles = AngleSums(*kept)
-        self.effective = None if _is_shift_invariant(heads.form) else AngleSums(*kept)
+        arguments = (heads.theta, settings.lengths, heads.window, settings.bins)
+        self.angles = AngleSums(*arguments)
+        self.effective = None if _is_shift_invariant(heads.form) else AngleSums(*arguments)
         self.decay = DecaySums(heads.theta)
         self.shifts = [ScoreShift() for _ in settings.shifts]
 
     def add(self, heads: LayerHeads, rng: np.random.Generator) -> None:
-        """Take in one text."""
+        """Add one text."""
         if not torch.equal(heads.theta, self.theta):
             raise UserError(
-                "the rotary angles change with the text's length (rope_type "
-                "dynamic or longrope): analyze texts of one length, or up to the training length"
+                "the rotary angles depend on the text length (rope_type dynamic or longrope): "
+                "analyze texts of one length, or of at most the training length"
             )
         settings, length = self.settings, heads.query.shape[-2]
         pairs = draw_pairs(length, settings.pairs, heads.window, rng)
@@ -235,8 +236,8 @@ class _LayerSums:
             queries = torch.from_numpy(1 + rng.choice(length - 1, count, replace=False))
             visible = visible_keys(queries, length, heads.window)
             before = score_rows(heads, queries)
-            for shift, gathered in zip(settings.shifts, self.shifts, strict=True):
-                gathered.add(before, score_rows(heads, queries, shift), visible)
+            for shift, change in zip(settings.shifts, self.shifts, strict=True):
+                change.add(before, score_rows(heads, queries, shift), visible)
 
     def values(self, settings: AnalysisSettings) -> dict[str, Any]:
         """The layer's part of the result."""
@@ -248,29 +249,29 @@ class _LayerSums:
             "shifts": [
                 {
                     "shift": shift,
-                    "score_change": numbers([gathered.score_change])[0],
-                    "attention_change": numbers([gathered.attention_change])[0],
+                    "score_change": numbers([change.score_change])[0],
+                    "attention_change": numbers([change.attention_change])[0],
                 }
-                for shift, gathered in zip(settings.shifts, self.shifts, strict=True)
+                for shift, change in zip(settings.shifts, self.shifts, strict=True)
             ],
         }
 
 
 class _Predictions:
-    """How predictions change under one shift, gathered over texts."""
+    """Change of the predictions under one shift, accumulated over texts."""
 
     def __init__(self) -> None:
         self.changed = self.spread = self.before = self.after = self.divergence = 0.0
         self.count = 0
 
     def add(self, before: Tensor, after: Tensor, targets: Tensor) -> None:
-        """Compare logits (positions, vocabulary); targets are the tokens that come next."""
+        """Compare logits (positions, vocabulary); targets are the next tokens."""
         wide = torch.promote_types(before.dtype, torch.float32)
         before, after = (x.cpu().to(wide) for x in (before, after))
         if not (before.isfinite().all() and after.isfinite().all()):
             raise UserError(
-                "the model's logits are not finite numbers; its weights are damaged, or its "
-                "precision overflows (try float32)"
+                "the model's logits are not finite; its weights are damaged, or its dtype "
+                "overflows (try float32)"
             )
         centred = [x - x.mean(-1, keepdim=True) for x in (before, after)]
         self.changed += float((centred[1] - centred[0]).double().square().sum())
@@ -283,7 +284,7 @@ class _Predictions:
         self.count += len(targets)
 
     def values(self) -> dict[str, Any]:
-        """Means over the judged positions, nats per token."""
+        """Means over the sampled positions, in nats per token."""
         change = (self.changed / self.spread) ** 0.5 if self.spread > 0 else None
         return {
             "logit_change": numbers([change])[0],

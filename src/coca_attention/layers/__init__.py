@@ -1,4 +1,4 @@
-"""`nn.Module` layers for models of one's own: flat keyword arguments, no configuration object."""
+"""`nn.Module` layers for custom models: flat keyword arguments, no configuration object."""
 
 from coca_attention.layers.coca import CoCAAttention
 

@@ -1,4 +1,4 @@
-"""CoCA as a plain `nn.Module` for any PyTorch model.
+"""CoCA as an `nn.Module` for any PyTorch model.
 
 Legend: B batch, T query length, S key length, H query heads, G key/value heads, D head width,
 P = D/2 rotary pairs, F free pairs.
@@ -24,10 +24,10 @@ from coca_attention.ops.positions import check_width
 
 
 class Cache(Protocol):
-    """What a cache must offer: `update` appends, and returns every key and value so far.
+    """Interface of a cache: `update` appends, and returns all keys and values so far.
 
-    Transformers' `DynamicCache()` does. Static and sliding caches do not: they return another
-    number of keys.
+    Transformers' `DynamicCache()` does this. Static and sliding caches do not: they return a
+    different number of keys.
     """
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -35,7 +35,7 @@ class Cache(Protocol):
         ...
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append keys and values along the length; return all of the layer's."""
+        """Append keys and values along the length; return all keys and values of the layer."""
         ...
 
 
@@ -54,7 +54,7 @@ def project_collinear(
     Args:
         hidden_states: (B, T, hidden).
         q_proj: hidden to H * D.
-        t_proj: hidden to G * (P + F), the folded T projection; its ReLU is applied here (Eq. 5, 6).
+        t_proj: hidden to G * (P + F), the folded T projection, before the ReLU (Eq. 5, 6).
         v_proj: hidden to G * D.
         head_dim: D.
         q_norm: Applied to queries as (B, T, H, D).
@@ -79,21 +79,21 @@ class CoCAAttention(nn.Module):
     """Multi-head Collinear Constrained Attention (arXiv 2309.08646), with its projections.
 
     The key projection of ordinary attention is replaced by a projection to non-negative
-    coefficients, one per rotary pair and key head: half its size (the fold is linear, so it is
-    stored folded).
+    coefficients, one per rotary pair and key head. It is half as large, because the fold is linear
+    and the projection is stored folded.
 
     Args:
         hidden_size: Width of the input and the output.
         num_heads: Query heads H.
         num_key_value_heads: Key/value heads G, a divisor of H; default H.
         form: Score form or its name: ``slack`` (Eq. 10), ``strict`` (Eq. 9) or ``magnitude`` (|q_j|
-            in place of |q_j|^2).
+            instead of |q_j|^2).
         head_dim: Head width D, even; default hidden_size / num_heads.
         bias: Whether the projections have biases.
         dropout: Probability of dropping an attention weight in training.
-        rotation: What turns the pairs; default `Rotation(head_dim)`.
-        free_pairs: The last F pairs of every head are scored by ordinary rotary attention.
-        layer_idx: Which layer of a cache this module writes to; needed where a cache is used.
+        rotation: Rotation of the pairs; default `Rotation(head_dim)`.
+        free_pairs: F; the last F pairs of every head are scored by ordinary rotary attention.
+        layer_idx: Layer of the cache that this module writes to; required to use a cache.
 
     Raises:
         ValueError: If the sizes do not divide or the head width is odd.
@@ -124,7 +124,7 @@ class CoCAAttention(nn.Module):
             if hidden_size % num_heads:
                 raise ValueError(
                     f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; "
-                    "give head_dim"
+                    "set head_dim"
                 )
             head_dim = hidden_size // num_heads
         check_width(head_dim)
@@ -134,8 +134,8 @@ class CoCAAttention(nn.Module):
             )
         if not 0 <= free_pairs <= head_dim // 2:
             raise ValueError(
-                f"free_pairs must lie between 0 and {head_dim // 2}, the pairs of a head; got "
-                f"{free_pairs}"
+                f"free_pairs must be between 0 and {head_dim // 2}, the number of pairs per head; "
+                f"got {free_pairs}"
             )
         self.form = get_form(form)
         self.rotation = Rotation(head_dim) if rotation is None else rotation
@@ -148,7 +148,7 @@ class CoCAAttention(nn.Module):
         self.form_parameters = nn.ParameterDict(
             self.form.initial_parameters(num_heads, head_dim // 2 - free_pairs)
         )
-        # The mean of two rows drawn like those of the other projections has 1/√2 of their spread.
+        # The mean of two rows has 1/√2 of the standard deviation of a single row.
         with torch.no_grad():
             for parameter in self.t_proj.parameters():
                 rows = parameter.unflatten(0, (kv_heads, -1))
@@ -167,11 +167,11 @@ class CoCAAttention(nn.Module):
 
         Args:
             hidden_states: (B, T, hidden_size).
-            positions: True positions of these T tokens, (T,) or (B, T); default: those that
-                follow what the cache holds.
+            positions: True positions of these T tokens, (T,) or (B, T); default: the positions
+                after the cached tokens.
             attention_mask: Boolean (True = may attend) or additive, broadcastable to
-                (B, H, T, S), applied on top of causality.
-            is_causal: Whether a token sees only itself and what came before.
+                (B, H, T, S), applied in addition to causality.
+            is_causal: Whether a token sees only itself and earlier tokens.
             cache: Keys and values of earlier tokens, for example Transformers' `DynamicCache()`;
                 updated in place.
 
@@ -179,15 +179,15 @@ class CoCAAttention(nn.Module):
             (B, T, hidden_size).
 
         Raises:
-            ValueError: If there is a cache and no layer_idx, or the cache does not return all
-                keys.
+            ValueError: If a cache is given without layer_idx, or does not return all keys.
         """
         batch, length, _ = hidden_states.shape
         past, layer = 0, self.layer_idx
         if cache is not None:
             if layer is None:
                 raise ValueError(
-                    "a cache has one entry per layer: give each CoCAAttention its own layer_idx"
+                    "a cache has one entry per layer: set a different layer_idx for each "
+                    "CoCAAttention"
                 )
             past = int(cache.get_seq_length(layer))
         if positions is None:
@@ -218,7 +218,7 @@ class CoCAAttention(nn.Module):
             key, value = cache.update(key, value, layer)
             if key.shape[-2] != past + length:
                 raise ValueError(
-                    f"the cache returned {key.shape[-2]} keys where {past + length} were put in; "
+                    f"expected all {past + length} keys from the cache, got {key.shape[-2]}; "
                     f"{type(cache).__name__} is static or sliding: use DynamicCache()"
                 )
         output = attend(

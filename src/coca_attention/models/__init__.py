@@ -1,6 +1,6 @@
-"""CoCA on Transformers' own model classes, registered with the Auto classes on import.
+"""CoCA on Transformers' model classes, registered with the Auto classes on import.
 
-The rope types of our own (``ntk``) are added to Transformers' table at the same time.
+Importing this package also adds our own rope types, such as ``ntk``, to Transformers' table.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""ALiBi on the GPT-NeoX body: the paper's baseline."""
+"""GPT-NeoX with ALiBi, the paper's baseline."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from coca_attention.ops import alibi
 
 @strict
 class AlibiGPTNeoXConfig(GPTNeoXConfig):
-    """GPT-NeoX with linear biases in place of rotary embedding.
+    """GPT-NeoX with linear biases instead of rotary embedding.
 
     ``max_position_embeddings`` is the training length in tokens; ``rope_parameters`` are unused.
     """
@@ -28,10 +28,11 @@ class AlibiGPTNeoXConfig(GPTNeoXConfig):
 
 
 class AlibiGPTNeoXAttention(GPTNeoXAttention):
-    """GPT-NeoX attention whose position information is ALiBi's bias alone.
+    """GPT-NeoX attention whose only position information is ALiBi's bias.
 
-    The bias rides on the head width (`alibi.augment`), so every attention implementation and
-    cache serves and no (H, T, S) matrix is held. The cache keeps plain keys.
+    The bias is computed by additional columns of the heads (`alibi.augment`), so it works with
+    every attention implementation and cache, without an (H, T, S) matrix. The cache stores plain
+    keys.
     """
 
     def forward(
@@ -66,7 +67,7 @@ class AlibiGPTNeoXAttention(GPTNeoXAttention):
 
 
 class NoRotary(nn.Module):
-    """Stands where GPT-NeoX computes its rotary embedding."""
+    """Replaces GPT-NeoX's rotary embedding."""
 
     def forward(self, hidden_states: Tensor, position_ids: Tensor) -> None:
         return None

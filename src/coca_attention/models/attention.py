@@ -1,11 +1,11 @@
-"""The attention core that every CoCA model of the Transformers kind shares.
+"""The attention core shared by all CoCA models for Transformers.
 
 Legend: B batch, T query length, S key length, H query heads, G key/value heads, D head width,
 P = D/2 rotary pairs, F free pairs.
 
-The core hands (Q', K', V) to Transformers' own attention interface, so that SDPA, FlashAttention,
-FlexAttention and eager attention all compute CoCA. The cache holds K' after rotation at the usual
-width D (``kv_cache="full"``) or the coefficients before it at width P + F (``"half"``).
+The core passes (Q', K', V) to Transformers' attention interface, so SDPA, FlashAttention,
+FlexAttention and eager attention all compute CoCA. The cache stores K' after rotation, of the usual
+width D (``kv_cache="full"``), or the coefficients before rotation, of width P + F (``"half"``).
 """
 
 from typing import Any, ClassVar
@@ -42,13 +42,13 @@ def eager_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scaling * Q K^T + mask) V written out, scores in float32 or wider.
+    """softmax(scaling * Q K^T + mask) V without a fused kernel, with scores in float32 or wider.
 
-    The kernels form scores in float32; eager attention as families write it forms them in the
+    Fused kernels compute scores in float32. The families' own eager attention computes them in the
     model's dtype, and |q|^2 exceeds the range of float16.
 
     Args:
-        module: Knows `num_key_value_groups` and `training`.
+        module: The attention module; provides `num_key_value_groups` and `training`.
         query: (B, H, T, D).
         key: (B, G, S, D).
         value: (B, G, S, D).
@@ -57,14 +57,14 @@ def eager_attention(
         dropout: Probability of dropping an attention weight.
 
     Returns:
-        (B, T, H, D), and the weights (B, H, T, S).
+        The output (B, T, H, D) and the attention weights (B, H, T, S).
     """
     repeats: Any = module.num_key_value_groups
     wide = torch.promote_types(query.dtype, torch.float32)
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     scores = query.to(wide) @ key.to(wide).transpose(-2, -1) * scaling
     if attention_mask is not None:
-        # Masked means the least number of the mask's dtype: in float16 that is not low enough.
+        # Masks use the lowest number of their dtype, which is not low enough for float16 masks.
         masked = attention_mask <= torch.finfo(attention_mask.dtype).min / 2
         scores = (scores + attention_mask).masked_fill(masked, torch.finfo(wide).min)
     weights = scores.softmax(-1).to(value.dtype)
@@ -73,10 +73,10 @@ def eager_attention(
 
 
 class CollinearAttention(nn.Module):
-    """Collinear attention for a decoder layer: a base class put before a family's attention.
+    """Collinear attention for a decoder layer: a mixin placed before a family's attention class.
 
-    An instance is the family's own attention module whose key projection was replaced by a T
-    projection, so that everything else is as it was: weights, scale, window, hooks.
+    An instance is the family's own attention module with its key projection replaced by a T
+    projection. Everything else is unchanged: other weights, scale, window, hooks.
     """
 
     layout: ClassVar[AttentionLayout] = AttentionLayout()
@@ -111,15 +111,15 @@ class CollinearAttention(nn.Module):
 
         Args:
             hidden_states: (B, T, hidden).
-            attention_mask: What the attention implementation takes.
+            attention_mask: In the format of the attention implementation.
             position_embeddings: From `CoCARotary`.
-            past_key_values: Cache, by the name most families use.
-            layer_past: Cache, by GPT-NeoX's name.
+            past_key_values: Cache, as most families name it.
+            layer_past: Cache, as GPT-NeoX names it.
             key_positions: With a half cache, the positions of its tokens, from `CollinearModel`.
-            **kwargs: Passed on to the attention implementation.
+            **kwargs: Passed to the attention implementation.
 
         Returns:
-            (B, T, hidden) and the attention weights where the implementation gives them.
+            (B, T, hidden), and the attention weights if the implementation returns them.
         """
         assert position_embeddings is not None  # always passed by the decoder
         length = hidden_states.shape[1]
@@ -144,7 +144,7 @@ class CollinearAttention(nn.Module):
             check_cache_width(cache, self.layer_idx, coefficients.shape[-1])
             _, first = cache.get_mask_sizes(length, self.layer_idx)
             coefficients, value = cache.update(coefficients, value, self.layer_idx)
-            # A cache that Transformers itself makes is empty before this pass: no positions.
+            # Without key_positions Transformers has created the cache, which was empty before.
             if key_positions is not None and self._decodes(query, attention_mask):
                 output = self._attend_half(
                     query, coefficients, value, key_positions, first, attention_mask
@@ -180,10 +180,9 @@ class CollinearAttention(nn.Module):
         return self.get_submodule(self.layout.output_name)(output.flatten(2).contiguous())
 
     def _decodes(self: Any, query: Tensor, mask: Any) -> bool:
-        """Whether `_attend_half` may replace the chosen attention function.
+        """Whether to use `_attend_half` instead of the configured attention function.
 
-        It is exact as well, so it replaces `scaled_dot_product_attention` where one token is
-        decoded.
+        It is exact too, and replaces `scaled_dot_product_attention` when one token is decoded.
         """
         return (
             query.shape[-2] == 1
@@ -201,9 +200,9 @@ class CollinearAttention(nn.Module):
         first: int,
         mask: Tensor | None,
     ) -> Tensor | None:
-        """One new token over a half cache whose slots begin at ``first``; keys are not formed.
+        """Attend with one token to a half cache whose slots start at ``first``, without keys.
 
-        None where the tokens are not at consecutive positions, unless compiled.
+        Returns None if the tokens are not at consecutive positions, unless compiled.
         """
         keys = coefficients.shape[-2]
         kind = getattr(self, "layer_type", None)
@@ -223,15 +222,14 @@ class CollinearAttention(nn.Module):
 
 
 def check_cache_width(cache: Any, layer_idx: int, width: int) -> None:
-    """Raise ValueError if a cache holds keys of another width than the ones to be added."""
+    """Raise ValueError if the width of the cached keys differs from that of new keys."""
     layers = getattr(cache, "layers", None)
     if layers is None or layer_idx >= len(layers):
         return
     keys = getattr(layers[layer_idx], "keys", None)
     if isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[-1] != width:
         raise ValueError(
-            f"the cache holds keys of width {keys.shape[-1]} and this model adds keys of width "
-            f"{width}: ready-made keys (prefix tuning, a cache of another model or of another "
-            'kv_cache) fit only the cache they were made for; set config.kv_cache = "full" for '
-            "prefix tuning"
+            f"the cache holds keys of width {keys.shape[-1]} but this model adds keys of width "
+            f"{width}: precomputed keys (prefix tuning, the cache of another model or another "
+            'kv_cache) must match the kind of cache; set config.kv_cache = "full" for prefix tuning'
         )

@@ -1,4 +1,4 @@
-"""What a CoCA model's configuration says: the form, the cache, the rotary scaling."""
+"""Configuration of CoCA models: score form, cache and rotary scaling."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,12 @@ CACHES = ("full", "half")
 
 
 def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
-    """The rotary parameters of a configuration, of one kind of layer where there are several.
+    """The rotary parameters of a configuration, for one layer type if they differ.
 
     Args:
         config: A Transformers configuration.
-        layer_type: Such as ``full_attention``, for families whose kinds of layers differ in their
-            rotary embedding (Gemma 3).
+        layer_type: For example ``full_attention``, for families with a different rotary embedding
+            per layer type (Gemma 3).
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope and all(value is None or isinstance(value, dict) for value in rope.values()):
@@ -27,22 +27,22 @@ def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any
 
 
 def training_length(config: Any) -> int | None:
-    """Tokens that the model was trained on: ``max_position_embeddings``, or the original one.
+    """Training length in tokens: the original length if set, or else ``max_position_embeddings``.
 
-    None where a configuration says neither.
+    None if the configuration has neither.
     """
     given = rope_parameters(config).get("original_max_position_embeddings")
     return given or getattr(config, "max_position_embeddings", None)
 
 
 def head_width(config: Any) -> int:
-    """Numbers of a head, D."""
+    """Head width D."""
     given = getattr(config, "head_dim", None)
     return given or config.hidden_size // config.num_attention_heads
 
 
 def rule_of(rope_type: str) -> type[Rule]:
-    """The rule that a ``rope_type`` names.
+    """The rule of a ``rope_type``.
 
     Raises:
         ValueError: If there is none.
@@ -57,13 +57,13 @@ def rule_of(rope_type: str) -> type[Rule]:
 
 
 def rotation(config: Any, layer_type: str | None = None) -> Rotation:
-    """The rotation in a configuration's ``rope_parameters``.
+    """The rotation described by a configuration's ``rope_parameters``.
 
     Args:
-        config: A Transformers configuration. Its rotary parameters hold ``rope_type``,
-            ``rope_theta``, ``partial_rotary_factor``, what the rule takes (the fields of a `Rule`;
-            ``ntk`` and ``longrope`` have an optional target ``length`` in tokens), and
-            ``turning_pairs`` and ``temperature`` of a `Rotation`.
+        config: A Transformers configuration. Its rotary parameters may contain ``rope_type``,
+            ``rope_theta``, ``partial_rotary_factor``, the parameters of the rule (the fields of the
+            `Rule`; ``ntk`` and ``longrope`` have an optional target ``length`` in tokens), and
+            ``turning_pairs`` and ``temperature`` for the `Rotation`.
         layer_type: See `rope_parameters`.
 
     Raises:
@@ -75,8 +75,8 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
     unknown = sorted(name for name in ("mscale", "mscale_all_dim") if rope.get(name) is not None)
     if unknown and rope_type != "default":
         raise ValueError(
-            f"rope_type {rope_type!r} with {' and '.join(unknown)} is not supported; give "
-            "attention_factor, what cos and sin are multiplied by"
+            f"rope_type {rope_type!r} with {' and '.join(unknown)} is not supported; set "
+            "attention_factor instead, the factor on cos and sin"
         )
     trained = rope.get("original_max_position_embeddings") or training_length(config)
     longest = getattr(config, "max_position_embeddings", None)
@@ -92,12 +92,12 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
 def transformers_frequencies(
     config: Any, device: Any = None, seq_len: Any = None, layer_type: Any = None
 ) -> tuple[torch.Tensor, float]:
-    """Frequencies in the form that Transformers' table of rope types expects.
+    """Frequencies with the signature of the entries in Transformers' table of rope types.
 
-    Without an entry there, a model whose configuration names one of our rules could not be built.
+    Without an entry there, Transformers cannot build a model whose configuration uses our rules.
 
     Returns:
-        Frequencies (P,), float32, and the magnitude of cos and sin.
+        Frequencies (P,), float32, and the factor on cos and sin.
     """
     found = rotation(config, layer_type)
     if found.rule.follows_length:
@@ -106,38 +106,38 @@ def transformers_frequencies(
 
 
 def add_rope_types() -> None:
-    """Make Transformers know the rope types of all rules, those registered by users included."""
+    """Add the rope types of all registered rules to Transformers."""
     for rule in RULES.values():
         check = f"_validate_{rule.rope_type}_rope_parameters"
         if not hasattr(PreTrainedConfig, check):
-            # Transformers warns about rope types without a check; `rotation` has ours.
+            # Transformers warns about rope types without a check; `rotation` does the checks.
             setattr(CoCAConfig, check, lambda *_, **__: None)
             ROPE_INIT_FUNCTIONS.setdefault(rule.rope_type, transformers_frequencies)
 
 
 def check_cache_kind(kind: str) -> None:
-    """Raise ValueError unless it is one of `CACHES`."""
+    """Raise ValueError unless ``kind`` is one of `CACHES`."""
     if kind not in CACHES:
         raise ValueError(f"kv_cache must be one of {', '.join(CACHES)}; got {kind!r}")
 
 
 @dataclass(kw_only=True, repr=False)
 class CoCAConfig:
-    """The fields that CoCA adds to a family's configuration, mixed in before it.
+    """Fields that CoCA adds to a family's configuration; a mixin placed before the family's class.
 
-    ``max_position_embeddings`` is the training length in tokens; ``rope_parameters`` holds the
+    ``max_position_embeddings`` is the training length in tokens; ``rope_parameters`` contains the
     rotary base and scaling, with the additional type ``ntk`` (``factor``, and optionally the
     target ``length`` in tokens).
 
     Args:
         coca_form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9),
-            ``magnitude``, or one that was registered.
-        coca_free_pairs: The last pairs of every head that are scored by ordinary rotary attention.
-        kv_cache: What is cached of earlier tokens besides their values. ``full``: the effective
-            key, as wide as a head; works with everything. ``half``: the coefficients before
-            rotation, half as wide (without free pairs); keys are formed when they are read, at
-            positions counted back from the current one: in a text that is read in several passes,
-            the positions of its real tokens have to be consecutive.
+            ``magnitude``, or a registered form.
+        coca_free_pairs: Number of pairs per head, the last ones, that are scored by ordinary rotary
+            attention.
+        kv_cache: What is cached besides the values. ``full``: the effective keys, as wide as a
+            head; works everywhere. ``half``: the coefficients before rotation, half as wide
+            (without free pairs). Their positions are counted back from the current token, so in a
+            text read in several passes the positions of the real tokens must be consecutive.
     """
 
     coca_form: str = "slack"
@@ -148,7 +148,7 @@ class CoCAConfig:
         super().__init_subclass__(**kwargs)
         known = getattr(cls, "ignore_keys_at_rope_validation", None) or set()
         cls.ignore_keys_at_rope_validation = {*known, "length", "turning_pairs", "temperature"}
-        # Families with separate projections are sharded as they were, T in place of the key.
+        # Shard families with separate projections as before, with T instead of the key projection.
         if "base_model_tp_plan" not in cls.__dict__:
             plan = getattr(cls, "base_model_tp_plan", None) or {}
             renamed = {
@@ -158,7 +158,7 @@ class CoCAConfig:
             cls.base_model_tp_plan = renamed  # pyright: ignore[reportAttributeAccessIssue]
 
     def validate_architecture(self: Any) -> None:
-        """Called by Transformers whenever a configuration is made or loaded."""
+        """Called by Transformers whenever a configuration is created or loaded."""
         parents = super()
         if hasattr(parents, "validate_architecture"):
             parents.validate_architecture()  # pyright: ignore[reportAttributeAccessIssue]
@@ -175,20 +175,20 @@ class CoCAConfig:
             )
         if not 0 <= self.coca_free_pairs <= width // 2:
             raise ValueError(
-                f"coca_free_pairs must lie between 0 and {width // 2}, the pairs of a head; got "
-                f"{self.coca_free_pairs}"
+                f"coca_free_pairs must be between 0 and {width // 2}, the number of pairs per "
+                f"head; got {self.coca_free_pairs}"
             )
         for layer_type in sorted(set(getattr(self, "layer_types", None) or {"full_attention"})):
             share = rope_parameters(self, layer_type).get("partial_rotary_factor", 1.0)
             span = int(width * share)
             if span < 2 or span % 2 or span > width:
                 raise ValueError(
-                    f"partial_rotary_factor must leave an even number of at least 2 and at most "
-                    f"{width} rotated numbers of a head; got {span}"
+                    f"partial_rotary_factor must give an even rotary width between 2 and the head "
+                    f"width {width}; got {span}"
                 )
             rotation(self, layer_type)
 
     def validate_rope(self: Any) -> None:
-        """Transformers' checks of ``rope_parameters``; `rotation` checks the rules of our own."""
+        """Transformers' checks of ``rope_parameters``; `rotation` checks our own rules."""
         add_rope_types()
         super().validate_rope()  # pyright: ignore[reportAttributeAccessIssue]

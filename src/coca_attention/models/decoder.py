@@ -1,7 +1,7 @@
-"""A family's decoder and language model with collinear attention: base classes put before its own.
+"""Decoder and language model with collinear attention: mixins placed before a family's classes.
 
-A CoCA model is the family's own model whose attention modules were replaced in place, whether it
-is built from a configuration, loaded, or converted.
+A CoCA model is the family's own model with its attention modules replaced in place, whether it is
+built from a configuration, loaded, or converted.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from coca_attention.models.rotary import CoCARotary
 
 def change_class(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
     """Change the class of a model in place."""
-    # Transformers notes some things about a class when an instance is made: make a bare one.
+    # Transformers sets up class attributes when an instance is created, so create an empty one.
     PreTrainedModel.__init__(cls.__new__(cls), config)
     model.__class__ = cls
 
@@ -33,24 +33,24 @@ def change_class(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
 def replace_attention(
     body: Any, cls: type, prepare: Callable[[Any, int], Any] | None = None
 ) -> None:
-    """Turn a family's decoder into its CoCA class in place; its configuration must say so already.
+    """Turn a family's decoder into its CoCA class in place.
 
     Args:
-        body: The decoder, for example a `LlamaModel`.
+        body: The decoder, for example a `LlamaModel`, which already has its CoCA configuration.
         cls: A `CollinearModel`.
-        prepare: Called with every attention module while it has both its key and its T projection,
-            and with the index of its layer.
+        prepare: Called for every attention module while it has both its key and its T projection,
+            with the module and the index of its layer.
     """
     change_class(body, cls, body.config)
     for index, attention in enumerate(body.attention_class.layout.modules(body)):
         attention.__class__ = body.attention_class
-        own: Any = None if prepare is None else partial(prepare, index=index)
-        replace_key_projection(attention, own)
+        prepare_layer: Any = None if prepare is None else partial(prepare, index=index)
+        replace_key_projection(attention, prepare_layer)
     body.rotary_emb = CoCARotary(body.config)
 
 
 class CollinearPreTrained:
-    """What decoder and language model share."""
+    """Weight initialization shared by decoder and language model."""
 
     def _init_weights(self: Any, module: nn.Module) -> None:
         if isinstance(module, FoldedLinear):
@@ -63,10 +63,10 @@ class CollinearPreTrained:
 
 
 class CollinearModel(CollinearPreTrained):
-    """A decoder with collinear attention that derives every token's true position.
+    """A decoder with collinear attention that derives the true position of every token.
 
-    Scores of the slack form depend on true positions, so padding must not shift them: where a
-    caller gives a mask but no positions, they are counted from the mask.
+    Scores of the slack form depend on true positions, so padding must not shift them. If the caller
+    passes a mask but no positions, positions are computed from the mask.
     """
 
     config_class: Any
@@ -86,7 +86,7 @@ class CollinearModel(CollinearPreTrained):
         inputs_embeds: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """The decoder's forward pass; arguments as there."""
+        """The forward pass of the family's decoder, with the same arguments."""
         check_cache_kind(self.config.kv_cache)
         tokens = input_ids if input_ids is not None else inputs_embeds
         mask = attention_mask if isinstance(attention_mask, Tensor) else None
@@ -111,7 +111,7 @@ class CollinearModel(CollinearPreTrained):
 
 
 class CollinearForCausalLM(CollinearPreTrained):
-    """A causal language model around a `CollinearModel`."""
+    """A causal language model with a `CollinearModel` as its decoder."""
 
     body_class: type[CollinearModel]
 
@@ -122,20 +122,20 @@ class CollinearForCausalLM(CollinearPreTrained):
         self.post_init()
 
     def _get_static_cache_init_shape(self: Any) -> Any:
-        # Transformers would make keys as wide as values; without a shape, the first update decides.
+        # Transformers assumes keys as wide as values; without a shape, the first update decides.
         if self.config.kv_cache == "half":
             return None
         return super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue]
 
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' continuous batching, whose pages hold keys as wide as values.
+        """Transformers' continuous batching, which requires keys as wide as values.
 
         Raises:
-            ValueError: If the model keeps half keys.
+            ValueError: If the model uses a half cache.
         """
         if self.config.kv_cache == "half":
             raise ValueError(
-                "continuous batching keeps keys and values in one pool, so it cannot hold keys of "
-                'half their width: set config.kv_cache = "full"'
+                "continuous batching stores keys and values in one pool, so it does not support "
+                'keys of half the width: set config.kv_cache = "full"'
             )
         return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore

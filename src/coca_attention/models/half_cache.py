@@ -1,4 +1,4 @@
-"""Half caches: positions of the tokens whose coefficients are kept before rotation.
+"""Half caches: positions of cached tokens, whose coefficients are stored before rotation.
 
 Legend: B batch, T tokens of a pass, S slots of a cache.
 """
@@ -15,7 +15,7 @@ from coca_attention.ops import KeyFrames, key_frames
 
 @torch.library.custom_op("coca_attention::materialized", mutates_args=())
 def materialized(x: Tensor) -> Tensor:
-    """Write x to memory, where torch.compile would compute it again in every layer and head."""
+    """Write x to memory, because torch.compile would recompute it in every layer and head."""
     return x.clone()
 
 
@@ -25,21 +25,21 @@ def _(x: Tensor) -> Tensor:
 
 
 def compiling() -> bool:
-    """Whether torch.compile is at work; exported programs hold PyTorch's own operations alone."""
+    """Whether torch.compile is tracing. False for torch.export, which allows no custom operator."""
     return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 class KeyPositions:
-    """Positions of every slot in one forward pass, and the tables made of them, for all layers.
+    """Positions of all cache slots in one forward pass, and their tables, shared by all layers.
 
-    Tokens of the pass have the positions given; those before them are taken to be consecutive,
-    counted back over the padding mask where there is one.
+    Tokens of this pass have the given positions. Earlier tokens are assumed to be consecutive and
+    are counted back from them, skipping padding if there is a mask.
 
     Args:
         body: The decoder.
-        cache: Its cache as before this pass.
-        position_ids: Positions of this pass, (1 or B, T).
-        mask: 1 for every real token of the text so far, (B, S), where one was given.
+        cache: Its cache before this pass.
+        position_ids: Positions of the tokens of this pass, (1 or B, T).
+        mask: 1 for every real token of the text so far, (B, S), or None.
     """
 
     def __init__(self, body: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> None:
@@ -49,13 +49,14 @@ class KeyPositions:
         slots = max(keys + first for keys, first in sizes)
         start = cache.get_seq_length()  # a tensor for static caches
         slot = torch.arange(slots, device=device)
-        # Before this pass below 0. Kept, for a static cache counts its own length on in place.
-        self.place = slot - start
+        # Index in this pass, negative for earlier tokens. Computed here, because a static cache
+        # updates its length in place.
+        self.index_in_pass = slot - start
         if mask is None:
-            self.earlier = position_ids[:, :1] + self.place
+            self.earlier = position_ids[:, :1] + self.index_in_pass
         else:
-            # Count real tokens back from the last real one of this pass, so that padding anywhere
-            # shifts nothing.
+            # Count real tokens back from the last one of this pass, so that padding anywhere does
+            # not shift positions.
             mask = F.pad(mask, (0, slots - mask.shape[1]))
             real = mask[:, (start + torch.arange(length, device=device))]
             index = (real * torch.arange(length, device=device)).argmax(-1, keepdim=True)
@@ -65,52 +66,51 @@ class KeyPositions:
             )
         self.first_position = None
         if length == 1 and not torch.compiler.is_compiling():
-            # One new token: slots stand at consecutive positions, unless there are gaps.
+            # One new token: use consecutive positions if the mask has no gaps.
             first = position_ids[:, 0] - start
             if mask is None or bool(((first[:, None] + slot == self.earlier) | (mask == 0)).all()):
                 self.first_position = first
-        self.made: dict[Any, Any] = {}
+        self.tables: dict[Any, Any] = {}
 
     def _positions(self) -> Tensor:
-        """Of all slots, (1 or B, S)."""
-        own = self.position_ids[:, self.place.clamp(0, self.position_ids.shape[1] - 1)]
-        return torch.where(self.place < 0, self.earlier, own).clamp(min=0)
+        """Positions of all slots, (1 or B, S)."""
+        given = self.position_ids[:, self.index_in_pass.clamp(0, self.position_ids.shape[1] - 1)]
+        return torch.where(self.index_in_pass < 0, self.earlier, given).clamp(min=0)
 
     def rotary(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
         """cos and sin of slots first … first + keys - 1, (1 or B, keys, R/2) each."""
         config, kind = self.body.config, ("rotary", layer_type)
-        if kind not in self.made:
+        if kind not in self.tables:
             like = torch.empty((), dtype=self.body.dtype, device=self.position_ids.device)
-            named = layer_type if rotary_is_by_layer(config) else None
-            made = self.body.rotary_emb(like, self._positions(), named)[:2]
+            layer_type = layer_type if rotary_is_by_layer(config) else None
+            table = self.body.rotary_emb(like, self._positions(), layer_type)[:2]
             if compiling():
-                made = tuple(materialized(x) for x in made)
-            self.made[kind] = made
-        cos, sin = self.made[kind]
+                table = tuple(materialized(x) for x in table)
+            self.tables[kind] = table
+        cos, sin = self.tables[kind]
         return cos[:, first : first + keys], sin[:, first : first + keys]
 
     def frames(
         self, layer_type: str | None, first: int, keys: int, pairs: int, tile: int
     ) -> KeyFrames | None:
-        """Tables for `attend_half` over these slots; None where positions are not consecutive.
+        """Tables for `attend_half` over these slots; None if positions are not consecutive.
 
         Args:
-            layer_type: Kind of the layer, where kinds differ in their rotation.
-            first: First slot that the layer's cache returned.
-            keys: How many it returned.
-            pairs: Rotary pairs of a head.
-            tile: Keys of a tile.
+            layer_type: Type of the layer, for families with a different rotation per type.
+            first: First slot returned by the layer's cache.
+            keys: Number of slots returned.
+            pairs: Rotary pairs per head.
+            tile: Keys per tile.
         """
         if self.first_position is None:
             return None
         kind = ("frames", layer_type, first, keys, pairs, tile)
-        if kind not in self.made:
+        if kind not in self.tables:
             config = self.body.config
-            named = layer_type if rotary_is_by_layer(config) else None
-            found = rotation(config, named)
+            found = rotation(config, layer_type if rotary_is_by_layer(config) else None)
             if found.rule.follows_length:
-                return None  # its base follows the largest position
-            self.made[kind] = key_frames(
+                return None  # the base depends on the largest position
+            self.tables[kind] = key_frames(
                 self.first_position + first,
                 keys,
                 found,
@@ -119,9 +119,9 @@ class KeyPositions:
                 free_pairs=config.coca_free_pairs,
                 dtype=torch.promote_types(self.body.dtype, torch.float32),
             )
-        return self.made[kind]
+        return self.tables[kind]
 
 
 def rotary_is_by_layer(config: Any) -> bool:
-    """Whether kinds of layers have rotary parameters of their own."""
+    """Whether the configuration has separate rotary parameters per layer type."""
     return rope_parameters(config) is not (config.rope_parameters or {})

@@ -1,4 +1,4 @@
-"""Loading a causal language model from a folder or by name, refusing what is incomplete."""
+"""Loading a causal language model from a folder or by name; incomplete weights are an error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from coca_attention.errors import UserError
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Keep Transformers from drawing a bar for every file that it reads or writes."""
+    """Disable Transformers' progress bars for reading and writing files."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -29,12 +29,12 @@ def no_progress_bars() -> Iterator[None]:
 def load_model(
     path: str | Path, *, dtype: str = "float32", device: str | None = None
 ) -> PreTrainedModel:
-    """A model in evaluation mode.
+    """Load a model in evaluation mode.
 
     Args:
         path: Folder of a Transformers model, or a name that Transformers resolves.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
-        device: ``cpu``, ``cuda``, …; by default the accelerator where there is one.
+        device: ``cpu``, ``cuda``, …; default: the accelerator if available.
 
     Raises:
         UserError: If there is no model, its files are damaged, or weights are missing.
@@ -42,11 +42,11 @@ def load_model(
     path = str(path)
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         hint = (
-            "; its training has not finished: run coca train with its recipe again"
+            "; its training has not finished: run coca train again with the same recipe"
             if (Path(path) / "recipe.yaml").is_file()
             else ""
         )
-        raise UserError(f"{path}: no config.json in this folder, so no model{hint}")
+        raise UserError(f"{path}: not a model folder, it has no config.json{hint}")
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
@@ -61,7 +61,7 @@ def load_model(
             )
     except SafetensorError as error:
         raise UserError(
-            f"{path}: a weight file is damaged or cut short ({error}); copy or save it again"
+            f"{path}: a weight file is damaged or truncated ({error}); copy or save it again"
         ) from error
     except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
         raise UserError(f"{path}: no model could be loaded: {_brief(error)}") from error
@@ -69,8 +69,8 @@ def load_model(
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(
-            f"{path}: the weight files lack {len(missing)} of the model's tensors, among them "
-            f"{missing[0]}; they would have been left random"
+            f"{path}: {len(missing)} of the model's tensors are missing from the weight files, for "
+            f"example {missing[0]}, and would be random"
         )
     try:
         return model.to(device).eval()

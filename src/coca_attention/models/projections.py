@@ -1,4 +1,4 @@
-"""The projections of an attention module: where a family keeps them, and T in the key's place.
+"""The projections of attention modules, and replacing the key projection with a T projection.
 
 Legend: B batch, T length, H query heads, G key/value heads, D head width, P = D/2 rotary pairs, F
 free pairs.
@@ -19,17 +19,17 @@ from coca_attention.ops import fold, get_form
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """How a family's attention modules hold and normalise their projections.
+    """Names and layout of the projections and norms in a family's attention modules.
 
     Attributes:
-        module_name: The attention module's name in a decoder layer.
-        output_name: The output projection's name.
+        module_name: Name of the attention module in a decoder layer.
+        output_name: Name of the output projection.
         interleaved: Pair layout, see `split_pairs`.
-        norm_spans_heads: Whether q and k norms are over all heads at once, not over each.
-        norm_offset: What a q or k norm adds to its weight.
-        fused_name: The one projection to queries, keys and values, where a family has it.
-        split_fused: From (attention module, what the fused projection gives (..., out)) to
-            queries, keys and values, heads one after the other on the last axis.
+        norm_spans_heads: Whether q and k norms normalise all heads together, not each separately.
+        norm_offset: Number that a q or k norm adds to its weight.
+        fused_name: Name of the fused projection to queries, keys and values, if there is one.
+        split_fused: Maps (attention module, output of the fused projection (..., out)) to queries,
+            keys and values, with heads concatenated along the last dimension.
     """
 
     module_name: str = "self_attn"
@@ -46,18 +46,18 @@ class AttentionLayout:
 
 
 class FoldedLinear(nn.Linear):
-    """The T projection, stored folded: one output per collinear pair in place of two.
+    """The T projection, stored folded: one output per collinear pair instead of two.
 
-    A class of its own so that it is initialised as the mean of two rows of an unfolded projection.
+    A separate class, so that it is initialised like the mean of two rows of an unfolded projection.
     """
 
     kv_heads = 1
     free_pairs = 0
 
     def init_folded(self, std: float) -> None:
-        """Draw the weights with std/√2 (std for free pairs), the bias zero."""
+        """Initialise the weights with std/√2 (std for free pairs) and the bias with zero."""
         init.normal_(self.weight, mean=0.0, std=std / 2**0.5)
-        # Views do not carry the mark that Transformers puts on weights it has loaded.
+        # Transformers marks loaded weights with an attribute that views do not have.
         if self.free_pairs and not getattr(self.weight, "_is_hf_initialized", False):
             rows = self.weight.detach().unflatten(0, (self.kv_heads, -1))
             init.normal_(rows[:, -2 * self.free_pairs :], mean=0.0, std=std)
@@ -66,7 +66,7 @@ class FoldedLinear(nn.Linear):
 
 
 def fold_heads(attention: Any, x: Tensor) -> Tensor:
-    """`fold` of every head on the last axis: (..., G * D) to (..., G * (P + F))."""
+    """Apply `fold` to every head along the last dimension: (..., G * D) to (..., G * (P + F))."""
     heads = x.unflatten(-1, (-1, attention.head_dim))
     config = attention.config
     span = rotation(config, getattr(attention, "layer_type", None)).width
@@ -77,7 +77,7 @@ def fold_heads(attention: Any, x: Tensor) -> Tensor:
 def head_norm(
     attention: Any, name: str, layout: AttentionLayout
 ) -> Callable[[Tensor], Tensor] | None:
-    """An attention module's norm of that name on (..., heads, width); None where it has none."""
+    """An attention module's norm as a function on (..., heads, width), or None."""
     norm = getattr(attention, name, None)
     if norm is None or not layout.norm_spans_heads:
         return norm
@@ -87,12 +87,12 @@ def head_norm(
 def project_rotary(
     attention: Any, hidden_states: Tensor, layout: AttentionLayout
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys of a family's own rotary attention module, before rotation.
+    """Queries and keys of a family's original attention module, before rotation.
 
     Args:
-        attention: The module.
+        attention: The attention module.
         hidden_states: (B, T, hidden).
-        layout: The family's.
+        layout: The layout of the family.
 
     Returns:
         q (B, H, T, D) and k (B, G, T, D).
@@ -112,7 +112,7 @@ def project_rotary(
 
 
 def separate_projections(attention: Any, layout: AttentionLayout) -> None:
-    """Replace a fused projection by q_proj, k_proj and v_proj, where a module has one."""
+    """Replace the fused projection of a module, if it has one, by q_proj, k_proj and v_proj."""
     if layout.split_fused is None:
         return
     fused, split = getattr(attention, str(layout.fused_name)), layout.split_fused
@@ -123,12 +123,12 @@ def separate_projections(attention: Any, layout: AttentionLayout) -> None:
 
 
 def replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None = None) -> None:
-    """Put a T projection (and norm) in the place of the key projection (and norm), in place.
+    """Replace the key projection (and norm) of a module by a T projection (and norm), in place.
 
     Args:
         attention: A CoCA attention module that still has the family's projections.
-        prepare: Called with the module while it has both projections, to change how T begins. By
-            default T begins as the pair means of the key projection's rows.
+        prepare: Called with the module while it has both projections, to change the initial T.
+            By default T is initialised with the pair means of the key projection's rows.
     """
     layout = attention.layout
     separate_projections(attention, layout)
@@ -141,8 +141,8 @@ def replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None 
         prepare(attention)
     del attention.k_proj
     if getattr(attention, "k_norm", None) is not None:
-        # Pair means of normalised keys are 1/√2 as large as the keys where the two members are
-        # independent; normalising the means brings them to 1.
+        # If the two members are independent, pair means of normalised keys are 1/√2 as large as
+        # the keys, but the T norm scales them to 1: divide its weight by √2.
         offset = layout.norm_offset
         weight = fold_heads(attention, attention.k_norm.weight.detach() + offset) / 2**0.5
         attention.t_norm = copy.deepcopy(attention.k_norm)
@@ -157,7 +157,7 @@ def replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None 
 
 
 def initial_form_parameters(attention: Any) -> dict[str, Tensor]:
-    """What the learned parameters of an attention module's score form begin with."""
+    """Initial values of the learned parameters of an attention module's score form."""
     config = attention.config
     sizes = config.num_attention_heads, attention.head_dim // 2 - config.coca_free_pairs
     return get_form(config.coca_form).initial_parameters(*sizes)
@@ -166,18 +166,18 @@ def initial_form_parameters(attention: Any) -> dict[str, Tensor]:
 def _from_rows(
     projection: nn.Linear, rows: Callable[[Tensor], Tensor], kind: type[nn.Linear] = nn.Linear
 ) -> Any:
-    """A projection made from the rows of another one, its storage not shared.
+    """Create a projection from the rows of another one, without shared storage.
 
     Args:
-        projection: The other one.
-        rows: From what it gives, on the last axis, to what the new one gives.
-        kind: Class of the new one.
+        projection: The other projection.
+        rows: Maps its outputs, along the last dimension, to those of the new projection.
+        kind: Class of the new projection.
     """
-    made = kind(projection.in_features, 1, bias=False, device="meta")
+    new = kind(projection.in_features, 1, bias=False, device="meta")
     for name in ("weight", "bias"):
         parameter = getattr(projection, name)
         if parameter is not None:
-            own = rows(parameter.detach().t()).t().clone(memory_format=torch.contiguous_format)
-            setattr(made, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
-    made.out_features = made.weight.shape[0]
-    return made
+            value = rows(parameter.detach().t()).t().clone(memory_format=torch.contiguous_format)
+            setattr(new, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+    new.out_features = new.weight.shape[0]
+    return new

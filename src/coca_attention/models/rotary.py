@@ -1,4 +1,4 @@
-"""Rotary modules of Transformers models: stateless, from the configuration at every call."""
+"""Stateless rotary modules for Transformers models."""
 
 from typing import Any
 
@@ -10,10 +10,11 @@ from coca_attention.ops.positions import join_pairs
 
 
 class CoCARotary(nn.Module):
-    """cos and sin, half as wide as the rotated part of a head, in float32 or wider.
+    """cos and sin with half the rotary width, in float32 or wider.
 
-    Computed from the configuration at every call. It has no buffers: a long input never changes a
-    later short one, and loading a model or changing its ``rope_parameters`` leaves nothing stale.
+    Computed from the configuration at every call. The module has no buffers: a long input does not
+    affect later short ones, and loading a model or changing its ``rope_parameters`` leaves nothing
+    stale.
     """
 
     def __init__(self, config: Any) -> None:
@@ -27,7 +28,7 @@ class CoCARotary(nn.Module):
         """Tables for position_ids (B, T).
 
         Returns:
-            cos and sin, each (B, T, R/2) for a rotary width R, and what queries are multiplied by,
+            cos and sin, each (B, T, R/2) for a rotary width R, and the factor on the queries,
             (B, T), or None.
         """
         found = rotation(self.config, layer_type)
@@ -36,13 +37,13 @@ class CoCARotary(nn.Module):
 
 
 class VanillaRotary(CoCARotary):
-    """Stateless replacement of a Transformers rotary module: cos and sin at the full rotary width.
+    """Stateless replacement for a Transformers rotary module: cos and sin at full rotary width.
 
-    Transformers' own ``dynamic`` remembers the longest input seen; this one does not.
+    Unlike Transformers' own ``dynamic``, it does not remember the longest input seen.
 
     Args:
         config: The model's configuration.
-        interleaved: Whether the module repeats each pair's number next to itself (Cohere).
+        interleaved: Whether the two values of a pair are adjacent (Cohere).
     """
 
     def __init__(self, config: Any, interleaved: bool = False) -> None:

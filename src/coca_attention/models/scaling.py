@@ -1,4 +1,4 @@
-"""Rotary scaling of a loaded model, CoCA or vanilla, without state and without reloading."""
+"""Changing the rotary scaling of a loaded model, CoCA or vanilla."""
 
 import copy
 from typing import Any
@@ -30,31 +30,31 @@ def set_rotary_scaling(
     length: int | None = None,
     **parameters: Any,
 ) -> None:
-    """Change how a model's rotary angles are scaled, in place, until the next call.
+    """Set the rotary scaling of a model, in place.
 
-    Works on CoCA models and on Transformers' rotary models, so that the same code compares both.
-    The rule replaces the one that the model had; the configuration says what was set. Where kinds
-    of layers differ (Gemma 3), those with full attention are scaled: a sliding window never sees
-    far. A vanilla model that is saved with ``ntk`` can be loaded where this package is imported,
-    which registers the rule; Transformers' own Phi-3 can be saved with ``longrope`` alone.
+    Works on CoCA models and on Transformers' rotary models. The rule replaces the current one and
+    is stored in the configuration. In families with several layer types (Gemma 3) it applies to the
+    layers with full attention, because a sliding window never reaches far. Loading a vanilla model
+    that was saved with ``ntk`` requires importing this package, which registers the rule.
+    Transformers' own Phi-3 can only be saved with ``longrope``.
 
     Args:
         model: A loaded model.
-        kind: ``none``, ``linear`` (position interpolation), ``ntk`` (base fixed from the target
-            length), ``dynamic`` (base follows the length of each forward pass; exact for a full
-            pass, inexact while decoding with a cache), ``yarn``, ``llama3``, ``longrope``, or a
-            rule that was registered.
-        factor: Scaling factor, at least 1. Without it that of the model's present rule, if of the
-            same kind; for ``longrope`` the one that follows from its configuration; or else 1.
+        kind: ``none``, ``linear`` (position interpolation), ``ntk`` (base fixed by the target
+            length), ``dynamic`` (base derived from the length of each forward pass; exact for a
+            full pass, inexact when decoding with a cache), ``yarn``, ``llama3``, ``longrope``, or a
+            registered rule.
+        factor: Scaling factor, at least 1. Default: that of the current rule if it is of the same
+            kind; for ``longrope``, derived from the configuration; otherwise 1.
         length: Target length in tokens, for ``ntk`` (without it the base is multiplied by
-            ``factor ** (D / (D - 2))``) and ``longrope`` (without it the long factors are taken).
-        **parameters: What else the rule takes (the fields of its class in `coca_attention.ops`),
-            for example ``low_freq_factor`` for ``llama3``. Those of the model's present rule stay
-            when it is of the same kind.
+            ``factor ** (D / (D - 2))``) and ``longrope`` (without it the long factors apply).
+        **parameters: Other parameters of the rule (the fields of its class in
+            `coca_attention.ops`), for example ``low_freq_factor`` for ``llama3``. Default: those of
+            the current rule if it is of the same kind.
 
     Raises:
-        UserError: If the model has no rotary embedding, one of an unknown kind, or a value is
-            out of range. The model is then as it was.
+        UserError: If the model has no rotary embedding or one of an unsupported kind, or a value is
+            out of range. The model is then unchanged.
     """
     config = model.config.get_text_config()
     modules = {
@@ -64,8 +64,8 @@ def set_rotary_scaling(
     }
     if not modules:
         raise UserError(
-            f"a model of type {config.model_type!r} has no rotary embedding that could be scaled; "
-            "evaluate it with scaling none"
+            f"a model of type {config.model_type!r} has no rotary embedding to scale; use scaling "
+            "none"
         )
     if not isinstance(kind, str) or kind not in RULES:
         raise UserError(f"unknown rotary scaling {kind!r}; choose one of {', '.join(RULES)}")
@@ -74,15 +74,15 @@ def set_rotary_scaling(
     unknown = sorted(set(parameters) - set(own))
     if unknown:
         raise UserError(
-            f"rotary scaling {kind!r} has no {', '.join(unknown)}"
+            f"rotary scaling {kind!r} does not take {', '.join(unknown)}"
             + (f"; it takes {', '.join(own)}" if own else "")
         )
     if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
-        raise UserError(f"the target length must be a whole number of tokens, got {length!r}")
+        raise UserError(f"the target length must be an integer number of tokens, got {length!r}")
     if length is not None and not rule.has_target_length:
-        able = [name for name, other in RULES.items() if other.has_target_length]
+        supporting = [name for name, other in RULES.items() if other.has_target_length]
         raise UserError(
-            f"rotary scaling {kind!r} has no target length; give it to {' or '.join(able)}"
+            f"rotary scaling {kind!r} does not take a target length; use {' or '.join(supporting)}"
         )
     trained = training_length(config)
     if length is not None and trained is not None and length < trained and kind == "ntk":
@@ -95,11 +95,11 @@ def set_rotary_scaling(
             "this model has no layer with full attention, and sliding windows are not scaled"
         )
     known = {*KEPT, *CHANGED, *(name for r in RULES.values() for name in r.parameter_names())}
-    strange = sorted(name for name in rope if name not in known and rope[name] is not None)
-    if strange:
+    unsupported = sorted(name for name in rope if name not in known and rope[name] is not None)
+    if unsupported:
         raise UserError(
-            f"this model's rotary embedding is of a kind whose scaling is not supported: its "
-            f"parameters have {', '.join(strange)}"
+            f"scaling of this model's rotary embedding is not supported, because its parameters "
+            f"include {', '.join(unsupported)}"
         )
     same = rope.get("rope_type", "default") == rule.rope_type
     changed = {name: rope[name] for name in KEPT if name in rope}
@@ -111,7 +111,7 @@ def set_rotary_scaling(
         if factor is not None:
             changed["factor"] = factor
     if "training_length" in taken and not issubclass(rule, NTK) and trained is not None:
-        # Without it Transformers refuses to save the configuration.
+        # Transformers requires it to save the configuration.
         changed.setdefault("original_max_position_embeddings", trained)
     if length is not None:
         changed["length"] = length
@@ -121,7 +121,7 @@ def set_rotary_scaling(
             changed[name] = list(value) if isinstance(value, tuple) else value
     probe = _with_rule(config, changed)
     try:
-        # Built, and so checked, before the model sees it.
+        # Compute the tables once, which checks the parameters, before changing the model.
         if "factor" in changed:
             changed["factor"] = float(changed["factor"])
         CoCARotary(probe)(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
@@ -139,10 +139,10 @@ def set_rotary_scaling(
 
 
 def _stateless(module: Any, config: Any) -> VanillaRotary:
-    """Our rotary in place of a Transformers one, after checking that they agree as loaded."""
+    """A stateless replacement for a Transformers rotary module that computes the same tables."""
     kinds = sorted(set(config.layer_types)) if hasattr(module, "layer_types") else [None]
     try:
-        # A new one: the model's may have been cast, or remember a long text.
+        # Create a new one: the model's may have been cast, or remember a long text.
         module = type(module)(config)
     except (TypeError, ValueError, KeyError, AttributeError):
         kinds = []
@@ -152,17 +152,17 @@ def _stateless(module: Any, config: Any) -> VanillaRotary:
             return VanillaRotary(config, interleaved)
     supported = ", ".join(rule.rope_type for rule in RULES.values())
     raise UserError(
-        f"the rotary embedding {type(module).__name__} is of a kind whose scaling is not "
-        f"supported (supported: {supported}; one set of frequencies a kind of layer)"
+        f"scaling of the rotary embedding {type(module).__name__} is not supported; supported rope "
+        f"types, with one set of frequencies per layer type: {supported}"
     )
 
 
 def _with_rule(config: Any, rule: dict[str, Any]) -> Any:
-    """A copy of a configuration with another rule (for its global layers, where kinds differ)."""
+    """A copy of a configuration with another rule (for full attention, if layer types differ)."""
     changed = copy.copy(config)
-    whole = config.rope_parameters
-    nested = rope_parameters(config) is not whole
-    changed.rope_parameters = {**whole, "full_attention": rule} if nested else rule
+    current = config.rope_parameters
+    nested = rope_parameters(config) is not current
+    changed.rope_parameters = {**current, "full_attention": rule} if nested else rule
     return changed
 
 

@@ -1,13 +1,13 @@
-"""Tensors in, tensors out; needs torch alone.
+"""Functions on tensors; requires only torch.
 
-- `positions`: rotary pairs, rules for their frequencies, `Rotation`.
+- `positions`: rotary pairs, scaling rules, `Rotation`.
 - `forms`: the score forms.
 - `maps`: effective queries and keys.
 - `collinear`: `coca_attention`, the operator.
 - `decoding`: one new token over a half cache.
-- `kernels`: fused Triton kernels, used on CUDA where Triton is installed.
+- `kernels`: fused Triton kernels, used on CUDA if Triton is installed.
 - `attention`: softmax attention in linear memory.
-- `alibi`: linear biases, the paper's baseline.
+- `alibi`: attention with linear biases, the paper's baseline.
 - `oracle`: the paper's equations as printed, in float64.
 """
 

@@ -2,28 +2,28 @@
 
 Legend: B batch, T query length, S key length, H heads, D head width.
 
-The score of query m and key n loses ``slope * (m - n)``. Softmax does not see what is constant
-along a row, so only ``slope * n`` matters, and that is an inner product: two more columns on the
-queries (the slope) and on the keys (the position). ALiBi then needs no bias matrix and runs
-through any attention kernel in linear memory; the paper's own runs ended out of memory at 16k.
+ALiBi subtracts ``slope * (m - n)`` from the score of query m and key n. Softmax ignores a constant
+of the row, so only ``slope * n`` matters, which is an inner product: two additional columns on the
+queries (the slope) and on the keys (the position). ALiBi therefore needs no bias matrix and runs
+through any attention kernel in linear memory; the paper's own runs went out of memory at 16k.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Positions are split into hi * SPLIT + lo: both parts stay exact in bfloat16 up to 65,536 tokens.
+# Positions are split into hi * SPLIT + lo; both parts are exact in bfloat16 up to 65,536 tokens.
 SPLIT = 256
-# The columns added to queries and keys: two in use, the rest zero, for the kernels' alignment.
+# Columns added to queries and keys: two are used, the others are zeros for the kernels' alignment.
 EXTRA_COLUMNS = 8
 
 
 def slopes(num_heads: int) -> Tensor:
     """The slope of every head.
 
-    A geometric series starting at ``2 ** (-8 / H)`` with that ratio when H is a power of two.
-    Otherwise the series of the power of two below H comes first, followed by every other member
-    of the series twice as fine, as the ALiBi authors do.
+    A geometric series with first element and ratio ``2 ** (-8 / H)`` if H is a power of two.
+    Otherwise, as in the ALiBi authors' code, the series of the next lower power of two, followed by
+    every other element of the series of twice that power.
 
     Args:
         num_heads: H, at least 1.
@@ -42,7 +42,7 @@ def slopes(num_heads: int) -> Tensor:
 
 
 def bias(num_heads: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-    """The bias matrix written out: ``-slope * (m - n)``, (H, T, S), float64."""
+    """The materialized bias matrix ``-slope * (m - n)``, (H, T, S), float64."""
     distance = query_positions.double().unsqueeze(-1) - key_positions.double()
     return -slopes(num_heads).to(distance.device)[:, None, None] * distance
 
@@ -53,7 +53,7 @@ def augment(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     Args:
         query: (B, H, T, D).
         key: (B, H, S, D), at consecutive positions (only their differences matter).
-        scale: The factor that attention will multiply the scores by.
+        scale: The scale that will be passed to attention.
 
     Returns:
         (B, H, T, D + 8) and (B, H, S, D + 8): scale * Q'_m · K'_n equals
@@ -62,9 +62,9 @@ def augment(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     heads, queries = query.shape[-3:-1]
     keys = key.shape[-2]
     slope = (slopes(heads) / scale).to(query)[:, None].expand(heads, queries)
-    # Rounded once, so that hi and lo parts use the same slope in every precision.
+    # The slope is rounded once, so that both parts use the same value in every precision.
     query_columns = torch.stack((slope * SPLIT, slope), dim=-1)
-    # Counted back from the last key: the positions near the query, which matter, are small.
+    # Counted back from the last key, so that positions near the query, which matter, are small.
     back = torch.arange(1 - keys, 1, device=key.device)
     hi = torch.div(back, SPLIT, rounding_mode="trunc")
     key_columns = torch.stack((hi, back - hi * SPLIT), dim=-1).to(key.dtype)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# Rows of queries handled at once where a mask has to be written out: the mask of a block takes
+# Queries processed at once if a mask must be materialized: the mask of one block has
 # QUERY_BLOCK * S entries, so memory stays linear in S.
 QUERY_BLOCK = 512
 
@@ -31,8 +31,7 @@ def attend(
         key: (B, G, S, D); G divides H.
         value: (B, G, S, Dv). Dv may differ from D.
         attention_mask: Boolean (True = may attend) or additive, broadcastable to (B, H, T, S).
-            Applied on top of causality when ``is_causal``. A row that may attend to nothing
-            gives zeros.
+            Applied in addition to causality if ``is_causal``. A fully masked row gives zeros.
         is_causal: Whether query i sees only keys 0 … S - T + i.
         scale: Multiplies the scores; default 1/sqrt(D).
         dropout: Probability of dropping an attention weight.
@@ -41,8 +40,8 @@ def attend(
         (B, H, T, Dv).
 
     Raises:
-        ValueError: If G does not divide H, there are more queries than keys under causality, or
-            the mask has fewer than two dimensions.
+        ValueError: If G does not divide H, there are more queries than keys in causal attention,
+            or the mask has fewer than two dimensions.
         TypeError: If the mask is neither boolean nor floating.
     """
     heads, queries, width = query.shape[-3:]
@@ -54,15 +53,15 @@ def attend(
         )
     if is_causal and queries > keys:
         raise ValueError(
-            f"causal attention takes the queries as the last positions of the keys, so it needs "
+            f"in causal attention the queries are the last positions of the keys, so there must be "
             f"at least as many keys as queries; got {queries} queries and {keys} keys"
         )
     _check_mask(attention_mask)
     if queries == 0:
         return query.new_zeros(*query.shape[:-1], value_width)
     scale = width**-0.5 if scale is None else scale
-    # The fused kernels want equal widths: with unequal ones PyTorch falls back to a kernel that
-    # holds the whole score matrix. Zero columns change neither the scores nor the kept output.
+    # The fused kernels need equal widths: with unequal ones PyTorch falls back to a kernel that
+    # materializes the score matrix. Zero columns change neither the scores nor the output.
     if value_width < width:
         value = F.pad(value, (0, width - value_width))
     elif value_width > width:
@@ -90,7 +89,7 @@ def attend(
     elif attention_mask is None and queries == keys:
         output = call(query, keys, None, True)
     else:
-        # `is_causal` of the kernel aligns the first query with the first key and excludes a mask.
+        # The kernel's `is_causal` aligns the first query with the first key and allows no mask.
         def block(rows: Tensor, start: int) -> Tensor:
             stop = start + rows.shape[-2]
             last = keys - queries + stop
@@ -100,7 +99,7 @@ def attend(
         starts = range(0, queries, QUERY_BLOCK)
         pieces = [(query[..., start : start + QUERY_BLOCK, :], start) for start in starts]
         if torch.is_grad_enabled() and len(pieces) > 1:
-            # Otherwise the masks of all blocks, S * S together, would be kept for the backward.
+            # Otherwise the backward pass would keep the masks of all blocks, S * S in total.
             outputs = [checkpoint(block, *piece, use_reentrant=False) for piece in pieces]
         else:
             outputs = [block(*piece) for piece in pieces]
@@ -114,7 +113,7 @@ def _check_mask(mask: Tensor | None) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
             f"attention_mask must be boolean (True = may attend) or floating (added to the "
-            f"scores), got {mask.dtype}; turn a mask of 0 and 1 into one with .bool()"
+            f"scores), got {mask.dtype}; convert a mask of 0 and 1 with .bool()"
         )
     if mask.dim() < 2:
         raise ValueError(
@@ -124,10 +123,10 @@ def _check_mask(mask: Tensor | None) -> None:
 
 
 def _fuses_grouped_heads(query: Tensor, masked: bool) -> bool:
-    """Whether a linear-memory kernel takes fewer key/value heads than query heads.
+    """Whether a linear-memory kernel supports fewer key/value heads than query heads.
 
-    On accelerators only FlashAttention does, in half precision without a mask; anything else with
-    grouped heads selects the kernel with the S * S matrix.
+    On accelerators only FlashAttention does, in half precision and without a mask. Otherwise,
+    grouped heads select the kernel that materializes the S * S score matrix.
     """
     return query.device.type == "cpu" or (
         not masked and query.dtype in (torch.float16, torch.bfloat16)
@@ -137,7 +136,7 @@ def _fuses_grouped_heads(query: Tensor, masked: bool) -> bool:
 def _causal_block_mask(
     mask: Tensor | None, start: int, stop: int, last: int, device: torch.device
 ) -> Tensor:
-    """Mask of query rows start … stop - 1, the last of which sees keys 0 … last - 1."""
+    """Mask for queries start … stop - 1, the last of which sees keys 0 … last - 1."""
     row = torch.arange(last - (stop - start), last, device=device).unsqueeze(-1)
     causal = torch.arange(last, device=device) <= row
     if mask is None:

@@ -2,10 +2,10 @@
 
 Legend: B batch, T query length, S key length, H query heads, G key/value heads, D head width.
 
-The paper writes the scores with a key for every (query, key) pair. They are ordinary dot products
+The paper writes the scores with one key for every (query, key) pair. They are ordinary dot products
 of an effective query and an effective key (`maps`), so any kernel for softmax(Q K^T) V computes
-CoCA exactly, in memory linear in S. Scores of shift-invariant forms depend on m - n alone; those of
-the slack form depend on both positions, so they need true positions.
+CoCA exactly, in memory linear in S. Scores of shift-invariant forms depend only on m - n. Scores of
+the slack form depend on both positions, so it needs true positions.
 """
 
 import torch
@@ -41,25 +41,26 @@ def coca_attention(
             G divides H. With F free pairs (B, G, S, D/2 + F), see `coca_attention.ops.maps`.
         value: (B, G, S, Dv); Dv may differ from D.
         form: Score form or its name: ``slack`` (Eq. 10, what the authors trained), ``strict``
-            (Eq. 9 = Eq. 17, shift-invariant) or ``magnitude`` (our own, shift-invariant: |q_j| in
-            place of |q_j|^2).
-        rotation: What turns the pairs; default `Rotation(D)`. A smaller width is partial rotary.
+            (Eq. 9 = Eq. 17, shift-invariant) or ``magnitude`` (our own, shift-invariant: |q_j|
+            instead of |q_j|^2).
+        rotation: Rotation of the pairs; default `Rotation(D)`. A smaller width is partial rotary.
         query_positions: (T,) or (B, T); default: the last T of 0 … S - 1.
-        key_positions: (S,) or (B, S); default 0 … S - 1. Give true positions for padded or packed
-            batches: the slack form is not shift-invariant.
+        key_positions: (S,) or (B, S); default 0 … S - 1. Pass the true positions of padded or
+            packed batches, because the slack form is not shift-invariant.
         interleaved: Pair layout of the query: False for pairs (j, j + D/2), True for (2j, 2j + 1).
         parameters: The form's learned parameters, each (H, ...); default: their initial
             values. The built-in forms have none.
         attention_mask: Boolean (True = may attend) or additive, broadcastable to (B, H, T, S);
-            applied on top of causality.
-        is_causal: Causality by index, not by position: query i sees keys 0 … S - T + i.
+            applied in addition to causality.
+        is_causal: Whether to apply a causal mask by index, not by position: query i sees keys
+            0 … S - T + i.
         scale: Multiplies the scores; default 1/sqrt(D).
 
     Returns:
         (B, H, T, Dv) in the dtype of the query.
 
     Raises:
-        ValueError: If a shape does not fit; the message says which and what was expected.
+        ValueError: If a shape does not match; the message says which, and what was expected.
         TypeError: If query, key coefficients and value differ in dtype.
     """
     form = get_form(form)
@@ -131,13 +132,13 @@ def _check_inputs(query: Tensor, key_coefficients: Tensor, value: Tensor) -> Non
     kv_heads, _, coefficients = key_coefficients.shape[1:]
     if not width // 2 <= coefficients <= width:
         raise ValueError(
-            f"key_coefficients must hold one number per rotary pair, width {width // 2} for a "
-            f"head of {width}, and one more per free pair; got {coefficients} (use fold() to halve "
-            "a full-width projection)"
+            f"key_coefficients must have one number per rotary pair, {width // 2} for head width "
+            f"{width}, and one more per free pair; got {coefficients} (use fold() to halve a "
+            "full-width projection)"
         )
     if value.shape[:3] != key_coefficients.shape[:3] or batch != value.shape[0]:
         raise ValueError(
-            f"batch, key/value heads and key length must agree: query {tuple(query.shape)}, "
+            f"batch, key/value heads and key length must match: query {tuple(query.shape)}, "
             f"key_coefficients {tuple(key_coefficients.shape)}, value {tuple(value.shape)}"
         )
     if kv_heads == 0 or heads % kv_heads:

@@ -1,15 +1,16 @@
-"""Attention of one new token over a half cache: key coefficients in place of whole keys.
+"""Attention of one new token over a half cache, which stores key coefficients instead of keys.
 
 Legend: B batch, S keys, H query heads, G key/value heads, D head width, P = D/2 rotary pairs, F
-free pairs, W = P + F coefficients of a token and key head, N keys of a tile.
+free pairs, W = P + F coefficients per token and key head, N keys per tile.
 
 K'_n is R_n applied to coefficients that do not depend on n, and rotations add up: for the keys
-n = n_0 + r of a tile, Q' · K'_n = (R_{-n_0} Q') · K'_r. So the query is rotated once a tile, and
-one table of N rows serves the coefficients of every tile: a step reads coefficients and V, which
-for F = 0 is three quarters of what whole keys and values are, and nothing else of their length.
+n = n_0 + r of a tile, Q' · K'_n = (R_{-n_0} Q') · K'_r. The query is therefore rotated once per
+tile, and one table of N rows rotates the coefficients of every tile. A step reads only coefficients
+and V, which for F = 0 is three quarters of the size of full keys and values.
 
-Every coefficient is treated as the first member of a pair whose second one is 0. The second member
-of a free pair is that of the pair a quarter turn ahead (`paired_query`).
+Every coefficient is treated as the first member of a pair whose second member is 0. The second
+member of a free pair acts like the first member of a pair rotated by a quarter turn
+(`paired_query`).
 """
 
 from dataclasses import dataclass, field
@@ -22,10 +23,10 @@ from coca_attention.ops import kernels
 from coca_attention.ops.maps import over_all_pairs
 from coca_attention.ops.positions import Rotation
 
-# Numbers formed of a tile's coefficients on a CPU, over all heads: they stay in its caches.
+# Products per tile on a CPU, over all heads: small enough to stay in its caches.
 CPU_TILE = 1 << 18
-# Most keys of a tile in the CUDA kernel, and bytes of their coefficients: wider tiles ask for more
-# shared memory than there is (these for 74 KiB at most).
+# Limits per tile in the CUDA kernel, in keys and in bytes of coefficients: larger tiles would
+# exceed the shared memory of a GPU (these need at most 74 KiB).
 CUDA_KEYS, CUDA_TILE = 64, 1 << 13
 
 
@@ -36,10 +37,10 @@ class KeyFrames:
     Attributes:
         cos: cos(n_0 θ_j) of every tile's first position n_0, (1 or B, tiles, W), float32 or wider.
         sin: Like cos.
-        first: cos(r θ_j) at the places r of a tile, (N, W).
+        first: cos(r θ_j) for every offset r in a tile, (N, W).
         second: sin(r θ_j), (N, W).
-        length: Keys S.
-        buffers: Scratch memory, so that the frames serve one step at a time.
+        length: Number of keys S.
+        buffers: Scratch memory. It is shared, so only one step may use the frames at a time.
     """
 
     cos: Tensor
@@ -51,18 +52,18 @@ class KeyFrames:
 
     @property
     def tile(self) -> int:
-        """Keys of a tile, N."""
+        """Keys per tile, N."""
         return self.first.shape[0]
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """Uninitialised scratch memory for one step, in the dtype of the tables.
 
-        Every layer of a model gets the same, one after the other: fresh memory would cost its page
-        faults in each of them.
+        All layers of a model reuse the same memory one after the other, because newly allocated
+        memory would cause page faults in each of them.
         """
         buffer = self.buffers.get(name)
         if buffer is None or buffer.shape != shape:
-            with torch.inference_mode(False):  # or it could not be written to outside that mode
+            with torch.inference_mode(False):  # so that it can be written to outside that mode
                 buffer = self.buffers[name] = self.first.new_empty(shape)
         return buffer
 
@@ -77,14 +78,14 @@ def key_frames(
     free_pairs: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> KeyFrames:
-    """Tables for keys at consecutive positions; they serve every layer of a model.
+    """Tables for keys at consecutive positions, shared by all layers of a model.
 
     Args:
-        first_position: Position of key 0 of every row of the batch, (1,) or (B,).
-        length: Keys S.
-        rotation: What turns the pairs.
-        tile: Keys of a tile, see `tile_length`.
-        pairs: All pairs of a head, P; those behind the rotated ones have angle 0.
+        first_position: Position of key 0 in every row of the batch, (1,) or (B,).
+        length: Number of keys S.
+        rotation: Rotation of the pairs.
+        tile: Keys per tile, see `tile_length`.
+        pairs: Pairs per head, P; those beyond the rotary width have angle 0.
         free_pairs: F.
         dtype: dtype of the tables, float32 or wider.
     """
@@ -112,8 +113,8 @@ def _paired(x: Tensor, free_pairs: int) -> Tensor:
 def paired_query(query: Tensor, coefficients: int) -> Tensor:
     """Q' with one pair for every coefficient.
 
-    A free pair's score is k_0 (q_0 cos + q_1 sin) + k_1 (q_1 cos - q_0 sin): k_1 meets the query
-    (q_1, -q_0).
+    The score of a free pair is k_0 (q_0 cos + q_1 sin) + k_1 (q_1 cos - q_0 sin), so k_1 is scored
+    like a coefficient with the query pair (q_1, -q_0).
 
     Args:
         query: Q', (..., D).
@@ -130,7 +131,7 @@ def paired_query(query: Tensor, coefficients: int) -> Tensor:
 
 
 def tile_length(coefficients: Tensor, heads: int) -> int:
-    """Keys of a tile that suit the device of the coefficients: a power of two.
+    """Keys per tile that suit the device of the coefficients: a power of two.
 
     Args:
         coefficients: (B, G, S, W).
@@ -154,23 +155,23 @@ def attend_half(
     attention_mask: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """softmax(scale * Q' · K' + mask) V of one query token, K' never written out.
+    """softmax(scale * Q' · K' + mask) V of one query token, without materializing K'.
 
     Args:
         query: Q' (`maps.query_map`), (B, H, 1, D).
         coefficients: (B, G, S, W); G divides H.
         value: (B, G, S, Dv).
         frames: From `key_frames`, for these S keys.
-        attention_mask: Boolean (True = may attend), (1 or B, 1, 1, S). A row that may attend to
-            nothing gives zeros.
+        attention_mask: Boolean (True = may attend), (1 or B, 1, 1, S). A fully masked row gives
+            zeros.
         scale: Multiplies the scores.
 
     Returns:
         (B, H, 1, Dv) in the dtype of the query.
 
     Raises:
-        ValueError: If there is more than one query, or the frames are for another length, or a
-            gradient is asked for: there is none.
+        ValueError: If there is more than one query, the frames are for another length, or an input
+            requires a gradient, which is not implemented.
     """
     if query.shape[-2] != 1 or frames.length != coefficients.shape[-2]:
         raise ValueError(
@@ -206,16 +207,16 @@ def attend_half_at(
     attention_mask: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """`attend_half` for keys at any positions, in one expression: meant for torch.compile.
+    """`attend_half` for keys at any positions, in one expression, intended for torch.compile.
 
-    Compiled, the scores are one loop over the coefficients, which are read once. Without a compiler
-    it writes a number for every query head, key and coefficient.
+    Compiled, the scores are one loop that reads the coefficients once. Without compilation, an
+    intermediate result has one element per query head, key and coefficient.
 
     Args:
         query: Q' (`maps.query_map`), (B, H, 1, D).
         coefficients: (B, G, S, W); G divides H.
         value: (B, G, S, Dv).
-        cos: cos of the angles at the keys' positions, (S, R/2) or (B, S, R/2), see `query_map`.
+        cos: cos of the angles at the key positions, (S, R/2) or (B, S, R/2), see `query_map`.
         sin: Like cos.
         attention_mask: As for `attend_half`.
         scale: Multiplies the scores.
@@ -224,7 +225,7 @@ def attend_half_at(
         (B, H, 1, Dv) in the dtype of the query.
 
     Raises:
-        ValueError: If a gradient is asked for: there is none.
+        ValueError: If an input requires a gradient, which is not implemented.
     """
     _check_no_gradient(query, coefficients, value)
     kv_heads, _, coefficients_width = coefficients.shape[1:]
@@ -243,35 +244,35 @@ def attend_half_at(
 def _check_no_gradient(*tensors: Tensor) -> None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError(
-            "half-cache decoding has no gradient: call it under torch.no_grad(), or form the keys "
-            "(key_map) and use attend"
+            "half-cache decoding has no gradient: call it under torch.no_grad(), or compute the "
+            "keys with key_map and use attend"
         )
 
 
 def _weighted_values(scores: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """softmax(scale * scores + mask) V, (B, G, H/G, Dv); the scores are overwritten."""
+    """softmax(scale * scores + mask) V, (B, G, H/G, Dv); overwrites the scores."""
     if scale != 1.0:
         scores.mul_(scale)
     if mask is not None:
         scores.masked_fill_(~mask, float("-inf"))
-    # The largest score gives 1, so the sum is at least 1, or no key is visible.
+    # The largest score becomes exp(0) = 1, so the sum is at least 1 unless no key is visible.
     highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
     weights = scores.sub_(highest).exp_()
     weights = weights.div_(weights.sum(-1, keepdim=True).clamp_(min=1.0)).to(value.dtype)
     if torch.compiler.is_compiling() and not value.is_cuda and weights.shape[-2] == 1:
-        # For one row the compiler writes a slow loop of its own, for two it calls the library.
+        # For one row the compiler generates a slow loop; for two it calls the matmul library.
         return (torch.cat((weights, weights), dim=-2) @ value)[..., :1, :]
     return weights @ value
 
 
 def _scores(rotated0: Tensor, rotated1: Tensor, coefficients: Tensor, frames: KeyFrames) -> Tensor:
-    """Q' · K', (B, G, H/G, S), tile by tile in memory that stays in a CPU's caches.
+    """Q' · K', (B, G, H/G, S), computed in tiles that fit a CPU's caches.
 
     Args:
         rotated0: First members of the pairs of Q', rotated for every tile, (B, tiles, G, H/G, W).
-        rotated1: Like rotated0, second members.
+        rotated1: Second members, like rotated0.
         coefficients: (B, G, S, W).
-        frames: The tables of these keys.
+        frames: Tables for these keys.
     """
     batch, _, kv_heads, queries, pairs = rotated0.shape
     keys = coefficients.shape[-2]
@@ -283,22 +284,22 @@ def _scores(rotated0: Tensor, rotated1: Tensor, coefficients: Tensor, frames: Ke
         size = t.shape[-2]
         if t.dtype != scores.dtype:
             t = frames.buffer("wide", batch, kv_heads, longest, pairs)[:, :, :size].copy_(t)
-        first, second, made = frames.first[:size], frames.second[:size], products[..., :size, :]
+        first, second, product = frames.first[:size], frames.second[:size], products[..., :size, :]
         part = scores[..., start : start + size]
         if queries == 1:
-            # The query takes the rotations of all keys, and t is one more factor.
-            torch.mul(first, rotated0[:, index], out=made[:, :, 0])
-            made = made[:, :, 0].addcmul_(second, rotated1[:, index]).mul_(t)
-            torch.sum(made, -1, out=part[:, :, 0])
+            # Rotate the query for every key, then multiply by t.
+            torch.mul(first, rotated0[:, index], out=product[:, :, 0])
+            product = product[:, :, 0].addcmul_(second, rotated1[:, index]).mul_(t)
+            torch.sum(product, -1, out=part[:, :, 0])
         else:
-            # Several queries share keys, which are formed once: both members, one product.
-            torch.mul(t, first, out=made[:, :, 0])
-            torch.mul(t, second, out=made[:, :, 1])
+            # Several queries share the keys: form both members once, then use a matrix product.
+            torch.mul(t, first, out=product[:, :, 0])
+            torch.mul(t, second, out=product[:, :, 1])
             rotated = torch.stack((rotated0[:, index], rotated1[:, index]), dim=2)
-            torch.sum(rotated @ made.transpose(-2, -1), 2, out=part)
+            torch.sum(rotated @ product.transpose(-2, -1), 2, out=part)
     return scores
 
 
 def _products(queries: int) -> int:
-    """How many products of a tile's coefficients are kept for so many queries of a key."""
+    """Products stored per coefficient of a tile, for ``queries`` query heads per key head."""
     return 1 if queries == 1 else 2

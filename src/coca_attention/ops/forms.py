@@ -1,4 +1,4 @@
-"""Score forms: what the score of a query and collinear key coefficients is.
+"""Score forms: how a query is scored against collinear key coefficients.
 
 Legend: P rotary pairs, m a query's position, n a key's, t key coefficients.
 
@@ -12,13 +12,13 @@ so a form is a query map, linear in cos m θ_j and sin m θ_j:
     strict    (Eq. 9, 17):  Q'_j = |q|² (cos m θ_j, sin m θ_j)
     magnitude (our own):    Q'_j = |q|  (cos m θ_j, sin m θ_j)
 
-where q = (q_0, q_1) is pair j of the query and Q'_m · K'_n the score. The slack form is usually
-written with the key R_n [t, t]; its terms sorted by cos n θ_j and sin n θ_j give the query above.
+where q = (q_0, q_1) is pair j of the query and Q'_m · K'_n the score. The paper writes the slack
+form with the key R_n [t, t]; collecting its terms by cos n θ_j and sin n θ_j gives the query above.
 
 The last pairs of a head may be left free (`free_pairs`): they score by the ordinary dot product of
 rotated queries and keys, whatever the form.
 
-To add a form, make a `ScoreForm` and register it with `register_form`.
+To add a form, create a `ScoreForm` and register it with `register_form`.
 """
 
 from collections.abc import Callable
@@ -35,18 +35,20 @@ class ScoreForm:
     """A way to score a query against key coefficients.
 
     Attributes:
-        name: What configurations and recipes call it.
-        label: What reports call a model with it.
-        shift_invariant: Whether scores depend on m - n alone.
-        query: Effective query: (q0, q1, cos, sin) to (..., 2, P). q0 and q1 are the members of
-            every pair before rotation, (..., P); cos and sin broadcast to them. Linear in cos and
-            sin, and differentiable by autograd.
-        gradient: Gradients of q0 and q1 from those of the result's two halves: (q0, q1, g0, g1,
-            cos, sin) to a pair of (..., P). Default: autograd's, which keeps more in memory.
-        parameters: Learned parameters: their names, and functions from (heads, pairs) to their
-            initial values (heads, ...). `query` takes them by name, each with a dimension for the
-            positions after that of the heads.
-        kernel: Name of the form in the Triton kernels; None where PyTorch's operations compute it.
+        name: Name in configurations and recipes.
+        label: Name of models with this form in reports.
+        shift_invariant: Whether scores depend only on m - n.
+        query: Computes the effective query: maps (q0, q1, cos, sin) to (..., 2, P). q0 and q1 are
+            the members of every pair before rotation, (..., P); cos and sin broadcast to them. Must
+            be linear in cos and sin, and differentiable by autograd.
+        gradient: Computes the gradients of q0 and q1 from those of the two halves of the result:
+            maps (q0, q1, g0, g1, cos, sin) to a pair of (..., P). Default: autograd, which needs
+            more memory.
+        parameters: Learned parameters: maps each name to a function from (heads, pairs) to the
+            initial value (heads, ...). `query` receives them as keyword arguments, with a
+            dimension for the positions inserted after that of the heads.
+        kernel: Name of the form in the Triton kernels; None if it has no kernel, so that PyTorch
+            operations compute it.
     """
 
     name: str
@@ -67,18 +69,18 @@ RENAMED = {"linear": "magnitude"}
 
 
 def register_form(form: ScoreForm) -> ScoreForm:
-    """Make a form known by its name.
+    """Register a form under its name and return it.
 
     Raises:
-        ValueError: If there is another form of that name.
+        ValueError: If another form is registered under that name.
     """
     if FORMS.setdefault(form.name, form) is not form:
-        raise ValueError(f"there is a score form {form.name!r} already")
+        raise ValueError(f"a score form named {form.name!r} is already registered")
     return form
 
 
 def get_form(form: str | ScoreForm) -> ScoreForm:
-    """A form by its name; a form is returned as it is.
+    """Look up a form by its name; a `ScoreForm` is returned unchanged.
 
     Raises:
         ValueError: If the name is unknown.
@@ -94,17 +96,17 @@ def get_form(form: str | ScoreForm) -> ScoreForm:
 def _slack_query(q0: Tensor, q1: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # The second member is the first one minus 2 q0 (q0 cos - q1 sin).
     squares = (q0 * q0).addcmul_(q1, q1)
-    made = squares.unsqueeze(-2) * torch.stack((cos, cos), dim=-2)
-    made.select(-2, 1).addcmul_(q0, (q0 * cos).addcmul_(q1, sin, value=-1), value=-2)
-    return made
+    effective = squares.unsqueeze(-2) * torch.stack((cos, cos), dim=-2)
+    effective.select(-2, 1).addcmul_(q0, (q0 * cos).addcmul_(q1, sin, value=-1), value=-2)
+    return effective
 
 
 def _slack_gradient(
     q0: Tensor, q1: Tensor, g0: Tensor, g1: Tensor, cos: Tensor, sin: Tensor
 ) -> Pair:
-    crossed, double = 2 * g1 * sin, 2 * cos
-    first = torch.addcmul(crossed * q1, (g0 - g1) * double, q0)
-    second = torch.addcmul(crossed * q0, (g0 + g1) * double, q1)
+    cross, double = 2 * g1 * sin, 2 * cos
+    first = torch.addcmul(cross * q1, (g0 - g1) * double, q0)
+    second = torch.addcmul(cross * q0, (g0 + g1) * double, q1)
     return first, second
 
 
@@ -130,8 +132,7 @@ def _magnitude_gradient(
 ) -> Pair:
     along = torch.addcmul(g0 * cos, g1, sin)
     square = torch.addcmul(q0 * q0, q1, q1)
-    # Zero where q is zero. Both branches of `where` must be finite, or the second derivative is
-    # not.
+    # Zero where q is zero. Both branches of `where` must be finite for a finite second derivative.
     along = torch.where(square > 0, along * square.where(square > 0, 1.0).rsqrt(), 0.0)
     return along * q0, along * q1
 

@@ -1,15 +1,15 @@
-"""The query and key maps: CoCA's scores as plain dot products of an effective query and key.
+"""The query and key maps: CoCA scores as plain dot products of an effective query and key.
 
 Legend: B batch, T query length, S key length, H query heads, G key/value heads, D head width,
 P = D/2 rotary pairs, R rotary width, F free pairs, C = P - F collinear pairs.
 
 Q' depends on the score form (`coca_attention.ops.forms`); K' is the rotary key of (t, 0) for
-collinear pairs and of (k_0, k_1) for free ones. The coefficients of a token and key head are
-[t, k_0, k_1], P + F numbers: the first members of all pairs, then the second ones of free pairs.
+collinear pairs and of (k_0, k_1) for free pairs. The coefficients of a token and key head are
+[t, k_0, k_1], P + F numbers: the first members of all pairs, then the second members of free pairs.
 
-Both maps are read once and written once in each direction: a call costs less than the rotation of
-queries and keys in ordinary rotary attention. For the backward pass only q is kept, in its own
-dtype; the key map is linear and keeps nothing but cos and sin.
+Each map reads its input once and writes its output once, forward and backward, so a call costs
+less than rotating queries and keys in ordinary rotary attention. The backward pass of the query map
+needs only q, in its own dtype; the key map is linear and needs only cos and sin.
 """
 
 from typing import Any
@@ -27,15 +27,15 @@ from coca_attention.ops.positions import join_pairs, split_pairs
 def fold(
     x: Tensor, interleaved: bool = False, rotary_width: int | None = None, free_pairs: int = 0
 ) -> Tensor:
-    """Key coefficients of a full-width key: means of the two members of every collinear pair.
+    """Key coefficients of a full-width key: the mean of the two members of every collinear pair.
 
-    The mean is what the authors' released code takes. Free pairs keep both members.
+    The authors' released code takes the same mean. Free pairs keep both members.
 
     Args:
         x: (..., D).
         interleaved: Pair layout, see `split_pairs`.
-        rotary_width: Numbers of a head that are rotated, see `split_pairs`; default D.
-        free_pairs: F, the last pairs of a head that are not collinear.
+        rotary_width: Rotary width, see `split_pairs`; default D.
+        free_pairs: F, the number of free pairs, which are the last of each head.
 
     Returns:
         (..., P + F).
@@ -50,7 +50,7 @@ def fold(
 
 
 def activate(x: Tensor, pairs: int) -> Tensor:
-    """ReLU of the coefficients of collinear pairs (Eq. 5, 6); those of free pairs stay.
+    """ReLU of the coefficients of collinear pairs (Eq. 5, 6); those of free pairs are unchanged.
 
     Args:
         x: (..., P + F).
@@ -63,11 +63,11 @@ def activate(x: Tensor, pairs: int) -> Tensor:
 
 
 def score_scale(dtype: torch.dtype) -> float:
-    """Power of two to divide Q' by, and to give to the attention kernel as its scale.
+    """Power of two that divides Q' and is passed to the attention kernel as its scale.
 
-    Q' grows with |q|^2. In float16, with its largest number of 65,504, |q| of 700 would overflow;
-    divided by 1024 it may reach 16,000 for a head of 16 and more for wider ones. Kernels multiply
-    by their scale in float32, so nothing is lost. 1 for every other dtype.
+    Q' grows with |q|^2. In float16, whose largest number is 65,504, |q| of 700 would overflow;
+    with Q' divided by 1024, |q| may reach 16,000 for a head of 16 and more for wider ones. Kernels
+    apply their scale in float32, so no precision is lost. 1 for every other dtype.
     """
     return 1024.0 if dtype == torch.float16 else 1.0
 
@@ -86,18 +86,19 @@ def query_map(
 ) -> Tensor:
     """Effective query Q', such that scale * a(m, n) = Q'_m · K'_n.
 
-    Computed in float32 or wider and cast last, because |q|^2 leaves the range of half precision
+    Computed in float32 or wider and cast last, because |q|^2 exceeds the range of half precision
     long before the scores do.
 
     Args:
         query: q before rotation, (B, H, T, D).
-        cos: cos of the angles at the queries' positions, (T, R/2) or (B, T, R/2), from
-            `Rotation.tables`. Pairs beyond the rotary width are not rotated. A constant: no
-            gradient is formed for it.
+        cos: cos of the angles at the query positions, (T, R/2) or (B, T, R/2), from
+            `Rotation.tables`. Pairs beyond the rotary width are not rotated. Treated as a
+            constant: it gets no gradient.
         sin: Like cos.
         form: A score form or its name.
         scale: Folded into the result, so that attention runs with scale 1; see `score_scale`.
-        factor: Of every query, (T,) or (B, T), from `Rotation.query_factor`; also a constant.
+        factor: Multiplies every query, (T,) or (B, T), from `Rotation.query_factor`; also a
+            constant.
         interleaved: Pair layout of the query, see `split_pairs`.
         free_pairs: F.
         parameters: The form's learned parameters, each (H, ...); default: their initial values.
@@ -128,7 +129,7 @@ def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, free_pairs: i
 
     Args:
         key_coefficients: t, non-negative, and both members of free pairs: (B, G, S, P + F).
-        cos: cos of the angles at the keys' positions, (S, R/2) or (B, S, R/2), from
+        cos: cos of the angles at the key positions, (S, R/2) or (B, S, R/2), from
             `Rotation.tables`; see `query_map`.
         sin: Like cos.
         free_pairs: F.
@@ -148,15 +149,15 @@ def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, free_pairs: i
 def _check_constants(cos: Tensor, sin: Tensor) -> None:
     if cos.requires_grad or sin.requires_grad:
         raise ValueError(
-            "cos and sin are constants of the maps, and one of them requires a gradient: learned "
-            "rotary frequencies are not supported; detach() them"
+            "cos and sin must not require gradients, because learned rotary frequencies are not "
+            "supported; call detach() on them"
         )
 
 
 def over_all_pairs(
     cos: Tensor, sin: Tensor, pairs: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin for every head and pair; pairs beyond the rotary width have angle zero."""
+    """cos and sin, broadcast over heads and padded to all pairs with angle 0."""
     missing = pairs - cos.shape[-1]
     if missing:
         cos, sin = F.pad(cos, (0, missing), value=1.0), F.pad(sin, (0, missing))
@@ -164,7 +165,7 @@ def over_all_pairs(
 
 
 def _call(function: Any, *arguments: Any) -> Tensor:
-    """A function's value; without gradients not through `apply`, whose cost decoding would show."""
+    """Call a `Function`; without gradients skip `apply`, which would slow down decoding."""
     return (function.apply if torch.is_grad_enabled() else function.forward)(*arguments)
 
 
@@ -178,7 +179,7 @@ def _query(
     free_pairs: int,
     parameters: dict[str, Tensor],
 ) -> Tensor:
-    """Q' by PyTorch's own operations, differentiable by autograd."""
+    """Q' computed with PyTorch operations, differentiable by autograd."""
     q0, q1 = split_pairs(query.to(cos.dtype), interleaved, span)
     if not free_pairs:
         return form.query(q0, q1, cos, sin, **parameters).flatten(-2).to(query.dtype)
@@ -186,8 +187,8 @@ def _query(
         (x[..., :-free_pairs], x[..., -free_pairs:]) for x in (q0, q1, cos, sin)
     )
     rotated = torch.stack((b0 * free_cos - b1 * free_sin, b0 * free_sin + b1 * free_cos), dim=-2)
-    made = torch.cat((form.query(a0, a1, c, s, **parameters), rotated), dim=-1)
-    return made.flatten(-2).to(query.dtype)
+    effective = torch.cat((form.query(a0, a1, c, s, **parameters), rotated), dim=-1)
+    return effective.flatten(-2).to(query.dtype)
 
 
 def _query_gradient(
@@ -200,7 +201,7 @@ def _query_gradient(
     span: int,
     free_pairs: int,
 ) -> Tensor:
-    """Gradient of q from that of Q' = (g0, g1)."""
+    """Gradient of q, given the gradient (g0, g1) of Q'."""
     halves = (
         *split_pairs(query.to(cos.dtype), interleaved, span),
         *grad.to(cos.dtype).chunk(2, -1),
@@ -247,12 +248,12 @@ class _QueryMap(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, cos, sin = ctx.saved_tensors
         form, *layout = ctx.settings
-        # With a graph (for second derivatives) the gradient is made of PyTorch's own operations.
+        # Gradients are enabled here for second derivatives, which the kernels do not support.
         if form.kernel is not None and kernels.supports(query) and not torch.is_grad_enabled():
-            made = kernels.maps.query_gradient(query, grads[0], cos, sin, form.kernel, *layout)
+            gradient = kernels.maps.query_gradient(query, grads[0], cos, sin, form.kernel, *layout)
         else:
-            made = _query_gradient(query, grads[0], cos, sin, form, *layout)
-        return made, *(None,) * 6
+            gradient = _query_gradient(query, grads[0], cos, sin, form, *layout)
+        return gradient, *(None,) * 6
 
 
 class _KeyMap(Function):
@@ -263,12 +264,12 @@ class _KeyMap(Function):
         if kernels.supports(coefficients):
             return kernels.maps.key_map(coefficients, cos, sin, free_pairs)
         wide, tables = coefficients.to(cos.dtype), torch.stack((cos, sin), dim=-2)
-        made = wide[..., : cos.shape[-1]].unsqueeze(-2) * tables
+        effective = wide[..., : cos.shape[-1]].unsqueeze(-2) * tables
         if free_pairs:
             second = wide[..., cos.shape[-1] :]
             c, s = cos[..., -free_pairs:], sin[..., -free_pairs:]
-            made[..., -free_pairs:] += second.unsqueeze(-2) * torch.stack((-s, c), dim=-2)
-        return made.flatten(-2).to(coefficients.dtype)
+            effective[..., -free_pairs:] += second.unsqueeze(-2) * torch.stack((-s, c), dim=-2)
+        return effective.flatten(-2).to(coefficients.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -282,8 +283,8 @@ class _KeyMap(Function):
         if kernels.supports(grad) and not torch.is_grad_enabled():
             return kernels.maps.key_gradient(grad, cos, sin, free_pairs), None, None, None
         g0, g1 = grad.to(cos.dtype).chunk(2, dim=-1)
-        made = torch.addcmul(g0 * cos, g1, sin)
+        gradient = torch.addcmul(g0 * cos, g1, sin)
         if free_pairs:
             f0, f1, c, s = (x[..., -free_pairs:] for x in (g0, g1, cos, sin))
-            made = torch.cat((made, torch.addcmul(f1 * c, f0, s, value=-1)), dim=-1)
-        return made.to(grad.dtype), None, None, None
+            gradient = torch.cat((gradient, torch.addcmul(f1 * c, f0, s, value=-1)), dim=-1)
+        return gradient.to(grad.dtype), None, None, None

@@ -1,9 +1,9 @@
-"""The paper's equations as printed, in float64, at any cost: the judge of everything else.
+"""The paper's equations as printed, in float64 and without regard to cost: the reference in tests.
 
 Legend: B batch, T query length, S key length, H query heads, G key/value heads, D head width,
 P = D/2 rotary pairs, m a query's position, n a key's.
 
-Only for small inputs: some of these hold T * S * D complex numbers.
+Only for small inputs: some functions allocate T * S * D complex numbers.
 """
 
 import torch
@@ -20,7 +20,7 @@ def _angles(positions: Tensor, width: int, theta: Tensor | None) -> Tensor:
 
 
 def _complex_pairs(x: Tensor, interleaved: bool) -> Tensor:
-    """(x_2j + i x_2j+1): (..., D) to complex (..., P), reading either pair layout."""
+    """(x_2j + i x_2j+1): (..., D) to complex (..., P), from either pair layout."""
     x = x.double()
     if not interleaved:
         half = x.shape[-1] // 2
@@ -75,7 +75,7 @@ def strict_scores(
 
     Args:
         query: (..., T, D).
-        key_coefficients: t, (..., S, P), both members of a pair sharing one (Eq. 6).
+        key_coefficients: t, (..., S, P), one for both members of a pair (Eq. 6).
         query_positions: (T,).
         key_positions: (S,).
         theta: Angle per token of every pair, (P,); default: the paper's, with base 10000.
@@ -120,7 +120,7 @@ def slack_scores(
     theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """Equation (10): Re<f(q_m, m), q_m * f(t_n, n)>, the product taken number by number.
+    """Equation (10): Re<f(q_m, m), q_m * f(t_n, n)>, with an elementwise product.
 
     Arguments and result as in `strict_scores`.
     """
@@ -143,7 +143,7 @@ def magnitude_scores(
     theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """Not from the paper: Equation (9) for the query with every pair divided by √|q_j|.
+    """Not from the paper: Equation (9) with every pair of the query divided by √|q_j|.
 
     Arguments and result as in `strict_scores`.
     """
@@ -170,23 +170,23 @@ def partial_scores(
     theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """Scores under partial rotary: of the rotated span, plus of the rest with every position 0.
+    """Scores with partial rotary: those of the rotated elements, plus the others at position 0.
 
     Args:
         form: Name in `SCORES`.
-        query: (..., T, D), the first ``rotary_width`` numbers of each head rotated.
+        query: (..., T, D); the first ``rotary_width`` elements of each head are rotated.
         key_coefficients: t, (..., S, P).
         query_positions: (T,).
         key_positions: (S,).
         rotary_width: Even, less than D.
         theta: Angle per token of every pair, (P,); default: the paper's, with base 10000.
-        interleaved: Pair layout inside the span.
+        interleaved: Pair layout of the rotated elements.
 
     Returns:
         (..., T, S), float64.
     """
     pairs = rotary_width // 2
-    turned = form_scores(
+    rotated = form_scores(
         form,
         query[..., :rotary_width],
         key_coefficients[..., :pairs],
@@ -195,14 +195,14 @@ def partial_scores(
         theta=theta,
         interleaved=interleaved,
     )
-    passed = form_scores(
+    unrotated = form_scores(
         form,
         query[..., rotary_width:],
         key_coefficients[..., pairs:],
         torch.zeros_like(query_positions),
         torch.zeros_like(key_positions),
     )
-    return turned + passed
+    return rotated + unrotated
 
 
 SCORES = {"slack": slack_scores, "strict": strict_scores, "magnitude": magnitude_scores}
@@ -218,7 +218,7 @@ def form_scores(
     theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """The printed scores of a form; of a registered one, its own query map in float64.
+    """Scores by the printed equation of a form, or by a registered form's own query map in float64.
 
     Arguments and result as in `strict_scores`.
     """
@@ -228,17 +228,17 @@ def form_scores(
     pairs = _complex_pairs(query, interleaved)
     m, n = (_angles(x, query.shape[-1], theta) for x in (query_positions, key_positions))
     own = get_form(form)
-    learned = (
-        own.initial_parameters(query.shape[-3], query.shape[-1] // 2) if own.parameters else {}
-    )
+    learned = {}
+    if own.parameters:
+        learned = own.initial_parameters(query.shape[-3], query.shape[-1] // 2)
     learned = {name: x.double().unsqueeze(1) for name, x in learned.items()}
-    made = own.query(pairs.real, pairs.imag, m.cos(), m.sin(), **learned)
+    queries = own.query(pairs.real, pairs.imag, m.cos(), m.sin(), **learned)
     keys = key_coefficients.double().unsqueeze(-2) * torch.stack((n.cos(), n.sin()), dim=-2)
-    return made.flatten(-2) @ keys.flatten(-2).transpose(-2, -1)
+    return queries.flatten(-2) @ keys.flatten(-2).transpose(-2, -1)
 
 
 def attention(scores: Tensor, value: Tensor, *, scale: float, is_causal: bool = True) -> Tensor:
-    """softmax(scale * scores) V, written out.
+    """softmax(scale * scores) V, without a fused kernel.
 
     Args:
         scores: (..., T, S); when T < S the queries are the last T positions.
@@ -267,13 +267,13 @@ def free_scores(
     theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """Scores where the last F pairs are free: Equation (2) for these, the form's for the others.
+    """Scores with the last F pairs free: Equation (2) for these, the form's for the others.
 
     Args:
         form: Name in `SCORES`, for the collinear pairs.
         query: (..., T, D).
         key_coefficients: t of the collinear pairs, then the first and the second members of the
-            free pairs' keys, (..., S, P + F).
+            keys of the free pairs, (..., S, P + F).
         query_positions: (T,).
         key_positions: (S,).
         theta: Angle per token of every pair, (P,).
@@ -320,7 +320,7 @@ def coca_attention(
 ) -> Tensor:
     """`coca_attention.ops.coca_attention` from the printed equations, in float64.
 
-    Shapes as there, positions of one dimension only. Returns (B, H, T, Dv), float64.
+    Arguments as there, except that positions have one dimension. Returns (B, H, T, Dv), float64.
     """
     heads, queries, width = query.shape[-3:]
     kv_heads, keys = key_coefficients.shape[-3:-1]

@@ -1,4 +1,4 @@
-"""Conversion: vanilla models and the authors' checkpoints into CoCA models."""
+"""Conversion of vanilla models and of the authors' checkpoints to CoCA models."""
 
 from coca_attention.models.conversion.convert import INITIALISATIONS, Initialisation, convert
 from coca_attention.models.conversion.folders import convert_folder

@@ -1,16 +1,16 @@
-"""T projections fitted to what a rotary model's own scores are on some text.
+"""T projections fitted to a rotary model's own scores on calibration texts.
 
 Legend: B batch, T length, H query heads, G key/value heads, D head width, P = D/2 rotary pairs,
 m a query's position, n a key's.
 
-A pair's rotary score s_j(m, n) and its collinear one t_j(n) u_j(m, n) differ in more than their
-size, so no t_j(n) makes them equal. The nearest, over the queries that attend to key n, is
+The rotary score s_j(m, n) of a pair and its collinear score t_j(n) u_j(m, n) differ by more than a
+factor, so no t_j(n) makes them equal. The best fit over the queries that attend to key n is
 
     t_j(n) = Σ_m a(m, n) s_j(m, n) u_j(m, n) / Σ_m a(m, n) u_j(m, n)²,
 
-with a the attention weights and u the score at t = 1. Ridge regression of these on the hidden
-states gives the projection. Both sums over m factor into products of attention's size: s and u are
-sums of two products of something at m and something at n.
+where a are the attention weights and u is the score at t = 1. Ridge regression of t_j(n) on the
+hidden states gives the projection. Both sums over m reduce to matrix products of the size of
+attention's, because s and u are each a sum of two products of a factor at m and a factor at n.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,15 @@ from coca_attention.models.configuration import rotation, training_length
 from coca_attention.models.projections import AttentionLayout, project_rotary
 from coca_attention.ops import key_map, query_map
 
-LONGEST = 1024  # tokens of a text, for memory grows with their square
-RIDGE = 1e-2  # of the hidden states' mean square
-FLOOR = 0.1  # of a pair's mean Σ a u², so that keys that nobody attends to do not count for much
+LONGEST = 1024  # maximum tokens per text, because memory grows quadratically
+RIDGE = 1e-2  # relative to the mean square of the hidden states
+FLOOR = (
+    0.1  # relative to the mean Σ a u² of a pair: limits the influence of keys with little attention
+)
 
 
 def calibration_texts(tokens: Tensor, config: Any) -> Tensor:
-    """Token ids (N,) as texts of the training length, at most `LONGEST`: (texts, tokens)."""
+    """Cut token ids (N,) into texts of the training length, at most `LONGEST`: (texts, tokens)."""
     length = min(len(tokens), training_length(config) or LONGEST, LONGEST)
     return tokens[: len(tokens) // length * length].view(-1, length)
 
@@ -43,7 +45,7 @@ def attention_inputs(
     input_ids: Tensor,
     advance: Callable[[], Any] = lambda: None,
 ) -> list[Tensor]:
-    """The hidden states that reach every attention module as the model reads.
+    """The hidden states that enter every attention module.
 
     Args:
         model: A causal language model or decoder.
@@ -52,7 +54,7 @@ def attention_inputs(
         advance: Called after each of the B texts.
 
     Returns:
-        For each module (B, T, hidden).
+        (B, T, hidden) for each module.
     """
     kept: list[list[Tensor]] = [[] for _ in modules]
 
@@ -80,31 +82,31 @@ def attention_inputs(
 
 
 def check_calibration(input_ids: Any, vocab_size: int, modules: list[Any]) -> None:
-    """Raise UserError unless T projections can be fitted on these tokens to these modules."""
+    """Raise UserError unless T projections of these modules can be fitted on these tokens."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.shape[1] < 2:
         got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else input_ids
         raise UserError(
-            f"init calibrated needs calibration: token ids (texts, tokens) of a few thousand "
-            f"tokens; got {got}"
+            f"init calibrated needs calibration, token ids of shape (texts, tokens) with a few "
+            f"thousand tokens; got {got}"
         )
     if input_ids.min() < 0 or input_ids.max() >= vocab_size:
-        raise UserError(f"the calibration tokens must lie below the vocabulary, {vocab_size}")
+        raise UserError(f"calibration tokens must be between 0 and {vocab_size - 1}")
     if any(getattr(module, "k_norm", None) is not None for module in modules):
         raise UserError(
-            "init calibrated does not fit a model that normalises its keys, for T is normalised "
-            "too: use init fold"
+            "init calibrated does not support models that normalise their keys, because T is then "
+            "normalised too: use init fold"
         )
 
 
 @torch.no_grad()
 def calibrate_t_projection(attention: Any, hidden_states: Tensor) -> None:
-    """Fit a layer's T projection so that its collinear scores come nearest to its rotary ones.
+    """Fit a layer's T projection so that its collinear scores are closest to its rotary scores.
 
-    Rows of free pairs stay as they are.
+    Rows of free pairs are not changed.
 
     Args:
         attention: A CoCA attention module that still has its key projection.
-        hidden_states: What the layer reads of texts from their beginning, (B, T, hidden).
+        hidden_states: Input of the layer for B texts from position 0, (B, T, hidden).
     """
     sums = [_score_sums(attention, row) for row in hidden_states.split(1)]
     products, squares = (torch.cat(rows) for rows in zip(*sums, strict=True))  # (B * T, G * P)
@@ -121,8 +123,9 @@ def calibrate_t_projection(attention: Any, hidden_states: Tensor) -> None:
     kv_heads, pairs = attention.k_proj.out_features // attention.head_dim, attention.head_dim // 2
     collinear = pairs - attention.config.coca_free_pairs
     for name, fitted in parameters.items():
-        own = getattr(attention.t_proj, name).data.unflatten(0, (kv_heads, -1))
-        own[:, :collinear] = fitted.unflatten(0, (kv_heads, -1))[:, :collinear].to(own.dtype)
+        current = getattr(attention.t_proj, name).data.unflatten(0, (kv_heads, -1))
+        new = fitted.unflatten(0, (kv_heads, -1))
+        current[:, :collinear] = new[:, :collinear].to(current.dtype)
 
 
 def _score_sums(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,7 +145,7 @@ def _score_sums(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     unit = query_map(query, *tables, **settings)
     ones = query.new_ones(*key.shape[:3], pairs)
     unit_key = key_map(ones, *tables)
-    # With all pairs free the map is the rotation, half-split whatever the family's layout.
+    # With all pairs free, the map is the plain rotation, with output in the half-split layout.
     query, key = (query_map(x, *tables, free_pairs=pairs, **settings) for x in (query, key))
 
     kv_heads = key.shape[1]
@@ -151,7 +154,7 @@ def _score_sums(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     weights = (scores * attention.scaling).masked_fill(future, -torch.inf).softmax(-1)
 
     def over_queries(x: Tensor, y: Tensor) -> Tensor:
-        """Σ_m a(m, n) x(m) y(m), over the query heads of a key head too: (1, G, T, P)."""
+        """Σ_m a(m, n) x(m) y(m), also summed over the query heads of a key head: (1, G, T, P)."""
         both = (x * y).unflatten(1, (kv_heads, -1))
         return (weights.transpose(-2, -1) @ both).sum(2)
 

@@ -1,4 +1,4 @@
-"""Turning a vanilla decoder into the CoCA model of its family, in place."""
+"""Converting a vanilla decoder to the CoCA model of its family, in place."""
 
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -34,49 +34,49 @@ def convert(
     kv_cache: str = "full",
     progress: Callable[[str, int, int], Any] | None = None,
 ) -> PreTrainedModel:
-    """Turn a vanilla decoder into the CoCA model of its family, in place.
+    """Convert a vanilla decoder to the CoCA model of its family, in place.
 
-    Its key projections (and key norms) are replaced by T projections, its class and configuration
-    by the registered ``coca_*`` ones. Every other weight stays the same tensor. The result computes
-    another function than before and needs further training.
+    Key projections (and key norms) are replaced by T projections, and class and configuration by
+    the registered ``coca_*`` ones. All other weights keep their tensors. The converted model
+    computes a different function and needs further training.
 
     Args:
         model: A loaded causal language model (or its decoder) of a supported family.
         form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or
             ``magnitude``.
-        init: How T projections begin. ``fold``: as the pair means of the key projections' rows,
-            so that t_j = relu of the mean of key pair j. ``calibrated``: fitted to the model's own
-            scores on the calibration texts (`calibration.py`), for models without a norm on keys.
-            ``random``: drawn.
-        calibration: Token ids (texts, tokens) for ``calibrated``, some thousands of the kind that
-            the model is to read; a text holds T² attention weights a head.
+        init: Initialisation of the T projections. ``fold``: the pair means of the key projection's
+            rows, so that t_j is the ReLU of the mean of key pair j. ``calibrated``: fitted to the
+            model's own scores on the calibration texts (`calibration.py`), for models without a
+            norm on keys. ``random``: random weights.
+        calibration: Token ids (texts, tokens) for ``calibrated``, a few thousand tokens of the
+            intended kind of text. T tokens of a text need memory for T² attention weights per head.
         kv_cache: ``full`` or ``half``, see `CoCAConfig`.
-        progress: Called with a label, the calibration texts read and layers converted so far, and
-            their total.
+        progress: Called with a label, the number of calibration texts read and layers converted so
+            far, and their total.
 
     Returns:
-        The model given.
+        The same model.
 
     Raises:
-        UserError: If the model is of no supported family, already converted, or its projections
-            are not plain and in memory. It is then as it was.
+        UserError: If the model's family is not supported, the model is already converted, or its
+            projections are not plain `Linear` modules in memory. The model is then unchanged.
     """
     if init not in INITIALISATIONS:
         raise UserError(f"init must be one of {', '.join(INITIALISATIONS)}; got {init!r}")
     if calibration is not None and init != "calibrated":
-        raise UserError(f"calibration is of init calibrated; got it with init {init}")
+        raise UserError(f"calibration requires init calibrated; got init {init}")
     if isinstance(model, CollinearForCausalLM | CollinearModel):
-        raise UserError(f"{type(model).__name__} is a CoCA model already")
+        raise UserError(f"{type(model).__name__} is already a CoCA model")
     if torch.is_inference_mode_enabled():
         raise UserError(
-            "weights made under torch.inference_mode() can never be trained: convert outside of it"
+            "weights created under torch.inference_mode() cannot be trained: convert outside of it"
         )
     family, new_class = _find_family(model)
     body: Any = model.base_model
     if isinstance(body, CollinearModel):
         raise UserError(
-            f"the decoder inside this {type(model).__name__} was converted by itself: convert the "
-            "language model as a whole"
+            f"the decoder of this {type(model).__name__} was converted separately: convert the "
+            "language model instead"
         )
     modules = family.layout.modules(body)
     _check_projections(modules)
@@ -85,8 +85,8 @@ def convert(
     try:
         config = family.config.from_dict({**values, "coca_form": form, "kv_cache": kv_cache})
     except Exception as error:
-        # A strict configuration wraps what its checks raised.
-        raise UserError(f"no CoCA model can have this configuration: {error}") from error
+        # Strict configurations wrap the errors of their checks.
+        raise UserError(f"not a valid configuration of a CoCA model: {error}") from error
     config._attn_implementation = old._attn_implementation
     config.name_or_path = old.name_or_path
     inputs: list[Tensor] = []
@@ -115,7 +115,7 @@ def convert(
             module.config = config
     replace_attention(body, family.body, prepare)
     change_class(model, new_class, config)
-    # Sharding plans and the like follow the class and are made here; the weights are not drawn.
+    # post_init sets up sharding plans and the like for the new class; keep the weights.
     with initialization.no_init_weights():
         body.post_init()
         model.post_init()
@@ -123,7 +123,7 @@ def convert(
 
 
 def _find_family(model: Any) -> tuple[Family, type]:
-    """A vanilla model's family, and the class that it gets."""
+    """The family of a vanilla model, and its new class."""
     for family in FAMILIES:
         if type(model) is family.vanilla:
             return family, family.causal_lm
@@ -137,15 +137,16 @@ def _find_family(model: Any) -> tuple[Family, type]:
 
 def _check_projections(modules: list[Any]) -> None:
     if len(set(map(id, modules))) < len(modules):
-        raise UserError("layers share an attention module, which cannot be converted twice")
+        raise UserError("layers share an attention module, which is not supported")
     for index, attention in enumerate(modules):
         for name, module in attention.named_children():
             if not name.endswith(("proj", "query_key_value", "dense")):
                 continue
             if type(module) is not nn.Linear:
                 raise UserError(
-                    f"layer {index}: {name} is a {type(module).__name__}, not a plain Linear: "
-                    "merge adapters, and load the model without quantisation"
+                    f"layer {index}: expected {name} to be a torch.nn.Linear, got "
+                    f"{type(module).__module__}.{type(module).__name__}: merge adapters, and load "
+                    "the model without quantisation"
                 )
             if module.weight.device == torch.device("meta"):
                 raise UserError(

@@ -1,4 +1,4 @@
-"""Converting a model's folder into another folder, whole or not at all."""
+"""Converting a model from folder to folder, atomically."""
 
 import os
 import shutil
@@ -30,18 +30,18 @@ def convert_folder(
     dtype: str = "auto",
     progress: Callable[[str, int, int], Any] | None = None,
 ) -> PreTrainedModel:
-    """`convert` or `load_original` from folder to folder, the tokenizer with it.
+    """`convert` or `load_original` from folder to folder, including the tokenizer.
 
-    Written into a folder beside the target and renamed when complete: stopped at any moment, it
-    leaves no half model. The source stays as it is.
+    The result is written to a temporary folder next to the target, which is renamed when complete,
+    so an interruption leaves no partial model. The source is not changed.
 
     Args:
         source: Folder of a Transformers model (or its name), or of an original checkpoint.
-        target: Folder to write; it must not exist, or be empty.
+        target: Folder to write; must not exist or be empty.
         form: Name of the score form.
         init: See `convert`; an original checkpoint has its own T projection.
-        calibration: Token ids (N,) for ``calibrated``, read in texts of the training length or of
-            1,024 tokens, if that is less; a rest is left out.
+        calibration: Token ids (N,) for ``calibrated``, cut into texts of the training length, at
+            most 1,024 tokens; an incomplete last text is dropped.
         kv_cache: ``full`` or ``half``.
         from_original: Whether the source is in the format of the paper's authors.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
@@ -51,21 +51,21 @@ def convert_folder(
         The converted model.
 
     Raises:
-        UserError: If the source cannot be loaded or converted, or the target not written.
+        UserError: If the source cannot be loaded or converted, or the target cannot be written.
     """
     target = Path(target).resolve()
     if target in (Path.cwd(), *Path.cwd().parents):
-        raise UserError(f"{target} is the current folder, or holds it: name a folder to be made")
+        raise UserError(f"{target} is or contains the current folder: name a new folder")
     if Path(source).is_dir() and Path(source).resolve() in target.parents:
         raise UserError(
-            f"{target} lies inside the source, which stays as it is: name another folder"
+            f"{target} is inside the source, which must not change: name another folder"
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not empty: name another folder, or remove it")
     if from_original and (form, init) != ("slack", "fold"):
         raise UserError(
-            "an original checkpoint is of the slack form and has its own T projection: leave out "
-            "--form and --init"
+            "an original checkpoint has the slack form and its own T projection: omit --form and "
+            "--init"
         )
     if from_original:
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
@@ -90,7 +90,7 @@ def convert_folder(
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
         except (OSError, ValueError, KeyError):
-            tokenizer = None  # a model of token ids alone
+            tokenizer = None  # a model without a tokenizer
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         os.replace(partial, target)

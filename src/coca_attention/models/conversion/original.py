@@ -1,8 +1,8 @@
 """Checkpoints in the format of the paper's authors.
 
 Their models are Llama with a T projection as wide as the key projection
-(``self_attn.t_proj``), and GPT-NeoX with T in the key's place inside ``query_key_value``. Renamed,
-they are the weights of a vanilla model; folding its key projections gives the CoCA model.
+(``self_attn.t_proj``), and GPT-NeoX with T instead of the key in ``query_key_value``. Renamed,
+their weights load as those of a vanilla model; folding its key projections gives the CoCA model.
 """
 
 import json
@@ -21,7 +21,7 @@ from coca_attention.models.configuration import head_width, rotation
 from coca_attention.models.conversion.convert import convert
 
 CONFIGS = {"llama": LlamaConfig, "gpt_neox": GPTNeoXConfig}
-# Tables and masks that old versions of Transformers saved with the weights.
+# Buffers that old versions of Transformers saved with the weights.
 BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -31,19 +31,20 @@ def load_original(
     *,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """A model from a checkpoint in the authors' format, its T projection folded.
+    """Load a checkpoint in the authors' format and fold its T projections.
 
     Args:
-        source: A folder with config.json and weights (safetensors, or .bin files, which are read
-            without executing anything in them), or a configuration and its state dict.
-        dtype: dtype of the weights; default: as they are.
+        source: A folder with config.json and weights (safetensors, or .bin files, which are loaded
+            with ``weights_only=True``), or a configuration and its state dict.
+        dtype: dtype of the weights; default: that of the checkpoint.
 
     Returns:
         A ``coca_llama`` or ``coca_gpt_neox`` model of the slack form, in evaluation mode.
 
     Raises:
-        UserError: If the folder or a file cannot be read, the type is none of the authors', the
-            model has partial rotary embedding, or weights are missing, unknown or misshapen.
+        UserError: If the folder or a file cannot be read, the model type is not one of the
+            authors', the model has partial rotary embedding, or weights are missing, unknown or of
+            the wrong shape.
     """
     if isinstance(source, str | Path):
         label = str(source)
@@ -53,18 +54,18 @@ def load_original(
         settings, weights = source
     if not isinstance(settings, Mapping) or not isinstance(weights, Mapping):
         raise UserError(
-            f"{label}: expected a configuration and a state dict, each a mapping; got "
+            f"{label}: configuration and state dict must be mappings; got "
             f"{type(settings).__name__} and {type(weights).__name__}"
         )
     if isinstance(weights.get("state_dict"), Mapping):
         raise UserError(
-            f"{label}: the weights stand one level down, under 'state_dict': save those alone"
+            f"{label}: the weights are nested under 'state_dict': save that dictionary instead"
         )
     kind = settings.get("model_type")
     if kind not in CONFIGS:
         raise UserError(
-            f"{label}: model_type is {kind!r}; the authors' checkpoints are of type "
-            f"{' or '.join(CONFIGS)}"
+            f"{label}: expected model_type {' or '.join(CONFIGS)}, as in the authors' checkpoints; "
+            f"got {kind!r}"
         )
     values = {k: v for k, v in settings.items() if k not in ("model_type", "auto_map")}
     try:
@@ -76,9 +77,9 @@ def load_original(
     rotated, head = rotation(config).width, head_width(config)
     if rotated != head:
         raise UserError(
-            f"{label}: only {rotated} of a head's {head} numbers are rotated. The original code "
-            "folds over the whole head, so its pairs would not be collinear; only rotary_pct = 1 "
-            "can be loaded"
+            f"{label}: the rotary width is {rotated}, less than the head width {head}. The original"
+            " code folds the whole head, so its pairs would not be collinear; only rotary_pct = 1 "
+            "is supported"
         )
     renamed = {_renamed(name): w for name, w in weights.items() if not name.endswith(BUFFERS)}
     _check_weights(model, renamed, label)
@@ -131,7 +132,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             try:
                 files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"{index}: no map of weight files ({error!r})") from error
+                raise UserError(f"{index}: not an index of weight files ({error!r})") from error
         elif (folder / name).is_file():
             files = [name]
         else:
@@ -157,7 +158,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path}: cannot be read ({error})") from error
     except (SafetensorError, RuntimeError, EOFError, ValueError) as error:
         raise UserError(f"{path}: a weight file is damaged ({error})") from error
-    except Exception as error:  # pickle.UnpicklingError, and whatever a damaged pickle raises
+    except Exception as error:  # pickle.UnpicklingError, or anything a damaged pickle raises
         raise UserError(
-            f"{path}: holds more than tensors, or is damaged, and is not loaded ({error})"
+            f"{path}: not loaded, because it is damaged or contains more than tensors ({error})"
         ) from error

@@ -1,6 +1,6 @@
-"""One file a family; each names the classes of Transformers that it builds on.
+"""Supported families, one file each, with the Transformers classes that they build on.
 
-A new family is a file like the others here and a line in `FAMILIES`: see docs/extending.md.
+To add a family, add a file like these and a line in `FAMILIES`: see docs/extending.md.
 """
 
 from typing import Any
@@ -36,16 +36,16 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(model: Any) -> Family | None:
-    """The family of a causal language model, vanilla or CoCA; None where it has none."""
+    """The family of a causal language model, vanilla or CoCA, or None."""
     for family in FAMILIES:
-        # Exactly the vanilla class: a class derived from it may have another attention.
+        # Only the exact vanilla class: a subclass may have a different attention.
         if isinstance(model, family.causal_lm) or type(model) is family.vanilla:
             return family
     return None
 
 
 def supported_families(model: Any) -> str:
-    """The families' names for an error message about a model that has none."""
+    """Names of the families, for error messages about an unsupported model."""
     names = ", ".join(family.vanilla_type for family in FAMILIES)
     adapted = hasattr(model, "merge_and_unload")
     hint = "; merge the adapters first (merge_and_unload)" if adapted else ""
@@ -53,7 +53,7 @@ def supported_families(model: Any) -> str:
 
 
 def register_family(family: Family) -> None:
-    """Make a family known to Transformers' Auto classes."""
+    """Register a family with Transformers' Auto classes."""
     config = family.config
     AutoConfig.register(config.model_type, config, exist_ok=True)
     AutoModel.register(config, family.body, exist_ok=True)

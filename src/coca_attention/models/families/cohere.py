@@ -19,7 +19,7 @@ class CoCACohereConfig(CoCAConfig, CohereConfig):
 
 
 class CoCACohereAttention(CollinearAttention, CohereAttention):
-    """Cohere's attention with a T projection in the place of its key projection."""
+    """Cohere's attention with a T projection instead of its key projection."""
 
     layout = AttentionLayout(interleaved=True)
 

@@ -1,4 +1,4 @@
-"""What makes a family: the classes of Transformers that it builds on, and ours."""
+"""The record of a family: the Transformers classes that it builds on, and its CoCA classes."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ class Family:
 
     @property
     def layout(self) -> AttentionLayout:
-        """Where the family's attention modules hold their projections, converted or not."""
+        """Layout of the family's attention modules, converted or not."""
         return self.body.attention_class.layout
 
     @property

@@ -1,4 +1,4 @@
-"""CoCA on Gemma 3's text models: local and global layers, each kind with its own rotary base."""
+"""CoCA on Gemma 3's text models, which have local and global layers with different rotary bases."""
 
 from huggingface_hub.dataclasses import strict
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Gemma3TextModel
@@ -19,7 +19,7 @@ class CoCAGemma3TextConfig(CoCAConfig, Gemma3TextConfig):
 
 
 class CoCAGemma3Attention(CollinearAttention, Gemma3Attention):
-    """Gemma 3's attention with a T projection in the place of its key projection."""
+    """Gemma 3's attention with a T projection instead of its key projection."""
 
     layout = AttentionLayout(norm_offset=1.0)
 

@@ -19,7 +19,7 @@ class CoCAGlm4Config(CoCAConfig, Glm4Config):
 
 
 class CoCAGlm4Attention(CollinearAttention, Glm4Attention):
-    """GLM-4's attention with a T projection in the place of its key projection."""
+    """GLM-4's attention with a T projection instead of its key projection."""
 
     layout = AttentionLayout(interleaved=True)
 

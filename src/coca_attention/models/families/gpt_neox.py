@@ -1,6 +1,6 @@
-"""CoCA on GPT-NeoX, the body of the paper's models from scratch.
+"""CoCA on GPT-NeoX, which the paper uses for its models trained from scratch.
 
-The paper's RoFormer baseline is Transformers' own GPT-NeoX with rotary on the whole head.
+The paper's RoFormer baseline is Transformers' own GPT-NeoX with rotary embedding of whole heads.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from coca_attention.models.projections import AttentionLayout
 
 @strict
 class CoCAGPTNeoXConfig(CoCAConfig, GPTNeoXConfig):
-    """GPT-NeoX with CoCA attention; rotary on the whole head unless said otherwise.
+    """GPT-NeoX with CoCA attention; by default whole heads are rotated.
 
     See `CoCAConfig`.
     """
@@ -41,13 +41,13 @@ class CoCAGPTNeoXConfig(CoCAConfig, GPTNeoXConfig):
 
 
 def _split_heads(attention: Any, fused: Tensor) -> Sequence[Tensor]:
-    """Each head's query, key and value follow one another."""
+    """Split a fused projection that is ordered by head: query, key and value of each head."""
     heads = fused.unflatten(-1, (-1, 3, attention.head_size))
     return [x.flatten(-2) for x in heads.unbind(-2)]
 
 
 class CoCAGPTNeoXAttention(CollinearAttention, GPTNeoXAttention):
-    """GPT-NeoX's attention with a T projection in the place of its key projection."""
+    """GPT-NeoX's attention with a T projection instead of its key projection."""
 
     layout = AttentionLayout(
         module_name="attention",

@@ -18,7 +18,7 @@ class CoCALlamaConfig(CoCAConfig, LlamaConfig):
 
 
 class CoCALlamaAttention(CollinearAttention, LlamaAttention):
-    """Llama's attention with a T projection in the place of its key projection."""
+    """Llama's attention with a T projection instead of its key projection."""
 
 
 class CoCALlamaModel(CollinearModel, LlamaModel):

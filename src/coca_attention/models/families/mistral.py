@@ -18,7 +18,7 @@ class CoCAMistralConfig(CoCAConfig, MistralConfig):
 
 
 class CoCAMistralAttention(CollinearAttention, MistralAttention):
-    """Mistral's attention with a T projection in the place of its key projection."""
+    """Mistral's attention with a T projection instead of its key projection."""
 
 
 class CoCAMistralModel(CollinearModel, MistralModel):

@@ -19,7 +19,7 @@ class CoCAOlmo2Config(CoCAConfig, Olmo2Config):
 
 
 class CoCAOlmo2Attention(CollinearAttention, Olmo2Attention):
-    """OLMo 2's attention with a T projection in the place of its key projection."""
+    """OLMo 2's attention with a T projection instead of its key projection."""
 
     layout = AttentionLayout(norm_spans_heads=True)
 

@@ -30,7 +30,7 @@ class CoCAPhi3Config(CoCAConfig, Phi3Config):
     }
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> Any:
-        # Phi-3's own method takes yarn for an old name of longrope.
+        # Phi-3's own method treats yarn as an old name of longrope.
         given = (self.rope_parameters or {}).get("rope_type")
         kwargs = super().convert_rope_params_to_dict(**kwargs)
         if given == "yarn" and self.rope_parameters is not None:
@@ -38,19 +38,19 @@ class CoCAPhi3Config(CoCAConfig, Phi3Config):
         return kwargs
 
     def validate_rope(self) -> None:
-        # Phi-3's own check refuses every rule but longrope.
+        # Phi-3's own check rejects every rule but longrope.
         add_rope_types()
         super(Phi3Config, self).validate_rope()
 
 
 def _split_sections(attention: Any, fused: Tensor) -> Sequence[Tensor]:
-    """All queries, then all keys, then all values."""
+    """Split a fused projection into all queries, all keys and all values."""
     keys = fused.shape[-1] // (attention.num_key_value_groups + 2)
     return fused.split((keys * attention.num_key_value_groups, keys, keys), dim=-1)
 
 
 class CoCAPhi3Attention(CollinearAttention, Phi3Attention):
-    """Phi-3's attention with a T projection in the place of its key projection."""
+    """Phi-3's attention with a T projection instead of its key projection."""
 
     layout = AttentionLayout(fused_name="qkv_proj", split_fused=_split_sections)
 

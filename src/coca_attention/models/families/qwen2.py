@@ -18,7 +18,7 @@ class CoCAQwen2Config(CoCAConfig, Qwen2Config):
 
 
 class CoCAQwen2Attention(CollinearAttention, Qwen2Attention):
-    """Qwen2's attention with a T projection in the place of its key projection."""
+    """Qwen2's attention with a T projection instead of its key projection."""
 
 
 class CoCAQwen2Model(CollinearModel, Qwen2Model):

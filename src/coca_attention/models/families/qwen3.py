@@ -18,7 +18,7 @@ class CoCAQwen3Config(CoCAConfig, Qwen3Config):
 
 
 class CoCAQwen3Attention(CollinearAttention, Qwen3Attention):
-    """Qwen3's attention with a T projection in the place of its key projection."""
+    """Qwen3's attention with a T projection instead of its key projection."""
 
 
 class CoCAQwen3Model(CollinearModel, Qwen3Model):

@@ -1,7 +1,6 @@
-"""Fused Triton kernels for CUDA; elsewhere PyTorch's own operations compute the same.
+"""Fused Triton kernels for CUDA; on other devices PyTorch operations compute the same.
 
-`maps` and `decode` import Triton. They are imported by the first call that needs them, so that a
-CPU needs no Triton.
+`maps` and `decode` import Triton. They are imported on first use, so that CPUs do not need Triton.
 """
 
 from functools import cache
@@ -21,9 +20,9 @@ def _installed() -> bool:
 
 
 def supports(tensor: Tensor) -> bool:
-    """Whether the kernels take a tensor: on CUDA, with Triton, and not under torch.compile.
+    """Whether the kernels support a tensor: on CUDA, with Triton, and not under torch.compile.
 
-    torch.compile fuses the plain operations itself, together with those around them.
+    torch.compile fuses the PyTorch operations itself, together with those around them.
     """
     return (
         tensor.is_cuda
@@ -34,7 +33,7 @@ def supports(tensor: Tensor) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """The modules `maps` and `decode`, imported when first asked for."""
+    """Import `maps` and `decode` on first access."""
     if name in ("maps", "decode"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

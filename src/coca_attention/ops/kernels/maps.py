@@ -1,7 +1,7 @@
-"""The query and key maps and their gradients, each read once and written once.
+"""The query and key maps and their gradients; each reads its input once and writes its output once.
 
-One program takes one position of one row of the batch and several heads: cos and sin are loaded
-once for all of them. Arithmetic in float32. Legend as in `coca_attention.ops.maps`.
+One program handles one position of one batch row and several heads, and loads cos and sin once for
+all of them. Arithmetic is in float32. Legend as in `coca_attention.ops.maps`.
 """
 
 from typing import Any
@@ -11,16 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Heads handled by a program: enough to share cos and sin, few enough to fill the device.
+# Heads per program: enough to share cos and sin, few enough to fill the device with programs.
 HEADS = 8
 
 
 @triton.jit
-def _share(heads, length, HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr):  # noqa: N803
-    """What a program takes: batch, row, head (HEADS, 1) and pair (1, PAIRS); which of them exist.
+def _indices(heads, length, HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr):  # noqa: N803
+    """Indices of a program: batch, row, head (HEADS, 1), pair (1, PAIRS); and their bounds mask.
 
-    Offsets of large tensors leave the range of int32, so the numbers that strides multiply are
-    int64.
+    Offsets into large tensors exceed int32, so indices that are multiplied by strides are int64.
     """
     batch = (tl.program_id(0) // length).to(tl.int64)
     row = (tl.program_id(0) % length).to(tl.int64)
@@ -31,88 +30,88 @@ def _share(heads, length, HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.con
 
 @triton.jit
 def _load_tables(first, second, batch, row, pair, c_batch, c_row, HALF: tl.constexpr):  # noqa: N803
-    """A row of two tables, such as cos and sin, (1, PAIRS) each."""
-    place = batch * c_batch + row * c_row + pair
-    x = tl.load(first + place, mask=pair < HALF, other=0.0)
-    y = tl.load(second + place, mask=pair < HALF, other=0.0)
+    """One row of two tables, such as cos and sin, (1, PAIRS) each."""
+    offset = batch * c_batch + row * c_row + pair
+    x = tl.load(first + offset, mask=pair < HALF, other=0.0)
+    y = tl.load(second + offset, mask=pair < HALF, other=0.0)
     return x, y
 
 
 @triton.jit
-def _load(place, there):
-    return tl.load(place, mask=there, other=0.0).to(tl.float32)
+def _load(pointer, mask):
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _members(pair, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):  # noqa: N803
-    """Places of both members of every pair in a head (`split_pairs`)."""
-    passed: tl.constexpr = (WIDTH - SPAN) // 2
+    """Offsets of both members of every pair in a head (`split_pairs`)."""
+    unrotated: tl.constexpr = (WIDTH - SPAN) // 2
     if INTERLEAVED:
         first = tl.where(pair < SPAN // 2, 2 * pair, SPAN // 2 + pair)
-        second = tl.where(pair < SPAN // 2, 2 * pair + 1, SPAN // 2 + pair + passed)
+        second = tl.where(pair < SPAN // 2, 2 * pair + 1, SPAN // 2 + pair + unrotated)
     else:
         first = tl.where(pair < SPAN // 2, pair, SPAN // 2 + pair)
-        second = tl.where(pair < SPAN // 2, SPAN // 2 + pair, SPAN // 2 + pair + passed)
+        second = tl.where(pair < SPAN // 2, SPAN // 2 + pair, SPAN // 2 + pair + unrotated)
     return first, second
 
 
 @triton.jit
 def _query_map(
-    query, made, cos, sin,
+    query, output, cos, sin,
     q_batch, q_head, q_row, q_width,
-    m_batch, m_head, m_row,
+    o_batch, o_head, o_row,
     c_batch, c_row,
     heads, length,
     FORM: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,  # noqa: N803
     FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    batch, row, head, pair, there = _share(heads, length, WIDTH // 2, HEADS, PAIRS)
+    batch, row, head, pair, mask = _indices(heads, length, WIDTH // 2, HEADS, PAIRS)
     c, s = _load_tables(cos, sin, batch, row, pair, c_batch, c_row, WIDTH // 2)
     first, second = _members(pair, SPAN, WIDTH, INTERLEAVED)
-    place = query + batch * q_batch + head * q_head + row * q_row
-    q0 = _load(place + first * q_width, there)
-    q1 = _load(place + second * q_width, there)
+    pointer = query + batch * q_batch + head * q_head + row * q_row
+    q0 = _load(pointer + first * q_width, mask)
+    q1 = _load(pointer + second * q_width, mask)
     squares = q0 * q0 + q1 * q1
     if FORM == "slack":
-        made0 = squares * c
-        made1 = made0 - 2 * q0 * (q0 * c - q1 * s)
+        out0 = squares * c
+        out1 = out0 - 2 * q0 * (q0 * c - q1 * s)
     else:
         if FORM == "magnitude":
             squares = tl.sqrt(squares)
-        made0, made1 = squares * c, squares * s
+        out0, out1 = squares * c, squares * s
     if FREE:
         free = pair >= WIDTH // 2 - FREE
-        made0 = tl.where(free, q0 * c - q1 * s, made0)
-        made1 = tl.where(free, q0 * s + q1 * c, made1)
-    place = made + batch * m_batch + head * m_head + row * m_row + pair
-    tl.store(place, made0, mask=there)
-    tl.store(place + WIDTH // 2, made1, mask=there)
+        out0 = tl.where(free, q0 * c - q1 * s, out0)
+        out1 = tl.where(free, q0 * s + q1 * c, out1)
+    pointer = output + batch * o_batch + head * o_head + row * o_row + pair
+    tl.store(pointer, out0, mask=mask)
+    tl.store(pointer + WIDTH // 2, out1, mask=mask)
 
 
 @triton.jit
 def _query_gradient(
-    query, grad, made, cos, sin,
+    query, grad, output, cos, sin,
     q_batch, q_head, q_row, q_width,
     g_batch, g_head, g_row, g_width,
-    m_batch, m_head, m_row,
+    o_batch, o_head, o_row,
     c_batch, c_row,
     heads, length,
     FORM: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,  # noqa: N803
     FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    batch, row, head, pair, there = _share(heads, length, WIDTH // 2, HEADS, PAIRS)
+    batch, row, head, pair, mask = _indices(heads, length, WIDTH // 2, HEADS, PAIRS)
     c, s = _load_tables(cos, sin, batch, row, pair, c_batch, c_row, WIDTH // 2)
     first, second = _members(pair, SPAN, WIDTH, INTERLEAVED)
-    place = query + batch * q_batch + head * q_head + row * q_row
-    q0 = _load(place + first * q_width, there)
-    q1 = _load(place + second * q_width, there)
-    place = grad + batch * g_batch + head * g_head + row * g_row
-    g0 = _load(place + pair * g_width, there)
-    g1 = _load(place + (pair + WIDTH // 2) * g_width, there)
+    pointer = query + batch * q_batch + head * q_head + row * q_row
+    q0 = _load(pointer + first * q_width, mask)
+    q1 = _load(pointer + second * q_width, mask)
+    pointer = grad + batch * g_batch + head * g_head + row * g_row
+    g0 = _load(pointer + pair * g_width, mask)
+    g1 = _load(pointer + (pair + WIDTH // 2) * g_width, mask)
     if FORM == "slack":
-        crossed = 2 * g1 * s
-        made0 = 2 * c * (g0 - g1) * q0 + crossed * q1
-        made1 = 2 * c * (g0 + g1) * q1 + crossed * q0
+        cross = 2 * g1 * s
+        out0 = 2 * c * (g0 - g1) * q0 + cross * q1
+        out1 = 2 * c * (g0 + g1) * q1 + cross * q0
     else:
         along = g0 * c + g1 * s
         if FORM == "strict":
@@ -120,58 +119,58 @@ def _query_gradient(
         else:
             square = q0 * q0 + q1 * q1
             along = tl.where(square > 0, along * tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
-        made0, made1 = along * q0, along * q1
+        out0, out1 = along * q0, along * q1
     if FREE:
         free = pair >= WIDTH // 2 - FREE
-        made0 = tl.where(free, g0 * c + g1 * s, made0)
-        made1 = tl.where(free, g1 * c - g0 * s, made1)
-    place = made + batch * m_batch + head * m_head + row * m_row
-    tl.store(place + first, made0, mask=there)
-    tl.store(place + second, made1, mask=there)
+        out0 = tl.where(free, g0 * c + g1 * s, out0)
+        out1 = tl.where(free, g1 * c - g0 * s, out1)
+    pointer = output + batch * o_batch + head * o_head + row * o_row
+    tl.store(pointer + first, out0, mask=mask)
+    tl.store(pointer + second, out1, mask=mask)
 
 
 @triton.jit
 def _key_map(
-    coefficients, made, cos, sin,
+    coefficients, output, cos, sin,
     t_batch, t_head, t_row, t_width,
-    m_batch, m_head, m_row,
+    o_batch, o_head, o_row,
     c_batch, c_row,
     heads, length,
     HALF: tl.constexpr, FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    batch, row, head, pair, there = _share(heads, length, HALF, HEADS, PAIRS)
+    batch, row, head, pair, mask = _indices(heads, length, HALF, HEADS, PAIRS)
     c, s = _load_tables(cos, sin, batch, row, pair, c_batch, c_row, HALF)
-    place = coefficients + batch * t_batch + head * t_head + row * t_row + pair * t_width
-    t = _load(place, there)
-    made0, made1 = t * c, t * s
+    pointer = coefficients + batch * t_batch + head * t_head + row * t_row + pair * t_width
+    t = _load(pointer, mask)
+    out0, out1 = t * c, t * s
     if FREE:
-        # The second members of free pairs lie behind the first members of all.
-        second = _load(place + FREE * t_width, there & (pair >= HALF - FREE))
-        made0 -= second * s
-        made1 += second * c
-    place = made + batch * m_batch + head * m_head + row * m_row + pair
-    tl.store(place, made0, mask=there)
-    tl.store(place + HALF, made1, mask=there)
+        # The second members of free pairs follow the first members of all pairs.
+        second = _load(pointer + FREE * t_width, mask & (pair >= HALF - FREE))
+        out0 -= second * s
+        out1 += second * c
+    pointer = output + batch * o_batch + head * o_head + row * o_row + pair
+    tl.store(pointer, out0, mask=mask)
+    tl.store(pointer + HALF, out1, mask=mask)
 
 
 @triton.jit
 def _key_gradient(
-    grad, made, cos, sin,
+    grad, output, cos, sin,
     g_batch, g_head, g_row, g_width,
-    m_batch, m_head, m_row,
+    o_batch, o_head, o_row,
     c_batch, c_row,
     heads, length,
     HALF: tl.constexpr, FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    batch, row, head, pair, there = _share(heads, length, HALF, HEADS, PAIRS)
+    batch, row, head, pair, mask = _indices(heads, length, HALF, HEADS, PAIRS)
     c, s = _load_tables(cos, sin, batch, row, pair, c_batch, c_row, HALF)
-    place = grad + batch * g_batch + head * g_head + row * g_row + pair * g_width
-    g0 = _load(place, there)
-    g1 = _load(place + HALF * g_width, there)
-    place = made + batch * m_batch + head * m_head + row * m_row + pair
-    tl.store(place, g0 * c + g1 * s, mask=there)
+    pointer = grad + batch * g_batch + head * g_head + row * g_row + pair * g_width
+    g0 = _load(pointer, mask)
+    g1 = _load(pointer + HALF * g_width, mask)
+    pointer = output + batch * o_batch + head * o_head + row * o_row + pair
+    tl.store(pointer, g0 * c + g1 * s, mask=mask)
     if FREE:
-        tl.store(place + FREE, g1 * c - g0 * s, mask=there & (pair >= HALF - FREE))
+        tl.store(pointer + FREE, g1 * c - g0 * s, mask=mask & (pair >= HALF - FREE))
 
 
 def query_map(
@@ -183,15 +182,15 @@ def query_map(
     span: int,
     free_pairs: int,
 ) -> Tensor:
-    """Q' of (B, H, T, D); cos and sin (1 or B, 1, T, P), scale folded in."""
-    made = _empty_like(query, query.shape[-1])
+    """Q' of (B, H, T, D); cos and sin (1 or B, 1, T, P), with the scale folded in."""
+    output = _empty_like(query, query.shape[-1])
     cos, sin, *strides = _tables(cos, sin)
     _launch(
         _query_map, query,
-        query, made, cos, sin, *query.stride(), *made.stride()[:3], *strides,
+        query, output, cos, sin, *query.stride(), *output.stride()[:3], *strides,
         FORM=form, SPAN=span, WIDTH=query.shape[-1], INTERLEAVED=interleaved, FREE=free_pairs,
     )  # fmt: skip
-    return made
+    return output
 
 
 def query_gradient(
@@ -205,45 +204,45 @@ def query_gradient(
     free_pairs: int,
 ) -> Tensor:
     """Gradient of q from that of Q', both (B, H, T, D)."""
-    made = _empty_like(query, query.shape[-1])
+    output = _empty_like(query, query.shape[-1])
     cos, sin, *strides = _tables(cos, sin)
     _launch(
         _query_gradient, query,
-        query, grad, made, cos, sin,
-        *query.stride(), *grad.stride(), *made.stride()[:3], *strides,
+        query, grad, output, cos, sin,
+        *query.stride(), *grad.stride(), *output.stride()[:3], *strides,
         FORM=form, SPAN=span, WIDTH=query.shape[-1], INTERLEAVED=interleaved, FREE=free_pairs,
     )  # fmt: skip
-    return made
+    return output
 
 
 def key_map(coefficients: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
     """K' (B, G, S, D) of coefficients (B, G, S, P + F)."""
     half = coefficients.shape[-1] - free_pairs
-    made = _empty_like(coefficients, 2 * half)
+    output = _empty_like(coefficients, 2 * half)
     cos, sin, *strides = _tables(cos, sin)
     _launch(
         _key_map, coefficients,
-        coefficients, made, cos, sin, *coefficients.stride(), *made.stride()[:3], *strides,
+        coefficients, output, cos, sin, *coefficients.stride(), *output.stride()[:3], *strides,
         HALF=half, FREE=free_pairs,
     )  # fmt: skip
-    return made
+    return output
 
 
 def key_gradient(grad: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
     """Gradient of the coefficients (B, G, S, P + F) from that of K' (B, G, S, D)."""
     half = grad.shape[-1] // 2
-    made = _empty_like(grad, half + free_pairs)
+    output = _empty_like(grad, half + free_pairs)
     cos, sin, *strides = _tables(cos, sin)
     _launch(
         _key_gradient, grad,
-        grad, made, cos, sin, *grad.stride(), *made.stride()[:3], *strides,
+        grad, output, cos, sin, *grad.stride(), *output.stride()[:3], *strides,
         HALF=half, FREE=free_pairs,
     )  # fmt: skip
-    return made
+    return output
 
 
 def _empty_like(tensor: Tensor, width: int) -> Tensor:
-    """An empty (B, H, T, width) whose heads and rows lie in memory as the tensor's do."""
+    """An empty (B, H, T, width) with heads and rows in the same memory order as the tensor's."""
     batch, heads, length, _ = tensor.shape
     if tensor.stride(1) < tensor.stride(2):
         return tensor.new_empty(batch, length, heads, width).transpose(1, 2)
@@ -251,7 +250,7 @@ def _empty_like(tensor: Tensor, width: int) -> Tensor:
 
 
 def _tables(cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
-    """float32 tables (1 or B, 1, T, P) with dense rows, and the strides of batch and row."""
+    """float32 tables (1 or B, 1, T, P) with contiguous rows, and the strides of batch and row."""
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
     return cos, sin, cos.stride(0) if cos.dim() == 4 and cos.shape[0] > 1 else 0, cos.stride(-2)
 

@@ -1,4 +1,4 @@
-"""Rotary pairs: how a head is split into them, and their rotation.
+"""Rotary pairs: splitting a head into pairs, and rotating them.
 
 Legend: B batch, H heads, T positions, D head width, P = D/2 rotary pairs, R rotary width.
 """
@@ -10,9 +10,7 @@ from torch import Tensor
 def check_width(width: int, what: str = "head width") -> None:
     """Raise ValueError unless ``width`` can be split into rotary pairs."""
     if width < 2 or width % 2:
-        raise ValueError(
-            f"{what} must be even and at least 2, so that it splits into rotary pairs; got {width}"
-        )
+        raise ValueError(f"{what} must be even and at least 2, to form rotary pairs; got {width}")
 
 
 def split_pairs(
@@ -22,14 +20,14 @@ def split_pairs(
 
     Args:
         x: (..., D).
-        interleaved: False when pair j is (j, j + D/2) as in Llama and GPT-NeoX, True when it is
+        interleaved: False if pair j is (j, j + D/2) as in Llama and GPT-NeoX, True if it is
             (2j, 2j + 1) as in GPT-J, Cohere and the paper's formulas.
-        rotary_width: R, where only the first R numbers of a head are rotated (partial rotary):
-            pairs are taken inside that span; the numbers behind it, which are not rotated, form
-            half-split pairs of their own. Default D.
+        rotary_width: R, if only the first R elements of a head are rotated (partial rotary). Pairs
+            are formed within them; the remaining elements form half-split pairs of their own.
+            Default D.
 
     Returns:
-        Two tensors (..., P), views where R = D.
+        Two tensors (..., P), views if R = D.
 
     Raises:
         ValueError: If D or R is odd, or R is larger than D.
@@ -42,8 +40,8 @@ def split_pairs(
                 f"the rotary width must be at most the head width {x.shape[-1]}; got {rotary_width}"
             )
         rotated = split_pairs(x[..., :rotary_width], interleaved)
-        passed = split_pairs(x[..., rotary_width:])
-        first, second = (torch.cat(both, dim=-1) for both in zip(rotated, passed, strict=True))
+        unrotated = split_pairs(x[..., rotary_width:])
+        first, second = (torch.cat(both, dim=-1) for both in zip(rotated, unrotated, strict=True))
         return first, second
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
@@ -69,7 +67,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
 
     Args:
         x: (B, H, T, D).
-        cos: (T, R/2) or (B, T, R/2), see `Rotation.tables`. Pairs beyond R/2 stay as they are.
+        cos: (T, R/2) or (B, T, R/2), see `Rotation.tables`. Pairs beyond R/2 are unchanged.
         sin: Like cos.
         interleaved: Pair layout, see `split_pairs`.
 

@@ -1,4 +1,4 @@
-"""How positions act on queries and keys: the angles of the rotary pairs, as tables of cos and sin.
+"""How positions act on queries and keys: tables of cos and sin of the angles of the rotary pairs.
 
 Legend: B batch, T positions, R rotary width, m a query's position, n a key's.
 """
@@ -18,18 +18,17 @@ Table = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Rotation:
-    """What a position does to a query and to a key.
+    """How positions act on queries and keys.
 
-    Pair j turns by the angle ``n theta_j`` at position n. Whatever else a position does acts on
-    the query alone, as a factor on its tables: scores are linear in them, and what a cache holds
-    of the keys does not depend on it.
+    Pair j rotates by the angle ``n theta_j`` at position n. Any other effect of a position is a
+    factor on the query's tables: scores are linear in them, and cached keys do not depend on it.
 
     Attributes:
-        width: Rotary width R, the numbers of a head that are rotated; even.
+        width: Rotary width R, the number of elements of a head that are rotated; even.
         base: Base of the geometric series of frequencies.
-        rule: Rule for reading beyond the training length.
-        turning: Pairs that turn; the slower ones after them have angle 0. Default: all.
-        temperature: Length at which queries keep their size, in tokens: a query that sees n keys is
+        rule: Scaling rule for texts longer than the training length.
+        turning: Number of pairs that rotate; the slower ones after them have angle 0. Default: all.
+        temperature: Length in tokens at which queries keep their size: a query that sees n keys is
             multiplied by ln(n + 1) / ln(temperature + 1), so that attention does not spread out as
             texts grow (arXiv 2501.19399). Default: no such factor.
     """
@@ -45,7 +44,8 @@ class Rotation:
         pairs = self.width // 2
         if self.turning is not None and not 0 <= self.turning <= pairs:
             raise ValueError(
-                f"the number of turning pairs must lie between 0 and {pairs}, got {self.turning}"
+                f"turning must be between 0 and {pairs}, the number of rotary pairs; got "
+                f"{self.turning}"
             )
         if self.temperature is not None and self.temperature < 1:
             raise ValueError(f"temperature must be at least 1 token, got {self.temperature}")
@@ -62,14 +62,14 @@ class Rotation:
         return theta
 
     def for_length(self, length: int) -> "Rotation":
-        """The rotation as it applies to a text of so many tokens."""
+        """The rotation for a text of ``length`` tokens."""
         return replace(self, rule=self.rule.for_length(length))
 
     def tables(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Table:
-        """cos and sin of every rotated pair's angle.
+        """cos and sin of the angle of every rotated pair.
 
-        Angles are formed in float64 (float32 on devices without it): at position 100,000 a float32
-        angle is already off by 0.004 radians.
+        Angles are computed in float64 (float32 on devices without it): at position 100,000 the
+        error of a float32 angle is already 0.004 radians.
 
         Args:
             positions: Positions, any shape (..., T), integer or floating.
@@ -87,7 +87,7 @@ class Rotation:
         return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
     def query_factor(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """What queries are multiplied by at their positions; None where nothing multiplies them.
+        """Factor on the query at every position, or None if there is no temperature.
 
         Args:
             positions: Positions, any shape (..., T).
@@ -98,5 +98,5 @@ class Rotation:
         """
         if self.temperature is None:
             return None
-        # n + 1, where the query at position m = n - 1 sees n keys.
+        # The query at position m sees n = m + 1 keys, so n + 1 = m + 2.
         return (positions.to(dtype) + 2).log() / math.log(self.temperature + 1)

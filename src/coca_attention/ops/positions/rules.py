@@ -1,12 +1,12 @@
-"""Rules for the rotary frequencies of texts longer than a model was trained on, one class each.
+"""Scaling rules: rotary frequencies for texts longer than the training length, one class each.
 
 Legend: D rotary width, P = D/2 rotary pairs, k scaling factor, L_train training length, L target
 length; lengths are in tokens.
 
-A rule turns base and width into P frequencies and keeps no state: the same arguments give the same
-numbers whatever was computed before. To add one, subclass `Rule` as a frozen dataclass and register
-it with `register_rule`: its fields become the parameters that configurations, `set_rotary_scaling`
-and the command line accept.
+A rule computes P frequencies from base and width and keeps no state: the same arguments always give
+the same frequencies. To add a rule, subclass `Rule` as a frozen dataclass and register it with
+`register_rule`: its fields become the parameters that configurations, `set_rotary_scaling` and the
+command line accept.
 """
 
 import math
@@ -34,14 +34,14 @@ def unscaled_frequencies(width: int, base: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """The frequencies as trained, and the base class of the rules that change them."""
+    """Unscaled frequencies, and the base class of all scaling rules."""
 
     kind: ClassVar[str] = "none"
     """Name of the rule."""
     rope_type: ClassVar[str] = "default"
     """Name of the rule in Transformers' ``rope_parameters``."""
     has_target_length: ClassVar[bool] = False
-    """Whether users may fix the rule for a target ``length``."""
+    """Whether the rule accepts a target ``length``."""
 
     def __post_init__(self) -> None:
         factor = getattr(self, "factor", 1.0)
@@ -66,27 +66,28 @@ class Rule:
 
     @property
     def magnitude(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor on cos and sin."""
         return 1.0
 
     def for_length(self, length: int) -> Self:
-        """The rule as it applies to a text of so many tokens; most rules do not depend on it."""
+        """The rule for a text of ``length`` tokens; most rules do not depend on it."""
         return self
 
     @property
     def follows_length(self) -> bool:
-        """Whether the frequencies depend on the length of the text that is being read."""
+        """Whether the frequencies depend on the length of the current text."""
         return False
 
     @classmethod
     def from_parameters(
         cls, parameters: dict[str, Any], training_length: int | None, longest: int | None = None
     ) -> Self:
-        """The rule of a configuration.
+        """Create the rule from a configuration.
 
         Args:
-            parameters: Transformers' ``rope_parameters``, which may hold more than the rule takes.
-            training_length: Tokens that the model was trained on.
+            parameters: Transformers' ``rope_parameters``; those that the rule does not take are
+                ignored.
+            training_length: Training length in tokens.
             longest: ``max_position_embeddings``; ``longrope`` derives its factor from it.
 
         Raises:
@@ -107,15 +108,15 @@ class Rule:
 
     @classmethod
     def parameter_names(cls) -> list[str]:
-        """What the rule takes besides factor and lengths, in Transformers' names."""
+        """Names of the rule's parameters other than the factor and lengths, as in Transformers."""
         common = ("factor", "training_length", "length")
         return [name for name in cls.field_names() if name not in common]
 
     def _check_training_length(self) -> None:
         if getattr(self, "training_length", None) is None:
             raise ValueError(
-                f"rotary scaling {self.kind!r} needs training_length, the number of tokens the "
-                "model was trained on"
+                f"rotary scaling {self.kind!r} needs training_length, the model's training length "
+                "in tokens"
             )
 
 
@@ -127,24 +128,26 @@ RuleType = TypeVar("RuleType", bound=type[Rule])
 
 
 def register_rule(rule: RuleType) -> RuleType:
-    """Make a rule known by its ``kind`` and ``rope_type``; usable as a class decorator.
+    """Register a rule under its ``kind`` and ``rope_type``; usable as a class decorator.
 
     Raises:
-        ValueError: If another rule has either name.
+        ValueError: If either name belongs to another rule.
     """
     for known in RULES.values():
         if known is not rule and rule.rope_type == known.rope_type:
-            raise ValueError(f"{known.__name__} has the rope_type {rule.rope_type!r} already")
+            raise ValueError(
+                f"the rope_type {rule.rope_type!r} already belongs to {known.__name__}"
+            )
     if RULES.setdefault(rule.kind, rule) is not rule:
-        raise ValueError(f"there is a rotary scaling {rule.kind!r} already")
+        raise ValueError(f"a rotary scaling named {rule.kind!r} is already registered")
     return rule
 
 
 def make_rule(kind: str, **parameters: Any) -> Rule:
-    """A rule by its name.
+    """Create a rule by name.
 
     Args:
-        kind: One of `RULES`.
+        kind: A key of `RULES`.
         **parameters: Fields of the rule.
 
     Raises:
@@ -157,7 +160,7 @@ def make_rule(kind: str, **parameters: Any) -> Rule:
     unknown = sorted(set(parameters) - set(known))
     if unknown:
         raise ValueError(
-            f"rotary scaling {kind!r} has no {', '.join(unknown)}; it takes "
+            f"rotary scaling {kind!r} does not take {', '.join(unknown)}; it takes "
             f"{', '.join(known) or 'no parameters'}"
         )
     return rule(**parameters)
@@ -185,12 +188,12 @@ class Linear(Rule):
 @register_rule
 @dataclass(frozen=True)
 class NTK(Rule):
-    """NTK-aware scaling: a larger base, fixed for the whole request.
+    """NTK-aware scaling: a larger base, which does not change during a request.
 
     Attributes:
         factor: k, at least 1.
-        training_length: L_train; needed with a target length.
-        length: L. Without it the base is multiplied by ``k ** (D / (D - 2))`` everywhere.
+        training_length: L_train; required with a target length.
+        length: L. Without it the base is multiplied by ``k ** (D / (D - 2))`` at every length.
     """
 
     kind = "ntk"
@@ -226,12 +229,12 @@ class NTK(Rule):
 @register_rule
 @dataclass(frozen=True)
 class DynamicNTK(NTK):
-    """NTK-aware scaling whose base follows the current length: inexact with a cache.
+    """NTK-aware scaling whose base depends on the current length: inexact with a cache.
 
     Attributes:
         factor: k, at least 1.
         training_length: L_train.
-        length: The current length; without it the largest position plus one.
+        length: The current length; default: the largest position plus one.
     """
 
     kind = "dynamic"
@@ -249,12 +252,12 @@ class DynamicNTK(NTK):
         return super().frequencies(width, base)
 
     def for_length(self, length: int) -> Self:
-        """The rule at the current length, unless it has one already."""
+        """The rule with this length, unless its length is already set."""
         return self if self.length is not None else replace(self, length=length)
 
     @property
     def follows_length(self) -> bool:
-        """True until the length is fixed."""
+        """True unless the length is set."""
         return self.length is None
 
 
@@ -276,7 +279,7 @@ class _WithMagnitude(Rule):
             raise ValueError(f"attention_factor must be a positive number, got {magnitude!r}")
 
     def default_magnitude(self) -> float:
-        """What cos and sin are multiplied by where ``attention_factor`` is not given."""
+        """Factor on cos and sin if ``attention_factor`` is not given."""
         raise NotImplementedError
 
     @property
@@ -289,15 +292,15 @@ class _WithMagnitude(Rule):
 @register_rule
 @dataclass(frozen=True)
 class YaRN(_WithMagnitude):
-    """YaRN (arXiv 2309.00071): slow pairs are interpolated, fast ones stay, a ramp between.
+    """YaRN (arXiv 2309.00071): interpolates slow pairs, keeps fast ones, with a ramp in between.
 
     Attributes:
         factor: k, at least 1.
         training_length: L_train.
         attention_factor: Multiplies cos and sin; default ``0.1 ln k + 1``.
-        beta_fast: Pairs that turn more often than this over L_train stay as they are.
-        beta_slow: Pairs that turn less often than this are interpolated by k.
-        truncate: Whether the ends of the ramp are whole pairs.
+        beta_fast: Pairs with more full turns than this over L_train are unchanged.
+        beta_slow: Pairs with fewer full turns than this are interpolated by k.
+        truncate: Whether the ends of the ramp are rounded to whole pair indices.
     """
 
     kind = "yarn"
@@ -323,19 +326,19 @@ class YaRN(_WithMagnitude):
         return _interpolated(unscaled_frequencies(width, base), self._kept(width, base), self)
 
     def _kept(self, width: int, base: float) -> Tensor:
-        """The ramp: 1 for pairs that stay, 0 for pairs interpolated by the factor; (P,) float64."""
+        """The ramp: 1 for unchanged pairs, 0 for pairs interpolated by k; (P,), float64."""
         length = self.training_length
         assert length is not None  # checked by __post_init__
 
         def pair_with_turns(turns: float) -> float:
-            # The pair index j (real-valued) with turns = L_train * base ** (-2 j / D) / (2 pi).
+            # Solves turns = L_train * base ** (-2 j / D) / (2 pi) for a real-valued pair index j.
             return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         first, last = pair_with_turns(self.beta_fast), pair_with_turns(self.beta_slow)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, width - 1)
-        # Equal ends would divide by zero; a small difference makes the ramp a step.
+        # Equal ends would divide by zero; with a small difference the ramp becomes a step.
         span = max(last - first, 1e-3)
         pairs = torch.arange(width // 2, dtype=torch.float64)
         return 1.0 - ((pairs - first) / span).clamp(0.0, 1.0)
@@ -344,13 +347,13 @@ class YaRN(_WithMagnitude):
 @register_rule
 @dataclass(frozen=True)
 class Llama3(Rule):
-    """The rule of Llama 3.1: a ramp that is linear in a pair's turns over L_train.
+    """The rule of Llama 3.1: a ramp that is linear in the number of full turns over L_train.
 
     Attributes:
         factor: k, at least 1.
         training_length: L_train.
-        low_freq_factor: Pairs that turn less often than this over L_train are interpolated by k.
-        high_freq_factor: Pairs that turn more often than this stay as they are.
+        low_freq_factor: Pairs with fewer full turns than this over L_train are interpolated by k.
+        high_freq_factor: Pairs with more full turns than this are unchanged.
     """
 
     kind = "llama3"
@@ -382,15 +385,15 @@ class Llama3(Rule):
 @register_rule
 @dataclass(frozen=True)
 class LongRoPE(_WithMagnitude):
-    """LongRoPE (arXiv 2402.13753): one divisor per pair, others for short and long texts.
+    """LongRoPE (arXiv 2402.13753): one divisor per pair, different for short and long texts.
 
     Attributes:
-        factor: k, at least 1; it enters the default of ``attention_factor`` alone.
+        factor: k, at least 1; used only for the default of ``attention_factor``.
         training_length: L_train.
         attention_factor: Multiplies cos and sin; default ``sqrt(1 + ln k / ln L_train)``.
-        length: L. The short factors apply up to L_train, the long ones above it or without L.
-        short_factor: P divisors of the frequencies for texts up to L_train.
-        long_factor: P divisors for longer texts.
+        length: L. The short factors apply up to L_train, the long ones above it and without L.
+        short_factor: P divisors of the frequencies for texts of up to L_train tokens.
+        long_factor: P divisors of the frequencies for longer texts.
     """
 
     kind = "longrope"
@@ -418,7 +421,7 @@ class LongRoPE(_WithMagnitude):
         return math.sqrt(1.0 + math.log(self.factor) / math.log(self.training_length))
 
     def frequencies(self, width: int, base: float) -> Tensor:
-        """theta_j over the divisors."""
+        """theta_j divided by the divisor of its pair."""
         assert self.training_length is not None  # checked by __post_init__
         long = self.length is None or self.length > self.training_length
         divisors = self.long_factor if long else self.short_factor
