@@ -227,7 +227,7 @@ def test_what_cannot_be_calibrated_writes_nothing(
     ("words", "message"),
     [
         (["nowhere"], "no model could be loaded"),
-        (["SOURCE", "--from-original", "--form", "strict"], "omit --form and --init"),
+        (["SOURCE", "--from-original", "--form", "strict"], "omit --form, --init and --free-pairs"),
         (["SOURCE", "--from-original"], "no weights"),
     ],
 )

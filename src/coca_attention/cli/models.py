@@ -39,6 +39,8 @@ class ConversionSettings:
     init: Literal["fold", "calibrated", "random"] = "fold"
     """T projections: the pair means of the key projections, fitted to the scores of the model on
     some text, or drawn."""
+    free_pairs: int = 0
+    """The last rotary pairs of every head, which keep their ordinary keys and scores."""
     kv_cache: Literal["full", "half"] = "full"
     """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
     from_original: bool = False

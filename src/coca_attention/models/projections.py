@@ -144,7 +144,9 @@ def replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None 
         # If the two members are independent, pair means of normalised keys are 1/√2 as large as
         # the keys, but the T norm scales them to 1: divide its weight by √2.
         offset = layout.norm_offset
-        weight = fold_heads(attention, attention.k_norm.weight.detach() + offset) / 2**0.5
+        weight = fold_heads(attention, attention.k_norm.weight.detach() + offset)
+        pairs, free = attention.head_dim // 2, attention.config.coca_free_pairs
+        weight.unflatten(-1, (-1, pairs + free))[..., : pairs - free].div_(2**0.5)
         attention.t_norm = copy.deepcopy(attention.k_norm)
         attention.t_norm.weight = nn.Parameter(
             weight - offset, requires_grad=attention.k_norm.weight.requires_grad

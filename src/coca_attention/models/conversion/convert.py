@@ -31,6 +31,7 @@ def convert(
     *,
     init: Initialisation = "fold",
     calibration: Tensor | None = None,
+    free_pairs: int = 0,
     kv_cache: str = "full",
     progress: Callable[[str, int, int], Any] | None = None,
 ) -> PreTrainedModel:
@@ -50,6 +51,8 @@ def convert(
             norm on keys. ``random``: random weights.
         calibration: Token ids (texts, tokens) for ``calibrated``, a few thousand tokens of the
             intended kind of text. T tokens of a text need memory for T² attention weights per head.
+        free_pairs: The last pairs of every head, which keep their rotary keys and scores. With all
+            of them free the model computes what it did before.
         kv_cache: ``full`` or ``half``, see `CoCAConfig`.
         progress: Called with a label, the number of calibration texts read and layers converted so
             far, and their total.
@@ -83,7 +86,9 @@ def convert(
     old: Any = model.config
     values = {k: v for k, v in old.to_dict().items() if k not in ("model_type", "architectures")}
     try:
-        config = family.config.from_dict({**values, "coca_form": form, "kv_cache": kv_cache})
+        config = family.config.from_dict(
+            {**values, "coca_form": form, "coca_free_pairs": free_pairs, "kv_cache": kv_cache}
+        )
     except Exception as error:
         # Strict configurations wrap the errors of their checks.
         raise UserError(f"not a valid configuration of a CoCA model: {error}") from error

@@ -25,6 +25,7 @@ def convert_folder(
     form: str = "slack",
     init: Initialisation = "fold",
     calibration: Tensor | None = None,
+    free_pairs: int = 0,
     kv_cache: str = "full",
     from_original: bool = False,
     dtype: str = "auto",
@@ -42,6 +43,7 @@ def convert_folder(
         init: See `convert`; an original checkpoint has its own T projection.
         calibration: Token ids (N,) for ``calibrated``, cut into texts of the training length, at
             most 1,024 tokens; an incomplete last text is dropped.
+        free_pairs: See `convert`.
         kv_cache: ``full`` or ``half``.
         from_original: Whether the source is in the format of the paper's authors.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
@@ -62,10 +64,10 @@ def convert_folder(
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not empty: name another folder, or remove it")
-    if from_original and (form, init) != ("slack", "fold"):
+    if from_original and (form, init, free_pairs) != ("slack", "fold", 0):
         raise UserError(
-            "an original checkpoint has the slack form and its own T projection: omit --form and "
-            "--init"
+            "an original checkpoint has the slack form and its own T projection: omit --form, "
+            "--init and --free-pairs"
         )
     if from_original:
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
@@ -79,7 +81,13 @@ def convert_folder(
         if calibration is not None:
             calibration = calibration_texts(calibration, model.config.get_text_config())
         model = convert(
-            model, form, init=init, calibration=calibration, kv_cache=kv_cache, progress=progress
+            model,
+            form,
+            init=init,
+            calibration=calibration,
+            free_pairs=free_pairs,
+            kv_cache=kv_cache,
+            progress=progress,
         )
     partial = target.with_name(f".{target.name}.coca-partial")
     try:
