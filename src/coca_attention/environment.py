@@ -1,4 +1,4 @@
-"""What a figure was measured with: versions, hardware, command. And writing files whole."""
+"""Versions, hardware and command of a measurement, and writing files atomically."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command that this process runs, with the program's name in place of its path."""
+    """The command line of this process, with the program's name instead of its path."""
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
@@ -56,7 +56,7 @@ def _processor() -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -67,21 +67,21 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Make the folder of a file to be written, before long work, or say why it cannot be.
+    """Check that a file can be written and create its folder, before a long computation.
 
     Raises:
-        UserError: If the path is a folder, or its own folder cannot be made or written to.
+        UserError: If the path is a folder, or its parent folder cannot be created or written to.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder; name a file to write")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{path.parent} cannot be made: {error.strerror}") from error
+        raise UserError(f"{path.parent} cannot be created: {error.strerror}") from error
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"{path.parent} is not writable; name another file")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_text` of JSON; numbers that JSON lacks (inf, nan) are refused."""
+    """Write JSON atomically; numbers that JSON does not support (inf, nan) raise ValueError."""
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")

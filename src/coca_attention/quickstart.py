@@ -1,4 +1,4 @@
-"""Train short, test long, in one command: four small models, one text, one page of figures."""
+"""Train short, test long, in one command: four small models, one text, one report."""
 
 import hashlib
 import json
@@ -22,41 +22,41 @@ from coca_attention.report import write_report
 from coca_attention.training import Recipe, read_summary, train
 from coca_attention.training.recipe import DataRecipe, ModelRecipe, TrainingRecipe
 
-# The paper's names for its models, in the order of its tables.
+# The models by their names in the paper, in the order of its tables.
 MODELS = {"ALiBi": "alibi", "RoFormer": "rope", "CoCA-Slack": "slack", "CoCA-Strict": "strict"}
 NTK_FACTOR = 4.0
 
 
 @dataclass
 class Sizes:
-    """How large the models of the quickstart are and how long they train."""
+    """Sizes of the models, of the training and of the evaluation."""
 
     block_length: int = 64
     """Training length in tokens."""
     num_layers: int = 2
-    """Decoder layers."""
+    """Number of decoder layers."""
     hidden_size: int = 128
     """Width of the residual stream."""
     num_heads: int = 2
-    """Attention heads."""
+    """Number of attention heads."""
     vocab_size: int = 1024
-    """Entries of the tokenizer."""
+    """Vocabulary size of the tokenizer."""
     steps: int = 2600
-    """Optimizer steps of each model."""
+    """Optimizer steps per model."""
     batch_size: int = 16
     """Blocks per step."""
     learning_rate: float = 3e-3
-    """Peak rate."""
+    """Peak learning rate."""
     longest: int = 32
     """Longest window, as a multiple of the training length."""
     judged: int = 4
-    """Blocks judged per test document."""
+    """Blocks evaluated per test document."""
     seed: int = 0
-    """Seed of the weights, of the order of the blocks and of the bootstrap."""
+    """Random seed of the weights, the order of the blocks and the bootstrap."""
 
     @property
     def windows(self) -> list[int]:
-        """Training length times 1, 2, 4 … longest."""
+        """The training length times 1, 2, 4, … up to ``longest``."""
         return [
             self.block_length * 2**power
             for power in range(self.longest.bit_length())
@@ -71,9 +71,9 @@ class QuickstartSettings:
     output: str = "runs/quickstart"
     """Folder for the models, results.json and report.html."""
     source: str = "stdlib"
-    """Text to learn from: stdlib, files, or hf:NAME, as for coca train."""
+    """Text: stdlib, files, or hf:NAME, as for coca train."""
     sizes: Sizes = field(default_factory=Sizes)
-    """How large and how long."""
+    """Sizes of models, training and evaluation."""
 
 
 HELD_OUT = 0.1
@@ -82,16 +82,16 @@ HELD_OUT = 0.1
 def quickstart(
     settings: QuickstartSettings, *, progress: Callable[[str, int, int], Any] | None = None
 ) -> dict[str, Any]:
-    """Train ALiBi, RoFormer and both forms of CoCA on the same text; read it at 1 … 32 x length.
+    """Train ALiBi, RoFormer and two forms of CoCA, and evaluate them at 1 … 32 x training length.
 
-    Finished models and evaluations in the output folder are used again.
+    Finished models and evaluations in the output folder are reused.
 
     Args:
-        settings: Where, what and how large.
-        progress: Called with a label, the tokens judged so far and the tokens to judge.
+        settings: Settings of the quickstart.
+        progress: Called with a label, the tokens evaluated so far and their total.
 
     Returns:
-        What is also written to ``results.json``: results, training summaries, environments.
+        The contents of ``results.json``: results, training summaries, environments.
     """
     output, sizes = Path(settings.output), settings.sizes
     if sizes.longest < 1 or sizes.judged < 1:
@@ -180,7 +180,7 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
             source=settings.source,
             held_out=HELD_OUT,
             tokenizer=str(tokenizer),
-            vocab_size=sizes.vocab_size,  # so that another size is noticed as another run
+            vocab_size=sizes.vocab_size,  # so that a different size is a different run
             block_length=sizes.block_length,
             cache=str(Path(settings.output) / "cache"),
         ),
@@ -190,7 +190,7 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
             micro_batch_size=sizes.batch_size,
             learning_rate=sizes.learning_rate,
             warmup_share=0.02,
-            precision="float32",  # bfloat16 is slow where the processor has no units for it
+            precision="float32",  # bfloat16 is slow on processors without support for it
             seed=sizes.seed,
             save_every=max(sizes.steps // 4, 1),
             keep_checkpoints=1,
@@ -199,7 +199,7 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
 
 
 def _finished(path: Path, measurement: dict[str, Any]) -> dict[str, Any] | None:
-    """The evaluation file of an earlier start that measured the same, or None."""
+    """The evaluation of an earlier start with the same settings and weights, or None."""
     if not path.is_file():
         return None
     try:
