@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def test_overview_lists_every_command_with_its_docstring(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0
     for name, entry in COMMANDS.items():
-        functions = entry.values() if isinstance(entry, dict) else [entry]
+        functions = entry.values() if isinstance(entry, Mapping) else [entry]
         assert name in out
         for function in functions:
             assert function.__doc__.splitlines()[0] in out
@@ -52,7 +53,7 @@ def test_the_fields_of_a_stage_have_help(capsys):
     [
         (["quickstart"], ["--output", "--sizes.steps", "Optimizer steps of each model"]),
         (["train"], ["--training.steps", "--model.attention", "AdamW's weight decay", "--output"]),
-        (["eval", "perplexity"], ["--windows", "--attend-last", "Seed of the bootstrap"]),
+        (["eval", "perplexity"], ["--windows", "--attend-last", "Random seed of the bootstrap"]),
         (["generate"], ["--max-new-tokens", "prompt", "Tokens to generate at most"]),
         (["report"], ["--title", "HTML file to write"]),
     ],
@@ -139,7 +140,7 @@ def test_eval_perplexity_and_report(capsys, model_folder, text_folder, tmp_path)
     assert "<title>Mine</title>" in page.read_text()
 
 
-def test_a_command_that_was_stopped_goes_on_from_its_journal(
+def test_a_command_that_was_stopped_resumes_from_its_journal(
     capsys, model_folder, text_folder, tmp_path, monkeypatch
 ):
     words = [
@@ -150,7 +151,7 @@ def test_a_command_that_was_stopped_goes_on_from_its_journal(
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("coca_attention.environment.write_json", stopped)
+    monkeypatch.setattr("coca_attention.cli.evaluation.write_json", stopped)
     assert run(capsys, *words)[0] == 130
     assert len((tmp_path / "r.journal.jsonl").read_text().splitlines()) == 2
     monkeypatch.undo()
@@ -205,9 +206,12 @@ QUICK = [
 ]  # fmt: skip
 
 
-def test_quickstart_small_then_reused_then_mended(capsys, tmp_path):
-    output = tmp_path / "quick"
-    words = ["quickstart", "--output", output, *QUICK]
+def test_quickstart_small_then_reused_then_changed(capsys, tmp_path):
+    output, texts = tmp_path / "quick", tmp_path / "texts"
+    texts.mkdir()
+    for index in range(60):
+        (texts / f"{index}.txt").write_text(some_text(200, seed=index))
+    words = ["quickstart", "--output", output, "--source", texts, *QUICK]
     code, out, err = run(capsys, *words)
     assert code == 0, err
     content = json.loads((output / "results.json").read_text())
@@ -226,9 +230,9 @@ def test_quickstart_small_then_reused_then_mended(capsys, tmp_path):
     assert "</html>" in (output / "report.html").read_text()
     assert "CoCA-Strict + NTK (4)" in out
 
-    judged = {d["id"] for c in content["results"] for d in c["documents"]}
-    unseen = {d.id for d in read_documents("stdlib") if held_out(d, HELD_OUT)}
-    assert judged and judged <= unseen
+    scored = {d["id"] for c in content["results"] for d in c["documents"]}
+    unseen = {d.id for d in read_documents(str(texts)) if held_out(d, HELD_OUT)}
+    assert scored and scored <= unseen
 
     weights = output / "RoFormer" / "model.safetensors"
     written = weights.stat().st_mtime_ns
@@ -240,7 +244,7 @@ def test_quickstart_small_then_reused_then_mended(capsys, tmp_path):
     for before, after in zip(content["results"], again["results"], strict=True):
         assert before["nats"] == pytest.approx(after["nats"], rel=1e-6)
 
-    # The same models, other windows: judged anew.
+    # The same models, other windows: evaluated again.
     code, _, err = run(capsys, *words, "--sizes.judged=3")
     assert code == 0, err
     assert weights.stat().st_mtime_ns == written

@@ -1,6 +1,7 @@
 """The rules of the house: imports run one way, and importing does nothing else."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "coca_attention"
 MAY_IMPORT = {
     "errors": set(),
     "options": {"errors"},
+    "intervals": set(),
     "environment": {"errors"},
     "ops": set(),
     "layers": {"ops"},
@@ -19,10 +21,13 @@ MAY_IMPORT = {
     "testing": set(),
     "data": {"errors", "environment"},
     "training": {"ops", "layers", "models", "data", "errors", "environment", "options"},
-    "evaluation": {"ops", "layers", "models", "data", "errors", "environment", "options"},
+    "evaluation": {
+        "ops", "layers", "models", "data", "errors", "environment", "options", "intervals",
+    },
     "analysis": {"ops", "layers", "models", "data", "errors", "environment"},
     "benchmarks": {"ops", "layers", "models", "testing", "errors"},
-    "report": {"evaluation", "errors", "environment"},
+    "report": {"errors", "environment", "intervals"},
+    "registry": {"ops", "models", "evaluation", "benchmarks", "report", "errors"},
     "quickstart": {"models", "data", "training", "evaluation", "report", "errors", "environment"},
     "cli": {
         "models", "data", "training", "evaluation", "analysis", "benchmarks", "report",
@@ -97,19 +102,42 @@ def run(program: str) -> str:
 def test_importing_is_quiet_and_loads_no_optional_or_heavy_part():
     program = (
         "import coca_attention, sys; "
+        "print([m for m in ('torch', 'transformers', 'numpy', 'coca_attention.ops') "
+        "if m in sys.modules]); import coca_attention.models; "
         "print([m for m in ('datasets', 'pyarrow', 'matplotlib', 'jsonargparse', "
         "'tensorboard', 'coca_attention.ops.kernels.maps', "
         "'coca_attention.ops.kernels.decode') if m in sys.modules])"
     )
-    assert run(program) == "[]\n"
+    assert run(program) == "[]\n[]\n"
 
 
-def test_importing_registers_the_models():
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import coca_attention; from transformers import AutoConfig",
+        "from transformers import AutoConfig; import coca_attention",
+        # The Auto classes are imported in the middle of importing a model.
+        "import coca_attention; from transformers import LlamaForCausalLM, AutoConfig",
+        "import coca_attention.models; from transformers import AutoConfig",
+    ],
+)
+def test_the_auto_classes_know_the_models(imports):
+    types = ["coca_llama", "coca_gpt_neox", "alibi_gpt_neox"]
     program = (
-        "import coca_attention; from transformers import AutoConfig; "
-        "print([AutoConfig.for_model(m).model_type for m in ('coca_llama', 'coca_gpt_neox')])"
+        f"{imports}; print([AutoConfig.for_model(m).model_type for m in {types}]); "
+        "from transformers.models.auto.configuration_auto import CONFIG_MAPPING; "
+        "print('coca_other' in CONFIG_MAPPING, 'llama' in CONFIG_MAPPING)"
     )
-    assert run(program) == "['coca_llama', 'coca_gpt_neox']\n"
+    assert run(program) == f"{types}\nFalse True\n"
+
+
+def test_unknown_names_are_refused():
+    program = (
+        "import coca_attention\n"
+        "try: coca_attention.other\n"
+        "except AttributeError as error: print(error, 'convert' in dir(coca_attention))"
+    )
+    assert run(program) == "module 'coca_attention' has no attribute 'other' True\n"
 
 
 def test_operators_work_where_transformers_is_missing():
@@ -123,3 +151,20 @@ def test_operators_work_where_transformers_is_missing():
         "print(coca_attention.CoCAAttention(16, 2)(torch.zeros(1, 3, 16)).shape)\n"
     )
     assert run(program) == "torch.Size([1, 3, 16])\n"
+
+
+def test_the_tree_in_the_architecture_page_is_the_folders():
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    tree = page.partition("```\n")[2].partition("```")[0]
+    # Entries end with their part's next line that is indented less.
+    parts = dict(re.findall(r"^  (\w+)/ (.*?)(?=^  \w|^\w|\Z)", tree, re.S | re.M))
+    for folder in sorted({path.parent for path in FILES} - {SOURCE}):
+        top, *below = folder.relative_to(SOURCE).parts
+        for name in [f"{part}/" for part in below] + [
+            path.name for path in folder.glob("*.py") if not path.stem.startswith("__")
+        ]:
+            assert re.search(rf"(?<![\w]){re.escape(name)}", parts[top]), f"{top}: {name}"
+    for path in SOURCE.glob("*.py"):
+        assert path.stem.startswith("__") or path.name in tree
+    named = set(re.findall(r"(\w+\.py)", tree))
+    assert named <= {path.name for path in FILES}

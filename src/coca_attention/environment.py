@@ -1,4 +1,4 @@
-"""Versions, hardware and command of a measurement, and writing files atomically."""
+"""The environment of a measurement (versions, hardware, command), and atomic file writes."""
 
 import json
 import os
@@ -15,7 +15,7 @@ PACKAGES = ("coca-attention", "torch", "transformers", "tokenizers", "accelerate
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, processor, threads, GPUs and the command line, as plain JSON values."""
+    """Versions, processor, threads, GPUs and command line, as JSON values."""
     import torch
 
     versions = {"python": platform.python_version()}
@@ -56,7 +56,7 @@ def _processor() -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically."""
+    """Write a file atomically: it is complete or does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -67,21 +67,21 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be written and create its folder, before a long computation.
+    """Check before long work that a file can be written, and create its folder.
 
     Raises:
-        UserError: If the path is a folder, or its parent folder cannot be created or written to.
+        UserError: If the path is a folder, or the file's folder cannot be created or written to.
     """
     if path.is_dir():
-        raise UserError(f"{path} is a folder; name a file to write")
+        raise UserError(f"{path} is a folder; choose a file to write")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{path.parent} cannot be created: {error.strerror}") from error
     if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{path.parent} is not writable; name another file")
+        raise UserError(f"{path.parent} is not writable; choose another file")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically; numbers that JSON does not support (inf, nan) raise ValueError."""
+    """Write JSON atomically; ValueError for numbers that JSON does not support (inf, nan)."""
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")

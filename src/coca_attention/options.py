@@ -1,8 +1,10 @@
-"""Command-line options and YAML from documented dataclasses, errors in one line."""
+"""Command-line options and YAML from documented dataclasses; errors in one line."""
 
 import re
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
@@ -11,7 +13,7 @@ from coca_attention.errors import UserError
 
 
 class OptionParser(ArgumentParser):
-    """Options named with hyphens, their help from the docstrings below the fields."""
+    """Options named with hyphens, with help from the docstrings below the fields."""
 
     def __init__(
         self, program: str | None = None, description: str | None = None, **kwargs: Any
@@ -19,44 +21,73 @@ class OptionParser(ArgumentParser):
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
         # jsonargparse makes parsers of this class for nested settings, with arguments of its own.
         kwargs = {"exit_on_error": False, "allow_abbrev": False, **kwargs}
-        self.flags: set[str] = set()
+        self.types: dict[str, Any] = {}
         super().__init__(prog=program, description=description, **kwargs)
 
     def add_class_arguments(self, theclass: Any, *args: Any, **kwargs: Any) -> Any:
-        """As jsonargparse's; remembers which fields are flags."""
-        for item in getattr(theclass, "__dataclass_fields__", {}).values():
-            if item.type in (bool, "bool"):
-                self.flags.add("--" + item.name)
+        """As in jsonargparse; records the types of the options."""
+        self.types |= option_types(theclass)
         return super().add_class_arguments(theclass, *args, **kwargs)
 
+    def add_section(self, name: str, theclass: Any, summary: str) -> None:
+        """Add an optional section: a dataclass whose options are ``--name.field``."""
+        self.types |= option_types(theclass, f"{name}.")
+        self.add_argument(f"--{name}", type=theclass | None, default=None, help=summary)
+
     def format_help(self) -> str:
-        """The help, with hyphens for the underscores of the fields' names."""
+        """The help, with hyphens instead of the underscores in field names."""
         return re.sub(
             r"--[a-z_.]+", lambda match: match[0].replace("_", "-"), super().format_help()
         )
 
     def read(self, words: list[str]) -> Any:
-        """Parse words and build the dataclasses.
+        """Parse words and instantiate the dataclasses.
 
         Args:
-            words: Command-line words; options with hyphens or underscores.
+            words: Command-line words. Options can be written with hyphens or underscores, flags
+                without a value, and lists as comma-separated words.
 
         Returns:
-            A namespace of texts and dataclass instances.
+            A namespace of strings and dataclass instances.
 
         Raises:
-            UserError: If an option is unknown or a value unfit, in one line.
+            UserError: If an option is unknown or a value is invalid, in one line.
         """
         try:
-            return self.instantiate(self.parse_args(_as_fields(words, self.flags)))
+            return self.instantiate(self.parse_args(_as_fields(words, self.types)))
         except ArgumentError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             text = ": ".join(dict.fromkeys(lines)) or type(error).__name__
             raise UserError(f"{text}; see {self.prog} --help") from error
 
 
+def option_types(theclass: Any, prefix: str = "") -> dict[str, Any]:
+    """Type of every option of a dataclass, those of nested dataclasses as ``section.field``."""
+    found: dict[str, Any] = {}
+    for name, annotation in get_type_hints(theclass).items():
+        found[prefix + name] = annotation
+        for kind in _alternatives(annotation):
+            if is_dataclass(kind):
+                found |= option_types(kind, f"{prefix}{name}.")
+    return found
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type itself."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _is_list_of_words(annotation: Any) -> bool:
+    """Whether a type is a list of numbers or words, or such a list or None."""
+    return any(
+        get_origin(kind) is list
+        and all(item in (int, float, str) or get_origin(item) is Literal for item in get_args(kind))
+        for kind in _alternatives(annotation)
+    )
+
+
 def take_option(words: list[str], option: str) -> tuple[list[str], str | None]:
-    """Remove ``option VALUE`` or ``option=VALUE`` from words; return what is left and the value."""
+    """Remove ``option VALUE`` or ``option=VALUE`` from words; return the rest and the value."""
     for index, word in enumerate(words):
         if word == option and index + 1 < len(words):
             return words[:index] + words[index + 2 :], words[index + 1]
@@ -66,15 +97,15 @@ def take_option(words: list[str], option: str) -> tuple[list[str], str | None]:
 
 
 def check_sections(path: Path, kind: str, known: list[str]) -> None:
-    """Refuse sections that a YAML file should not have; the parser passes over those left empty.
+    """Refuse unknown sections of a YAML file; the parser would ignore those without content.
 
     Args:
         path: The file.
-        kind: What it is called.
+        kind: What to call it in messages.
         known: Names of its sections.
 
     Raises:
-        UserError: If it is no readable YAML, no mapping, or has an unknown section.
+        UserError: If the file is not readable YAML, not a mapping, or has an unknown section.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -85,21 +116,30 @@ def check_sections(path: Path, kind: str, known: list[str]) -> None:
         raise UserError(f"{path}: a {kind} has the sections {', '.join(known)}; got {there}")
 
 
-def _as_fields(words: list[str], flags: set[str]) -> list[str]:
-    """Write ``--attend-last 64 --skip-short`` as ``--attend_last 64 --skip_short=true``."""
-    fields = []
-    for index, word in enumerate(words):
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            following = words[index + 1] if index + 1 < len(words) else "--"
-            field = "--" + name[2:].replace("-", "_")
-            alone = not equals and (
-                following.startswith("--")
-                or (field in flags and following.lower() not in ("true", "false", "yes", "no"))
-            )
-            asks = name.endswith("help") or name in ("--print-config", "--print_config")
-            if alone and not asks:
-                equals, value = "=", "true"
-            word = "--" + name[2:].replace("-", "_") + equals + value
-        fields.append(word)
-    return fields
+def _as_fields(words: list[str], types: dict[str, Any]) -> list[str]:
+    """Write ``--attend-last 8 --skip-short --windows 1,2`` as the parser expects it.
+
+    That is ``--attend_last 8 --skip_short=true --windows=[1,2]``.
+    """
+    found: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            found.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        following = rest[0] if rest else "--"
+        is_flag = types.get(name) is bool
+        is_value = not following.startswith("--") and (
+            not is_flag or following.lower() in ("true", "false", "yes", "no")
+        )
+        if not equals and is_value and _is_list_of_words(types.get(name)):
+            equals, value = "=", rest.pop(0)
+        elif not equals and not is_value and not name.endswith("help") and name != "print_config":
+            equals, value = "=", "true"
+        if equals and _is_list_of_words(types.get(name)) and value[:1] != "[" and value != "null":
+            value = f"[{value}]"
+        found.append(f"--{name}{equals}{value}")
+    return found

@@ -1,13 +1,12 @@
-"""Train short, test long, in one command: four small models, one text, one report."""
+"""Train short, test long: four small models, one text and one page of figures."""
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from coca_attention.data import held_out, kept_tokenizer, read_documents
+from coca_attention.data import held_out, load_or_train_tokenizer, read_documents
 from coca_attention.environment import describe_environment, write_json
 from coca_attention.errors import UserError
 from coca_attention.evaluation.perplexity import (
@@ -17,10 +16,11 @@ from coca_attention.evaluation.perplexity import (
     load_text,
     tokens_needed,
 )
+from coca_attention.evaluation.task import Progress, Session, Subject
 from coca_attention.models import load_model
 from coca_attention.report import write_report
 from coca_attention.training import Recipe, read_summary, train
-from coca_attention.training.recipe import DataRecipe, ModelRecipe, TrainingRecipe
+from coca_attention.training.sections import DataRecipe, ModelRecipe, TrainingRecipe
 
 # The models by their names in the paper, in the order of its tables.
 MODELS = {"ALiBi": "alibi", "RoFormer": "rope", "CoCA-Slack": "slack", "CoCA-Strict": "strict"}
@@ -29,34 +29,34 @@ NTK_FACTOR = 4.0
 
 @dataclass
 class Sizes:
-    """Sizes of the models, of the training and of the evaluation."""
+    """Sizes of the models and length of their training."""
 
     block_length: int = 64
     """Training length in tokens."""
     num_layers: int = 2
-    """Number of decoder layers."""
+    """Decoder layers."""
     hidden_size: int = 128
     """Width of the residual stream."""
     num_heads: int = 2
-    """Number of attention heads."""
+    """Attention heads."""
     vocab_size: int = 1024
     """Vocabulary size of the tokenizer."""
     steps: int = 2600
-    """Optimizer steps per model."""
+    """Optimizer steps of each model."""
     batch_size: int = 16
     """Blocks per step."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     longest: int = 32
-    """Longest window, as a multiple of the training length."""
+    """Longest window as a multiple of the training length."""
     judged: int = 4
-    """Blocks evaluated per test document."""
+    """Blocks scored per test document."""
     seed: int = 0
     """Random seed of the weights, the order of the blocks and the bootstrap."""
 
     @property
     def windows(self) -> list[int]:
-        """The training length times 1, 2, 4, … up to ``longest``."""
+        """Training length times 1, 2, 4 … longest."""
         return [
             self.block_length * 2**power
             for power in range(self.longest.bit_length())
@@ -71,27 +71,25 @@ class QuickstartSettings:
     output: str = "runs/quickstart"
     """Folder for the models, results.json and report.html."""
     source: str = "stdlib"
-    """Text: stdlib, files, or hf:NAME, as for coca train."""
+    """Text to train on: stdlib, files, or hf:NAME, as for coca train."""
     sizes: Sizes = field(default_factory=Sizes)
-    """Sizes of models, training and evaluation."""
+    """Sizes of the models and length of their training."""
 
 
 HELD_OUT = 0.1
 
 
-def quickstart(
-    settings: QuickstartSettings, *, progress: Callable[[str, int, int], Any] | None = None
-) -> dict[str, Any]:
-    """Train ALiBi, RoFormer and two forms of CoCA, and evaluate them at 1 … 32 x training length.
+def quickstart(settings: QuickstartSettings, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Train ALiBi, RoFormer and slack and strict CoCA on one text; compare them on long windows.
 
     Finished models and evaluations in the output folder are reused.
 
     Args:
-        settings: Settings of the quickstart.
-        progress: Called with a label, the tokens evaluated so far and their total.
+        settings: Text, sizes and output folder.
+        progress: Called with a label, the tokens scored so far and the tokens to score.
 
     Returns:
-        The contents of ``results.json``: results, training summaries, environments.
+        The content of ``results.json``: results, training summaries, environments.
     """
     output, sizes = Path(settings.output), settings.sizes
     if sizes.longest < 1 or sizes.judged < 1:
@@ -99,7 +97,7 @@ def quickstart(
             f"longest and judged must be at least 1, got {sizes.longest} and {sizes.judged}"
         )
     tokenizer_folder = output / "tokenizer"
-    tokenizer = kept_tokenizer(
+    tokenizer = load_or_train_tokenizer(
         tokenizer_folder,
         lambda: (d for d in read_documents(settings.source) if not held_out(d, HELD_OUT)),
         sizes.vocab_size,
@@ -131,19 +129,13 @@ def quickstart(
         if found is None:
             if documents is None:
                 documents = load_text(text, tokenizer, at_least=tokens_needed(windows))
-            model = load_model(folder)
-            cells = evaluate_perplexity(model, documents, windows, name=name, progress=progress)
+            subject = Subject(load_model(folder), tokenizer, name)
+            session = Session(progress=progress) if progress is not None else Session()
+            cells = evaluate_perplexity(subject, documents, windows, session)
             if attention != "alibi":
                 plain = replace(windows, attend_last=None)
-                cells += evaluate_perplexity(
-                    model,
-                    documents,
-                    plain,
-                    scaling="ntk",
-                    factor=NTK_FACTOR,
-                    name=name,
-                    progress=progress,
-                )
+                scaled = replace(session, scaling="ntk", factor=NTK_FACTOR)
+                cells += evaluate_perplexity(subject, documents, plain, scaled)
             found = {
                 "measured": measurement,
                 "results": cells,
@@ -180,7 +172,7 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
             source=settings.source,
             held_out=HELD_OUT,
             tokenizer=str(tokenizer),
-            vocab_size=sizes.vocab_size,  # so that a different size is a different run
+            vocab_size=sizes.vocab_size,  # so that another size is recognised as another run
             block_length=sizes.block_length,
             cache=str(Path(settings.output) / "cache"),
         ),
@@ -199,7 +191,7 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
 
 
 def _finished(path: Path, measurement: dict[str, Any]) -> dict[str, Any] | None:
-    """The evaluation of an earlier start with the same settings and weights, or None."""
+    """The content of an evaluation file if it is of the same measurement, or None."""
     if not path.is_file():
         return None
     try:

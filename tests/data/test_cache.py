@@ -1,4 +1,4 @@
-"""Tokenised text on disk: found again, never used when stale, damaged or half-written."""
+"""Tokenised text on disk: reused, and never used when outdated, damaged or incomplete."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ from coca_attention.data import (
     cache_folder,
     load_tokenizer,
     token_array,
-    tokenised,
+    tokenise,
     train_tokenizer,
 )
 from coca_attention.errors import UserError
@@ -39,7 +39,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Counts the caches that are made."""
+    """Counts the caches that are written."""
     counted = []
     write = cache._write
 
@@ -52,7 +52,7 @@ def made(monkeypatch):
 
 
 def in_memory(source, tokenizer, **options):
-    return tokenised(source, tokenizer, **options).tokens
+    return tokenise(source, tokenizer, **options).tokens
 
 
 def pair(folder: Path) -> tuple[Path, Path]:
@@ -60,15 +60,13 @@ def pair(folder: Path) -> tuple[Path, Path]:
     return tokens, tokens.with_suffix(".json")
 
 
-def test_made_once_found_again_and_the_tokens_are_those_in_memory(
-    source, tokenizer, tmp_path, made
-):
+def test_a_cache_is_written_once_and_has_the_tokens_in_memory(source, tokenizer, tmp_path, made):
     expected = token_array(source.documents(), tokenizer)
     for _ in range(2):
-        text = tokenised(source, tokenizer, folder=tmp_path / "cache")
+        text = tokenise(source, tokenizer, folder=tmp_path / "cache")
         assert isinstance(text.tokens, np.memmap) and text.tokens.dtype == np.uint16
         assert np.array_equal(text.tokens, expected)
-        assert text.sha256 == tokenised(source, tokenizer).sha256
+        assert text.sha256 == tokenise(source, tokenizer).sha256
     assert len(made) == 1
     left = {path.suffix for path in (tmp_path / "cache" / "tokens").iterdir()}
     assert left <= {".bin", ".json", ".lock"}
@@ -106,42 +104,42 @@ def of_another_tokenizer(tokens: Path, about: Path) -> None:
     "damage",
     [cut, change_a_byte, lose_tokens, cut_json, wrong_json, of_another_tokenizer],
 )
-def test_a_damaged_cache_is_made_again_and_never_used(
+def test_a_damaged_cache_is_rewritten_and_never_used(
     source, tokenizer, tmp_path, made, caplog, damage
 ):
     expected = in_memory(source, tokenizer)
-    tokenised(source, tokenizer, folder=tmp_path)
+    tokenise(source, tokenizer, folder=tmp_path)
     damage(*pair(tmp_path))
-    text = tokenised(source, tokenizer, folder=tmp_path)
+    text = tokenise(source, tokenizer, folder=tmp_path)
     assert np.array_equal(text.tokens, expected) and len(made) == 2
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING and "made again" in record.getMessage()
-    assert np.array_equal(tokenised(source, tokenizer, folder=tmp_path).tokens, expected)
+    assert record.levelno == logging.WARNING and "tokenising the text again" in record.getMessage()
+    assert np.array_equal(tokenise(source, tokenizer, folder=tmp_path).tokens, expected)
     assert len(made) == 2
 
 
 def test_changed_source_files_are_noticed_even_with_their_times_set_back(
     source, tokenizer, tmp_path, made, caplog
 ):
-    tokenised(source, tokenizer, folder=tmp_path / "cache")
+    tokenise(source, tokenizer, folder=tmp_path / "cache")
     file = Path(source.source) / "1.txt"
     before = file.stat()
     file.write_text(file.read_text().replace("alpha", "omega"))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file.stat().st_size == before.st_size
-    text = tokenised(source, tokenizer, folder=tmp_path / "cache")
+    text = tokenise(source, tokenizer, folder=tmp_path / "cache")
     assert np.array_equal(text.tokens, in_memory(source, tokenizer)) and len(made) == 2
     assert "files of the source have changed" in caplog.text
     (Path(source.source) / "3.txt").write_text("one more")
-    text = tokenised(source, tokenizer, folder=tmp_path / "cache")
+    text = tokenise(source, tokenizer, folder=tmp_path / "cache")
     assert np.array_equal(text.tokens, in_memory(source, tokenizer)) and len(made) == 3
 
 
 def test_files_that_were_only_touched_are_the_same(source, tokenizer, tmp_path, made):
-    tokenised(source, tokenizer, folder=tmp_path / "cache")
+    tokenise(source, tokenizer, folder=tmp_path / "cache")
     for file in Path(source.source).iterdir():
         os.utime(file, (0, 0))
-    tokenised(source, tokenizer, folder=tmp_path / "cache")
+    tokenise(source, tokenizer, folder=tmp_path / "cache")
     assert len(made) == 1
 
 
@@ -149,7 +147,7 @@ def test_every_setting_and_tokenizer_has_its_own_cache(source, tokenizer, tmp_pa
     other = train_tokenizer([Document("b", "omega psi chi " * 50)], 280)
     for options in ({}, {"share": 0.5}, {"max_tokens": 60}):
         for chosen in (tokenizer, other):
-            text = tokenised(source, chosen, folder=tmp_path / "cache", **options)
+            text = tokenise(source, chosen, folder=tmp_path / "cache", **options)
             assert np.array_equal(text.tokens, in_memory(source, chosen, **options))
     assert len(made) == 6
 
@@ -181,14 +179,12 @@ def _killed_while_writing(how, source, tokenizer, folder):
         cache.token_arrays = some
     else:
         cache.write_json = kill
-    tokenised(source, tokenizer, folder=folder)
+    tokenise(source, tokenizer, folder=folder)
 
 
 @pytest.mark.parametrize("how", ["tokens", "json"])
-def test_a_kill_while_writing_leaves_nothing_that_is_taken_for_whole(
-    source, tokenizer, tmp_path, how
-):
-    """Killed among the tokens, and between the two files; the next start finds the lock free."""
+def test_a_cache_is_complete_or_rewritten_after_a_kill(source, tokenizer, tmp_path, how):
+    """Killed while writing tokens, and between the two files; the lock is released."""
     arguments = (how, source, tokenizer, tmp_path / "cache")
     process = FORK.Process(target=_killed_while_writing, args=arguments)
     process.start()
@@ -196,7 +192,7 @@ def test_a_kill_while_writing_leaves_nothing_that_is_taken_for_whole(
     assert process.exitcode == -signal.SIGKILL
     left = {path.suffix for path in (tmp_path / "cache" / "tokens").iterdir()}
     assert left == {".lock", ".partial" if how == "tokens" else ".bin"}
-    text = tokenised(source, tokenizer, folder=tmp_path / "cache")
+    text = tokenise(source, tokenizer, folder=tmp_path / "cache")
     assert np.array_equal(text.tokens, in_memory(source, tokenizer))
     left = {path.suffix for path in (tmp_path / "cache" / "tokens").iterdir()}
     assert left <= {".lock", ".bin", ".json"}
@@ -222,35 +218,35 @@ def test_a_full_disk_is_a_clear_error_and_leaves_no_part(source, tokenizer, tmp_
         return Full(file) if "w" in mode else file
 
     monkeypatch.setattr(cache, "open", full_open, raising=False)
-    with pytest.raises(UserError, match=r"No space left on device; make room.* data\.cache") as it:
-        tokenised(source, tokenizer, folder=tmp_path / "cache")
+    with pytest.raises(UserError, match=r"No space left on device; free disk.* data\.cache") as it:
+        tokenise(source, tokenizer, folder=tmp_path / "cache")
     assert "\n" not in str(it.value)
     assert [p.suffix for p in (tmp_path / "cache" / "tokens").iterdir()] in ([], [".lock"])
     monkeypatch.undo()
-    text = tokenised(source, tokenizer, folder=tmp_path / "cache")
+    text = tokenise(source, tokenizer, folder=tmp_path / "cache")
     assert np.array_equal(text.tokens, in_memory(source, tokenizer))
 
 
 def test_a_folder_that_cannot_be_written_is_a_clear_error(source, tokenizer, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(UserError, match=r"cannot be kept here: Not a directory.*data\.cache"):
-        tokenised(source, tokenizer, folder=tmp_path / "cache")
+    with pytest.raises(UserError, match=r"cannot be stored here: Not a directory.*data\.cache"):
+        tokenise(source, tokenizer, folder=tmp_path / "cache")
 
 
 def test_an_empty_source_leaves_no_cache(source, tokenizer, tmp_path):
     with pytest.raises(DataError, match="no documents"):
-        tokenised(source, tokenizer, share=1.0, folder=tmp_path / "cache")
+        tokenise(source, tokenizer, share=1.0, folder=tmp_path / "cache")
     assert not list((tmp_path / "cache" / "tokens").glob("*.[bjp]*"))
 
 
-def test_a_source_that_changes_while_it_is_read_is_refused(source, tokenizer, tmp_path):
+def test_a_source_that_changes_while_it_is_read_is_rejected(source, tokenizer, tmp_path):
     class Growing(SourceSettings):
         def documents(self):
             yield from super().documents()
             (Path(self.source) / "0.txt").write_text("another text")
 
-    with pytest.raises(DataError, match="changed while it was read"):
-        tokenised(Growing(source.source), tokenizer, folder=tmp_path / "cache")
+    with pytest.raises(DataError, match="changed while it was being read"):
+        tokenise(Growing(source.source), tokenizer, folder=tmp_path / "cache")
     assert not list((tmp_path / "cache" / "tokens").glob("*.[bjp]*"))
 
 
@@ -259,11 +255,11 @@ def _ask(source, tokenizer, folder, barrier, answers):
     made = []
     write = cache._write
     cache._write = lambda *args: (made.append(1), write(*args))
-    text = tokenised(source, tokenizer, folder=folder)
+    text = tokenise(source, tokenizer, folder=folder)
     answers.put((len(made), text.sha256))
 
 
-def test_processes_that_ask_at_once_get_one_cache(source, tokenizer, tmp_path):
+def test_concurrent_processes_write_one_cache(source, tokenizer, tmp_path):
     barrier, answers = FORK.Barrier(3), FORK.Queue()
     arguments = (source, tokenizer, tmp_path / "cache", barrier, answers)
     processes = [FORK.Process(target=_ask, args=arguments) for _ in range(3)]
@@ -273,10 +269,10 @@ def test_processes_that_ask_at_once_get_one_cache(source, tokenizer, tmp_path):
     for process in processes:
         process.join()
     assert sum(made for made, _ in found) == 1
-    assert {sha256 for _, sha256 in found} == {tokenised(source, tokenizer).sha256}
+    assert {sha256 for _, sha256 in found} == {tokenise(source, tokenizer).sha256}
 
 
-def test_an_endless_source_is_read_as_far_as_asked(tokenizer, tmp_path):
+def test_an_endless_source_is_read_only_as_far_as_needed(tokenizer, tmp_path):
     read = []
 
     class Endless(SourceSettings):
@@ -287,7 +283,7 @@ def test_an_endless_source_is_read_as_far_as_asked(tokenizer, tmp_path):
 
     file = tmp_path / "some.txt"
     file.write_text("x")
-    text = tokenised(Endless(str(file)), tokenizer, max_tokens=5000, folder=tmp_path / "cache")
+    text = tokenise(Endless(str(file)), tokenizer, max_tokens=5000, folder=tmp_path / "cache")
     assert len(text.tokens) == 5000
     assert len(read) < 5000 // 20 + 128
 
@@ -305,11 +301,11 @@ def test_a_dataset_of_hugging_face_is_streamed_into_the_cache_offline(
     expected = token_array((Document("", text) for text in texts), tokenizer)
     for limit in (None, 100):
         for _ in range(2):
-            text = tokenised(source, tokenizer, max_tokens=limit, folder=tmp_path / "cache")
+            text = tokenise(source, tokenizer, max_tokens=limit, folder=tmp_path / "cache")
             assert np.array_equal(text.tokens, expected[:limit])
     assert len(made) == 2
     (folder / "train.jsonl").write_text(lines[0])
-    text = tokenised(source, tokenizer, folder=tmp_path / "cache")
+    text = tokenise(source, tokenizer, folder=tmp_path / "cache")
     assert "files of the source have changed" in caplog.text
     assert len(text.tokens) < len(expected)
 

@@ -36,7 +36,7 @@ def mixture(seed: int = 0) -> Mixture:
     return Mixture(names, apportion([0.75, 0.25], 10, 10), seed)
 
 
-def test_a_short_source_is_read_pass_after_pass_each_in_another_order():
+def test_a_short_source_is_repeated_each_pass_in_a_new_order():
     blocks = [mixture()[index] for index in range(len(mixture()))]
     assert len(blocks) == 100
     for name, size, count in (("text", 40, 75), ("code", 7, 25)):
@@ -53,7 +53,7 @@ def test_a_short_source_is_read_pass_after_pass_each_in_another_order():
         assert counts["text"] in (7, 8) and counts["code"] in (2, 3)
 
 
-def test_the_order_is_the_seeds_alone_whatever_is_asked_first():
+def test_the_order_depends_on_the_seed_only():
     blocks = [mixture()[index] for index in range(100)]
     other = mixture()
     assert [other[index] for index in reversed(range(100))] == blocks[::-1]

@@ -10,7 +10,7 @@ from coca_attention.data import (
     BlockDataset,
     DataError,
     Document,
-    kept_tokenizer,
+    load_or_train_tokenizer,
     load_tokenizer,
     token_array,
     train_tokenizer,
@@ -45,12 +45,12 @@ def test_a_tokenizer_learns_from_the_start_of_an_endless_stream():
     assert len(train_tokenizer(endless(), VOCABULARY, max_characters=20_000)) > 257
 
 
-def test_a_kept_tokenizer_is_trained_once_and_put_there_whole(tokenizer, tmp_path):
+def test_a_tokenizer_is_trained_once_and_saved_atomically(tokenizer, tmp_path):
     folder = tmp_path / "tokenizer"
     (tmp_path / ".tokenizer.partial").mkdir()  # left by a start that was killed
     (tmp_path / ".tokenizer.partial" / "rubbish").write_text("")
     documents = [Document("a", some_text(3000))]
-    first = kept_tokenizer(folder, lambda: documents, VOCABULARY)
+    first = load_or_train_tokenizer(folder, lambda: documents, VOCABULARY)
     assert first.get_vocab() == tokenizer.get_vocab()
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
     assert not (folder / "rubbish").exists()
@@ -58,10 +58,10 @@ def test_a_kept_tokenizer_is_trained_once_and_put_there_whole(tokenizer, tmp_pat
     def never():
         raise AssertionError("trained again")
 
-    assert kept_tokenizer(folder, never, VOCABULARY).get_vocab() == first.get_vocab()
+    assert load_or_train_tokenizer(folder, never, VOCABULARY).get_vocab() == first.get_vocab()
 
 
-def test_no_tokenizer_and_too_small_a_vocabulary_are_refused(tmp_path):
+def test_no_tokenizer_and_too_small_a_vocabulary_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="no tokenizer could be loaded"):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="at least 257"):
@@ -77,7 +77,7 @@ def test_documents_are_joined_by_the_end_of_text(tokenizer):
     assert array.dtype == np.uint16
 
 
-def test_endless_streams_are_cut(tokenizer):
+def test_endless_streams_are_truncated(tokenizer):
     def endless():
         number = 0
         while True:
@@ -87,7 +87,7 @@ def test_endless_streams_are_cut(tokenizer):
     assert len(token_array(endless(), tokenizer, max_tokens=1000)) == 1000
 
 
-def test_no_documents_are_refused(tokenizer):
+def test_no_documents_are_rejected(tokenizer):
     with pytest.raises(DataError, match="no documents"):
         token_array([], tokenizer)
 
@@ -108,6 +108,6 @@ def test_every_token_is_a_target_at_most_once(tokens, length):
         assert torch.equal(item["input_ids"] + 1, item["shift_labels"])
 
 
-def test_a_block_of_no_tokens_is_refused():
+def test_a_block_of_no_tokens_is_rejected():
     with pytest.raises(ValueError, match="at least 1 token"):
         BlockDataset(np.arange(5, dtype=np.uint16), 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coca_attention.cli import main
-from coca_attention.evaluation import harness
+from coca_attention.evaluation import Session, Subject, harness
 from coca_attention.evaluation.harness import HarnessSettings, evaluate_harness
 from conftest import tiny_model
 
@@ -58,10 +58,13 @@ def task(tmp_path, tokenizer):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_coca_model_is_judged_as_itself(task, tmp_path, tokenizer, capsys):
+def test_a_coca_model_is_evaluated_as_itself(task, tmp_path, tokenizer, capsys):
     model = tiny_model("slack")
     settings = HarnessSettings(tasks=["tiny_choice"], include_path=str(task))
-    cell = evaluate_harness(model, tokenizer, settings)[0]
+    session = Session()
+    (cell,) = evaluate_harness(Subject(model, tokenizer), settings, session)
+    assert len(session.journal) == 1
+    assert evaluate_harness(Subject(model, None), settings, session) == [cell]
     assert cell["metrics"]["acc,none"] == pytest.approx(2 / 3)
     assert cell["questions"] == 3 and cell["name"] == "tiny_choice"
 
@@ -93,13 +96,13 @@ def test_a_coca_model_is_judged_as_itself(task, tmp_path, tokenizer, capsys):
         pytest.param({"tasks": ["hellaswag"]}, "could not run hellaswag", marks=pytest.mark.slow),
     ],
 )
-def test_what_cannot_be_run_is_said(changes, message, tokenizer):
+def test_settings_that_cannot_be_run_are_refused(changes, message, tokenizer):
     settings = HarnessSettings(**{"tasks": ["tiny_choice"], **changes})
     with pytest.raises(ValueError, match=message):
-        evaluate_harness(tiny_model("slack"), tokenizer, settings)
+        evaluate_harness(Subject(tiny_model("slack"), tokenizer), settings, Session())
 
 
-def test_a_missing_harness_names_the_extra(monkeypatch, tokenizer):
+def test_a_missing_harness_names_the_extra(monkeypatch):
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"coca-attention\[harness\]"):
-        evaluate_harness(tiny_model("slack"), tokenizer, HarnessSettings(tasks=["x"]))
+        harness.check_settings(HarnessSettings(tasks=["x"]))

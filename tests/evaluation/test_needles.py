@@ -6,15 +6,17 @@ import pytest
 
 from coca_attention.data import Document, train_tokenizer
 from coca_attention.data.passkey import FILLER, encoder
-from coca_attention.evaluation.needles import (
+from coca_attention.evaluation import Session, Subject
+from coca_attention.evaluation.needles import NeedleSettings, evaluate_needles
+from coca_attention.evaluation.needles.samples import (
+    FACT,
+    INTRODUCTION,
     KINDS,
-    NeedleSettings,
-    evaluate_needles,
-    needle_prompts,
+    NAMES,
+    QUESTIONS,
     needle_text,
-    recall,
 )
-from coca_attention.evaluation.needles.samples import FACT, INTRODUCTION, NAMES, QUESTIONS
+from coca_attention.evaluation.needles.task import needle_prompts, recall
 from conftest import tiny_model
 
 
@@ -75,7 +77,7 @@ def test_too_short_a_length_says_which_would_do(words, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_byte_tokenizer_is_served_too(kind):
+def test_a_byte_tokenizer_works_too(kind):
     def encode(text):
         return list(text.encode())
 
@@ -118,9 +120,8 @@ def test_every_kind_is_evaluated_and_recorded(words):
     model.resize_token_embeddings(len(words))
     settings = NeedleSettings(lengths=[256, 300], samples=2, max_new_tokens=3)
     seen = []
-    cells = evaluate_needles(
-        model, words, settings, progress=lambda label, done, total: seen.append((done, total))
-    )
+    session = Session(progress=lambda label, done, total: seen.append((done, total)))
+    cells = evaluate_needles(Subject(model, words), settings, session)
     assert [(c["kind"], c["length"]) for c in cells] == [(k, n) for k in KINDS for n in (256, 300)]
     assert len(seen) == 8 and all(done == total for done, total in seen)
     for cell in cells:
@@ -137,7 +138,7 @@ def test_unfit_settings_and_tokenizers_are_refused(words):
         ({"count": 100}, "count must be at most 60"),
     ):
         with pytest.raises(ValueError, match=message):
-            evaluate_needles(model, words, NeedleSettings(**changes))
+            evaluate_needles(Subject(model, words), NeedleSettings(**changes), Session())
 
     class Shouting:
         def __call__(self, text, **_):
@@ -146,5 +147,5 @@ def test_unfit_settings_and_tokenizers_are_refused(words):
         def decode(self, ids):
             return words.decode(ids).upper()
 
-    with pytest.raises(ValueError, match="cannot write names and digits"):
+    with pytest.raises(ValueError, match="does not reproduce names and digits"):
         needle_prompts(Shouting(), NeedleSettings(samples=1), "single", 256)

@@ -21,20 +21,21 @@ from coca_attention.data.passkey import (
     vocabulary_text,
 )
 from coca_attention.data.tokens import END_OF_TEXT
-from coca_attention.evaluation.generation import wilson_interval
+from coca_attention.evaluation import Session, Subject
+from coca_attention.evaluation import passkey as task
 from coca_attention.evaluation.journal import Journal
-from coca_attention.evaluation.passkey import (
-    PasskeySettings,
-    evaluate_passkey,
-    is_hit,
-    passkey_prompts,
-)
+from coca_attention.evaluation.passkey import PasskeySettings
+from coca_attention.evaluation.passkey.task import is_hit, passkey_prompts
 from conftest import tiny_model
+
+
+def evaluate_passkey(model, tokenizer, settings, **session):
+    return task.evaluate_passkey(Subject(model, tokenizer), settings, Session(**session))
 
 
 @pytest.fixture(scope="module")
 def digits():
-    """A tokenizer that knows the words of the task, each digit a token."""
+    """A tokenizer trained on the words of the task, one token per digit."""
     return train_tokenizer([Document("a", vocabulary_text())], 300, split_digits=True)
 
 
@@ -147,16 +148,8 @@ def test_a_hit_is_the_whole_key_and_the_first_number(answer, hit):
     assert is_hit(answer, 12345) is hit
 
 
-def test_wilson_intervals():
-    assert wilson_interval(0, 0) is None
-    low, high = wilson_interval(50, 100)
-    assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    assert wilson_interval(0, 10) == (0.0, pytest.approx(0.2775, abs=1e-4))
-    assert wilson_interval(10, 10) == (pytest.approx(0.7225, abs=1e-4), 1.0)
-
-
 class Copier(LlamaForCausalLM):
-    """Answers the key that stands in its prompt, or only its first digits, by construction."""
+    """Answers with the key in its prompt, or only its first digits, by construction."""
 
     def answer(self, tokenizer, digits):
         self.tokenizer, self.digits = tokenizer, digits
@@ -200,7 +193,7 @@ def test_batches_caches_and_being_killed_change_nothing(kind, tokenizer, tmp_pat
     def outputs(journal=None, **changes):
         cells = evaluate_passkey(
             model, tokenizer, PasskeySettings(**wanted, **changes), scaling="ntk", factor=4.0,
-            journal=journal,
+            journal=journal if journal is not None else Journal(),
         )  # fmt: skip
         return [record["output"] for record in cells[0]["samples"]]
 
@@ -269,7 +262,7 @@ def test_unfit_settings_prompts_tokenizers_and_models_are_refused(tokenizer):
         def decode(self, ids):
             return tokenizer.decode(ids)
 
-    with pytest.raises(ValueError, match=r"cannot write digits as they are"):
+    with pytest.raises(ValueError, match="does not reproduce digits"):
         passkey_prompts(NoDigits(), PasskeySettings(samples=1), 300)
 
     limited = GPT2LMHeadModel(
@@ -303,23 +296,3 @@ def test_training_blocks_hold_questions_answers_and_ends_at_any_place(digits):
     assert np.array_equal(again[:-1], blocks[7]["input_ids"])
     with pytest.raises(ValueError, match="choose a block_length of at least"):
         PasskeyBlocks(digits, 60, 5, seed=0)
-
-
-def test_a_journal_names_its_damage(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    journal = Journal(path)
-    journal.put({"a": 1}, {"x": 2.5})
-    journal.put(["b"], [1])
-    assert Journal(path).get({"a": 1}) == {"x": 2.5}
-    assert Journal(path).get({"a": 2}) is None
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(["{broken", *lines]) + "\n")
-    with pytest.raises(ValueError, match="line 1 is damaged"):
-        Journal(path)
-    path.write_text(lines[0] + "\n" + lines[1][:-5])
-    assert len(Journal(path)) == 1
-    Journal(path).put(["c"], 3)
-    assert Journal(path).get(["c"]) == 3 and len(Journal(path)) == 2
-    with pytest.raises(ValueError):
-        journal.put(["d"], float("nan"))
-    assert Journal(path).get(["d"]) is None

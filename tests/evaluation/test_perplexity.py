@@ -12,26 +12,31 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
 from transformers.modeling_outputs import CausalLMOutput
 
 from coca_attention.data import Document, train_tokenizer
+from coca_attention.evaluation import Session, Subject
+from coca_attention.evaluation import perplexity as task
 from coca_attention.evaluation.perplexity import (
-    DocumentScore,
     TextSettings,
-    TokenDocument,
-    TokenScores,
     WindowSettings,
-    bootstrap_interval,
-    by_tokens_read,
-    evaluate_perplexity,
-    key_tokens,
     load_keys,
     load_text,
-    paired_ratio_interval,
-    perplexity,
-    score_documents,
-    sliding_windows,
     tokens_needed,
 )
+from coca_attention.evaluation.perplexity.keys import key_tokens
+from coca_attention.evaluation.perplexity.score import (
+    TokenDocument,
+    TokenScores,
+    by_tokens_read,
+    score_documents,
+)
+from coca_attention.evaluation.perplexity.windows import sliding_windows
+from coca_attention.intervals import perplexity
 from coca_attention.models import set_rotary_scaling
 from conftest import VOCABULARY, some_text, tiny_model
+
+
+def evaluate_perplexity(model, documents, settings, keys=None, **session):
+    subject = Subject(model, None, "m")
+    return task.evaluate_perplexity(subject, documents, settings, Session(**session), keys=keys)
 
 
 class KnownModel(nn.Module):
@@ -78,7 +83,7 @@ def test_a_model_that_is_half_sure_has_perplexity_two(window, stride):
     assert scores[0].tokens == 76
 
 
-def test_only_the_judged_logits_are_asked_for():
+def test_only_the_scored_logits_are_computed():
     model = KnownModel(50, 0.5)
     score_documents(model, [counting(100)], window=32, stride=8, batch_tokens=64)
     assert max(model.kept) == 8
@@ -115,15 +120,10 @@ def test_batches_agree_with_one_token_at_a_time(kind, batch_tokens):
             assert score.nats == pytest.approx(expected, rel=1e-5)
 
 
-def test_tokens_weigh_the_same_and_not_windows_or_documents():
-    scores = [DocumentScore("long", 90.0, 90), DocumentScore("short", 30.0, 10)]
-    assert perplexity(scores) == pytest.approx(math.exp(1.2))
-
-
-def test_a_model_that_answers_nan_is_refused_by_document():
+def test_a_model_that_returns_nan_is_refused_by_document():
     model = KnownModel(50, 0.5)
     model.sure = float("nan")
-    with pytest.raises(ValueError, match=r"document 'e' is not a number .NaN."):
+    with pytest.raises(ValueError, match=r"NaN for document 'e'"):
         score_documents(model, [counting(1), counting(70, "e")], window=16, stride=16)
 
 
@@ -135,32 +135,6 @@ def test_infinite_nats_become_plain_json():
     assert cell["perplexity"] is cell["nats"] is cell["ci95"] is None
     assert [d["nats"] for d in cell["documents"]] == [0.0, None]
     json.dumps(cell, allow_nan=False)
-
-
-def test_the_interval_is_seeded_and_covers_the_spread_of_documents():
-    scores = [DocumentScore(str(i), 100.0 + 10 * i, 50) for i in range(20)]
-    interval = bootstrap_interval(scores, seed=3)
-    assert interval == bootstrap_interval(scores, seed=3)
-    assert interval != bootstrap_interval(scores, seed=4)
-    assert interval is not None
-    assert interval[0] < perplexity(scores) < interval[1]
-    same = [DocumentScore(str(i), 100.0, 50) for i in range(20)]
-    assert bootstrap_interval(same, seed=0) == pytest.approx((math.exp(2), math.exp(2)))
-    assert bootstrap_interval(scores[:1], seed=0) is None
-
-
-def test_the_paired_interval_leaves_out_what_documents_share():
-    first = [DocumentScore(str(i), 100.0 + 10 * i, 50) for i in range(20)]
-    second = [DocumentScore(str(i), 95.0 + 10 * i + i % 3, 50) for i in range(20)]
-    interval = paired_ratio_interval(first, second, seed=0)
-    assert interval is not None
-    assert interval[0] < perplexity(first) / perplexity(second) < interval[1]
-    alone = bootstrap_interval(first, seed=0)
-    assert alone is not None
-    assert interval[1] / interval[0] < 1.02 < alone[1] / alone[0]
-    assert paired_ratio_interval(first[:1], second[:1], seed=0) is None
-    with pytest.raises(ValueError, match="same judged tokens of the same documents"):
-        paired_ratio_interval(first, second[1:], seed=0)
 
 
 def settings(**changes) -> WindowSettings:
@@ -175,14 +149,14 @@ def documents_of(model_seed: int = 0, count: int = 3, length: int = 120) -> list
     ]
 
 
-def test_shared_targets_judge_the_same_tokens_at_every_window():
+def test_shared_targets_score_the_same_tokens_at_every_window():
     cells = evaluate_perplexity(tiny_model("slack"), documents_of(), settings())
     assert [cell["window"] for cell in cells] == [16, 32, 64]
     assert {cell["tokens"] for cell in cells} == {3 * (120 - 49)}
     assert len({cell["nats"] for cell in cells}) == 3
 
 
-def test_all_targets_judge_every_token_but_the_first():
+def test_all_targets_score_every_token_but_the_first():
     cells = evaluate_perplexity(tiny_model("slack"), documents_of(), settings(targets="all"))
     assert {cell["tokens"] for cell in cells} == {3 * 119}
 
@@ -198,7 +172,7 @@ def test_scaling_reaches_the_model_and_is_taken_back():
     assert [cell["nats"] for cell in again] == [cell["nats"] for cell in plain]
 
 
-def test_attend_last_never_reads_more_and_judges_the_same_tokens():
+def test_attend_last_never_reads_more_and_scores_the_same_tokens():
     model = KnownModel(50, 0.5)
     model.config = tiny_model("rope").config
     documents = [counting(200), counting(150, "e")]
@@ -233,7 +207,7 @@ def test_a_models_own_scaling_is_reported_and_survives():
     assert model.config.rope_parameters == own
 
 
-def test_models_of_other_kinds_are_judged_too():
+def test_models_of_other_kinds_are_evaluated_too():
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 1, "n_head": 2}
     bloom = AutoModelForCausalLM.from_config(BloomConfig(**sizes)).eval()
     cells = evaluate_perplexity(bloom, documents_of(), settings())
@@ -245,7 +219,7 @@ def test_models_of_other_kinds_are_judged_too():
 
 
 def test_short_or_no_documents_are_refused():
-    with pytest.raises(ValueError, match="no documents to judge"):
+    with pytest.raises(ValueError, match="no documents to score"):
         evaluate_perplexity(tiny_model("slack"), [], settings())
     with pytest.raises(ValueError, match="'0' has 40 tokens and the largest window needs 65"):
         evaluate_perplexity(tiny_model("slack"), documents_of(length=40), settings())
@@ -271,7 +245,6 @@ def test_progress_ends_at_the_total():
         tiny_model("slack"),
         documents_of(),
         settings(),
-        name="m",
         progress=lambda label, done, total: seen.append((label, done, total)),
     )
     last = {label: (done, total) for label, done, total in seen}
@@ -350,8 +323,8 @@ def test_positions_count_what_was_read_before_each_token(batch_tokens):
         Counting(), documents, window=8, stride=8, batch_tokens=batch_tokens, per_token=scores
     )
     for score, total in zip(scores, sums, strict=True):
-        judged = score.read > 0
-        assert not judged[0] and judged[1:].all() and score.nats[0].isnan()
+        scored = score.read > 0
+        assert not scored[0] and scored[1:].all() and score.nats[0].isnan()
         assert torch.allclose(score.nats[1:], score.read[1:].float(), rtol=1e-5)
         assert score.nats[1:].sum().item() == pytest.approx(total.nats, rel=1e-5)
     buckets = by_tokens_read(scores, 8, 4)
@@ -427,18 +400,19 @@ def test_an_evaluator_shares_the_tokenizer_and_knows_more_from_far_away(tmp_path
     other = train_tokenizer([Document("a", "zebra " * 100)], 280)
     other.save_pretrained(tmp_path / "other")
     documents = [TokenDocument("a", torch.randint(1, 300, (90,)))]
+    subject = Subject(model, tokenizer)
 
     def keys(name, **changes):
         settings = WindowSettings([64], key_model=str(tmp_path / name), key_short=8, **changes)
-        return load_keys(settings, tokenizer, documents)
+        return load_keys(settings, subject, documents)
 
     with pytest.raises(ValueError, match="has another tokenizer"):
         keys("other")
-    assert load_keys(WindowSettings([64]), tokenizer, documents) is None
+    assert load_keys(WindowSettings([64]), subject, documents) is None
     with torch.no_grad():
         model.lm_head.weight.zero_()
     model.save_pretrained(tmp_path / "same")
-    with pytest.raises(ValueError, match="it is no judge of long context"):
+    with pytest.raises(ValueError, match="choose an evaluator that uses long context"):
         keys("same", stride=16)
     with pytest.raises(ValueError, match="key_short must be at least 1"):
-        load_keys(WindowSettings([8], key_model="x", key_short=8), tokenizer, documents)
+        load_keys(WindowSettings([8], key_model="x", key_short=8), subject, documents)

@@ -4,7 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coca_attention.evaluation.perplexity import Window, shared_first_target, sliding_windows
+from coca_attention.evaluation.perplexity.windows import (
+    Window,
+    shared_first_target,
+    sliding_windows,
+)
 
 
 def spans(*arguments) -> list[tuple[int, int, int]]:

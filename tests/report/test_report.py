@@ -7,8 +7,12 @@ from html.parser import HTMLParser
 import pytest
 
 from coca_attention.report import build_report, write_report
-from coca_attention.report.page import findings
-from coca_attention.report.results import perplexity_series, read_results
+from coca_attention.report.lines import by_line
+from coca_attention.report.perplexity import (
+    perplexity_findings,
+    perplexity_sections,
+)
+from coca_attention.report.results import all_cells, read_results
 
 
 def cell(model: str, window: int, value: float, scaling: str = "none", **changes) -> dict:
@@ -117,22 +121,41 @@ def test_figures_tables_and_settings_are_there(html):
 
 def test_the_best_of_a_column_is_marked_and_attend_last_is_not_in_the_race():
     html = build_report([CONTENT], title="t")
-    assert re.findall(r'<span class="best">([\d.]+)</span>', html) == ["40.00", "40.00", "54.00"]
+    assert re.findall(r'<span class="bold">([\d.]+)</span>', html) == ["40.00", "40.00", "54.00"]
+
+
+def findings(cells):
+    return perplexity_findings(all_cells([{"results": cells}]))
+
+
+def test_findings_depend_on_the_attention_of_a_model_and_not_on_its_name():
+    named = [
+        cell("a", 64, 40.0, attention="rope"),
+        cell("b", 64, 41.5, attention="a new form"),
+        cell("c", 64, 30.0, attention="alibi"),
+        cell("CoCA-Slack", 64, 30.0, attention=None),
+    ]
+    assert findings(named) == [
+        "b against a: perplexity 41.5 against 40.0 (3.8% higher) at 64 tokens, perplexity 41.5 "
+        "against 40.0 (3.8% higher) at 64 (1 × the training length)."
+    ]
+    old = [cell["attention"] for cell in all_cells([CONTENT])]
+    assert old == ["rope"] * 5 + ["slack"] * 2
 
 
 def test_findings_follow_the_numbers_whichever_way_they_fall():
-    sentences = findings(perplexity_series(CELLS), 64)
+    sentences = findings(CELLS)
     assert sentences[0] == (
         "CoCA-Slack against RoFormer: perplexity 41.5 against 40.0 (3.8% higher) at 64 tokens, "
         "perplexity 54.0 against 90.0 (40.0% lower) at 128 (2 × the training length)."
     )
     assert sentences[1] == (
-        "At 128 tokens no model reads better than through its last tokens only: the longest "
-        "window has not been earned yet."
+        "At 128 tokens no model has a lower perplexity than with its last tokens only: none of "
+        "them benefits from the longest window yet."
     )
     better = [*CELLS, cell("CoCA-Slack", 64, 60.0, "attend-last")]
-    assert findings(perplexity_series(better), 64)[1:] == [
-        "At 128 tokens CoCA-Slack read better than through the last 64 tokens only."
+    assert findings(better)[1:] == [
+        "At 128 tokens the perplexity of CoCA-Slack is lower than with the last 64 tokens only."
     ]
 
 
@@ -145,7 +168,7 @@ def test_changes_carry_an_interval_over_paired_documents():
         return cell(model, 64, 40.0, documents=documents)
 
     cells = [with_documents("RoFormer", 0.0), with_documents("CoCA-Slack", -0.1)]
-    sentence = findings(perplexity_series(cells), 64)[0]
+    sentence = findings(cells)[0]
     assert "95 % interval −9.5% to −9.5%" in sentence
 
 
@@ -196,12 +219,13 @@ def test_a_missing_file_and_a_point_claimed_twice_are_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         read_results([tmp_path / "nowhere.json"])
     other = cell("RoFormer", 64, 41.0, documents=[{"id": "a", "nats": 2.0, "tokens": 1000}])
-    with pytest.raises(ValueError, match=r"RoFormer .none. at one window twice"):
-        perplexity_series([*CELLS, other])
+    with pytest.raises(ValueError, match=r"RoFormer .none. at 64 tokens twice"):
+        build_report([{"results": [*CELLS, other]}])
 
 
 def test_the_attend_last_line_of_two_evaluations_is_one():
-    assert perplexity_series([*CELLS, CELLS[2]]) == perplexity_series(CELLS)
+    again = {**CELLS[2], "seconds": 3.0}
+    assert by_line([*CELLS, again], "window") == by_line(CELLS, "window")
 
 
 def test_a_folder_is_no_page_to_write(tmp_path):
@@ -215,3 +239,16 @@ def test_infinite_perplexity_is_shown_as_inf():
     cells = [cell("m", 64, 2.0), cell("m", 128, 2.0, perplexity=None, ci95=None)]
     html = build_report([{"results": cells}], title="t")
     assert ">inf<" in html
+
+
+def test_positions_and_key_tokens():
+    positions = [
+        {"first": 1, "last": 4, "nats": 8.0, "tokens": 4},
+        {"first": 5, "last": 8, "nats": None, "tokens": 4},
+    ]
+    cells = [cell("a", 8, 3.0, key_tokens=4, key_perplexity=7.389, by_position=positions)]
+    sections = perplexity_sections(all_cells([{"results": cells}]))
+    placed, keyed = sections[3:]
+    assert placed.header == ["tokens read before", "1 to 4", "5 to 8"]
+    assert placed.rows == [["a", "7.4", "–"]]
+    assert keyed.rows == [["a", "7.4"]] and keyed.note == "4 tokens."

@@ -1,4 +1,4 @@
-"""Tables and figures of passkeys, needles, positions and forms, from hand-made results."""
+"""Passkeys and needles in the report, from hand-made results."""
 
 import re
 from itertools import pairwise
@@ -6,13 +6,9 @@ from itertools import pairwise
 import pytest
 
 from coca_attention.report import build_report, printed_tables
-from coca_attention.report.forms import form_sections
-from coca_attention.report.retrieval import (
-    by_line,
-    distance_edges,
-    position_sections,
-    retrieval_sections,
-)
+from coca_attention.report.lines import by_line, strict_minus_slack
+from coca_attention.report.passkey import distance_edges, passkey_sections
+from coca_attention.report.results import all_cells
 
 
 def passkey(model, length, hits, scaling="none", factor=None, trained=512):
@@ -45,8 +41,18 @@ CELLS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def no_drawing(request, monkeypatch):
+    """Figures take most of the time; the tests of whole pages draw them."""
+    if "page" not in request.node.name:
+        drawings = {"wide": "<svg", "narrow": "<svg"}
+        monkeypatch.setattr("coca_attention.report.lines.draw", lambda name, plot: drawings)
+
+
 def section(title, cells=CELLS):
-    return next(s for s in retrieval_sections(cells) if s.title.startswith(title))
+    return next(
+        s for s in passkey_sections(all_cells([{"results": cells}])) if s.title.startswith(title)
+    )
 
 
 def test_the_table_of_accuracy_has_a_row_a_line_and_a_column_a_length():
@@ -95,43 +101,31 @@ def test_depths_are_quarters_of_the_prompt():
     assert found.rows[0][1].startswith("1.00") and found.rows[0][4].startswith("0.00")
 
 
-def test_strict_is_set_against_slack_as_in_the_papers_table_3():
-    def cell(model, window, value):
-        return {"task": "perplexity", "model": model, "scaling": "ntk", "factor": 4.0,
-                "window": window, "perplexity": value}  # fmt: skip
-
-    cells = [
-        cell("CoCA-Slack", 512, 20.0),
-        cell("CoCA-Strict", 512, 20.5),
-        cell("CoCA-Slack", 1024, 30.0),
-        cell("CoCA-Strict", 1024, None),
-    ]
-    perplexity, passkeys = form_sections([*cells, *CELLS])
-    assert perplexity.rows == [
-        ["CoCA-Slack, ntk-4", "20.00", "30.00"],
-        ["CoCA-Strict, ntk-4", "+0.50", "–"],
-    ]
-    assert passkeys.rows == [
+def test_strict_is_compared_with_slack_as_in_the_papers_table_3():
+    found = section("Strict minus slack: passkeys found")
+    assert found.rows == [
         ["CoCA-Slack, no scaling", "1.00", "0.50"],
         ["CoCA-Strict, no scaling", "–", "−0.30"],
     ]
-    assert "ntk-8: +0.07, -1.74" in perplexity.note
-    assert form_sections([passkey("RoFormer", 512, 3)]) == []
+    assert "ntk-8: +0.0, -0.05" in found.note
 
+    def compared(*rows):
+        cells = [
+            {"model": model, "attention": attention, "scaling": "ntk", "factor": 4.0,
+             "window": window, "perplexity": value}
+            for model, attention, window, value in rows
+        ]  # fmt: skip
+        return strict_minus_slack(cells, "perplexity", "window", "title", {})
 
-def test_positions_and_key_tokens():
-    cell = {
-        "task": "perplexity", "model": "a", "scaling": "none", "factor": None, "window": 8,
-        "perplexity": 3.0, "key_tokens": 4, "key_perplexity": 7.389,
-        "by_position": [
-            {"first": 1, "last": 4, "nats": 8.0, "tokens": 4},
-            {"first": 5, "last": 8, "nats": None, "tokens": 4},
-        ],
-    }  # fmt: skip
-    placed, keyed = position_sections([cell])
-    assert placed.header == ["tokens read before", "1 to 4", "5 to 8"]
-    assert placed.rows == [["a", "7.4", "–"]]
-    assert keyed.rows == [["a", "7.4"]] and keyed.note == "4 tokens."
+    rows = [
+        ("a", "slack", 512, 20.0),
+        ("b", "strict", 512, 20.5),
+        ("a", "slack", 1024, 30.0),
+        ("b", "strict", 1024, None),
+    ]
+    assert compared(*rows)[0].rows == [["a, ntk-4", "20.00", "30.00"], ["b, ntk-4", "+0.50", "–"]]
+    assert compared(*rows[:1]) == []
+    assert compared(*rows, ("c", "slack", 512, 25.0)) == []  # which of the two is meant?
 
 
 def test_the_page_and_the_printed_tables():
@@ -145,6 +139,6 @@ def test_the_page_and_the_printed_tables():
 
 def test_two_results_in_one_place_are_refused():
     other = {**CELLS[0], "accuracy": 0.1}
-    with pytest.raises(ValueError, match="RoFormer at 512 tokens twice"):
+    with pytest.raises(ValueError, match=r"RoFormer .none. at 512 tokens twice"):
         build_report([{"results": [*CELLS, other]}])
     build_report([{"results": [*CELLS, CELLS[0]]}])  # the same figure is no contradiction

@@ -1,4 +1,4 @@
-"""Runs in the report: validation against the start, losses of unlike objectives apart."""
+"""Runs in the report: validation against the start, one figure of losses per objective."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def run(name="converted", **changes):
     }
 
 
-def test_losses_of_unlike_objectives_have_figures_of_their_own():
+def test_losses_of_different_objectives_have_separate_figures():
     plain = run("scratch", stages=[], validation=[], curve=[{"step": 1, "loss": 5.0}])
     sections = training_sections([run(), plain])
     titles = [section.title for section in sections]
@@ -48,7 +48,7 @@ def test_losses_of_unlike_objectives_have_figures_of_their_own():
     assert "scratch" in drawn["Training"] and "converted" not in drawn["Training"]
     for title in ("Training: logits", "Training: attention"):
         assert "converted" in drawn[title] and "scratch" not in drawn[title]
-    assert "base, itself" in drawn["Validation perplexity in training"]
+    assert "base (start)" in drawn["Validation perplexity in training"]
     assert sections[-1].rows[0][1:4] == ["12,345", "40", "4,000"]
 
 
@@ -61,7 +61,8 @@ def test_losses_of_unlike_objectives_have_figures_of_their_own():
         (99.0, "−1.00%", "3,000", "4,000"),
     ],
 )
-def test_tokens_until_a_model_is_back_for_good(last, change, one, half):
+def test_tokens_until_a_model_has_recovered_for_good(last, change, one, half, monkeypatch):
+    monkeypatch.setattr("coca_attention.report.training.draw", lambda name, plot: None)
     validation = [*run()["validation"][:-1], {"step": 40, "perplexity": last}]
     row = training_sections([run(validation=validation)])[0].rows[0]
     assert row == ["converted", "100.00", "300.00", f"{last:.2f}", change, one, half]

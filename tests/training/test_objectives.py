@@ -1,4 +1,4 @@
-"""Learning from a teacher: what the losses are, what they reach, what is refused."""
+"""Learning from a teacher: the losses, which parameters they reach, what is rejected."""
 
 import copy
 
@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from coca_attention import convert
 from coca_attention.training.objectives import (
     HIDDEN_WEIGHT,
-    learning_from,
     prediction_distance,
     relative_distance,
+    teacher_loss,
 )
 from families import FAMILIES, vanilla
 
@@ -28,7 +28,7 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 def learned(teacher, student, objective) -> tuple[float, dict]:
     student.train().zero_grad()  # while it is evaluated, the objective leaves it alone
-    with learning_from(teacher, student, objective) as loss:
+    with teacher_loss(teacher, student, objective) as loss:
         value = loss(student, batch(student))
         value.backward()
     return value.item(), gradients(student)
@@ -130,7 +130,7 @@ def test_nothing_behind_an_attention_layer_is_kept_for_gradients():
     student = convert(copy.deepcopy(teacher), "slack").train().requires_grad_(False)
     for layer in student.base_model.layers:
         layer.self_attn.t_proj.requires_grad_(True)
-    with learning_from(teacher, student, "attention") as loss:
+    with teacher_loss(teacher, student, "attention") as loss:
         assert loss(student, batch(student)).requires_grad
         assert not student(batch(student)["input_ids"]).logits.requires_grad
 
@@ -151,36 +151,36 @@ def test_the_distances_are_what_they_are_called():
 @pytest.mark.parametrize(
     ("changes", "objective", "message"),
     [
-        ({"vocab_size": 98}, "logits", "vocab_size 98 in place of 97"),
-        ({"num_hidden_layers": 3}, "attention", "num_hidden_layers 3 in place of 2"),
-        ({"num_hidden_layers": 3}, "hidden_states", "num_hidden_layers 3 in place of 2"),
-        ({"hidden_size": 64}, "hidden_states", "hidden_size 64 in place of 32"),
-        ({"hidden_size": 64}, "attention", "hidden_size 64 in place of 32"),
-        ({"num_attention_heads": 2}, "attention", "num_attention_heads 2 in place of 4"),
-        ({"head_dim": 16}, "attention", "head_dim 16 in place of 8"),
+        ({"vocab_size": 98}, "logits", "vocab_size 98 instead of 97"),
+        ({"num_hidden_layers": 3}, "attention", "num_hidden_layers 3 instead of 2"),
+        ({"num_hidden_layers": 3}, "hidden_states", "num_hidden_layers 3 instead of 2"),
+        ({"hidden_size": 64}, "hidden_states", "hidden_size 64 instead of 32"),
+        ({"hidden_size": 64}, "attention", "hidden_size 64 instead of 32"),
+        ({"num_attention_heads": 2}, "attention", "num_attention_heads 2 instead of 4"),
+        ({"head_dim": 16}, "attention", "head_dim 16 instead of 8"),
     ],
 )
-def test_a_teacher_of_another_shape_is_refused(changes, objective, message):
+def test_a_teacher_of_another_shape_is_rejected(changes, objective, message):
     with (
         pytest.raises(ValueError, match=message),
-        learning_from(vanilla("Llama", **changes), convert(vanilla("Llama")), objective),
+        teacher_loss(vanilla("Llama", **changes), convert(vanilla("Llama")), objective),
     ):
         pass
 
 
-def test_a_teacher_of_no_known_family_is_refused_for_attention():
+def test_a_teacher_of_no_known_family_is_rejected_for_attention():
     config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4)
     teacher, student = AutoModelForCausalLM.from_config(config), convert(vanilla("Llama"))
     with (
         pytest.raises(ValueError, match="attention layers of GPT2LMHeadModel are not known"),
-        learning_from(teacher, student, "attention"),
+        teacher_loss(teacher, student, "attention"),
     ):
         pass
 
 
 def test_hidden_states_are_matched_after_every_layer():
     teacher = vanilla("Llama")
-    student = convert(copy.deepcopy(teacher), "linear")
+    student = convert(copy.deepcopy(teacher), "strict")
     value, _ = learned(teacher, student, "hidden_states")
     ids = batch(student)["input_ids"]
     ours, theirs = (model(ids, output_hidden_states=True) for model in (student, teacher))

@@ -1,7 +1,7 @@
-"""Many processes: FSDP2 and DDP compute what one process does, and each goes on from the other.
+"""Many processes: FSDP2 and DDP compute what one process does and resume each other's runs.
 
-Two processes on this machine's CPU, talking by gloo, started as users start them. One launch, which
-takes as long as importing everything twice, serves most tests.
+Two CPU processes with gloo, started as users start them. Most tests share one launch, which takes
+as long as importing everything twice.
 """
 
 import os
@@ -24,17 +24,17 @@ from coca_attention.errors import UserError
 from coca_attention.models import load_model
 from coca_attention.testing import difference, logits, some_tokens
 from coca_attention.training import last_checkpoint, load_recipe, read_summary, train
-from coca_attention.training.recipe import TrainingRecipe
+from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import check_layers, check_options
-from coca_attention.training.trainer import training_arguments, writing
+from coca_attention.training.trainer import catch_write_errors, training_arguments
 from conftest import VOCABULARY, tiny_model
 from families import FAMILIES, vanilla
 
 CONFIGURATIONS = Path(__file__).parents[2] / "recipes" / "accelerate"
 
-# Gradients are summed in another order on two processes, which is a last bit of float32 (4.8e-7 of
-# a loss between 4 and 8). Adam divides by the gradient's own size, so a weight whose gradient is
-# next to nothing may move by more: a thousandth of one step's move (1e-2) is allowed over all.
+# Two processes sum gradients in another order, which changes the last bit of float32 (4.8e-7 for a
+# loss between 4 and 8). Adam divides by the size of the gradient, so a weight with a tiny gradient
+# may differ by more: a thousandth of one step's update (1e-2) is allowed over all steps.
 LOSS = 5e-6
 WEIGHT = 1e-5
 
@@ -54,7 +54,7 @@ STAGES = [
     {"name": "hidden_states", "objective": "hidden_states"},  # and logits
     {"name": "adapters", "train": "lora", "lora_rank": 2},
 ]
-# The command line, for several runs in one start; in the second process a step may go wrong.
+# The command line, for several runs in one launch, with faults in the second process.
 COMMANDS = """
 import os, signal, sys, time
 from coca_attention.cli import main
@@ -83,13 +83,13 @@ RecipeTrainer._save_checkpoint = poisoned
 for recipe, output in zip(words[::2], words[1::2], strict=True):
     code = main(["train", recipe, "--output", output])
     if code:
-        time.sleep(5)  # the launcher ends the others as soon as one has ended
+        time.sleep(5)  # the launcher stops the others as soon as one exits
         sys.exit(code)
 """
 
 
 def started(folder, launcher, runs, fault="none"):
-    """Run recipes by a launcher; returns the finished process."""
+    """Run recipes with a launcher; returns the finished process."""
     (folder / "commands.py").write_text(COMMANDS)
     words = [str(word) for run in runs for word in run]
     return subprocess.run(
@@ -116,7 +116,7 @@ DDP = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 @pytest.fixture(scope="module")
 def recipes(text_folder, tokenizer, tmp_path_factory):
-    """Recipe files: a model from scratch, and a sharp rotary one through all kinds of stages."""
+    """Recipe files: a model from scratch, and all kinds of stages from a rotary model."""
     folder = tmp_path_factory.mktemp("recipes")
     vanilla("Llama", vocab_size=VOCABULARY).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
@@ -148,14 +148,14 @@ def recipes(text_folder, tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(recipes, tmp_path_factory):
-    """The folder of the runs of two processes (two-…) and of one (one-…)."""
+    """The folder with the runs of two processes (two-…) and of one (one-…)."""
     folder = tmp_path_factory.mktemp("runs")
     names = ("scratch", "staged")
     done = started(
         folder, fsdp2(), [(recipes / f"{name}.yaml", folder / f"two-{name}") for name in names]
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("parameters") == len(names)  # one process speaks
+    assert done.stdout.count("parameters") == len(names)  # only one process prints
     for name in names:
         train(load_recipe(recipes / f"{name}.yaml"), folder / f"one-{name}")
     return folder
@@ -176,7 +176,7 @@ def assert_the_same(ours, theirs, steps):
 def test_two_sharded_processes_learn_what_one_does(runs):
     assert_the_same(runs / "two-scratch", runs / "one-scratch", TRAINING["steps"])
     first, *_, last = read_summary(runs / "two-scratch")["curve"]
-    assert last["loss"] < first["loss"] - 0.5  # so there is something to agree on
+    assert last["loss"] < first["loss"] - 0.5  # training has an effect
 
 
 def test_the_weights_of_a_layer_lie_on_both_processes(runs):
@@ -212,7 +212,7 @@ def test_stages_bfloat16_and_recomputed_activations_on_two_processes(runs):
         [entry["perplexity"] for entry in (summary["start"], *summary["validation"])]
         for summary in measured
     )
-    assert len(ours) == 1 + 3 * len(STAGES)  # the start alone; before, amid and after each stage
+    assert len(ours) == 1 + 3 * len(STAGES)  # the start; before, during and after each stage
     assert ours == pytest.approx(theirs, rel=LOSS)
     stages = read_summary(runs / "two-staged")["stages"]
     assert stages == [
@@ -228,7 +228,7 @@ def test_stages_bfloat16_and_recomputed_activations_on_two_processes(runs):
 
 
 def unfinished(run, output, step):
-    """A copy of a run as it was when a checkpoint was cut short: all of it but its last file."""
+    """A copy of a run as after a kill during a checkpoint, which lacks its last file."""
     shutil.copytree(run, output)
     for name in ("training.json", "model.safetensors", "config.json"):
         (output / name).unlink()
@@ -236,15 +236,15 @@ def unfinished(run, output, step):
     return output
 
 
-def test_a_checkpoint_of_two_goes_on_in_one(runs, recipes, tmp_path):
-    """A process of its own, without FSDP; and what was cut short is passed over."""
+def test_one_process_resumes_a_checkpoint_of_two(runs, recipes, tmp_path):
+    """A single process without FSDP; an incomplete checkpoint is skipped."""
     output = unfinished(runs / "two-scratch", tmp_path / "run", 20)
     assert last_checkpoint(output / "checkpoints") == output / "checkpoints" / "checkpoint-10"
     train(load_recipe(recipes / "scratch.yaml"), output)
     assert_the_same(output, runs / "one-scratch", TRAINING["steps"])
 
 
-def test_a_part_that_is_lost_is_named(runs, recipes, tmp_path):
+def test_a_missing_part_is_named(runs, recipes, tmp_path):
     output = unfinished(runs / "two-scratch", tmp_path / "run", 20)
     (output / "checkpoints" / "checkpoint-10" / "optimizer_0" / "__1_0.distcp").unlink()
     with pytest.raises(UserError, match=r"checkpoint-10 cannot be read .*__1_0.distcp.*the folder"):
@@ -271,7 +271,7 @@ def test_every_family_in_parts(text_folder, tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_while_writing_it_goes_on_with_any_number_of_processes(runs, recipes, tmp_path):
+def test_killed_while_writing_it_resumes_with_any_number_of_processes(runs, recipes, tmp_path):
     """Two processes, one dies between its weights and its optimizer's; then one; then two."""
     recipe, output = recipes / "scratch.yaml", tmp_path / "run"
     options = {**yaml.safe_load(recipe.read_text())}
@@ -292,11 +292,11 @@ def test_killed_while_writing_it_goes_on_with_any_number_of_processes(runs, reci
 
 
 @pytest.mark.slow
-def test_a_number_that_is_not_finite_in_one_part_stops_all(recipes, tmp_path):
+def test_a_value_that_is_not_finite_in_one_part_stops_all(recipes, tmp_path):
     run = tmp_path / "run"
     stopped = started(tmp_path, fsdp2(), [(recipes / "scratch.yaml", run)], fault="nan 20")
     assert stopped.returncode
-    said = "holds numbers that are not finite"
+    said = "has values that are not finite"
     assert stopped.stderr.count(said) == 2, stopped.stderr  # neither waits for the other
     assert re.search(rf"{said} .*the last good checkpoint is \S*checkpoint-10", stopped.stderr)
     assert not (run / "checkpoints" / "checkpoint-20" / "trainer_state.json").exists()
@@ -329,13 +329,13 @@ def plugin(monkeypatch, **options):
         ({"activation_checkpointing": True}, "training.gradient_checkpointing"),
     ],
 )
-def test_configurations_that_cannot_be_followed(monkeypatch, options, message):
+def test_configurations_that_are_not_supported(monkeypatch, options, message):
     with pytest.raises(UserError, match=message):
         check_options(plugin(monkeypatch, **options))
     check_options(plugin(monkeypatch))
 
 
-def test_layers_that_are_not_named(monkeypatch):
+def test_layers_to_gather_must_be_known(monkeypatch):
     model = tiny_model("slack")
     check_layers(plugin(monkeypatch), model)
     for options, message in (
@@ -349,22 +349,22 @@ def test_layers_that_are_not_named(monkeypatch):
         check_layers(plugin(monkeypatch), model)
 
 
-def test_fsdp_without_processes_is_refused(recipes, tmp_path, monkeypatch):
+def test_fsdp_without_processes_is_rejected(recipes, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="there is no process group: start with accelerate launch"):
         train(load_recipe(recipes / "scratch.yaml"), tmp_path / "run")
 
 
-def test_a_full_disk_under_one_of_the_processes_is_said_in_a_line(tmp_path):
+def test_a_full_disk_of_one_process_is_reported_in_one_line(tmp_path):
     failed = CheckpointException("write", {1: (OSError(ENOSPC, os.strerror(ENOSPC)), None)})  # pyright: ignore
     said = r"cannot be written \(.*No space left.*\): .* all is well"
-    with pytest.raises(UserError, match=said), writing(tmp_path, lambda: "all is well"):
+    with pytest.raises(UserError, match=said), catch_write_errors(tmp_path, lambda: "all is well"):
         raise failed
-    with pytest.raises(CheckpointException), writing(tmp_path, str):
+    with pytest.raises(CheckpointException), catch_write_errors(tmp_path, str):
         raise CheckpointException("write", {0: (RuntimeError("a defect"), None)})  # pyright: ignore
 
 
-def test_precision_is_the_recipes_whatever_accelerate_is_told(monkeypatch, tmp_path):
+def test_the_recipe_controls_precision(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     for precision, name in (("float32", "no"), ("bfloat16", "bf16")):
         settings = TrainingRecipe(precision=precision)

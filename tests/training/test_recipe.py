@@ -1,4 +1,4 @@
-"""Recipes: the committed ones, overrides, and what is refused."""
+"""Recipes: the committed ones, overrides, and what is rejected."""
 
 import re
 from itertools import pairwise
@@ -9,7 +9,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from coca_attention.training import Recipe, as_yaml, load_recipe, model_config
+from coca_attention.training import Recipe, as_yaml, load_recipe, model_config, sections
 from coca_attention.training.trainer import learning_rate_share, training_arguments
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -119,15 +119,16 @@ def test_the_written_recipe_reads_back_equal(tmp_path):
     [
         ("model:\n  attenton: slack\n", "attenton"),
         ("modle: {}\n", "modle"),
-        ("model:\n  attention: loose\n", "loose"),
+        ("model:\n  attention: loose\n", "one of slack, .*, rope, alibi, got 'loose'"),
         ("training:\n  steps: many\n", "steps"),
-        ("training:\n  steps: 0\n", "steps must be at least 1"),
+        ("training:\n  steps: 0\n", "r.yaml: training.steps must be at least 1, got 0"),
+        ("training:\n  final_share: 2\n", "final_share must be between 0 and 1, got 2"),
         ("model:\n  num_heads: 3\n", "multiple of num_heads"),
-        ("model:\n  hidden_size: 48\n", "head width .* must be even"),
-        ("model:\n  attention: alibi\n  body: llama\n", "alibi comes on the body gpt_neox"),
-        ("model:\n  num_key_value_heads: 2\n", "needs the body llama"),
-        ("data:\n  held_out: 1.5\n", "held_out"),
-        ("model:\n  rope_base: 0\n", "rope_base must be above 0"),
+        ("model:\n  hidden_size: 48\n", "hidden_size / num_heads must be even, got 3"),
+        ("model:\n  attention: alibi\n  body: llama\n", "model.body must be gpt_neox for .*alibi"),
+        ("model:\n  num_key_value_heads: 2\n", "num_key_value_heads requires body llama"),
+        ("data:\n  held_out: 1.5\n", "data.held_out must be at least 0 and below 1, got 1.5"),
+        ("model:\n  rope_base: 0\n", "model.rope_base must be above 0"),
         ("model:\n  intermediate_size: -1\n", "intermediate_size must be at least 1"),
         ("model:\n  body: llama\n  num_key_value_heads: 3\n", "must divide num_heads"),
         ("training:\n  learning_rate: 0\n", "learning_rate must be above 0"),
@@ -136,12 +137,19 @@ def test_the_written_recipe_reads_back_equal(tmp_path):
         ("- model\n", "a recipe has the sections model, data, validation, training"),
     ],
 )
-def test_unfit_recipes_are_refused_in_one_line(tmp_path, text, message):
+def test_invalid_recipes_are_rejected_in_one_line(tmp_path, text, message):
     path = tmp_path / "r.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as raised:
         load_recipe(path)
     assert "\n" not in str(raised.value)
+
+
+def test_the_attention_may_be_any_registered_form_and_old_names_are_explained(monkeypatch):
+    monkeypatch.setattr(sections, "FORMS", ("slack", "magnitude", "mine"))
+    assert load_recipe(None, ["--model.attention", "mine"]).model.attention == "mine"
+    with pytest.raises(ValueError, match=r"got 'linear'; the form linear is now called magnitude"):
+        load_recipe(None, ["--model.attention", "linear"])
 
 
 def test_the_recipes_of_the_documentation_load(tmp_path):
@@ -159,7 +167,7 @@ def test_the_recipes_of_the_documentation_load(tmp_path):
         assert load_recipe(tmp_path / "written.yaml") == recipe
 
 
-def test_a_missing_recipe_and_an_unknown_option_are_refused():
+def test_a_missing_recipe_and_an_unknown_option_are_rejected():
     with pytest.raises(ValueError, match="no such recipe"):
         load_recipe("nowhere.yaml")
     with pytest.raises(ValueError, match=r"training\.stepz"):

@@ -1,4 +1,4 @@
-"""Training: the result, going on after a kill, divergence."""
+"""Training: the result, resuming after a kill, divergence."""
 
 import json
 import shutil
@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from coca_attention.data import held_out, load_tokenizer, read_documents, tokenised
+from coca_attention.data import held_out, load_tokenizer, read_documents, tokenise
 from coca_attention.errors import UserError
+from coca_attention.ops import FORMS
 from coca_attention.training import (
     TrainingDiverged,
     as_yaml,
@@ -23,7 +24,7 @@ from coca_attention.training import (
     read_summary,
     train,
 )
-from coca_attention.training.blocks import training_texts, validation_text
+from coca_attention.training.data import load_data
 from conftest import some_text
 
 OPTIONS = {
@@ -55,7 +56,7 @@ def recipe(text_folder, **changes):
     return load_recipe(None, words(text_folder, **prefixed))
 
 
-@pytest.mark.parametrize("attention", ["slack", "strict", "linear", "rope", "alibi"])
+@pytest.mark.parametrize("attention", [*FORMS, "rope", "alibi"])
 def test_the_result_is_an_ordinary_transformers_folder(text_folder, tmp_path, attention):
     folder = train(recipe(text_folder, model__attention=attention), tmp_path / "run")
     assert is_finished(folder)
@@ -87,11 +88,11 @@ def test_validation_reads_what_is_held_out_from_training(text_folder, tmp_path):
     assert "start" not in read_summary(folder)
     asked = recipe(text_folder, **settings)
     tokenizer = load_tokenizer(str(folder))
-    judged = validation_text(asked, tokenizer).tokens
-    kept, whole = (tokenised(asked.data, tokenizer, share=share).tokens for share in (0.3, 0.0))
-    documents = [tokenizer.decode(tokens).split("<|endoftext|>") for tokens in (judged, kept)]
+    measured = load_data(asked, tokenizer).validation.dataset.tokens
+    kept, whole = (tokenise(asked.data, tokenizer, share=share).tokens for share in (0.3, 0.0))
+    documents = [tokenizer.decode(tokens).split("<|endoftext|>") for tokens in (measured, kept)]
     assert not set(documents[0]) & set(documents[1]) - {""}
-    assert 0 < len(judged) == len(whole) - len(kept)
+    assert 0 < len(measured) == len(whole) - len(kept)
 
 
 @pytest.mark.parametrize(
@@ -102,17 +103,17 @@ def test_validation_reads_what_is_held_out_from_training(text_folder, tmp_path):
         ({"data__held_out": "0"}, r"needs validation\.source.*data\.held_out is 0"),
         ({"data__held_out": "1e-9"}, r"data\.held_out: no documents"),
         ({"validation__source": "nowhere.txt"}, r"validation\.source: nowhere\.txt: no such file"),
-        ({"validation__batches": "5000"}, r"validation: .* fewer than 20000 .*fewer batches"),
+        ({"validation__batches": "5000"}, r"data\.held_out: .* fewer than 20000 .*fewer batches"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(text_folder, tmp_path, settings, message):
+def test_validation_that_cannot_be_measured_is_rejected(text_folder, tmp_path, settings, message):
     settings = {"validation__every": "5", "data__held_out": "0.3", **settings}
     with pytest.raises(UserError, match=message):
         train(recipe(text_folder, **settings), tmp_path / "run")
 
 
 def test_other_validation_text_is_another_run(text_folder, tmp_path):
-    text = tmp_path / "judged.txt"
+    text = tmp_path / "validation.txt"
     text.write_text(some_text(400, seed=50))
     asked = recipe(text_folder, validation__every="5", validation__source=str(text))
 
@@ -127,7 +128,7 @@ def test_other_validation_text_is_another_run(text_folder, tmp_path):
         train(asked, tmp_path / "run")
 
 
-def test_a_finished_run_is_not_repeated_and_another_recipe_is_refused(text_folder, tmp_path):
+def test_a_finished_run_is_not_repeated_and_another_recipe_is_rejected(text_folder, tmp_path):
     folder = train(recipe(text_folder), tmp_path)
     written = (folder / "model.safetensors").stat().st_mtime_ns
     train(recipe(text_folder), tmp_path)
@@ -163,9 +164,9 @@ def test_gradient_checkpointing_gives_the_same_weights(text_folder, tmp_path):
         assert torch.allclose(weight, theirs[name], atol=1e-6), name
 
 
-def test_a_folder_with_other_things_is_refused(text_folder, tmp_path):
+def test_a_folder_with_other_files_is_rejected(text_folder, tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ValueError, match="is no run folder"):
+    with pytest.raises(ValueError, match="is not a run folder"):
         train(recipe(text_folder), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -186,7 +187,7 @@ train(load_recipe(None, sys.argv[3:]), sys.argv[2], callbacks=[Kill()])
 
 @pytest.mark.slow
 def test_a_mixture_killed_twice_ends_with_the_same_weights(text_folder, tmp_path):
-    """Killed between checkpoints, and again once it went on; its cache was made anew as well."""
+    """Killed between checkpoints, and again after resuming; its cache is deleted as well."""
     code = tmp_path / "code.txt"
     code.write_text("def f(x):\n    return x\n" * 30)
     mixture = {
@@ -227,7 +228,7 @@ def test_two_processes_end_with_the_weights_of_one(text_folder, tmp_path):
     (tmp_path / "r.yaml").write_text(as_yaml(load_recipe(None, options)))
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = ["-m", "coca_attention.cli", "train", tmp_path / "r.yaml"]
-    output = tmp_path / "together"
+    output = tmp_path / "two"
     started = [sys.executable, *launch, *command, "--output", output]
     subprocess.run(started, check=True, timeout=300)
     ours, theirs = (load_file(path / "model.safetensors") for path in (output, alone))
@@ -235,21 +236,38 @@ def test_two_processes_end_with_the_weights_of_one(text_folder, tmp_path):
         assert torch.allclose(weight, theirs[name], atol=1e-6), name
 
 
-def test_another_cache_folder_is_no_other_run(text_folder, tmp_path):
+def test_another_cache_folder_is_the_same_run(text_folder, tmp_path):
     for cache in (tmp_path / "a", tmp_path / "b"):
         assert is_finished(train(recipe(text_folder, data__cache=cache), tmp_path / "run"))
     with pytest.raises(UserError, match="another recipe"):
         train(recipe(text_folder, data__max_tokens=500), tmp_path / "run")
 
 
-@pytest.mark.parametrize("step", [2, 7])
-def test_a_killed_run_goes_on_and_ends_with_the_same_weights(text_folder, tmp_path, step):
-    """Killed before the first checkpoint, and between two."""
+@pytest.mark.parametrize(
+    ("step", "kill"),
+    [
+        (7, False),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        pytest.param(7, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stopped_run_resumes_and_ends_with_the_same_weights(text_folder, tmp_path, step, kill):
+    """Stopped or killed before the first checkpoint, and between two."""
     straight = train(recipe(text_folder), tmp_path / "straight")
     output = tmp_path / "killed"
-    arguments = [sys.executable, "-c", KILLED, str(step), str(output), *words(text_folder)]
-    killed = subprocess.run(arguments, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                raise KeyboardInterrupt
+
+    if kill:
+        arguments = [sys.executable, "-c", KILLED, str(step), str(output), *words(text_folder)]
+        killed = subprocess.run(arguments, capture_output=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe(text_folder), output, callbacks=[Stop()])
     assert not is_finished(output)
     checkpoint = last_checkpoint(output / "checkpoints")
     assert checkpoint is None if step == 2 else checkpoint.name == "checkpoint-4"
@@ -289,7 +307,7 @@ def test_a_run_killed_after_its_last_step_is_not_trained_further(text_folder, tm
     assert read_summary(output)["curve"] == read_summary(straight)["curve"]
 
 
-def test_changed_text_is_noticed_when_a_run_goes_on(text_folder, tmp_path):
+def test_changed_text_is_noticed_when_a_run_resumes(text_folder, tmp_path):
     source = tmp_path / "books"
     shutil.copytree(text_folder, source)
     output = train(recipe(source), tmp_path / "run")
@@ -302,12 +320,12 @@ def test_changed_text_is_noticed_when_a_run_goes_on(text_folder, tmp_path):
 def test_held_out_documents_and_tokens_past_the_limit_are_never_trained_on(text_folder, tokenizer):
     documents = list(read_documents(str(text_folder)))
     chosen = recipe(text_folder, data__held_out=0.4)
-    text = tokenizer.decode(training_texts(chosen, tokenizer)["text"].tokens)
+    text = tokenizer.decode(load_data(chosen, tokenizer).blocks.dataset.tokens)
     for document in documents:
         assert (document.text in text) != held_out(document, 0.4)
     assert 0 < sum(held_out(document, 0.4) for document in documents) < len(documents)
-    few = recipe(text_folder, data__max_tokens=50)
-    assert len(training_texts(few, tokenizer)["text"].tokens) == 50
+    few = recipe(text_folder, data__max_tokens=100)
+    assert load_data(few, tokenizer).fingerprint["text"]["tokens"] == 100
 
 
 def test_a_start_killed_while_writing_its_recipe_does_not_lock_the_folder(text_folder, tmp_path):
@@ -315,12 +333,12 @@ def test_a_start_killed_while_writing_its_recipe_does_not_lock_the_folder(text_f
     assert is_finished(train(recipe(text_folder), tmp_path))
 
 
-def test_settings_that_the_trainer_refuses_are_user_errors(text_folder, tmp_path):
+def test_settings_that_the_trainer_rejects_are_user_errors(text_folder, tmp_path):
     with pytest.raises(UserError, match="bogus"):
         train(recipe(text_folder, training__report_to='["bogus"]'), tmp_path)
 
 
-def test_a_checkpoint_cut_short_is_passed_over(tmp_path):
+def test_an_incomplete_checkpoint_is_skipped(tmp_path):
     for step, state in ((4, '{"global_step": 4}'), (8, '{"global_step": 8'), (12, None)):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
@@ -362,7 +380,7 @@ def test_nan_stops_training_and_is_never_saved(text_folder, tmp_path, step, mess
         assert all(weight.isfinite().all() for weight in load_file(path).values())
 
 
-def test_text_shorter_than_a_block_is_refused(tmp_path):
+def test_text_shorter_than_a_block_is_rejected(tmp_path):
     (tmp_path / "tiny.txt").write_text("too little")
     for length, message in ((512, "fewer than one block"), (1, "fewer than global_batch_size")):
         with pytest.raises(ValueError, match=message):

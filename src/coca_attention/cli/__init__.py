@@ -1,34 +1,21 @@
 """The command ``coca``: a table of names and functions; options come from documented fields."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coca_attention.cli.bench import run_bench
 from coca_attention.cli.console import Run
-from coca_attention.cli.evaluation import (
-    run_analyze,
-    run_harness,
-    run_needles,
-    run_passkey,
-    run_perplexity,
-    run_suite,
-)
+from coca_attention.cli.evaluation import EvaluationCommands, run_analyze
 from coca_attention.cli.models import run_convert, run_generate, run_quickstart, run_train
 from coca_attention.cli.report import run_report
 from coca_attention.errors import UserError
 
-COMMANDS: dict[str, Run | dict[str, Run]] = {
+COMMANDS: dict[str, Run | Mapping[str, Run]] = {
     "quickstart": run_quickstart,
     "train": run_train,
     "convert": run_convert,
-    "eval": {
-        "perplexity": run_perplexity,
-        "passkey": run_passkey,
-        "needles": run_needles,
-        "harness": run_harness,
-        "suite": run_suite,
-    },
+    "eval": EvaluationCommands(),
     "analyze": run_analyze,
     "bench": run_bench,
     "generate": run_generate,
@@ -40,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``coca``.
 
     Args:
-        argv: Words after the program's name; by default those of the process.
+        argv: Command-line arguments; by default those of the process.
 
     Returns:
-        Exit code: 0, 2 for an error of use or of input, 1 for a defect, 130 when interrupted.
+        Exit code: 0; 2 for a usage or input error, 1 for an internal error, 130 when interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
@@ -54,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command(rest)
         return 0
     except KeyboardInterrupt:
-        print("coca: interrupted; the same command goes on from what is finished", file=sys.stderr)
+        print("coca: interrupted; run the same command again to resume", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 0
@@ -73,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _find(words: list[str]) -> tuple[Run | None, list[str]]:
-    """The function that the words name, and the words left; None after printing help."""
-    table: dict[str, Any] = COMMANDS
+    """The function that the words name, and the remaining words; None after printing help."""
+    table: Mapping[str, Any] = COMMANDS
     path = ["coca"]
     while True:
         if not words or words[0] in ("-h", "--help"):
@@ -91,17 +78,17 @@ def _find(words: list[str]) -> tuple[Run | None, list[str]]:
             )
         path.append(words[0])
         found, words = table[words[0]], words[1:]
-        if not isinstance(found, dict):
+        if not isinstance(found, Mapping):
             return found, words
         table = found
 
 
-def _overview(program: str, table: dict[str, Any]) -> str:
+def _overview(program: str, table: Mapping[str, Any]) -> str:
     lines = [f"usage: {program} COMMAND [--help] [--debug]", ""]
 
-    def describe(prefix: str, entries: dict[str, Any]) -> None:
+    def describe(prefix: str, entries: Mapping[str, Any]) -> None:
         for name, entry in entries.items():
-            if isinstance(entry, dict):
+            if isinstance(entry, Mapping):
                 describe(f"{prefix}{name} ", entry)
             else:
                 summary = (entry.__doc__ or "").splitlines()[0]

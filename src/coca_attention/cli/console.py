@@ -1,9 +1,9 @@
-"""What the commands share: options from documented fields, a progress bar, tables."""
+"""Shared by the commands: options from documented fields, a progress bar, tables."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coca_attention.options import OptionParser, take_option
+from coca_attention.options import OptionParser
 
 Run = Callable[[list[str]], None]
 
@@ -16,18 +16,18 @@ def parse(
     positionals: Sequence[str] = (),
     epilog: str | None = None,
 ) -> list[Any]:
-    """Parse words into the positionals' texts and an instance of every section.
+    """Parse words into the strings of the positionals and an instance of every section.
 
     Args:
-        program: What help calls the command.
-        command: Function whose docstring describes it.
-        words: The words.
+        program: Name of the command in its help.
+        command: The function; its docstring is the description in the help.
+        words: Words of the command line.
         sections: Documented dataclasses; their fields are the options.
-        positionals: Names of the required words before the options.
+        positionals: Names of the required words.
         epilog: Help text below the options.
 
     Raises:
-        UserError: If a word is unknown or a value unfit.
+        UserError: If a word is unknown or a value is invalid.
         SystemExit: After printing help.
     """
     parser = OptionParser(program, command.__doc__, epilog=epilog)
@@ -40,7 +40,7 @@ def parse(
         parser.add_argument(name, type=str, help=described[name])
     for section in sections:
         parser.add_class_arguments(section)
-    instances = parser.read(_listed(words))
+    instances = parser.read(words)
     values: list[Any] = [instances[name] for name in positionals]
     for section in sections:
         fields = section.__dataclass_fields__
@@ -48,17 +48,8 @@ def parse(
     return values
 
 
-def _listed(words: list[str]) -> list[str]:
-    """Write the items of ``--windows 64,128,256`` as the list that they are meant as."""
-    for option in ("--windows", "--lengths", "--kinds", "--tasks", "--shifts", "--cases"):
-        words, items = take_option(words, option)
-        if items is not None:
-            words = [*words, f"{option}=[{items.strip('[]')}]"]
-    return words
-
-
 class Progress:
-    """A rich progress bar as a function of (label, done, total)."""
+    """A progress bar, used as a function of (label, done, total)."""
 
     def __enter__(self) -> Callable[[str, int, int], None]:
         from rich.console import Console
@@ -76,7 +67,7 @@ class Progress:
         return self.advance
 
     def advance(self, label: str, done: int, total: int) -> None:
-        # Shown only while something is judged: training has a bar of its own.
+        # Started here and not on entering: during training, Trainer shows a bar of its own.
         self.bar.start()
         self.bar.update(self.task, description=label, completed=done, total=total)
         if done >= total:
@@ -87,7 +78,7 @@ class Progress:
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
-    """Print a table, numbers to the right."""
+    """Print a table with right-aligned numbers."""
     from rich.console import Console
     from rich.table import Table
 

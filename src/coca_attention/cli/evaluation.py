@@ -1,12 +1,19 @@
-"""Commands that measure a model."""
+"""Commands that evaluate a model."""
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from coca_attention.analysis import AnalysisSettings, analyze, check_settings, read_token_ids
 from coca_attention.cli.console import Progress, Run, parse, print_table
+from coca_attention.data import SourceSettings
+from coca_attention.environment import check_writable, describe_environment, write_json
 from coca_attention.errors import UserError
+from coca_attention.evaluation import TASKS, Cell, Session, Subject, Task
+from coca_attention.evaluation import suite as suites
+from coca_attention.evaluation.journal import Journal
+from coca_attention.evaluation.task import Scaling, load_subject
 from coca_attention.options import take_option
 
 
@@ -17,140 +24,100 @@ class LoadingSettings:
     name: str | None = None
     """What the results call the model; by default the name of its folder."""
     output: str | None = None
-    """Result file (JSON); by default in runs/eval/, named after the model and what is measured."""
+    """Result file (JSON); by default in runs/eval/, named after the model and the task."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights."""
     device: str | None = None
-    """cpu, cuda, …; by default the accelerator where there is one."""
+    """cpu, cuda, …; by default the accelerator if there is one."""
 
 
 @dataclass
-class EvaluationSettings(LoadingSettings):
+class ScaledSettings(LoadingSettings):
     """How a model is loaded and scaled, and where the results go."""
 
-    scaling: Literal["none", "linear", "ntk", "dynamic"] = "none"
-    """Rotary scaling; ntk fixes the base from each window, linear is position interpolation."""
+    scaling: Scaling = "none"
+    """Rotary scaling; ntk computes the base from each window, linear is position interpolation."""
     factor: float = 4.0
     """Factor of the scaling."""
 
 
-def run_perplexity(words: list[str]) -> None:
-    """Perplexity of a Transformers causal language model under sliding windows."""
-    from coca_attention.evaluation.perplexity import (
-        TextSettings,
-        WindowSettings,
-        check_settings,
-        evaluate_perplexity,
-        load_keys,
-        load_text,
-        tokens_needed,
+@dataclass
+class AngleSettings(AnalysisSettings, SourceSettings):
+    """Which text to read, and what to measure."""
+
+
+def _analyze(subject: Subject, settings: AngleSettings, session: Session) -> list[Cell]:
+    documents = read_token_ids(settings, subject.tokenizer, settings)
+    analysis = AnalysisSettings(
+        **{name: getattr(settings, name) for name in AnalysisSettings.__dataclass_fields__}
     )
-
-    def measure(model: Any, tokenizer: Any, sections: list[Any], **options: Any) -> Any:
-        text, windows, loading = sections
-        documents = load_text(text, tokenizer, at_least=tokens_needed(windows))
-        keys = load_keys(windows, tokenizer, documents, dtype=loading.dtype, device=loading.device)
-        return evaluate_perplexity(model, documents, windows, keys=keys, **options)
-
-    _evaluate(
-        "coca eval perplexity",
-        run_perplexity,
-        words,
-        [TextSettings, WindowSettings, EvaluationSettings],
-        check=lambda sections: check_settings(sections[1]),
-        measure=measure,
-    )
+    return [analyze(subject.model, documents, analysis, session.progress, name=subject.name)]
 
 
-def run_passkey(words: list[str]) -> None:
-    """Passkey retrieval: does a model find five digits hidden in a long prompt?"""
-    from coca_attention.evaluation.passkey import (
-        PasskeySettings,
-        check_settings,
-        evaluate_passkey,
-    )
-
-    _evaluate(
-        "coca eval passkey",
-        run_passkey,
-        words,
-        [PasskeySettings, EvaluationSettings],
-        check=lambda sections: check_settings(sections[0]),
-        measure=lambda model, tokenizer, sections, **options: evaluate_passkey(
-            model, tokenizer, sections[0], **options
-        ),
-    )
+ANALYSIS = Task(
+    "analyze",
+    "Angles between queries and keys, rotary borders and decay bounds of a model on a text.",
+    AngleSettings,
+    _analyze,
+    check_settings,
+    scaled=False,
+)
 
 
-def run_needles(words: list[str]) -> None:
-    """Needles of RULER's kinds: one or many facts in a long prompt, and variables to follow."""
-    from coca_attention.evaluation.needles import (
-        NeedleSettings,
-        check_settings,
-        evaluate_needles,
-    )
+class EvaluationCommands(Mapping[str, Run]):
+    """``coca eval``: every registered task, and suites of them."""
 
-    _evaluate(
-        "coca eval needles",
-        run_needles,
-        words,
-        [NeedleSettings, EvaluationSettings],
-        check=lambda sections: check_settings(sections[0]),
-        measure=lambda model, tokenizer, sections, **options: evaluate_needles(
-            model, tokenizer, sections[0], **options
-        ),
-    )
+    def __getitem__(self, name: str) -> Run:
+        return run_suite if name == "suite" else task_command(TASKS[name], "coca eval")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*TASKS, "suite"))
+
+    def __len__(self) -> int:
+        return len(TASKS) + 1
 
 
-def run_harness(words: list[str]) -> None:
-    """Short-context tasks of EleutherAI's lm-evaluation-harness (an optional extra)."""
-    from coca_attention.evaluation.harness import (
-        HarnessSettings,
-        check_settings,
-        evaluate_harness,
-    )
+def task_command(task: Task, program: str) -> Run:
+    """The command that runs one task on one model; ``program`` is the words before its name."""
 
-    _evaluate(
-        "coca eval harness",
-        run_harness,
-        words,
-        [HarnessSettings, LoadingSettings],
-        check=lambda sections: check_settings(sections[0]),
-        measure=lambda model, tokenizer, sections, **options: evaluate_harness(
-            model, tokenizer, sections[0], name=options["name"]
-        ),
-    )
+    def run(words: list[str]) -> None:
+        _run_task(task, run, f"{program} {task.name}", words)
+
+    run.__doc__ = task.summary
+    return run
 
 
-def run_analyze(words: list[str]) -> None:
-    """Angles between queries and keys, rotary borders and decay bounds of a model on a text."""
-    from coca_attention.analysis import (
-        AnalysisSettings,
-        analyze,
-        check_settings,
-        read_token_ids,
-    )
-    from coca_attention.data import SourceSettings
+def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
+    """Parse, check, load, evaluate what the journal does not have yet, write, print."""
+    from coca_attention.report import printed_tables
 
-    def measure(model: Any, tokenizer: Any, sections: list[Any], **options: Any) -> Any:
-        source, analysis, _ = sections
-        documents = read_token_ids(source, tokenizer, analysis)
-        name, progress = options["name"], options["progress"]
-        return [analyze(model, documents, analysis, progress=progress, name=name)]
+    sections = [task.settings, ScaledSettings if task.scaled else LoadingSettings]
+    path, settings, loading = parse(program, command, words, sections, ["model"])
+    task.check(settings)
+    name = loading.name or Path(path).name
+    session = Session()
+    file = f"{name}-{task.name}.json"
+    if task.scaled:
+        session.scaling, session.factor = loading.scaling, loading.factor
+        file = f"{name}-{loading.scaling}-{task.name}.json"
+    output = Path(loading.output or Path("runs", "eval", file))
+    check_writable(output)
+    session.journal = Journal(output.with_suffix(".journal.jsonl"))
+    subject = load_subject(path, name, dtype=loading.dtype, device=loading.device)
+    with Progress() as session.progress:
+        cells = task.run(subject, settings, session)
+    write_json(output, {"results": cells, "environment": describe_environment()})
+    session.journal.remove()
+    for table in printed_tables(cells):
+        print_table(*table)
+    print(f"Results: {output}")
 
-    _evaluate(
-        "coca analyze",
-        run_analyze,
-        words,
-        [SourceSettings, AnalysisSettings, LoadingSettings],
-        check=lambda sections: check_settings(sections[1]),
-        measure=measure,
-    )
+
+run_analyze = task_command(ANALYSIS, "coca")
 
 
 def run_suite(words: list[str]) -> None:
-    """Measure models x scalings x tasks from one YAML; started again, it does what is missing."""
-    from coca_attention.evaluation import suite as suites
+    """Evaluate models x scalings x tasks from one YAML; resumes when restarted."""
     from coca_attention.report import printed_tables, read_results
 
     if not words or words[0] in ("-h", "--help"):
@@ -169,54 +136,3 @@ def run_suite(words: list[str]) -> None:
     for table in printed_tables(read_results([results])[0]["results"]):
         print_table(*table)
     print(f"Results: {results}")
-
-
-def _evaluate(
-    program: str,
-    command: Run,
-    words: list[str],
-    sections: list[type],
-    *,
-    check: Callable[[list[Any]], Any],
-    measure: Callable[..., list[dict[str, Any]]],
-) -> None:
-    """Parse, check, load, measure what is missing, write, print.
-
-    Args:
-        program: What help calls the command; its last word names the result file.
-        command: Function whose docstring describes it.
-        words: Words of the command line.
-        sections: Classes of the options, the last one `LoadingSettings` or a child of it.
-        check: Called with the sections' instances before anything is loaded.
-        measure: Called with the model, its tokenizer, the sections' instances, and by name what
-            the results call the model, what tells it from others, a journal, a progress function,
-            and the rotary scaling where the sections have one.
-    """
-    from coca_attention.data import load_tokenizer
-    from coca_attention.environment import check_writable, describe_environment, write_json
-    from coca_attention.evaluation.journal import Journal, fingerprint
-    from coca_attention.models import load_model
-    from coca_attention.report import printed_tables
-
-    path, *instances = parse(program, command, words, sections, positionals=["model"])
-    check(instances)
-    settings = instances[-1]
-    name = settings.name or Path(path).name
-    task = program.split()[-1]
-    options: dict[str, Any] = {"name": name, "identity": f"{fingerprint(path)} {settings.dtype}"}
-    file = f"{name}-{task}.json"
-    if isinstance(settings, EvaluationSettings):
-        options |= {"scaling": settings.scaling, "factor": settings.factor}
-        file = f"{name}-{settings.scaling}-{task}.json"
-    output = Path(settings.output or Path("runs", "eval", file))
-    check_writable(output)
-    journal = Journal(output.with_suffix(".journal.jsonl"))
-    model = load_model(path, dtype=settings.dtype, device=settings.device)
-    tokenizer = load_tokenizer(path)
-    with Progress() as advance:
-        cells = measure(model, tokenizer, instances, journal=journal, progress=advance, **options)
-    write_json(output, {"results": cells, "environment": describe_environment()})
-    journal.remove()
-    for table in printed_tables(cells):
-        print_table(*table)
-    print(f"Results: {output}")

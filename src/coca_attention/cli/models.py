@@ -59,7 +59,7 @@ class CalibrationSettings(SourceSettings):
 
 
 def run_quickstart(words: list[str]) -> None:
-    """Train four small models and see which of them reads long text: the whole project at once."""
+    """Train four small models and compare their perplexity on long text."""
     from coca_attention.quickstart import QuickstartSettings, quickstart
     from coca_attention.report import printed_tables
 
@@ -73,14 +73,14 @@ def run_quickstart(words: list[str]) -> None:
 
 
 def run_train(words: list[str]) -> None:
-    """Train a model from a recipe (YAML); started again, it goes on where it stopped."""
+    """Train a model from a recipe (YAML); resumes when run again."""
     from accelerate import PartialState
 
     from coca_attention.training import load_recipe, read_summary, recipe_parser, train
 
     if not words or words[0] in ("-h", "--help"):
         parser = recipe_parser()
-        parser.add_argument("--output", help="Run folder; by default runs/ and the recipe's name.")
+        parser.add_argument("--output", help="Run folder; by default runs/NAME for NAME.yaml.")
         parser.description = run_train.__doc__
         parser.print_help()
         return

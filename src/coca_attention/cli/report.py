@@ -1,4 +1,4 @@
-"""The command that draws the page."""
+"""The command that writes the report page."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class ReportSettings:
     output: str = "report.html"
     """HTML file to write."""
     title: str | None = None
-    """Heading of the page; by default after what was measured."""
+    """Heading of the page; by default it names what was measured."""
 
 
 def run_report(words: list[str]) -> None:

@@ -1,6 +1,6 @@
-"""Documents → tokens → blocks."""
+"""From documents to tokens to blocks."""
 
-from coca_attention.data.cache import TokenText, cache_folder, tokenised
+from coca_attention.data.cache import TokenText, cache_folder, tokenise
 from coca_attention.data.documents import (
     DataError,
     Document,
@@ -13,7 +13,7 @@ from coca_attention.data.tokens import (
     BlockDataset,
     PasskeyBlocks,
     encode_documents,
-    kept_tokenizer,
+    load_or_train_tokenizer,
     load_tokenizer,
     token_array,
     train_tokenizer,
@@ -31,10 +31,10 @@ __all__ = [
     "cache_folder",
     "encode_documents",
     "held_out",
-    "kept_tokenizer",
+    "load_or_train_tokenizer",
     "load_tokenizer",
     "read_documents",
     "token_array",
-    "tokenised",
+    "tokenise",
     "train_tokenizer",
 ]

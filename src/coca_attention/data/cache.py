@@ -1,9 +1,8 @@
-"""Tokenised text on disk: made once, found again, never used when stale or damaged.
+"""Tokenised text on disk: written once, reused, and never used when outdated or damaged.
 
-A cache is a pair of files. One holds the token ids as they lie in memory (``.bin``), to be mapped
-and not read; the other (``.json``) names what they were made from, their number and their
-checksum. The ``.json`` is written last and has to fit the ``.bin`` to the byte, so whatever a kill
-or a full disk leaves behind is made again.
+A cache is a pair of files. The ``.bin`` file holds the token ids, which are memory-mapped; the
+``.json`` file describes their origin, number and checksum. The ``.json`` file is written last and
+its checksum must match the ``.bin`` file, so whatever a kill or a full disk leaves is replaced.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ from coca_attention.data.tokens import end_of_text, token_array, token_arrays, t
 from coca_attention.environment import write_json
 from coca_attention.errors import UserError
 
-# To be raised when the same settings come to give other tokens.
+# Increased whenever the same settings give different tokens.
 FORMAT = 1
 
 log = logging.getLogger(__name__)
@@ -40,49 +39,49 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenText:
-    """Token ids, 1-D uint16 or uint32, in memory or mapped; and the SHA-256 of their bytes."""
+    """Token ids, 1-D uint16 or uint32, in memory or mapped, and the SHA-256 of their bytes."""
 
     tokens: np.ndarray
     sha256: str
 
 
 def cache_folder(setting: str | None) -> Path | None:
-    """Where caches are kept.
+    """The folder of the caches, or None for no caches.
 
     Args:
-        setting: A folder; ``auto`` for the user's own (XDG_CACHE_HOME, else ``~/.cache``); None for
-            no caches.
+        setting: A folder; ``auto`` for the user's cache (XDG_CACHE_HOME, or ``~/.cache``); or None.
     """
     if setting is None:
         return None
     if setting != "auto":
         return Path(setting).expanduser()
-    # The XDG rules: a path that is empty or relative does not count.
+    # XDG rules: an empty or relative path is ignored.
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (home if home.is_absolute() else Path.home() / ".cache") / "coca-attention"
 
 
-def tokenised(
+def tokenise(
     source: SourceSettings,
     tokenizer: PreTrainedTokenizerBase,
     *,
     share: float = 0.0,
-    held: bool = False,
+    from_held_out: bool = False,
     max_tokens: int | None = None,
     folder: Path | None = None,
 ) -> TokenText:
-    """The documents of a source that are not held out, or those that are, joined by `token_array`.
+    """Tokenise the training or the held-out documents of a source, as `token_array` does.
 
-    With a folder they are tokenised into a cache there, or one is found, and mapped: memory does
-    not grow with the text. Processes that ask for the same text wait until one has written it.
+    With a folder, the tokens are written to a cache file there, or found in one, and memory-mapped,
+    so memory does not grow with the text. If several processes need the same text, one writes it
+    and the others wait.
 
     Args:
-        source: Which documents.
+        source: The documents.
         tokenizer: Tokenizer with an ``eos_token``.
-        share: Share of documents held out.
-        held: Whether those are wanted, not the others.
+        share: Share of documents that are held out.
+        from_held_out: Whether to tokenise the held-out documents instead of the others.
         max_tokens: Stop reading after this many tokens.
-        folder: Where caches are kept; None keeps the tokens in memory.
+        folder: Folder of the caches; None keeps the tokens in memory.
 
     Raises:
         UserError: If the cache cannot be written.
@@ -90,7 +89,7 @@ def tokenised(
     """
 
     def documents() -> Iterator[Document]:
-        return (d for d in source.documents() if held_out(d, share) == held)
+        return (d for d in source.documents() if held_out(d, share) == from_held_out)
 
     if folder is None:
         tokens = token_array(documents(), tokenizer, max_tokens=max_tokens)
@@ -105,7 +104,7 @@ def tokenised(
         "text_field": source.text_field,
         "bad_lines": source.bad_lines,
         "held_out": share,
-        "held": held,
+        "held": from_held_out,
         "max_tokens": max_tokens,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "dtype": token_type(tokenizer).name,
@@ -120,55 +119,55 @@ def tokenised(
                 return text
             path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(path.with_suffix(".lock")):
-                # Another process may have made it between the look and the lock.
+                # Another process may have written it before we got the lock.
                 if _stamp(path) == seen:
                     _write(path, settings, files, documents(), tokenizer)
     except OSError as error:
         raise UserError(
-            f"{path.parent}: tokenised text cannot be kept here: {error.strerror or error}; make "
-            "room, name another folder by data.cache, or keep the tokens in memory by data.cache "
-            "null"
+            f"{path.parent}: tokenised text cannot be stored here: {error.strerror or error}; free "
+            "disk space, choose another folder with data.cache, or keep the tokens in memory with "
+            "data.cache null"
         ) from error
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of all that decides a tokenizer's ids, wherever it was loaded from."""
+    """SHA-256 of everything that determines a tokenizer's ids, independent of its folder."""
     found = hashlib.sha256(f"{end_of_text(tokenizer)} {type(tokenizer).__name__}".encode())
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if tokenizer.is_fast:
         rules = json.loads(backend.to_str())
-        # What the last call asked for, not what the tokenizer is.
+        # State of the last call, not a property of the tokenizer.
         del rules["truncation"], rules["padding"]
         found.update(json.dumps(rules).encode())
     else:
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
             for path in sorted(Path(folder).iterdir()):
-                if path.name != "tokenizer_config.json":  # holds where it was loaded from
+                if path.name != "tokenizer_config.json":  # contains the folder
                     found.update(path.read_bytes())
     return found.hexdigest()
 
 
 def _read(path: Path, settings: dict[str, Any], files: list[Path]) -> TokenText | None:
-    """The cache at a path if it is whole and of this source; else None, and why in the log."""
+    """The cache at a path; None, and a warning in the log, if it is outdated or damaged."""
     if not path.with_suffix(".json").is_file():
         return None
     try:
         about = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         if about["settings"] != settings:
-            problem = "it was made with other settings"
+            problem = "it has other settings"
         elif not _same_files(about["files"], files):
             problem = "the files of the source have changed"
         else:
-            # Read, not mapped, so that the whole file does not count as this process's memory.
+            # Read instead of mapped, as mapped pages would count as this process's memory.
             with open(path, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() == about["sha256"]:
                     tokens = np.memmap(file, dtype=settings["dtype"], mode="r")
                     return TokenText(tokens, about["sha256"])
-            problem = "it is cut short or damaged"
+            problem = "it is truncated or damaged"
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"it cannot be read ({error})"
-    log.warning("%s: tokenised text is made again: %s", path, problem)
+    log.warning("%s: tokenising the text again: %s", path, problem)
     return None
 
 
@@ -179,7 +178,7 @@ def _write(
     documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Make a cache; called by one process at a time."""
+    """Write a cache; called by one process at a time."""
     source, total = settings["source"], settings["max_tokens"]
     state, content = _state(files), _content(files)
     partial = path.with_suffix(".partial")
@@ -203,7 +202,7 @@ def _write(
             file.flush()
             os.fsync(file.fileno())
         if _state(files) != state:
-            raise DataError(f"{source}: changed while it was read; start again")
+            raise DataError(f"{source}: changed while it was being read; run the command again")
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -217,14 +216,14 @@ def _write(
 
 
 def _same_files(known: dict[str, str], files: list[Path]) -> bool:
-    """Whether files are those of a cache: by name, size and times, or else by what they hold."""
+    """Whether files are those of a cache: by name, size and times, or otherwise by content."""
     return known["state"] == _state(files) or known["content"] == _content(files)
 
 
 def _state(files: list[Path]) -> str:
-    """SHA-256 of names, sizes and times: quick, and another one after every change.
+    """SHA-256 of names, sizes and times: fast, and different after every change.
 
-    The time of the last change of status cannot be set back as that of the content can.
+    Unlike the modification time, the time of the last status change (ctime) cannot be set back.
     """
     found = hashlib.sha256()
     for path in files:
@@ -245,7 +244,7 @@ def _content(files: list[Path]) -> str:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Tells one writing of a cache from the next."""
+    """Identifies one version of a cache; None if there is none."""
     try:
         status = path.with_suffix(".json").stat()
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""Documents from the machine's Python library, from files, or from Hugging Face datasets.
+"""Documents from Python's standard library, from files, or from Hugging Face datasets.
 
-A source is named by one string:
+A source is given as a string:
 
-- ``stdlib``: the sources and the documentation of the Python that runs, real text without network;
-- a file, a folder or a glob of ``.txt``, ``.jsonl`` and ``.parquet`` files, each also compressed
+- ``stdlib``: source code and documentation of the running Python: real text without a download;
+- a file, a folder or a glob of ``.txt``, ``.jsonl`` and ``.parquet`` files, optionally compressed
   as ``.gz``, ``.xz`` or ``.zst``;
 - ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``: a dataset for `datasets`, streamed.
 """
@@ -30,21 +30,21 @@ FORMATS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = ("", ".gz", ".xz", ".zst")
 SUFFIXES = tuple(kind + packed for kind in FORMATS for packed in COMPRESSIONS)
 
-# Folders of the standard library whose files are tests, tables of numbers, or missing on some
-# systems: without them the text is nearly the same on every machine with the same Python.
-STDLIB_LEFT_OUT = {
+# Folders of the standard library with tests or tables of numbers, or missing on some systems:
+# without them, the text is nearly the same on every machine with the same Python.
+STDLIB_EXCLUDED = {
     "__pycache__", "config", "distutils", "encodings", "ensurepip", "idlelib", "lib-dynload",
     "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo",
 }  # fmt: skip
 
 
 class DataError(UserError):
-    """A data source cannot be read."""
+    """A data source cannot be read or has too little text."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text; ``id`` names it in messages and results."""
+    """A text; ``id`` identifies it in messages and results."""
 
     id: str
     text: str
@@ -53,17 +53,17 @@ class Document:
 def read_documents(
     source: str, *, text_field: str = "text", bad_lines: BadLines = "error"
 ) -> Iterator[Document]:
-    """Documents of a source, in a fixed order, read as they are asked for.
+    """Documents of a source, in a fixed order, read lazily.
 
     Args:
-        source: See the head of this module.
-        text_field: Where the text of a JSON record, a Parquet row or a dataset row stands.
-        bad_lines: Whether a JSON line that cannot be used stops the reading (``error``) or is
-            left out with a warning that names it (``skip``).
+        source: See the module's docstring.
+        text_field: Field with the text in JSON records, Parquet files and datasets.
+        bad_lines: Whether an invalid JSON line raises an error (``error``) or is skipped with a
+            warning (``skip``).
 
     Raises:
-        DataError: If there is nothing at the source, or a file is empty, binary, truncated or
-            broken. The message names the file and, for JSON lines, the line.
+        DataError: If the source does not exist, or a file is empty, binary, truncated or malformed.
+            The message names the file and, for JSON lines, the line.
     """
     if source == "stdlib":
         return _stdlib_documents()
@@ -74,22 +74,22 @@ def read_documents(
 
 @dataclass
 class SourceSettings:
-    """Which documents are read."""
+    """Documents to read."""
 
     source: str = "stdlib"
     """stdlib; a file, folder or glob of .txt, .jsonl, .parquet (or .gz, .xz, .zst); or hf:NAME."""
     text_field: str = "text"
-    """Where the text of a JSON record, Parquet row or dataset row stands."""
+    """Field with the text in JSON records, Parquet files and datasets."""
     bad_lines: BadLines = "error"
-    """What to do with a broken JSON line: error, or skip with a warning."""
+    """How to handle an invalid JSON line: error, or skip with a warning."""
 
     def documents(self) -> Iterator[Document]:
-        """`read_documents` of these settings."""
+        """`read_documents` with these settings."""
         return read_documents(self.source, text_field=self.text_field, bad_lines=self.bad_lines)
 
 
 def source_files(source: str) -> list[Path]:
-    """Files that a source is read from, in the order of reading; none for a dataset of the Hub.
+    """Files of a source, in reading order; empty for a dataset on the Hub.
 
     Raises:
         DataError: As `read_documents`.
@@ -106,41 +106,41 @@ def source_files(source: str) -> list[Path]:
 def held_out(document: Document, share: float) -> bool:
     """Whether a document belongs to the held-out split.
 
-    Decided by a hash of its text alone: the same on every machine, from every path, in every
-    order, unchanged when other documents are added; copies of a text stay on one side.
+    A hash of the text alone decides: the split is the same on every machine, for every path and
+    order, does not change when documents are added, and never separates copies of a text.
 
     Args:
         document: The document.
-        share: Share of documents held out, between 0 and 1.
+        share: Share of documents that are held out, between 0 and 1.
     """
     digest = hashlib.sha256(document.text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def find_files(source: str) -> list[Path]:
-    """Files that a path or glob names, sorted.
+    """Sorted files that match a path or glob.
 
     Raises:
-        DataError: If there are none, or a named file is of an unknown kind.
+        DataError: If there are none, or the file has an unknown type.
     """
     path = Path(source).expanduser()
-    known = f"known kinds: {', '.join(FORMATS)}, each also with {', '.join(COMPRESSIONS[1:])}"
+    known = f"known types: {', '.join(FORMATS)}, optionally with {', '.join(COMPRESSIONS[1:])}"
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
-            raise DataError(f"{path}: unknown kind of file; {known}")
+            raise DataError(f"{path}: unknown file type; {known}")
         return [path]
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
         if not found:
-            raise DataError(f"{path}: no file to read in this folder; {known}")
+            raise DataError(f"{path}: no readable file in this folder; {known}")
         return found
     matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
     found = [p for p in matches if p.is_file() and p.name.endswith(SUFFIXES)]
     if not found:
-        reason = "no match of a known kind" if matches else "no such file, folder or glob"
+        reason = "no match has a known type" if matches else "no such file, folder or glob"
         raise DataError(
-            f"{source}: {reason}; {known}. For a Hugging Face dataset write hf:NAME, for the text "
-            "of the Python standard library write stdlib"
+            f"{source}: {reason}; {known}. Use hf:NAME for a Hugging Face dataset, stdlib for the "
+            "text of Python's standard library"
         )
     return found
 
@@ -168,29 +168,29 @@ def _open(path: Path) -> Any:
     if path.suffix == ".xz":
         return lzma.open(path, "rb")
     if path.suffix == ".zst":
-        # Arrow's reader notices a stream that was cut short; zstandard's ends without a word.
+        # Arrow's reader detects a truncated stream; zstandard's does not.
         return _need("pyarrow", f"reading {path}").input_stream(str(path), compression="zstd")
     return open(path, "rb")
 
 
 def _text_lines(path: Path) -> Iterator[str]:
-    """Lines of a text file, decompressed and decoded; every way it can be broken is a DataError."""
+    """Lines of a text file, decompressed and decoded; DataError if it is malformed."""
     with contextlib.ExitStack() as stack:
         try:
             stream = stack.enter_context(_open(path))
             for number, line in enumerate(io.TextIOWrapper(stream, encoding="utf-8"), start=1):
                 if "\0" in line:
                     raise DataError(
-                        f"{path}: line {number} has a NUL byte; expected text, this looks binary"
+                        f"{path}: line {number} has a NUL byte; expected text, not binary data"
                     )
                 yield line
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{path}: not UTF-8 text ({error.reason} at byte {error.start} of a block); "
-                "convert it, or leave the file out"
+                "convert or remove the file"
             ) from error
         except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-            raise DataError(f"{path}: compressed data cut short or damaged: {error}") from error
+            raise DataError(f"{path}: compressed data truncated or damaged: {error}") from error
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -206,9 +206,9 @@ def _json_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterato
             problem = f"{path}: line {number}: {error}"
             if bad_lines == "error":
                 raise DataError(
-                    f"{problem}; mend the line, or leave bad lines out (bad_lines: skip)"
+                    f"{problem}; fix the line, or skip such lines with bad_lines: skip"
                 ) from error
-            _warn(f"left out {problem}")
+            _warn(f"skipped {problem}")
             continue
         read += 1
         yield Document(_name(record, f"{path}:{number}"), record[text_field])
@@ -217,7 +217,7 @@ def _json_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterato
 
 
 def _json_record(line: str, text_field: str) -> dict[str, Any]:
-    """The object of one JSON line, its text checked; ValueError says what is wrong with it."""
+    """The object of a JSON line; ValueError if it is invalid or has no text."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -230,14 +230,14 @@ def _json_record(line: str, text_field: str) -> dict[str, Any]:
     try:
         record[text_field].encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the text is no valid Unicode ({error.reason})") from error
+        raise ValueError(f"the text is not valid Unicode ({error.reason})") from error
     return record
 
 
 def _parquet_documents(path: Path, text_field: str) -> Iterator[Document]:
     parquet = _need("pyarrow.parquet", f"reading {path}")
     if path.suffix != ".parquet":
-        raise DataError(f"{path}: Parquet compresses its own columns; unpack the file first")
+        raise DataError(f"{path}: Parquet has its own compression; decompress the file first")
     try:
         table = parquet.ParquetFile(path)
     except Exception as error:
@@ -285,20 +285,20 @@ def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
 
 
 def _name(record: Any, otherwise: str) -> str:
-    """A record's ``id``, or where it stands."""
+    """A record's ``id``, or its location."""
     name = record.get("id")
     return otherwise if name is None else str(name)
 
 
 def _rows(rows: Any, source: str) -> Iterator[Any]:
-    """Rows of a streamed dataset; a stream that breaks off is a DataError."""
+    """Rows of a streamed dataset; DataError if the stream is interrupted."""
     number = 0
     try:
         for row in rows:
             yield row
             number += 1
     except Exception as error:
-        raise DataError(f"{source}: reading broke off after {number} rows: {error}") from error
+        raise DataError(f"{source}: reading failed after {number} rows: {error}") from error
 
 
 def _stdlib_files() -> list[Path]:
@@ -306,7 +306,7 @@ def _stdlib_files() -> list[Path]:
     return [
         path
         for path in sorted(root.rglob("*.py"))
-        if not STDLIB_LEFT_OUT.intersection(path.relative_to(root).parts[:-1])
+        if not STDLIB_EXCLUDED.intersection(path.relative_to(root).parts[:-1])
     ]
 
 
@@ -316,13 +316,13 @@ def _stdlib_documents() -> Iterator[Document]:
         try:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
-            continue  # a handful of sources are in other encodings
+            continue  # a few files have other encodings
         if text.strip():
             yield Document(path.relative_to(root).as_posix(), text)
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        return  # some systems leave the documentation out
+        return  # some systems do not install the documentation
     for name in sorted(topics):
         yield Document(f"topics/{name}", topics[name])
 

@@ -1,4 +1,4 @@
-"""Blocks of several sources by their shares: pure, and the same for the same seed."""
+"""Mix the blocks of several sources by their shares, deterministically for a seed."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ from torch.utils.data import Dataset
 
 
 def apportion(weights: list[float], batch: int, steps: int) -> np.ndarray:
-    """How many blocks of each source have been read before every step.
+    """Number of blocks of each source that have been read before every step.
 
-    Every step reads whole blocks; what a source got too many or too few of is made up for in the
-    next ones. A source is never a whole block ahead of its share, and no count ever falls.
+    Every step reads whole blocks; later steps compensate for rounding. A source is never a whole
+    block ahead of its share, and no count ever decreases.
 
     Args:
         weights: Shares of the sources, in any unit.
-        batch: Blocks of a step.
-        steps: Steps.
+        batch: Blocks per step.
+        steps: Number of steps.
 
     Returns:
         (steps + 1, sources), int64; row s sums to s * batch.
@@ -24,7 +24,7 @@ def apportion(weights: list[float], batch: int, steps: int) -> np.ndarray:
     read = np.zeros((steps + 1, len(shares)), dtype=np.int64)
     for step in range(1, steps + 1):
         due = shares * step * batch
-        # Begin safely below what is due; what is missing then goes where most is owed.
+        # Start safely below what is due, then give each missing block to the largest deficit.
         given = np.maximum(read[step - 1], np.floor(due).astype(np.int64) - len(shares))
         for _ in range(step * batch - int(given.sum())):
             given[np.argmax(due - given)] += 1
@@ -33,9 +33,9 @@ def apportion(weights: list[float], batch: int, steps: int) -> np.ndarray:
 
 
 class Mixture(Dataset):
-    """The blocks of a whole run in the order of training, every step mixed by the shares.
+    """The blocks of a whole run in training order; every step is mixed by the shares.
 
-    Each source is read pass after pass: a pass has each of its blocks once, in an order of its own.
+    Each source is read in passes: a pass has each of its blocks once, in a new random order.
     """
 
     def __init__(self, sources: list[Any], read: np.ndarray, seed: int) -> None:
@@ -43,7 +43,7 @@ class Mixture(Dataset):
 
         Args:
             sources: Map-style datasets of blocks.
-            read: From `apportion`, for the sources in their order.
+            read: From `apportion`, for the same sources.
             seed: Seed of the orders.
         """
         self.sources, self.read, self.seed = sources, read, seed
@@ -60,7 +60,7 @@ class Mixture(Dataset):
         return self.sources[source][number]
 
     def place(self, index: int) -> tuple[int, int]:
-        """Which source a block of the run comes from, and which of its blocks it is."""
+        """The index of a block's source, and the block's index in that source."""
         step, slot = divmod(index, self.batch)
         before = self.read[step]
         ends = np.cumsum(self.read[step + 1] - before)
@@ -70,17 +70,17 @@ class Mixture(Dataset):
         return source, int(self._order(source, epoch)[position])
 
     def epochs(self) -> list[float]:
-        """How often the run reads each source."""
+        """Number of passes over each source."""
         pairs = zip(self.read[-1], self.sources, strict=True)
         return [int(blocks) / len(source) for blocks, source in pairs]
 
     def _order(self, source: int, epoch: int) -> np.ndarray:
-        """The order of a source's blocks in one pass over it; that of the last pass is kept."""
+        """The order of a source's blocks in one pass; cached for the latest pass."""
         known = self._orders.get(source)
         if known is None or known[0] != epoch:
-            drawn = np.random.default_rng([self.seed, source, epoch])
+            generator = np.random.default_rng([self.seed, source, epoch])
             blocks = len(self.sources[source])
-            # uint32 halves what is held: 4 bytes a block.
-            order = drawn.permutation(np.arange(blocks, dtype=np.uint32))
+            # uint32 takes 4 bytes per block instead of 8.
+            order = generator.permutation(np.arange(blocks, dtype=np.uint32))
             known = self._orders[source] = epoch, order
         return known[1]

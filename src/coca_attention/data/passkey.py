@@ -1,7 +1,7 @@
-"""The passkey text (CoCA paper, App. B.1, Listing 1) as token ids of an exact length: pure.
+"""The passkey text (CoCA paper, App. B.1, Listing 1) as token ids of an exact length.
 
-A key of five digits stands somewhere in a repeated filler; the question comes last. Training and
-evaluation share this: recipes mix such texts in, the passkey task asks them.
+A key of five digits is hidden in a repeated filler, and the question comes last. Training recipes
+mix such texts in, and the passkey task evaluates on them.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,11 +29,11 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class HaystackText:
-    """Token ids of exactly the length asked for, and where in it the needle stands.
+    """Token ids of exactly the requested length, and the position of the needle.
 
     Attributes:
         ids: Token ids.
-        depth: Share of the filler that stands before the needle, 0 to 1.
+        depth: Share of the filler before the needle, 0 to 1.
         distance: Tokens from the end of the needle to the end of the text.
     """
 
@@ -43,7 +43,7 @@ class HaystackText:
 
 
 def encoder(tokenizer: Any) -> Encode:
-    """Text to token ids without special tokens; what repeats is encoded once."""
+    """A function from text to token ids without special tokens, with a cache."""
 
     @lru_cache(maxsize=64)
     def encode(text: str) -> list[int]:
@@ -53,7 +53,7 @@ def encoder(tokenizer: Any) -> Encode:
 
 
 def leading_special_tokens(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before every text, such as a beginning-of-sequence token."""
+    """Tokens that the tokenizer puts before every text, such as beginning of sequence."""
     ids = tokenizer("a")["input_ids"]
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     for start in range(len(ids)):
@@ -70,24 +70,24 @@ def fill(
     after: Sequence[int],
     length: int,
 ) -> tuple[list[int], list[float], list[int]]:
-    """Exactly ``length`` tokens: a beginning, needles spread in repeated filler, an end.
+    """Hide needles in repeated filler, between a beginning and an end, in ``length`` tokens.
 
-    Needles stand between whole repetitions of the filler. What is left over is filled with the end
-    of one more repetition, right after the beginning.
+    Needles are inserted between whole repetitions of the filler. The end of one more repetition,
+    right after the beginning, makes the length exact.
 
     Args:
-        before: Tokens at the beginning.
-        filler: One repetition.
+        before: Tokens of the beginning.
+        filler: Tokens of one repetition.
         needles: Tokens of every needle.
-        depths: Of every needle, the share of repetitions that stand before it.
-        after: Tokens at the end.
-        length: Tokens in all.
+        depths: For every needle, the share of the repetitions that come before it.
+        after: Tokens of the end.
+        length: Total number of tokens.
 
     Returns:
-        The tokens; and of every needle its depth as reached, and the tokens behind it.
+        The token ids; every needle's actual depth; and the number of tokens after every needle.
 
     Raises:
-        UserError: If the length is less than needed without any filler.
+        UserError: If the length is too short even without filler.
     """
     needed = len(before) + sum(map(len, needles)) + len(after)
     if length < needed:
@@ -118,14 +118,14 @@ def passkey_text(
     """Listing 1 up to the question, as exactly ``length`` tokens.
 
     Args:
-        encode: Text to token ids.
+        encode: Maps text to token ids.
         key: Five digits.
-        length: Tokens in all; None for no filler at all.
+        length: Total number of tokens; None for no filler at all.
         depth: Share of the filler before the key, 0 to 1.
-        before: Special tokens at the very beginning; they count.
+        before: Special tokens at the beginning, included in the length.
 
     Raises:
-        UserError: If the length is too short; the message has the shortest that works.
+        UserError: If the length is too short; the message states the shortest possible length.
     """
     beginning, line = [*before, *encode(INTRODUCTION)], encode(KEY_LINE.format(key=key))
     question = encode(QUESTION)
@@ -136,34 +136,34 @@ def passkey_text(
 
 
 def vocabulary_text() -> str:
-    """What a tokenizer has to see so that these texts cost it few tokens."""
+    """Text to train a tokenizer on so that passkey texts take few tokens."""
     line = KEY_LINE.format(key=1234567890)
     return (INTRODUCTION + FILLER + line + QUESTION + ANSWER.format(key=1234567890) + "\n") * 1000
 
 
 def passkey_block(encode: Encode, end: int, length: int, seed: Sequence[int]) -> np.ndarray:
-    """A block to train on: passkey texts with their answers, one after the other.
+    """A training block: passkey texts with their answers, one after another.
 
-    Lengths, keys and depths are drawn, so that question and answer stand at any position: a model
-    whose attention answers to absolute positions (CoCA's slack form) learns the one place at which
-    it is always asked, and fails one token beside it. The last text is cut by the block's end.
+    Lengths, keys and depths are random, so that the question occurs at any position. Otherwise a
+    model whose attention depends on absolute positions (CoCA's slack form) learns to answer at one
+    position only, and fails one token off. The last text is truncated at the end of the block.
 
     Args:
-        encode: Text to token ids.
+        encode: Maps text to token ids.
         end: Token id of the end of text.
-        length: Tokens in all.
-        seed: Numbers that decide lengths, keys and depths.
+        length: Total number of tokens.
+        seed: Numbers that determine lengths, keys and depths.
 
     Returns:
         (length,), int64.
 
     Raises:
-        UserError: If not one whole text fits.
+        UserError: If no complete text fits.
     """
-    drawn = np.random.default_rng(list(seed))
+    generator = np.random.default_rng(list(seed))
     block: list[int] = []
     while len(block) < length:
-        key, depth = int(drawn.integers(10_000, 100_000)), float(drawn.random())
+        key, depth = int(generator.integers(10_000, 100_000)), float(generator.random())
         answer = [*encode(ANSWER.format(key=key)), end]
         shortest = len(passkey_text(encode, key, None, 0.0).ids) + len(answer)
         left = length - len(block)
@@ -172,7 +172,7 @@ def passkey_block(encode: Encode, end: int, length: int, seed: Sequence[int]) ->
                 f"a passkey text with its answer takes {shortest} tokens with this tokenizer, and "
                 f"a block has {length}: choose a block_length of at least {shortest}"
             )
-        size = int(drawn.integers(shortest, max(left, shortest) + 1))
+        size = int(generator.integers(shortest, max(left, shortest) + 1))
         text = passkey_text(encode, key, size - len(answer), depth)
         block += [*text.ids, *answer]
     return np.array(block[:length], dtype=np.int64)

@@ -30,10 +30,10 @@ def train_tokenizer(
 
     Args:
         documents: Texts to learn the merges from.
-        vocab_size: Entries at most; at least 257 (the bytes and the end of text).
+        vocab_size: Maximum number of entries; at least 257 (the bytes and the end of text).
         split_digits: Whether every digit is a token of its own.
-        max_characters: Learn from the first documents of about so many characters: more changes
-            little, and a stream may have no end.
+        max_characters: Learn from about this many characters at most: more text changes little,
+            and a stream may be endless.
 
     Raises:
         UserError: If vocab_size is too small.
@@ -74,18 +74,18 @@ def train_tokenizer(
     )
 
 
-def kept_tokenizer(
+def load_or_train_tokenizer(
     folder: str | Path,
     documents: Callable[[], Iterable[Document]],
     vocab_size: int,
     *,
     split_digits: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder; where there is none, one is trained and put there whole.
+    """Load the tokenizer of a folder, or train one and save it there atomically.
 
     Args:
-        folder: Where the tokenizer is kept.
-        documents: Gives the texts to learn from, called where one has to be trained.
+        folder: Folder of the tokenizer.
+        documents: Returns the texts to train on; called only if there is no tokenizer yet.
         vocab_size: As for `train_tokenizer`.
         split_digits: As for `train_tokenizer`.
     """
@@ -100,10 +100,10 @@ def kept_tokenizer(
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Any Transformers tokenizer by folder or name.
+    """Load any Transformers tokenizer by folder or name.
 
     Raises:
-        UserError: If there is none at the path.
+        UserError: If it cannot be loaded.
     """
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
@@ -123,7 +123,7 @@ def encode_documents(
 
 
 def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Token id that ends documents; UserError where the tokenizer has none."""
+    """Id of the token that ends documents; UserError if the tokenizer has none."""
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
         raise UserError("the tokenizer has no eos_token, which is needed to end documents")
@@ -131,7 +131,7 @@ def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def token_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
-    """uint16 where the vocabulary allows, else uint32."""
+    """uint16 if the vocabulary is small enough, otherwise uint32."""
     return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
 
 
@@ -141,12 +141,12 @@ def token_arrays(
     *,
     max_tokens: int | None = None,
 ) -> Iterator[np.ndarray]:
-    """Token ids of one document after the other, each followed by the end of text.
+    """Token ids of every document, followed by the end of text.
 
     Args:
         documents: Documents.
         tokenizer: Tokenizer with an ``eos_token``.
-        max_tokens: Stop reading after this many tokens; needed for endless streams.
+        max_tokens: Stop reading after this many tokens; required for endless streams.
 
     Yields:
         1-D arrays of the tokenizer's `token_type`.
@@ -182,8 +182,8 @@ def token_array(
 class BlockDataset(Dataset):
     """Consecutive blocks of a token array; block i predicts tokens i*L + 1 … i*L + L.
 
-    Every item holds L inputs and, shifted by one, L targets, so that each token of the array but
-    the first is a target once and the last position of a block is trained like the others.
+    Every item has L inputs and, shifted by one, L targets, so every token of the array except the
+    first is a target once, and the last position of a block is trained like the others.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, *, end: int | None = None) -> None:
@@ -192,18 +192,19 @@ class BlockDataset(Dataset):
         Args:
             tokens: 1-D.
             length: L in tokens, at least 1.
-            end: Where documents are to be kept apart (see `separated`), the end of text.
+            end: Token id of the end of text, to keep documents apart (see `separate_documents`).
 
         Raises:
-            UserError: If not one block fits.
+            UserError: If the length is below 1.
+            DataError: If the text is shorter than one block.
         """
         if length < 1:
             raise UserError(f"the block length must be at least 1 token, got {length}")
         self.tokens, self.length, self.end = tokens, length, end
         if len(self) < 1:
-            raise UserError(
-                f"the training text has {len(tokens)} tokens, fewer than one block of {length} "
-                "and its last target; use more text or a shorter block"
+            raise DataError(
+                f"the text has {len(tokens)} tokens, fewer than one block of {length} and its last "
+                "target; use more text or a shorter block_length"
             )
 
     def __len__(self) -> int:
@@ -217,17 +218,17 @@ class BlockDataset(Dataset):
 
 
 class PasskeyBlocks(Dataset):
-    """Passkey texts with their answers (`passkey_block`) as blocks, each of another key.
+    """Blocks of passkey texts with their answers (`passkey_block`).
 
     Args:
         tokenizer: Tokenizer with an ``eos_token``.
-        length: L, inputs and targets of a block.
+        length: L, the number of inputs and of targets of a block.
         count: Number of blocks.
-        seed: Seed of keys and depths.
-        separate: Whether documents are kept apart, see `separated`.
+        seed: Seed of lengths, keys and depths.
+        separate: Whether documents are kept apart, see `separate_documents`.
 
     Raises:
-        UserError: If no such text fits into a block.
+        UserError: If no complete text fits into a block.
     """
 
     def __init__(
@@ -253,30 +254,30 @@ class PasskeyBlocks(Dataset):
 
 
 def _item(block: np.ndarray, end: int | None) -> dict[str, Tensor]:
-    """L + 1 tokens as L inputs and L targets, documents kept apart where an end is given."""
+    """L + 1 tokens as L inputs and L targets; with an end of text, documents are kept apart."""
     tokens = torch.from_numpy(block.astype(np.int64))
-    # `shift_labels` are targets already aligned with the inputs; Transformers' loss uses them in
-    # place of shifting `labels` itself, which would lose the last one.
+    # `shift_labels` are already aligned with the inputs; Transformers' loss then does not shift
+    # `labels` itself, which would lose the last target.
     item = {"input_ids": tokens[:-1], "labels": tokens[:-1], "shift_labels": tokens[1:]}
-    return item if end is None else separated(item, end)
+    return item if end is None else separate_documents(item, end)
 
 
-def separated(item: dict[str, Tensor], end: int) -> dict[str, Tensor]:
-    """An item whose documents do not see each other.
+def separate_documents(item: dict[str, Tensor], end: int) -> dict[str, Tensor]:
+    """Keep the documents of an item apart.
 
-    Positions begin anew in every document, which Transformers reads as a mask that attention does
-    not cross; the end of one document is not asked for the beginning of the next.
+    Positions restart in every document, which makes Transformers mask attention between documents.
+    The end of a document has no target.
 
     Args:
-        item: ``input_ids`` and ``shift_labels``, (L,) each.
+        item: ``input_ids`` and ``shift_labels``, each (L,).
         end: Token id that ends documents.
     """
     ended = item["input_ids"] == end
     steps = torch.arange(len(ended))
-    begun = torch.zeros_like(steps)
-    begun[1:] = torch.where(ended[:-1], steps[1:], 0).cummax(0).values
+    starts = torch.zeros_like(steps)
+    starts[1:] = torch.where(ended[:-1], steps[1:], 0).cummax(0).values
     targets = item["shift_labels"].masked_fill(ended, -100)
-    return {**item, "shift_labels": targets, "position_ids": steps - begun}
+    return {**item, "shift_labels": targets, "position_ids": steps - starts}
 
 
 def _first_line(error: Exception) -> str:

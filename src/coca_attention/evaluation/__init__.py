@@ -1,1 +1,16 @@
-"""One folder a task: what it measures, its pure parts, and its README."""
+"""Evaluation: one folder per task, and the table of tasks.
+
+A new task is a folder (or file) with a `Task`, its import and its entry in `TASKS` here, and its
+entry in the table of `coca_attention.report`. From outside the package, one call of
+`coca_attention.registry.register_task` does the same.
+"""
+
+from coca_attention.evaluation import harness, needles, passkey, perplexity
+from coca_attention.evaluation.task import Cell, Session, Subject, Task
+
+TASKS: dict[str, Task] = {
+    task.name: task for task in (perplexity.TASK, passkey.TASK, needles.TASK, harness.TASK)
+}
+"""Tasks by name: ``coca eval NAME`` and the sections of a suite."""
+
+__all__ = ["TASKS", "Cell", "Session", "Subject", "Task"]

@@ -1,11 +1,9 @@
-"""Greedy answers to prompts of one length, and the statistics of right and wrong."""
+"""Greedy answers to prompts of one length."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,36 +11,42 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
-from coca_attention.evaluation.journal import Journal
+from coca_attention.evaluation.task import Cell, Session, Subject
 from coca_attention.models import set_rotary_scaling, training_length
 
 
 @dataclass
-class GenerationSettings:
-    """How prompts are answered."""
+class PromptSettings:
+    """Which prompts a model answers, and how."""
 
+    lengths: list[int] = field(default_factory=lambda: [512, 1024])
+    """Prompt lengths in tokens."""
+    samples: int = 100
+    """Prompts per length."""
+    seed: int = 0
+    """Random seed of the prompts."""
     max_new_tokens: int = 64
-    """Tokens that the model may answer."""
+    """Maximum number of tokens in an answer."""
     batch_tokens: int = 16384
-    """Prompt tokens read at once, at least one prompt."""
+    """Prompt tokens per batch; a batch has at least one prompt."""
     use_cache: bool = True
-    """Whether keys and values are kept while answering; the result is the same."""
+    """Whether to decode with a key/value cache; the result is the same."""
 
 
 @contextmanager
 def rotary_scaling_for(
     model: PreTrainedModel, kind: str, factor: float, length: int
 ) -> Iterator[dict[str, Any] | None]:
-    """A model scaled for texts of a length, and as it was loaded afterwards.
+    """Apply a rotary scaling inside the ``with`` block and restore the model afterwards.
 
     Args:
         model: The model.
-        kind: ``none`` leaves it as it was loaded; ``ntk`` fixes the base from the length.
-        factor: The scaling's factor.
-        length: Tokens of the texts, generated ones included.
+        kind: ``none`` changes nothing; ``ntk`` computes the base from the length.
+        factor: Factor of the scaling.
+        length: Tokens of each text, generated ones included.
 
     Yields:
-        The rotary parameters in force.
+        The rotary parameters in effect.
     """
     config = model.config.get_text_config()
     as_loaded = getattr(config, "rope_parameters", None)
@@ -58,7 +62,7 @@ def rotary_scaling_for(
 
 @contextmanager
 def naming_the_limit(model: Any, tokens: int) -> Iterator[None]:
-    """Say so where a model's code cannot read so many tokens at once."""
+    """Turn the IndexError of a model with a fixed number of positions into a UserError."""
     try:
         yield
     except IndexError as error:
@@ -77,20 +81,20 @@ def greedy_answers(
     max_new_tokens: int,
     use_cache: bool = True,
 ) -> list[str]:
-    """The likeliest continuation of every prompt, up to the end of text.
+    """Greedy continuation of every prompt, up to the end-of-text token.
 
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer.
         prompts: (B, T), without padding.
-        max_new_tokens: Tokens of an answer at most.
-        use_cache: Whether keys and values are kept.
+        max_new_tokens: Maximum number of tokens in an answer.
+        use_cache: Whether to decode with a key/value cache.
 
     Returns:
-        B texts, special tokens left out.
+        B texts without special tokens.
 
     Raises:
-        UserError: If the model cannot read so many tokens.
+        UserError: If the model cannot read that many tokens.
     """
     ends = model.generation_config.eos_token_id if model.generation_config else None
     ends = ends if ends is not None else tokenizer.eos_token_id
@@ -114,11 +118,11 @@ def greedy_answers(
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and what its record says of it before it is answered.
+    """A prompt and the fields of its record that are known before it is answered.
 
     Attributes:
         ids: Token ids.
-        facts: JSON values; ``index`` tells it from the other prompts of its kind and length.
+        facts: JSON values; ``index`` is unique among the prompts of a kind and length.
     """
 
     ids: list[int]
@@ -126,127 +130,71 @@ class Prompt:
 
 
 def answer_prompts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    subject: Subject,
     prompts: Sequence[Prompt],
-    judge: Callable[[str, Prompt], dict[str, Any]],
-    settings: GenerationSettings,
-    *,
+    score: Callable[[str, Prompt], dict[str, Any]],
+    settings: PromptSettings,
     about: dict[str, Any],
-    journal: Journal,
-    progress: Callable[[int, int], Any] | None = None,
-) -> list[dict[str, Any]]:
-    """Records of all prompts: facts, output and what the judge says; finished ones are not redone.
+    session: Session,
+) -> Cell:
+    """Answer all prompts of one kind and length; answers found in the journal are reused.
 
     Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer.
+        subject: The model.
         prompts: Prompts of one length.
-        judge: From an answer and its prompt to further fields of the record.
-        settings: Answer length and batches.
-        about: What the answers depend on besides the prompt's index.
-        journal: Where records are kept.
-        progress: Called with the prompts done and the prompts to do.
-    """
-    records = {p.facts["index"]: journal.get([about, p.facts["index"]]) for p in prompts}
-    missing = [p for p in prompts if records[p.facts["index"]] is None]
-    size = max(1, settings.batch_tokens // len(prompts[0].ids))
-    for start in range(0, len(missing), size):
-        batch = missing[start : start + size]
-        answers = greedy_answers(
-            model,
-            tokenizer,
-            torch.tensor([prompt.ids for prompt in batch]),
-            max_new_tokens=settings.max_new_tokens,
-            use_cache=settings.use_cache,
-        )
-        for prompt, answer in zip(batch, answers, strict=True):
-            index = prompt.facts["index"]
-            records[index] = {**prompt.facts, "output": answer, **judge(answer, prompt)}
-            journal.put([about, index], records[index])
-        if progress is not None:
-            progress(len(prompts) - len(missing) + start + len(batch), len(prompts))
-    if not missing and progress is not None:
-        progress(len(prompts), len(prompts))
-    return [records[prompt.facts["index"]] for prompt in prompts]
-
-
-def answered_cell(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    judge: Callable[[str, Prompt], dict[str, Any]],
-    settings: GenerationSettings,
-    asked: dict[str, Any],
-    *,
-    scaling: str,
-    factor: float,
-    name: str,
-    identity: str,
-    journal: Journal | None,
-    progress: Callable[[str, int, int], Any] | None,
-) -> dict[str, Any]:
-    """The cell of one model, scaling and kind of prompt, but for its statistics.
-
-    Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer.
-        prompts: Prompts of one length.
-        judge: From an answer and its prompt to further fields of its record.
-        settings: Answer length and batches.
-        asked: What tells these prompts from others (task, length, seed, …): fields of the cell.
-        scaling: Rotary scaling; ``ntk`` fixes the base from prompt and answer, ``none`` leaves
-            the model as it was loaded.
-        factor: The scaling's factor.
-        name: What the results call the model.
-        identity: What tells the model from others in the journal (`fingerprint`).
-        journal: Where finished samples are kept, and found again.
-        progress: Called with a label, the samples done and the samples to do.
+        score: From an answer and its prompt to further fields of its record.
+        settings: Answer length and batch size.
+        about: Fields of the cell that identify these prompts (task, length, seed, …).
+        session: Rotary scaling, journal and progress. ``ntk`` computes the base from the length
+            of prompt and answer together.
 
     Returns:
-        Plain JSON values, the record of every prompt under ``samples``.
+        The cell without its statistics: plain JSON values, one record per prompt in ``samples``.
 
     Raises:
-        UserError: If the model cannot be scaled so or read so many tokens.
+        UserError: If the model does not support the scaling or cannot read that many tokens.
     """
     started = time.perf_counter()
-    applied = float(factor) if scaling != "none" else None
-    asked = {**asked, "max_new_tokens": settings.max_new_tokens}
-    length = len(prompts[0].ids)
-    label = f"{name} {scaling} {asked.get('kind', asked['task'])} {length}"
-    with rotary_scaling_for(model, scaling, factor, length + settings.max_new_tokens) as rope:
-        records = answer_prompts(
-            model,
-            tokenizer,
-            prompts,
-            judge,
-            settings,
-            about={**asked, "model": identity or name, "scaling": [scaling, applied]},
-            journal=journal if journal is not None else Journal(),
-            progress=partial(progress, label) if progress is not None else None,
-        )
+    about = {**about, "max_new_tokens": settings.max_new_tokens}
+    factor, length = session.applied_factor, len(prompts[0].ids)
+    key = {**about, "model": subject.identity, "scaling": [session.scaling, factor]}
+    label = f"{subject.name} {session.scaling} {about.get('kind', about['task'])} {length}"
+    indices = [prompt.facts["index"] for prompt in prompts]
+    records = {index: session.journal.get([key, index]) for index in indices}
+    missing = [prompt for prompt in prompts if records[prompt.facts["index"]] is None]
+    size = max(1, settings.batch_tokens // length)
+    total = length + settings.max_new_tokens
+    with rotary_scaling_for(subject.model, session.scaling, session.factor, total) as rope:
+        for start in range(0, len(missing), size):
+            batch = missing[start : start + size]
+            answers = greedy_answers(
+                subject.model,
+                subject.tokenizer,
+                torch.tensor([prompt.ids for prompt in batch]),
+                max_new_tokens=settings.max_new_tokens,
+                use_cache=settings.use_cache,
+            )
+            for prompt, answer in zip(batch, answers, strict=True):
+                index = prompt.facts["index"]
+                records[index] = {**prompt.facts, "output": answer, **score(answer, prompt)}
+                session.journal.put([key, index], records[index])
+            done = len(prompts) - len(missing) + start + len(batch)
+            session.progress(label, done, len(prompts))
+    if not missing:
+        session.progress(label, len(prompts), len(prompts))
     return {
-        **asked,
-        "model": name,
-        "training_length": training_length(model.config.get_text_config()),
-        "scaling": scaling,
-        "factor": applied,
+        **about,
+        **subject.facts,
+        "scaling": session.scaling,
+        "factor": factor,
         "rope_parameters": rope,
         "seconds": round(time.perf_counter() - started, 3),
-        "samples": records,
+        "samples": [records[index] for index in indices],
     }
 
 
-def wilson_interval(hits: int, trials: int, z: float = 1.959964) -> tuple[float, float] | None:
-    """Wilson's score interval of a share (95 % by default); None without trials.
-
-    Unlike the normal interval it holds for shares near 0 and 1, and for few trials.
-    """
-    if trials == 0:
-        return None
-    share, square = hits / trials, z * z / trials
-    middle = (share + square / 2) / (1 + square)
-    half = z / (1 + square) * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
-    low = 0.0 if hits == 0 else max(0.0, middle - half)
-    high = 1.0 if hits == trials else min(1.0, middle + half)
-    return low, high
+def prompt_costs(settings: PromptSettings) -> list[int]:
+    """Tokens read for the prompts of every length; a generated token counts four times."""
+    return [
+        settings.samples * (length + 4 * settings.max_new_tokens) for length in settings.lengths
+    ]

@@ -1,79 +1,76 @@
-"""Short-context quality through EleutherAI's lm-evaluation-harness, an optional extra."""
+"""Short-context tasks of EleutherAI's lm-evaluation-harness, an optional extra."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from coca_attention.errors import UserError
+from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
 
 
 @dataclass
 class HarnessSettings:
-    """What the harness measures."""
+    """Which tasks of the harness to run."""
 
     tasks: list[str] = field(default_factory=list)
-    """Names of the harness' tasks or groups, or YAML files of tasks of one's own."""
+    """Names of tasks or groups of the harness, or YAML files of your own tasks."""
     include_path: str | None = None
-    """Folder with task files of one's own; such files can hold code, so use none that you do not
-    trust."""
+    """Folder with your own task files. They can contain code: use only files that you trust."""
     num_fewshot: int | None = None
-    """Examples shown before each question; by default as the task says."""
+    """Few-shot examples per question; by default the task's own number."""
     limit: int | None = None
-    """Ask only so many questions of each task."""
+    """Maximum number of questions per task."""
     batch_size: int = 8
-    """Requests answered at once."""
+    """Requests per batch."""
     seed: int = 0
-    """Seed of the examples shown."""
+    """Random seed of the few-shot examples."""
 
 
 def check_settings(settings: HarnessSettings) -> None:
-    """Raise UserError unless the harness is there and a task is named."""
+    """Raise UserError unless the harness is installed and the settings name a task."""
     if find_spec("lm_eval") is None:
         raise UserError(
             "this needs the lm-evaluation-harness: pip install 'coca-attention[harness]'"
         )
     if not settings.tasks:
         raise UserError("name at least one task: --tasks hellaswag,arc_easy")
-    for name in ("batch_size", "limit"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
+    check_at_least(settings, 1, "batch_size", "limit")
     if settings.include_path is not None and not Path(settings.include_path).is_dir():
         raise UserError(f"{settings.include_path}: no such folder of task files")
 
 
-def evaluate_harness(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: HarnessSettings,
-    *,
-    name: str = "model",
-    progress: Callable[[str, int, int], Any] | None = None,
-) -> list[dict[str, Any]]:
-    """Figures of the harness' tasks for a loaded model, CoCA or any other.
+def evaluate_harness(subject: Subject, settings: HarnessSettings, session: Session) -> list[Cell]:
+    """Metrics of the harness' tasks for a loaded model, CoCA or any other.
 
     Args:
-        model: A causal language model of Transformers; the harness gets this object and loads
-            nothing itself.
-        tokenizer: Its tokenizer.
+        subject: The model; the harness receives this object and loads nothing itself.
         settings: Tasks and how they are asked.
-        name: What the results call the model.
-        progress: Unused; the harness draws its own bars.
+        session: Its journal stores the metrics of all tasks together. Scaling does not apply, and
+            the harness draws its own progress bars.
 
     Returns:
-        One cell per task: the metrics as the harness names them, its version of the task.
+        One cell per task: the metrics under the harness' names, and the version of the task.
 
     Raises:
-        UserError: If the harness is not installed, or a task unknown or not to be had.
+        UserError: If the harness is not installed, a task is unknown, or its data is unavailable.
     """
     check_settings(settings)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
+
+    key = {
+        "task": "harness",
+        "model": subject.identity,
+        "harness": lm_eval.__version__,
+        "settings": asdict(settings),
+        "files": _task_files(settings),
+    }
+    stored = session.journal.get(key)
+    if stored is not None:
+        return [{**cell, **subject.facts} for cell in stored]
 
     def unknown_to(manager: Any) -> list[str]:
         return [
@@ -82,7 +79,7 @@ def evaluate_harness(
             if not Path(task).is_file() and not manager.match_tasks([task])
         ]
 
-    # Reading the harness' thousands of task files takes ten seconds: only where they are needed.
+    # Reading the harness' thousands of task files takes ten seconds: avoided where possible.
     manager = TaskManager(include_path=settings.include_path, include_defaults=False)
     if unknown_to(manager):
         manager = TaskManager(include_path=settings.include_path)
@@ -90,11 +87,14 @@ def evaluate_harness(
     if unknown:
         raise UserError(
             f"the harness has no task {', '.join(unknown)}; list its tasks with: lm-eval ls tasks "
-            "(tasks of your own: --include-path FOLDER)"
+            "(your own tasks: --include-path FOLDER)"
         )
     make: Any = HFLM
     adapter = make(
-        pretrained=model, tokenizer=tokenizer, batch_size=settings.batch_size, backend="causal"
+        pretrained=subject.model,
+        tokenizer=subject.tokenizer,
+        batch_size=settings.batch_size,
+        backend="causal",
     )
     try:
         evaluate: Any = lm_eval.simple_evaluate
@@ -116,10 +116,10 @@ def evaluate_harness(
             f"the harness could not run {', '.join(settings.tasks)}: "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
-    return [
+    cells = [
         {
             "task": "harness",
-            "model": name,
+            **subject.facts,
             "name": task,
             "version": found.get("versions", {}).get(task),
             "num_fewshot": found.get("n-shot", {}).get(task),
@@ -135,3 +135,23 @@ def evaluate_harness(
         }
         for task, results in found["results"].items()
     ]
+    session.journal.put(key, cells)
+    return cells
+
+
+def _task_files(settings: HarnessSettings) -> dict[str, str]:
+    """SHA-256 of every local task file."""
+    files = [Path(task) for task in settings.tasks if Path(task).is_file()]
+    if settings.include_path is not None:
+        files += [f for f in sorted(Path(settings.include_path).rglob("*")) if f.is_file()]
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+TASK = Task(
+    "harness",
+    "Short-context tasks of EleutherAI's lm-evaluation-harness (an optional extra).",
+    HarnessSettings,
+    evaluate_harness,
+    check_settings,
+    scaled=False,
+)

@@ -1,7 +1,7 @@
-"""What an evaluation has finished, kept on disk as it goes: killed at any moment, little is lost.
+"""Finished parts of an evaluation, written to disk as it runs: little is lost when it is killed.
 
-One JSON object a line, a key and a value each. Keys say everything that a value depends on, so an
-entry is either right or not found: nothing stale is ever used.
+The file has one JSON object per line with a key and a value. A key contains everything that its
+value depends on, so a value that is found is never out of date.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from coca_attention.errors import UserError
 
 
 class Journal:
-    """A mapping from JSON keys to JSON values that only grows.
+    """An append-only mapping from JSON keys to JSON values.
 
     Args:
-        path: Its file; without one, nothing is kept.
+        path: The file; without one, values are kept in memory only.
 
     Raises:
         UserError: If the file cannot be read or is damaged other than in its last line.
@@ -41,11 +41,11 @@ class Journal:
                 self._values[_text(entry["key"])] = entry["value"]
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
-                    f"{path}: line {number} is damaged ({error!r}); remove the file to evaluate "
-                    "everything anew, or the line to evaluate that part anew"
+                    f"{path}: line {number} is damaged ({error!r}); delete the file to repeat the "
+                    "whole evaluation, or the line to repeat that part"
                 ) from error
         if whole < len(content):
-            # The write that a kill cut short.
+            # An incomplete last line: the process was killed while writing it.
             with open(path, "r+b") as file:
                 file.truncate(whole)
 
@@ -57,7 +57,7 @@ class Journal:
         return self._values.get(_text(key))
 
     def put(self, key: Any, value: Any) -> None:
-        """Keep a value; it is on disk when this returns."""
+        """Store a value; it is on disk when this returns."""
         if self.path is not None:
             line = json.dumps({"key": key, "value": value}, allow_nan=False) + "\n"
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class Journal:
         self._values[_text(key)] = value
 
     def remove(self) -> None:
-        """Remove the file, when its values have gone into a result file."""
+        """Delete the file, once its values are in a result file."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
@@ -78,10 +78,10 @@ def _text(key: Any) -> str:
 
 
 def fingerprint(path: str | Path) -> str:
-    """What tells a model's folder from the same folder with another model in it.
+    """Identifies the model in a folder, so that results of a replaced model are not reused.
 
-    The names, sizes and times of its files, and the content of its configuration; a name that is
-    no folder stands for itself.
+    A hash of the names, sizes and times of the model's files and of its configuration. A name
+    that is not a folder is returned as it is.
     """
     folder = Path(path)
     if not folder.is_dir():

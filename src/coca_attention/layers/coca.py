@@ -146,10 +146,7 @@ class CoCAAttention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
         self.form_parameters = nn.ParameterDict(
-            {
-                name: initial(num_heads, head_dim // 2 - free_pairs)
-                for name, initial in self.form.parameters.items()
-            }
+            self.form.initial_parameters(num_heads, head_dim // 2 - free_pairs)
         )
         # The mean of two rows has 1/√2 of the standard deviation of a single row.
         with torch.no_grad():

@@ -160,7 +160,7 @@ def initial_form_parameters(attention: Any) -> dict[str, Tensor]:
     """Initial values of the learned parameters of an attention module's score form."""
     config = attention.config
     sizes = config.num_attention_heads, attention.head_dim // 2 - config.coca_free_pairs
-    return {n: initial(*sizes) for n, initial in get_form(config.coca_form).parameters.items()}
+    return get_form(config.coca_form).initial_parameters(*sizes)
 
 
 def _from_rows(

@@ -48,7 +48,8 @@ def coca_attention(
         key_positions: (S,) or (B, S); default 0 … S - 1. Pass the true positions of padded or
             packed batches, because the slack form is not shift-invariant.
         interleaved: Pair layout of the query: False for pairs (j, j + D/2), True for (2j, 2j + 1).
-        parameters: The form's learned parameters, each (H, ...); the built-in forms have none.
+        parameters: The form's learned parameters, each (H, ...); default: their initial
+            values. The built-in forms have none.
         attention_mask: Boolean (True = may attend) or additive, broadcastable to (B, H, T, S);
             applied in addition to causality.
         is_causal: Whether to apply a causal mask by index, not by position: query i sees keys

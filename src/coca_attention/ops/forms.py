@@ -59,6 +59,10 @@ class ScoreForm:
     parameters: dict[str, Callable[[int, int], Tensor]] = field(default_factory=dict)
     kernel: str | None = None
 
+    def initial_parameters(self, heads: int, pairs: int) -> dict[str, Tensor]:
+        """What the learned parameters begin with, each (heads, ...)."""
+        return {name: make(heads, pairs) for name, make in self.parameters.items()}
+
 
 FORMS: dict[str, ScoreForm] = {}
 RENAMED = {"linear": "magnitude"}

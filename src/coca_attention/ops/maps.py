@@ -101,7 +101,7 @@ def query_map(
             constant.
         interleaved: Pair layout of the query, see `split_pairs`.
         free_pairs: F.
-        parameters: The form's learned parameters, each (H, ...).
+        parameters: The form's learned parameters, each (H, ...); default: their initial values.
 
     Returns:
         (B, H, T, D) in the dtype of the query, always in the half-split layout.
@@ -117,7 +117,9 @@ def query_map(
     scales = scale if factor is None else scale * factor.to(wide)[..., None, :, None]
     arguments = (query, cos * scales, sin * scales, form, interleaved, span, free_pairs)
     if form.gradient is None:
-        learned = {name: x.to(wide).unsqueeze(1) for name, x in (parameters or {}).items()}
+        if parameters is None:
+            parameters = form.initial_parameters(query.shape[1], query.shape[-1] // 2 - free_pairs)
+        learned = {name: x.to(cos).unsqueeze(1) for name, x in parameters.items()}
         return _query(*arguments, learned)
     return _call(_QueryMap, *arguments)
 

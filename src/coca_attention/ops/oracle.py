@@ -227,7 +227,12 @@ def form_scores(
         return SCORES[form](*arguments, theta=theta, interleaved=interleaved)
     pairs = _complex_pairs(query, interleaved)
     m, n = (_angles(x, query.shape[-1], theta) for x in (query_positions, key_positions))
-    queries = get_form(form).query(pairs.real, pairs.imag, m.cos(), m.sin())
+    own = get_form(form)
+    learned = {}
+    if own.parameters:
+        learned = own.initial_parameters(query.shape[-3], query.shape[-1] // 2)
+    learned = {name: x.double().unsqueeze(1) for name, x in learned.items()}
+    queries = own.query(pairs.real, pairs.imag, m.cos(), m.sin(), **learned)
     keys = key_coefficients.double().unsqueeze(-2) * torch.stack((n.cos(), n.sin()), dim=-2)
     return queries.flatten(-2) @ keys.flatten(-2).transpose(-2, -1)
 

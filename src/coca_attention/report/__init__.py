@@ -1,7 +1,17 @@
-"""Result files → one self-contained HTML page."""
+"""Result files → one self-contained HTML page. Reads result files alone."""
 
 from coca_attention.report.page import build_report, write_report
-from coca_attention.report.printed import printed_tables
 from coca_attention.report.results import read_results
+from coca_attention.report.section import Entry, Section
+from coca_attention.report.tasks import REPORTS, TaskReport, printed_tables
 
-__all__ = ["build_report", "printed_tables", "read_results", "write_report"]
+__all__ = [
+    "REPORTS",
+    "Entry",
+    "Section",
+    "TaskReport",
+    "build_report",
+    "printed_tables",
+    "read_results",
+    "write_report",
+]

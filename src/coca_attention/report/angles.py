@@ -1,4 +1,4 @@
-"""Sections of the report about angles, made from the results of ``coca analyze`` alone."""
+"""Angles between queries and keys in the report, from the results of ``coca analyze``."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,54 +8,32 @@ from matplotlib.axes import Axes
 from matplotlib.colors import BoundaryNorm
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from coca_attention.report.figures import COLOURS, draw
+from coca_attention.report.figures import COLOURS, colours, draw
+from coca_attention.report.lines import signed
+from coca_attention.report.section import Section
 
-FORMS = {
-    "vanilla": "rotary attention",
-    "slack": "CoCA, slack form",
-    "strict": "CoCA, strict form",
-    "linear": "CoCA, linear form",
-}
-# Forms whose angles are all 0 by construction.
-WITHOUT_ANGLES = ("strict", "linear")
 DASHES = ("-", "--", ":", "-.")
 LEVELS = 10
 ROUND_OFF = 1e-9
-"""Relative change of float64 scores below which nothing has changed."""
+"""Relative change of float64 scores that round-off explains."""
 
 
-def angle_cells(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results that are analyses of angles."""
-    return [cell for cell in results if cell.get("task") == "angles"]
-
-
-def angle_sections(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Title, text and figure of every section.
-
-    Args:
-        cells: Results, those of other tasks among them left aside.
-
-    Returns:
-        ``{"title": str, "text": str, "figure": {"wide": svg, "narrow": svg}}`` each; the text is
-        plain. None for results without angles.
-    """
-    cells = angle_cells(cells)
-    if not cells:
-        return []
+def angle_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
+    """Histograms, anomalous tokens, decay and shifts."""
     sections = [
-        (
+        Section(
             f"Angle between query and key: {cell['model']}",
             _angle_text(cell),
             angle_figure(cell, f"angles-{index}"),
         )
         for index, cell in enumerate(cells)
-        if cell["form"] not in WITHOUT_ANGLES  # one bin would hold all
+        if not without_angles(cell)  # all would be in one bin
     ]
     sections.append(
-        ("Anomalous tokens by rotary pair", _anomaly_text(cells), anomaly_figure(cells))
+        Section("Anomalous tokens by rotary pair", _anomaly_text(cells), anomaly_figure(cells))
     )
     sections += [
-        (
+        Section(
             f"Score and bounds by distance: {cell['model']}",
             _decay_text(cell),
             decay_figure(cell, f"decay-{index}"),
@@ -64,16 +42,16 @@ def angle_sections(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
     shifted = [cell for cell in cells if cell["shifts"]]
     if shifted:
-        sections.append(("All positions moved", _shift_text(shifted), shift_figure(shifted)))
-    return [{"title": title, "text": text, "figure": figure} for title, text, figure in sections]
+        sections.append(Section("All positions moved", _shift_text(shifted), shift_figure(shifted)))
+    return sections
 
 
 def angle_table(cells: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a table, one row a model."""
+    """Header and rows of a table, one row per model."""
     header = ["model", "attention", "Θ > π", "anomalous at", "violations of Eq. 19, 20, 21"]
     header += ["score change when moved", "nats when moved"]
     rows = []
-    for cell in angle_cells(cells):
+    for cell in cells:
         shares = [
             f"{length:,}: {_percent(_mean(_share(cell, index)))}"
             for index, length in shown_lengths(cell)
@@ -87,11 +65,11 @@ def angle_table(cells: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[s
             )
             moved = f"{change:.2g} (by {shift:,})"
             worst = max(cell["shifts"], key=lambda entry: abs(_nats_change(entry)))
-            nats = f"{_signed(_nats_change(worst))} (by {worst['shift']:,})"
+            nats = f"{_nats(_nats_change(worst))} (by {worst['shift']:,})"
         rows.append(
             [
                 cell["model"],
-                FORMS[cell["form"]],
+                form_label(cell),
                 _percent(_mean(seen_angles(layer)["cases"]["d"] for layer in cell["layers"])),
                 "; ".join(shares),
                 ", ".join(f"{count:,}" for count in violations),
@@ -103,26 +81,41 @@ def angle_table(cells: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[s
 
 
 def seen_angles(layer: dict[str, Any]) -> dict[str, Any]:
-    """A layer's angles as its scores have them: of the slack form, those at the key's position."""
+    """The angles that a layer's scores have: in the slack form those at the key's position."""
     return layer["effective_angles"] or layer["angles"]
+
+
+def form_label(cell: dict[str, Any]) -> str:
+    """The name of the cell's score form."""
+    return "rotary attention" if cell["form"] == "vanilla" else f"CoCA, {cell['form']} form"
+
+
+def at_key_position(cell: dict[str, Any]) -> bool:
+    """Whether the angles depend on the key's position, as in the slack form."""
+    return any(layer["effective_angles"] for layer in cell["layers"])
+
+
+def without_angles(cell: dict[str, Any]) -> bool:
+    """Whether all angles are 0 by construction, as in the strict form."""
+    return cell["form"] != "vanilla" and not at_key_position(cell)
 
 
 def shown_lengths(cell: dict[str, Any]) -> list[tuple[int, int]]:
     """Index and tokens of the lengths to show.
 
-    Angles of the slack form depend on the position, so longer texts than were read have others.
+    Angles that depend on the position are known up to the longest text that was read.
     """
     lengths = list(enumerate(cell["settings"]["lengths"]))
-    if cell["form"] != "slack":
+    if not at_key_position(cell):
         return lengths
     return [item for item in lengths if item[1] <= cell["longest"]] or lengths[:1]
 
 
 def angle_figure(cell: dict[str, Any], name: str) -> dict[str, str]:
-    """Histogram of Θ of every layer, over all pairs: layers upwards, the angle to the right."""
+    """Histograms of Θ over all pairs: the angle on the horizontal axis, the layer on the other."""
     rows = [_layer_histogram(seen_angles(layer)) for layer in cell["layers"]]
     bins = len(rows[0])
-    # As a multiple of what equally likely angles would give.
+    # Relative to a uniform distribution.
     scaled = [[value * bins for value in row] for row in rows]
     top = max(max(row) for row in scaled) or 1.0
 
@@ -143,21 +136,22 @@ def angle_figure(cell: dict[str, Any], name: str) -> dict[str, str]:
         axes.set_ylabel("layer")
         figure = axes.get_figure()
         assert figure is not None
-        figure.colorbar(mesh, ax=axes, label="density (1: all angles alike)")
+        figure.colorbar(mesh, ax=axes, label="density (1: uniform)")
 
     return draw(name, plot)
 
 
 def anomaly_figure(cells: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Share of causal (m, n) pairs in the anomalous zone by rotary pair, mean of the layers."""
+    """Share of causal (m, n) pairs in the anomalous zone by rotary pair, averaged over layers."""
 
     def plot(axes: Axes) -> None:
-        for cell, colour in zip(cells, _colours(cells), strict=True):
+        colour = colours(cell["model"] for cell in cells)
+        for cell in cells:
             for index, length in shown_lengths(cell):
                 axes.plot(
                     [100 * value for value in _share(cell, index)],
                     label=f"{cell['model']}, {length:,} tokens",
-                    color=colour,
+                    color=colour[cell["model"]],
                     ls=DASHES[index % len(DASHES)],
                     lw=1.6,
                 )
@@ -170,7 +164,7 @@ def anomaly_figure(cells: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def decay_figure(cell: dict[str, Any], name: str) -> dict[str, str]:
-    """Scores and the bounds of Eq. 19 and 20 against the distance, mean of the layers."""
+    """Scores and the bounds of Eq. 19 and 20 against the distance, averaged over layers."""
     lines = (
         ("score", "score", COLOURS[2], "-"),
         ("eq19", "bound for any angles (Eq. 19)", COLOURS[1], "--"),
@@ -206,21 +200,23 @@ def decay_figure(cell: dict[str, Any], name: str) -> dict[str, str]:
 
 
 def shift_figure(cells: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Change of attention scores when all positions move; lines are means, bands all layers."""
+    """Change of attention scores when all positions move: mean and range over the layers."""
 
     def plot(axes: Axes) -> None:
-        for cell, colour in zip(cells, _colours(cells), strict=True):
+        colour = colours(cell["model"] for cell in cells)
+        for cell in cells:
             shifts, means, lows, highs = [], [], [], []
             for index, entry in enumerate(cell["shifts"]):
                 changes = _score_changes(cell, index)
                 if changes:
                     shifts.append(entry["shift"])
-                    # A change of exactly nothing has no place on a logarithmic axis.
+                    # A logarithmic axis cannot show 0.
                     means.append(max(sum(changes) / len(changes), 1e-17))
                     lows.append(max(min(changes), 1e-17))
                     highs.append(max(max(changes), 1e-17))
-            axes.plot(shifts, means, label=cell["model"], color=colour, marker="o", ms=4, lw=1.8)
-            axes.fill_between(shifts, lows, highs, color=colour, alpha=0.12, lw=0)
+            style: dict[str, Any] = {"color": colour[cell["model"]]}
+            axes.plot(shifts, means, label=cell["model"], marker="o", ms=4, lw=1.8, **style)
+            axes.fill_between(shifts, lows, highs, alpha=0.12, lw=0, **style)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.set_yscale("log")
@@ -233,27 +229,27 @@ def shift_figure(cells: Sequence[dict[str, Any]]) -> dict[str, str]:
 def _angle_text(cell: dict[str, Any]) -> str:
     above = _mean(seen_angles(layer)["cases"]["d"] for layer in cell["layers"])
     text = (
-        f"{cell['model']} ({FORMS[cell['form']]}), {cell['tokens']:,} tokens of "
-        f"{cell['documents']} documents: Θ > π, so that the score of the nearest tokens rises with "
-        f"distance, in {_percent(above)} of all (query, key, rotary pair) triples."
+        f"{cell['model']} ({form_label(cell)}), {cell['tokens']:,} tokens of "
+        f"{cell['documents']} documents: in {_percent(above)} of all (query, key, rotary pair) "
+        "triples Θ > π, so that the score of the nearest tokens rises with distance."
     )
-    if cell["form"] == "slack":
+    if at_key_position(cell):
         text += (
             f" Before rotation all angles are 0 (largest measured: {_largest(cell)} radians); "
-            "shown are the angles that the slack form gives to keys at their positions."
+            f"the figure shows those that the {cell['form']} form gives to keys at their positions."
         )
     return text
 
 
 def _anomaly_text(cells: Sequence[dict[str, Any]]) -> str:
     sentences = [
-        "A (query, key) pair is anomalous in a rotary pair when the key is nearer than "
-        "τ = (2π − Θ)/θ and Θ > π: there the pair's score rises with distance."
+        "A (query, key) pair is anomalous in a rotary pair if Θ > π and the key is nearer than "
+        "τ = (2π − Θ)/θ: its score then rises with distance."
     ]
     for cell in cells:
-        if cell["form"] in WITHOUT_ANGLES:
+        if without_angles(cell):
             sentences.append(
-                f"{cell['model']}: none, for all angles are 0 by construction (largest measured: "
+                f"{cell['model']}: none, since all angles are 0 by construction (largest measured: "
                 f"{_largest(cell)} radians)."
             )
             continue
@@ -273,17 +269,17 @@ def _decay_text(cell: dict[str, Any]) -> str:
         ratio = _ratio(cell, key)
         sentences.append(
             f"{what}: {violations:,} violations in {count:,} comparisons"
-            + (f", largest left side {ratio:.3g} of the right" if ratio is not None else "")
+            + (f", the left side at most {ratio:.3g} of the right" if ratio is not None else "")
             + "."
         )
-    if cell["form"] not in WITHOUT_ANGLES:
+    if not without_angles(cell):
         count = _total(cell, "score_against_eq20", "checked")
         above = _total(cell, "score_against_eq20", "violations")
         sentences.append(
-            f"The scores themselves, whose angles are not 0, exceed the bound of Eq. 20 in "
-            f"{above:,} of {count:,}."
+            f"The scores themselves, with angles other than 0, exceed the bound of Eq. 20 in "
+            f"{above:,} of {count:,} comparisons."
         )
-    sentences.append("Above a share of 1 a bound says nothing that |cos| ≤ 1 does not.")
+    sentences.append("A bound above a share of 1 is weaker than |cos| ≤ 1.")
     return " ".join(sentences)
 
 
@@ -293,19 +289,19 @@ def _shift_text(cells: Sequence[dict[str, Any]]) -> str:
         last = cell["shifts"][-1]
         change = _mean(_score_changes(cell, len(cell["shifts"]) - 1)) or 0.0
         how = (
-            "scores do not change but for round-off"
+            "scores do not change beyond round-off"
             if change < ROUND_OFF
             else f"scores change by {change:.2g} of their spread"
         )
         sentences.append(
             f"{cell['model']}, moved by {last['shift']:,} tokens: {how}; loss "
-            f"{_signed(_nats_change(last))} nats a token."
+            f"{_nats(_nats_change(last))} nats a token."
         )
     return " ".join(sentences)
 
 
 def _layer_histogram(angles: dict[str, Any]) -> list[float]:
-    """Shares of the bins over all pairs, each pair weighing as many angles as it has."""
+    """Shares of the bins over all pairs, each pair weighted by its number of angles."""
     weights = [1 - (share or 0.0) for share in angles["zero_share"]]
     rows = angles["histogram"]
     total = sum(weights) or 1.0
@@ -316,7 +312,7 @@ def _layer_histogram(angles: dict[str, Any]) -> list[float]:
 
 
 def _share(cell: dict[str, Any], index: int) -> list[float]:
-    """Anomalous share of every rotary pair at one of the lengths, mean of the layers."""
+    """Anomalous share of every rotary pair at one of the lengths, averaged over layers."""
     layers = [seen_angles(layer)["lengths"][index]["anomalous_share"] for layer in cell["layers"]]
     pairs = max(len(layer) for layer in layers)
     columns = ([layer[pair] for layer in layers if pair < len(layer)] for pair in range(pairs))
@@ -355,10 +351,6 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def _signed(value: float) -> str:
-    # Adding zero to what was rounded takes the minus from a zero.
-    return f"{round(value, 3) + 0.0:+.3f}".replace("-", "−")
-
-
-def _colours(cells: Sequence[Any]) -> list[str]:
-    return [COLOURS[(index + 1) % len(COLOURS)] for index in range(len(cells))]
+def _nats(value: float) -> str:
+    # Adding 0.0 to the rounded value turns -0.0 into 0.0.
+    return signed(round(value, 3) + 0.0, ".3f")

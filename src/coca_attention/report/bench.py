@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from coca_attention.report.figures import COLOURS, draw
-from coca_attention.report.retrieval import Section
+from coca_attention.report.section import Section
 
 # Titles of the cases in result files of version 0.1, which do not contain them.
 FORMER_TITLES = {

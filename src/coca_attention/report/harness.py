@@ -1,16 +1,13 @@
-"""Results of the lm-evaluation-harness as a section: the shape of the paper's Table 5."""
+"""Results of the lm-evaluation-harness in the report: the layout of the paper's Table 5."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from coca_attention.report.retrieval import Section
+from coca_attention.report.section import Section
 
 
 def harness_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
-    """One table, a row a model, a column a task's metric; none without such cells."""
-    cells = [cell for cell in cells if cell["task"] == "harness"]
-    if not cells:
-        return []
+    """One table: a row per model, a column per metric of a task."""
     found = {
         (cell["model"], cell["name"], metric): value
         for cell in cells
@@ -30,6 +27,6 @@ def harness_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
             header=["model", *(f"{name}: {metric.partition(',')[0]}" for name, metric in columns)],
             rows=rows,
             note=f"lm-evaluation-harness {versions}."
-            + (f" At most {limits[-1]} questions a task." if limits else ""),
+            + (f" At most {limits[-1]} questions per task." if limits else ""),
         )
     ]

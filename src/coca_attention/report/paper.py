@@ -1,4 +1,4 @@
-"""The paper's own figures, for comparison (arXiv 2309.08646v3)."""
+"""The paper's published figures, for comparison (arXiv 2309.08646v3)."""
 
 # Table 1, training from scratch: perplexity on 100 PG-19 documents, stride 512, training length
 # 512. "inf" and "OOM" as printed.

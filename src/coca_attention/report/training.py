@@ -1,4 +1,4 @@
-"""What runs did while they trained: perplexity on text they do not train on, loss, size."""
+"""Training runs in the report: validation perplexity, losses, sizes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-from coca_attention.report.figures import COLOURS, draw
-from coca_attention.report.retrieval import Section
+from coca_attention.report.figures import COLOURS, colours, draw
+from coca_attention.report.lines import signed
+from coca_attention.report.section import Section
 
 UNITS = {
     "next_token": "training loss (nats per token)",
@@ -15,18 +16,19 @@ UNITS = {
     "hidden_states": "distance from the teacher’s prediction (nats) and hidden states",
     "attention": "attention outputs: share of the teacher’s variance not explained",
 }
-# The figure of validation ends at so many times the start: right after a swap it is far above.
+# The validation figure is cut at this multiple of the start: right after a conversion it is far
+# above.
 TOP = 1.4
 DASHES = ("-", "--", ":")
-# How near to its start a converted model counts as back: 1 % and 0.5 % more perplexity.
+# A converted model has recovered at 1 % and 0.5 % more perplexity than its start.
 NEAR = (0.01, 0.005)
 
 
 def training_sections(runs: Sequence[dict[str, Any]]) -> list[Section]:
-    """Sections of the runs' curves, and a table of the runs.
+    """Curves and a table of training runs.
 
     Args:
-        runs: Contents of ``training.json`` with ``name``.
+        runs: Contents of ``training.json``, each with a ``name``.
     """
     if not runs:
         return []
@@ -57,7 +59,7 @@ def _validation(runs: Sequence[dict[str, Any]]) -> list[Section]:
                 **styles[run["name"]],
             )
         for name, perplexity in starts.items():
-            axes.axhline(perplexity, color="#444444", lw=1, ls=(0, (1, 2)), label=f"{name}, itself")
+            axes.axhline(perplexity, color="#444444", lw=1, ls=(0, (1, 2)), label=f"{name} (start)")
         if cut:
             axes.set_ylim(0.97 * min(values + list(starts.values())), cut)
         else:
@@ -70,9 +72,9 @@ def _validation(runs: Sequence[dict[str, Any]]) -> list[Section]:
     return [
         Section(
             "Validation perplexity in training",
-            text="Perplexity of text that is not trained on, in blocks of the training length."
+            text="Perplexity of held-out text, in blocks of the training length."
             + (
-                f" The figure ends at {cut:.0f}; the table has the first of each run."
+                f" The figure is cut at {cut:.0f}; the table has the first value of each run."
                 if cut
                 else ""
             ),
@@ -86,8 +88,8 @@ def _validation(runs: Sequence[dict[str, Any]]) -> list[Section]:
                 *(f"within {share:.1%} from" for share in NEAR),
             ],
             rows=[_validation_row(run) for run in measured],
-            note="From how many training tokens on every later measurement lies that near to the "
-            "start, or below it."
+            note="Training tokens after which every measurement is that close to the start, or "
+            "below it."
             if starts
             else "",
         )
@@ -101,12 +103,12 @@ def _validation_row(run: dict[str, Any]) -> list[str]:
     row += [f"{values[0]:.2f}", f"{values[-1]:.2f}"]
     if start is None:
         return [*row, *("–" for _ in range(1 + len(NEAR)))]
-    row.append(f"{values[-1] / start - 1:+.2%}".replace("-", "−"))
+    row.append(signed(values[-1] / start - 1, ".2%"))
     return row + [_tokens_until(run, start * (1 + share)) for share in NEAR]
 
 
 def _tokens_until(run: dict[str, Any], limit: float) -> str:
-    """Tokens from which on the validation perplexity stays at or below a limit."""
+    """Tokens after which the validation perplexity remains at or below a limit."""
     reached = None
     for entry in reversed(run["validation"]):
         if entry["perplexity"] > limit:
@@ -116,7 +118,7 @@ def _tokens_until(run: dict[str, Any], limit: float) -> str:
 
 
 def _losses(runs: Sequence[dict[str, Any]]) -> list[Section]:
-    """A figure for every objective, for their losses are not of one kind."""
+    """One figure per objective: their losses are not comparable."""
     styles = _styles(runs)
     sections = []
     for objective, unit in UNITS.items():
@@ -156,19 +158,15 @@ def _loss_plot(
 
 
 def _styles(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A colour for every run, and other dashes where the colours begin again."""
-    names = list(dict.fromkeys(run["name"] for run in runs))
+    """A colour for every run, and other dashes where the colours repeat."""
     return {
-        name: {
-            "color": COLOURS[index % len(COLOURS)],
-            "ls": DASHES[index // len(COLOURS) % len(DASHES)],
-        }
-        for index, name in enumerate(names)
+        name: {"color": colour, "ls": DASHES[index // len(COLOURS) % len(DASHES)]}
+        for index, (name, colour) in enumerate(colours(run["name"] for run in runs).items())
     }
 
 
 def _objective(run: dict[str, Any], entry: dict[str, Any]) -> str:
-    """What a point of the curve measures: its stage's objective."""
+    """The objective whose loss a point of the curve is: that of its stage."""
     objectives = {stage["name"]: stage["objective"] for stage in run.get("stages", [])}
     return objectives.get(entry.get("stage"), "next_token")
 

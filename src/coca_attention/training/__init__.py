@@ -1,6 +1,6 @@
-"""Recipes on Transformers' Trainer."""
+"""Training from recipes with Transformers' Trainer."""
 
-from coca_attention.training.build import model_config
+from coca_attention.training.model import model_config
 from coca_attention.training.recipe import Recipe, as_yaml, load_recipe, recipe_parser
 from coca_attention.training.run import is_finished, read_summary, train
 from coca_attention.training.trainer import TrainingDiverged, last_checkpoint

@@ -1,4 +1,4 @@
-"""One run of the Trainer in one folder: started again, it goes on; and its model saved whole."""
+"""One Trainer run in one folder: resumes when restarted; saves the model atomically."""
 
 import math
 import os
@@ -21,14 +21,14 @@ from transformers import (
 from coca_attention.errors import UserError
 from coca_attention.models.loading import no_progress_bars
 from coca_attention.training.objectives import Loss
-from coca_attention.training.recipe import TrainingRecipe
+from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import check_kind
 from coca_attention.training.trainer import (
     STATE_FILE,
     RecipeTrainer,
+    catch_write_errors,
     last_checkpoint,
     training_arguments,
-    writing,
 )
 
 
@@ -41,48 +41,46 @@ def fit(
     in_order: bool = False,
     validation: Any = None,
     validate_every: int | None = None,
-    learning: Callable[[PreTrainedModel], AbstractContextManager[Loss]] | None = None,
+    make_loss: Callable[[PreTrainedModel], AbstractContextManager[Loss]] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> tuple[RecipeTrainer, float | None]:
-    """Train to the last step, from the last checkpoint in the folder where there is one.
+    """Train to the last step, from the last checkpoint in the folder if there is one.
 
     Args:
         settings: Steps, rates, batches, seed.
-        folder: Checkpoints and curves go into subfolders of it.
+        folder: Checkpoints and curves go into its subfolders.
         dataset: Blocks.
-        make: Gives the model to begin with, called after the seed was set.
-        in_order: Whether the blocks are read as they stand; otherwise they are shuffled.
-        validation: Blocks that the loss on the next token is measured on, or None.
-        validate_every: Steps between the measurements; None exactly where there are no blocks.
-        learning: From that model to the context of another loss than its own.
+        make: Returns the model to start from; called after the seed has been set.
+        in_order: Whether the blocks are read in the order of the dataset, not shuffled.
+        validation: Blocks to measure the next-token loss on, or None.
+        validate_every: Steps between measurements; None if and only if ``validation`` is.
+        make_loss: Maps the model to a context manager that gives the loss to minimise; by default
+            the model's own loss is used.
         callbacks: Further Trainer callbacks.
 
     Returns:
-        The trainer with the trained model, and the seconds; None where it took several starts.
+        The trainer with the trained model, and the seconds, or None if training was interrupted.
 
     Raises:
-        UserError: If the Trainer refuses the settings, a checkpoint cannot be written, or it was
-            stopped early.
+        UserError: If the Trainer rejects the settings, a checkpoint cannot be written, or training
+            was stopped early.
         TrainingDiverged: If the loss or a weight is no longer finite.
     """
     state = PartialState()
     set_seed(settings.seed)
-    # One process chooses: others might see another state of a network's file system.
+    # One process chooses, as others may see an older state of a network file system.
     resume = broadcast_object_list([last_checkpoint(folder / "checkpoints")])[0]
     trained = None if resume is None else TrainerState.load_from_json(str(resume / STATE_FILE))
-    # Killed between the last step and the end: Trainer would do one step more.
+    # After a kill between the last step and the end, Trainer would do another step.
     done = trained is not None and trained.global_step >= settings.steps
     model = make()
     arguments = training_arguments(
-        settings,
-        folder,
-        state.num_processes,
-        validate_every=validate_every,
+        settings, folder, state.num_processes, validate_every=validate_every
     )
     arguments.eval_on_start = validate_every is not None and resume is None
     if in_order:
         arguments.train_sampling_strategy = "sequential"
-    with learning(model) if learning is not None else nullcontext() as loss:
+    with make_loss(model) if make_loss is not None else nullcontext() as loss:
         try:
             trainer = RecipeTrainer(
                 settings,
@@ -96,7 +94,7 @@ def fit(
         except UserError:
             raise
         except (ValueError, ImportError) as error:
-            raise UserError(f"the Trainer refuses these settings: {error}") from error
+            raise UserError(f"the Trainer rejects these settings: {error}") from error
         if resume is not None:
             check_kind(resume, sharded=trainer.shards is not None)
         seconds = None
@@ -109,8 +107,8 @@ def fit(
             seconds = result.metrics.get("train_runtime") if resume is None else None
     if trainer.state.global_step != settings.steps:
         raise UserError(
-            f"training stopped at step {trainer.state.global_step} of {settings.steps}; start it "
-            "again to go on"
+            f"training stopped at step {trainer.state.global_step} of {settings.steps}; run the "
+            "same command again to resume"
         )
     return trainer, seconds
 
@@ -118,12 +116,12 @@ def fit(
 def perplexity_of(
     model: PreTrainedModel, settings: TrainingRecipe, folder: Path, validation: Any
 ) -> float:
-    """A model's perplexity on the validation blocks, measured as in training.
+    """A model's perplexity on the validation blocks, measured as during training.
 
     Args:
-        model: Any causal language model of the blocks' vocabulary.
+        model: Any causal language model with the vocabulary of the blocks.
         settings: Batch size and precision.
-        folder: The run's folder; nothing is written into it.
+        folder: The run's folder; nothing is written to it.
         validation: Blocks, in whole global batches.
     """
     arguments = training_arguments(settings, folder, PartialState().num_processes)
@@ -132,7 +130,7 @@ def perplexity_of(
 
 
 def _curves(settings: TrainingRecipe, folder: Path, state: PartialState) -> list[TrainerCallback]:
-    """TensorBoard into the run folder; Trainer's own takes its folder from the environment."""
+    """TensorBoard in the run folder; Trainer's own takes its folder from the environment."""
     if "tensorboard" not in settings.report_to or not state.is_main_process:
         return []
     from torch.utils.tensorboard import SummaryWriter
@@ -144,7 +142,7 @@ def _curves(settings: TrainingRecipe, folder: Path, state: PartialState) -> list
 def save_trained(
     trainer: RecipeTrainer, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> PreTrainedModel | None:
-    """Put a trained model into a folder: written aside, then moved; adapters are merged before.
+    """Merge adapters and save the model: written to a temporary folder, then moved.
 
     Returns:
         The model on the process that writes, None on the others.
@@ -161,13 +159,15 @@ def save_trained(
     if hasattr(model, "merge_and_unload"):
         model = trainer.model = model.merge_and_unload()
     if trainer.shards is not None:
-        # Gathered for the process that writes.
+        # The process that writes gathers all weights.
         trainer.shards.set_state_dict_type("FULL_STATE_DICT")
-    with no_progress_bars(), writing(folder, trainer.kept):
+    with no_progress_bars(), catch_write_errors(folder, trainer.describe_saved):
         trainer.save_model(str(partial))
         if not trainer.is_world_process_zero():
             return None
-        (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle; recipe.yaml says it all
+        (partial / "training_args.bin").unlink(
+            missing_ok=True
+        )  # a pickle; recipe.yaml has all settings
         tokenizer.save_pretrained(partial)
         for path in partial.iterdir():
             os.replace(path, folder / path.name)
@@ -185,7 +185,7 @@ def curve(trainer: RecipeTrainer) -> list[dict[str, Any]]:
 
 
 def validation_curve(trainer: RecipeTrainer) -> list[dict[str, Any]]:
-    """Perplexity on the validation blocks by step; empty where there are none."""
+    """Perplexity on the validation blocks by step; empty without validation."""
     return [
         {"step": entry["step"], "perplexity": math.exp(entry["eval_loss"])}
         for entry in trainer.state.log_history

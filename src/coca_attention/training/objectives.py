@@ -1,12 +1,13 @@
-"""What training minimises beside the next token: learning from a teacher, in three ways.
+"""Training objectives that learn from a teacher.
 
-``attention``: every attention layer of the student reads what the teacher's own layer reads, and
-its output before the output projection is to be the teacher's. ``logits``: the student's
-prediction is to be the teacher's. ``hidden_states``: its prediction and what leaves its layers are.
+``attention``: every attention layer of the student gets the input of the teacher's layer, and its
+output before the output projection is matched to the teacher's. ``logits``: the student's
+prediction is matched to the teacher's. ``hidden_states``: the prediction and the outputs of all
+layers are matched.
 
-The teacher runs once a batch, without gradients, in its own dtype. It is held by the objective
-alone, so nothing of it is saved with the student. The student always runs through its own forward
-pass: masks, windows and positions are the family's, and wrappers for several processes see it.
+The teacher runs once per batch, without gradients, in its own dtype. Only the objective refers to
+it, so it is never saved with the student. The student runs through its own forward pass, so masks,
+windows and positions are those of its family, and wrappers for several processes work as usual.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,29 +22,29 @@ from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.models.families import family_of, supported_families
-from coca_attention.training.recipe import Objective
+from coca_attention.training.sections import Objective
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
-"""From the model, as the Trainer wraps it, and a batch to the batch's mean loss, a scalar."""
+"""Maps the model, as the Trainer wraps it, and a batch to the mean loss of the batch, a scalar."""
 
-# Of the hidden states' relative distance beside the nats of the prediction.
+# Weight of the hidden states' relative distance, next to the divergence of the prediction in nats.
 HIDDEN_WEIGHT = 4.0
 
 
 @contextmanager
-def learning_from(
+def teacher_loss(
     teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective
 ) -> Iterator[Loss]:
-    """The loss of an objective, for as long as the context lasts.
+    """Context manager that gives the loss of an objective.
 
     Args:
         teacher: A causal language model; set to evaluation mode and frozen.
-        student: The model to train, as it is before any wrapper but PEFT's.
+        student: The model to train, not wrapped by anything other than PEFT.
         objective: ``attention``, ``logits`` or ``hidden_states``.
 
     Raises:
-        UserError: If the teacher's vocabulary is another or, for ``attention``, its shape is, or
-            one of the two is of no known family.
+        UserError: If the teacher's vocabulary or, except for ``logits``, its shape differs from the
+            student's, or if ``attention`` does not support the family of one of them.
     """
     inner = _without_adapters(student)
     check_teacher(teacher, inner, objective)
@@ -61,24 +62,24 @@ def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, objective:
         for model in (teacher, student):
             if family_of(model) is None:
                 raise UserError(
-                    f"the attention layers of {type(model).__name__} are not known: the objective "
-                    f"attention takes models of {supported_families(model)}"
+                    f"the attention layers of {type(model).__name__} are not known: objective "
+                    f"attention supports {supported_families(model)}"
                 )
     theirs, ours = (_shape(model.config, objective) for model in (teacher, student))
     other = [
-        f"{name} {theirs[name]} in place of {ours[name]}"
+        f"{name} {theirs[name]} instead of {ours[name]}"
         for name in theirs
         if theirs[name] != ours[name]
     ]
     if other:
         raise UserError(
-            f"the teacher does not fit the model for the objective {objective}: it has "
-            f"{', '.join(other)}; name the model that this one was made from"
+            f"the teacher does not fit the model for objective {objective}: it has "
+            f"{', '.join(other)}; use the model that this one was converted from"
         )
 
 
 def _shape(config: Any, objective: Objective) -> dict[str, int]:
-    """What teacher and student must have in common."""
+    """Sizes that teacher and student must have in common."""
     config = config.get_text_config()
     if objective == "logits":
         return {"vocab_size": config.vocab_size}
@@ -88,7 +89,7 @@ def _shape(config: Any, objective: Objective) -> dict[str, int]:
 
 
 def relative_distance(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error over the variance of the targets: 1 is as bad as a constant.
+    """Mean squared error divided by the variance of the targets; 1 is as bad as a constant.
 
     Args:
         outputs: Any shape.
@@ -103,7 +104,7 @@ def relative_distance(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def prediction_distance(logits: Tensor, targets: Tensor) -> Tensor:
-    """KL divergence from the teacher's next-token distribution, in nats a token.
+    """KL divergence from the teacher's next-token distribution, in nats per token.
 
     Args:
         logits: The student's, (..., vocabulary).
@@ -139,25 +140,25 @@ def _matched_hidden_states(teacher: PreTrainedModel) -> Loss:
 
 @contextmanager
 def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> Iterator[Loss]:
-    """Hooks on both models that carry the teacher's inputs over and both outputs out.
+    """Hooks that pass the teacher's inputs to the student and record the outputs of both.
 
-    They stay for the whole context: a checkpointed layer runs again in the backward pass. The
-    distance is given out as the student's own loss: wrappers for several processes take gradients
-    together only of what they see leave the model.
+    They stay for the whole context, as a checkpointed layer runs again in the backward pass. The
+    student returns the distance as its own loss: wrappers for several processes only reduce the
+    gradients of what the model returns.
     """
     inputs: dict[int, Tensor] = {}
     targets: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
 
-    def note_input(index: int) -> Callable[..., None]:
+    def record_input(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             inputs[index] = args[0] if args else kwargs["hidden_states"]
 
         return hook
 
-    def take_teachers(index: int) -> Callable[..., Any]:
+    def replace_input(index: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if not module.training:  # measured, not trained: the model is to be itself
+            if not module.training:  # validation measures the model as it is
                 return args, kwargs
             own = args[0] if args else kwargs["hidden_states"]
             given = inputs[index].to(own.dtype)
@@ -167,37 +168,37 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
 
         return hook
 
-    def note(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
+    def record_output(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
             kept[index] = args[0]
 
         return hook
 
-    def cut(module: nn.Module, args: Any, result: Any) -> Any:
-        # What follows a layer does not count, so nothing of it has to be kept for gradients.
+    def detach_output(module: nn.Module, args: Any, result: Any) -> Any:
+        # Nothing after the layer contributes to the loss, so it needs no graph.
         return (result[0].detach(), *result[1:])
 
-    def give_loss(module: nn.Module, args: Any, result: Any) -> Any:
-        if result.get("loss") is not None:  # the model was asked for its own, to be measured
+    def add_loss(module: nn.Module, args: Any, result: Any) -> Any:
+        if result.get("loss") is not None:  # validation has asked for the model's own loss
             return result
         distances = [relative_distance(outputs[i], targets[i]) for i in range(len(targets))]
         result["loss"] = torch.stack([x.to(distances[0].device) for x in distances]).mean()
         return result
 
-    hooks: list[Any] = [student.register_forward_hook(give_loss)]
+    hooks: list[Any] = [student.register_forward_hook(add_loss)]
     for index, (attention, projection) in enumerate(_attention_layers(teacher)):
-        hooks.append(attention.register_forward_pre_hook(note_input(index), with_kwargs=True))
-        hooks.append(projection.register_forward_pre_hook(note(targets, index)))
+        hooks.append(attention.register_forward_pre_hook(record_input(index), with_kwargs=True))
+        hooks.append(projection.register_forward_pre_hook(record_output(targets, index)))
     for index, (attention, projection) in enumerate(_attention_layers(student)):
-        hooks.append(attention.register_forward_pre_hook(take_teachers(index), with_kwargs=True))
-        hooks.append(projection.register_forward_pre_hook(note(outputs, index)))
-        hooks.append(attention.register_forward_hook(cut))
+        hooks.append(attention.register_forward_pre_hook(replace_input(index), with_kwargs=True))
+        hooks.append(projection.register_forward_pre_hook(record_output(outputs, index)))
+        hooks.append(attention.register_forward_hook(detach_output))
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        # One position's logits are enough: the head is as wide as the vocabulary.
+        # The logits are not used; one position costs least.
         _read(teacher, batch, logits_to_keep=1)
         if isinstance(model, FSDPModule):
-            # Nothing that leaves a layer has gradients, so nothing would gather its weights again.
+            # Outputs of layers have no gradients, which would trigger gathering the weights again.
             model.set_reshard_after_forward(False)
         return model(**_inputs(batch), logits_to_keep=1).loss
 
@@ -230,6 +231,6 @@ def _read(teacher: Any, batch: dict[str, Tensor], **kwargs: Any) -> Any:
 
 
 def _inputs(batch: dict[str, Tensor]) -> dict[str, Any]:
-    """What a model reads of a batch; without labels it computes no loss of its own."""
+    """A batch as a model's inputs; without labels the model computes no loss of its own."""
     read = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     return {**read, "use_cache": False}

@@ -1,8 +1,8 @@
 """FSDP2 through Accelerate: what a run needs beyond the configuration of ``accelerate launch``.
 
-The weights, gradients and optimizer states of a sharded run are spread over its processes. Its
-checkpoints are those of torch.distributed.checkpoint: each process writes its part, and any number
-of processes, sharded or not, reads what it needs.
+The weights, gradients and optimizer states of a sharded run are distributed over its processes. Its
+checkpoints are those of torch.distributed.checkpoint: every process writes its own part, and any
+number of processes, sharded or not, can read them.
 """
 
 import os
@@ -32,69 +32,69 @@ from coca_attention.errors import UserError
 def prepare_sharding(
     accelerator: Accelerator, arguments: TrainingArguments
 ) -> FullyShardedDataParallelPlugin | None:
-    """Make a new Accelerator ready for FSDP2 where it was asked for.
+    """Set up a new Accelerator for FSDP2 if the configuration requests it.
 
     Args:
-        accelerator: Changed in place.
+        accelerator: Modified in place.
         arguments: The Trainer's.
 
     Returns:
-        What says how the run is sharded; None where it is not.
+        The configuration of the sharding, or None without FSDP.
 
     Raises:
-        UserError: If it was asked for in a way that cannot be followed.
+        UserError: If the configuration is not supported.
     """
     options: Any = arguments.fsdp_plugin_args
     if options is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return None
     state: Any = accelerator.state
     if state.distributed_type == DistributedType.MULTI_CPU:
-        # Accelerate leaves a plugin aside on CPUs, where PyTorch shards as it does on GPUs.
+        # Accelerate ignores FSDP on CPUs, where PyTorch supports it as on GPUs.
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**(options or {}))
         state.distributed_type = DistributedType.FSDP
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     if state.distributed_type != DistributedType.FSDP:
         raise UserError(
-            "FSDP was asked for and there is no process group: start with accelerate launch "
+            "FSDP is configured but there is no process group: start with accelerate launch "
             "--config_file recipes/accelerate/NAME.yaml"
         )
     plugin: FullyShardedDataParallelPlugin = state.fsdp_plugin
     check_options(plugin)
-    # One kind of checkpoint, which does not gather the whole state in one process.
+    # Always the kind of checkpoint that does not gather the whole state in one process.
     plugin.state_dict_config = plugin.optim_state_dict_config = None
     plugin.set_state_dict_type("SHARDED_STATE_DICT")
-    # Autocast in its place, so that a run computes the same on one process and on many. Its cache
-    # would hold the weights that are to be freed after each layer.
+    # Use autocast instead, so that a run computes the same on one process and on many. Its cache
+    # would keep the weights that should be freed after each layer.
     plugin.mixed_precision_policy = None
     handler: Any = AutocastKwargs(cache_enabled=False)
     accelerator.autocast_handler = handler
-    # Otherwise the gradients of all weights would be held whole until the last pass of a step.
+    # Gradients are sharded after every micro-batch, so accumulation never holds a full copy.
     accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     return plugin
 
 
 def check_options(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Raise UserError unless a run can be sharded so."""
+    """Raise UserError if the configuration of FSDP is not supported."""
     if plugin.fsdp_version != 2:
         raise UserError(
-            f"FSDP version {plugin.fsdp_version} was asked for and 2 is what is known here: set "
-            "fsdp_version: 2 in the configuration of accelerate launch"
+            f"FSDP version {plugin.fsdp_version} is not supported: set fsdp_version: 2 in the "
+            "configuration of accelerate launch"
         )
     if plugin.cpu_ram_efficient_loading:
         raise UserError(
-            "cpu_ram_efficient_loading leaves the weights of all processes but the first empty, "
-            "and each has to convert its start and load its teacher: set "
+            "cpu_ram_efficient_loading leaves the weights empty on all processes except the first, "
+            "but each has to convert its start and load its teacher: set "
             "fsdp_cpu_ram_efficient_loading: false"
         )
     if plugin.activation_checkpointing:
         raise UserError(
-            "activation checkpointing is the recipe's to say: set "
+            "activation checkpointing is controlled by the recipe: set "
             "fsdp_activation_checkpointing: false, and training.gradient_checkpointing"
         )
 
 
 def check_layers(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) -> None:
-    """Raise UserError unless the layers are named that are gathered one after the other."""
+    """Raise UserError unless FSDP knows which layers to gather one at a time."""
     policy = plugin.auto_wrap_policy
     if policy is None:
         raise UserError(
@@ -110,58 +110,58 @@ def check_layers(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel)
     if unknown or not names:
         what = f"has no layers called {', '.join(unknown)}" if unknown else "names no layers"
         raise UserError(
-            f"a {type(model).__name__} {what} for FSDP to gather one after the other: set "
+            f"{type(model).__name__} {what} for FSDP to gather one at a time: set "
             "fsdp_transformer_layer_cls_to_wrap to the class of its layers"
         )
 
 
 def own_part(weight: Tensor) -> Tensor:
-    """What this process holds of a weight."""
+    """The part of a weight on this process."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def is_sharded(checkpoint: Path) -> bool:
-    """Whether a checkpoint is in parts."""
+    """Whether a checkpoint was written in parts, by FSDP2."""
     return (checkpoint / f"{FSDP_MODEL_NAME}_0").is_dir()
 
 
 def check_kind(checkpoint: Path, sharded: bool) -> None:
-    """Raise UserError if a sharded run is to go on from a checkpoint that is not in parts."""
+    """Raise UserError if a sharded run would resume from an unsharded checkpoint."""
     if sharded and not is_sharded(checkpoint):
         raise UserError(
-            f"{checkpoint} was written without FSDP, and this run is sharded: go on without FSDP "
-            "(with torchrun, or a configuration of MULTI_GPU), or begin anew in another --output"
+            f"{checkpoint} was written without FSDP, and this run is sharded: resume without FSDP "
+            "(with torchrun, or a configuration with MULTI_GPU), or start over in another --output"
         )
 
 
 @contextmanager
-def reading(checkpoint: Path) -> Iterator[None]:
-    """Turn what fails with a part of a checkpoint into a UserError."""
+def catch_read_errors(checkpoint: Path) -> Iterator[None]:
+    """Turn errors in reading a part of a checkpoint into a UserError."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
     except CheckpointException as error:
         raise UserError(
-            f"{checkpoint} cannot be read ({first_failure(error)}): bring its files back, or "
-            "remove the folder to go on from the checkpoint before it"
+            f"{checkpoint} cannot be read ({first_failure(error)}): restore its files, or remove "
+            "the folder to resume from the previous checkpoint"
         ) from error
 
 
 def first_failure(error: CheckpointException) -> BaseException:
-    """Why the first of the processes that failed did so; all of them raise the same exception."""
+    """The failure of the first process that failed; all of them raise the same exception."""
     return next(iter(error.failures.values()))[0] if error.failures else error
 
 
 def load_parts(accelerator: Accelerator, model: Any, checkpoint: Path) -> None:
-    """Read the weights of a checkpoint in parts into a model that is whole."""
+    """Load the weights of a sharded checkpoint into an unsharded model."""
     load_fsdp_model(_parts(), accelerator, model, str(checkpoint), adapter_only=True)
 
 
 def load_optimizer_parts(
     accelerator: Accelerator, optimizer: Any, model: Any, checkpoint: Path
 ) -> None:
-    """Read the optimizer's states of a checkpoint in parts for a model that is whole."""
+    """Load the optimizer states of a sharded checkpoint for an unsharded model."""
     load_fsdp_optimizer(_parts(), accelerator, optimizer, model, str(checkpoint), adapter_only=True)
 
 

@@ -1,4 +1,4 @@
-"""Transformers' Trainer with the paper's schedule, a stop at NaN, and whole checkpoints."""
+"""Transformers' Trainer with the paper's schedule, a stop at NaN, and reliable checkpoints."""
 
 import json
 import re
@@ -21,10 +21,11 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
-from coca_attention.training.build import parameter_counts
+from coca_attention.training.model import parameter_counts
 from coca_attention.training.objectives import Loss
-from coca_attention.training.recipe import TrainingRecipe
+from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import (
+    catch_read_errors,
     check_layers,
     first_failure,
     is_sharded,
@@ -32,21 +33,21 @@ from coca_attention.training.sharding import (
     load_parts,
     own_part,
     prepare_sharding,
-    reading,
 )
 
 STATE_FILE = "trainer_state.json"
+# In the messages of PyTorch's file writer, which reports a full disk as a RuntimeError.
 WRITER = "inline_container|PytorchStreamWriter|iostream"
 
 
 class TrainingDiverged(UserError):
-    """The loss or the weights are no longer finite; nothing of it was saved."""
+    """The loss or a weight is no longer finite; such weights are never saved."""
 
 
 def learning_rate_share(step: int, settings: TrainingRecipe) -> float:
-    """Learning rate of a step as a share of the peak (paper §3.3).
+    """Learning rate of a step, as a share of the peak (paper §3.3).
 
-    Rises linearly from ``initial_learning_rate`` over the first ``warmup_share`` of the steps,
+    It rises linearly from ``initial_learning_rate`` over the first ``warmup_share`` of the steps,
     then falls linearly to ``final_share`` of the peak at the last step.
 
     Args:
@@ -68,17 +69,17 @@ def training_arguments(
 
     Args:
         settings: The recipe's training section.
-        output: Run folder; checkpoints and curves go into subfolders of it.
+        output: Run folder; checkpoints go into a subfolder.
         world_size: Number of processes.
-        validate_every: Steps between measurements on the validation blocks, where there are any.
+        validate_every: Steps between measurements on the validation blocks, if there are any.
 
     Raises:
         UserError: If the batch sizes do not divide or an extra field is unknown.
     """
     if world_size == 1 and torch.cuda.device_count() > 1:
         raise UserError(
-            f"{torch.cuda.device_count()} GPUs and one process: start with accelerate launch, a "
-            "process for each, or choose one by CUDA_VISIBLE_DEVICES=0"
+            f"one process cannot use {torch.cuda.device_count()} GPUs: start one process per GPU "
+            "with accelerate launch, or select a GPU with CUDA_VISIBLE_DEVICES=0"
         )
     per_pass = settings.micro_batch_size * world_size
     if settings.global_batch_size % per_pass:
@@ -106,18 +107,18 @@ def training_arguments(
         "logging_steps": settings.log_every,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
-        # TensorBoard's callback is made in `run`, with the run's own folder.
+        # `fit` adds TensorBoard's callback, with the run's own folder.
         "report_to": [name for name in settings.report_to if name != "tensorboard"] or "none",
         "remove_unused_columns": False,
         "dataloader_drop_last": True,
-        # The order of the blocks must be the same where training goes on.
+        # A resumed run continues with the next block.
         "ignore_data_skip": False,
         "use_cpu": not torch.accelerator.is_available(),
     }
     if validate_every is not None:
         known |= {"eval_strategy": "steps", "eval_steps": validate_every}
     if settings.gradient_checkpointing:
-        # Named anew in the course of Transformers 5.
+        # Renamed during Transformers 5.
         names = {item.name for item in fields(TrainingArguments)}
         new = "activation_checkpointing"
         known[new if new in names else "gradient_checkpointing"] = True
@@ -128,18 +129,18 @@ def training_arguments(
         arguments = TrainingArguments(**known, **settings.trainer)
     except (TypeError, ValueError) as error:
         raise UserError(f"training.trainer: {error}") from error
-    # For float32 it would be what the configuration of accelerate launch says.
+    # For float32, Trainer would use the configuration of accelerate launch.
     names = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
     arguments.mixed_precision = names[settings.precision]
     return arguments
 
 
 class RecipeTrainer(Trainer):
-    """Trainer with the recipe's schedule that stops rather than train on, or save, NaN.
+    """Trainer with the recipe's schedule, which stops at NaN and never saves it.
 
     Args:
         settings: The recipe's training section.
-        loss: What is minimised in place of the model's own loss, see `objectives`.
+        loss: Loss to minimise instead of the model's own, see `objectives`.
         **kwargs: Trainer's own.
     """
 
@@ -151,7 +152,7 @@ class RecipeTrainer(Trainer):
         if self.shards is not None:
             check_layers(self.shards, kwargs["model"])
         if loss is not None:
-            # A mean over the pass, not the sum over all passes of a step: Trainer has to divide.
+            # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
         self.remove_callback(ProgressCallback)
         if not self.args.disable_tqdm:
@@ -164,12 +165,12 @@ class RecipeTrainer(Trainer):
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self.shards is not None and not self.accelerator._models:
-            # Nothing but autocast, which Accelerate leaves to FSDP's own casts.
+            # Adds autocast only, which Accelerate would leave to FSDP.
             model = self.accelerator.prepare_model(
                 model, device_placement=False, evaluation_mode=True
             )
             if not training:
-                # Measured without training: Accelerate shards a model beside its optimizer alone.
+                # Accelerate shards a model only together with an optimizer, also for evaluation.
                 model, _ = self.accelerator.prepare(model, SGD(model.parameters()))
         return super()._wrap_model(model, training, dataloader)
 
@@ -186,7 +187,7 @@ class RecipeTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not model.training:
-            # Whatever is minimised, the next token is what is measured: the mean over a batch.
+            # Validation always measures the next-token loss, as a mean over the batch.
             kwargs.pop("num_items_in_batch", None)
         if self.loss is None or not model.training:
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -201,37 +202,37 @@ class RecipeTrainer(Trainer):
         return loss
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with writing(Path(str(self.args.output_dir)), self.kept):
+        with catch_write_errors(Path(str(self.args.output_dir)), self.describe_saved):
             super()._save_checkpoint(*args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        # What the first process writes next says that the checkpoint is whole.
+        # The file that the first process writes next marks the checkpoint as complete.
         self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        # A step with a finite loss can still have overflowed into the weights.
+        # After a step with a finite loss, weights can still have overflowed.
         assert self.model is not None  # given to __init__
         bad = [
             name
             for name, weight in self.model.named_parameters()
             if not torch.isfinite(own_part(weight)).all()
         ]
-        # Each process sees its own part, and all have to stop.
+        # Each process checks its own part, but all of them have to stop.
         for name in gather_object(bad)[:1]:
-            raise self._diverged(f"{name} holds numbers that are not finite")
+            raise self._diverged(f"{name} has values that are not finite")
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if state_dict:
-            # Gathered one by one, tied weights share no memory any more and would be saved twice.
+            # Gathered weights no longer share memory, so tied ones would be saved twice.
             tied: Any = getattr(self.model, "all_tied_weights_keys", {})
             state_dict = {name: w for name, w in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         checkpoint = Path(resume_from_checkpoint)
-        with reading(checkpoint):
+        with catch_read_errors(checkpoint):
             if self.shards is None and is_sharded(checkpoint):
                 load_parts(self.accelerator, self.model if model is None else model, checkpoint)
             else:
@@ -241,7 +242,7 @@ class RecipeTrainer(Trainer):
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        with reading(folder):
+        with catch_read_errors(folder):
             if self.shards is not None or not is_sharded(folder):
                 super()._load_optimizer_and_scheduler(checkpoint)
                 return
@@ -252,46 +253,46 @@ class RecipeTrainer(Trainer):
 
     def _diverged(self, what: str) -> TrainingDiverged:
         return TrainingDiverged(
-            f"{what} at step {self.state.global_step + 1}: training stopped, {self.kept()}. Try a "
-            "lower learning rate, a longer warm-up or precision float32"
+            f"{what} at step {self.state.global_step + 1}: training stopped, "
+            f"{self.describe_saved()}. Try a lower learning rate, a longer warm-up or precision "
+            "float32"
         )
 
-    def kept(self) -> str:
-        """What of the run is safe, in words."""
+    def describe_saved(self) -> str:
+        """The last checkpoint of the run, for error messages."""
         last = last_checkpoint(Path(str(self.args.output_dir)))
         return f"the last good checkpoint is {last}" if last else "no checkpoint was saved yet"
 
 
 @contextmanager
-def writing(folder: Path, kept: Callable[[], str]) -> Iterator[None]:
-    """Turn what fails for lack of room, or of permission, into a UserError.
+def catch_write_errors(folder: Path, describe_saved: Callable[[], str]) -> Iterator[None]:
+    """Turn errors in writing files, such as a full disk, into a UserError.
 
     Args:
-        folder: Where is written.
-        kept: Says what is safe all the same.
+        folder: The folder to write to.
+        describe_saved: Says in the message what has been saved before.
     """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
         cause = first_failure(error) if isinstance(error, CheckpointException) else error
-        # PyTorch's writer reports a full disk as a RuntimeError, as PyTorch does much else.
         if isinstance(cause, RuntimeError) and not re.search(WRITER, str(cause)):
             raise
         reason = " ".join(str(cause).split())[:200]
         raise UserError(
-            f"{folder} cannot be written ({reason}): training stopped, {kept()}. Make room, then "
-            "start the same command again to go on"
+            f"{folder} cannot be written ({reason}): training stopped, {describe_saved()}. Free "
+            "disk space, then run the same command again to resume"
         ) from error
 
 
 class QuietProgress(ProgressCallback):
-    """One progress bar with the run's name and loss, in place of a line for every entry."""
+    """A progress bar with the run's name and loss, instead of a line for every log entry."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         if self.training_bar is not None:
-            learning, every = parameter_counts(kwargs["model"])
-            part = "" if learning == every else f" ({learning / every:.1%} of the parameters)"
+            trained, total = parameter_counts(kwargs["model"])
+            part = "" if trained == total else f" ({trained / total:.1%} of the parameters)"
             name = Path(args.output_dir).parent.name
             self.training_bar.set_description(f"training {name}{part}")
 
@@ -301,10 +302,10 @@ class QuietProgress(ProgressCallback):
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The latest checkpoint that was written to its end, or None.
+    """The latest complete checkpoint, or None.
 
     The first process writes ``trainer_state.json`` last, after all others have written their parts,
-    so a checkpoint cut short lacks it or has it cut.
+    so in an incomplete checkpoint it is missing or truncated.
     """
     best: tuple[int, Path] | None = None
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):

@@ -1,21 +1,5 @@
-"""Needles of RULER's kinds. README.md beside this file says what is measured."""
+"""Needles of RULER's kinds. README.md in this folder describes the task."""
 
-from coca_attention.evaluation.needles.samples import KINDS, NeedleText, needle_text
-from coca_attention.evaluation.needles.task import (
-    NeedleSettings,
-    check_settings,
-    evaluate_needles,
-    needle_prompts,
-    recall,
-)
+from coca_attention.evaluation.needles.task import TASK, NeedleSettings, evaluate_needles
 
-__all__ = [
-    "KINDS",
-    "NeedleSettings",
-    "NeedleText",
-    "check_settings",
-    "evaluate_needles",
-    "needle_prompts",
-    "needle_text",
-    "recall",
-]
+__all__ = ["TASK", "NeedleSettings", "evaluate_needles"]

@@ -1,6 +1,6 @@
-"""Needle prompts of RULER's kinds (arXiv 2404.06654), of an exact length in tokens: pure.
+"""Needle prompts of RULER's kinds (arXiv 2404.06654), of an exact length in tokens.
 
-The sentences are our own. Facts ("needles") stand in a repeated filler, the question comes last.
+The wording is our own: facts ("needles") inside a repeated filler, then the question.
 """
 
 from collections.abc import Sequence
@@ -36,14 +36,14 @@ QUESTIONS = {
 
 @dataclass(frozen=True)
 class NeedleText:
-    """A prompt of exactly the length asked for.
+    """A prompt of exactly the requested length.
 
     Attributes:
         ids: Token ids.
-        expected: What a full answer holds: numbers, or names of variables.
-        needles: Text of every needle, in the order of their places.
+        expected: What a complete answer contains: numbers, or names of variables.
+        needles: Text of every needle, in the order of the prompt.
         depths: Share of the filler before each, 0 to 1.
-        distances: Tokens behind each.
+        distances: Tokens between each and the end of the prompt.
     """
 
     ids: list[int]
@@ -62,23 +62,23 @@ def needle_text(
     count: int = 4,
     before: Sequence[int] = (),
 ) -> NeedleText:
-    """A prompt of a kind; the same for the same seed.
+    """A prompt of one kind, determined by the seed.
 
-    ``single``: one fact. ``multi-key``: ``count`` facts about as many names, one of them asked
-    for. ``multi-value``: ``count`` facts about one name, all asked for. ``variables``: a chain of
-    ``count`` variables, each but the first assigned the one before; all that hold the value are
-    asked for.
+    ``single``: one fact. ``multi-key``: ``count`` facts about different names, one of which is
+    requested. ``multi-value``: ``count`` facts about one name, all requested. ``variables``: a
+    chain of ``count`` variables, each assigned from the previous one; all variables with the value
+    are requested.
 
     Args:
         encode: Text to token ids.
         kind: One of `KINDS`.
-        length: Tokens in all.
-        seed: Numbers that decide names, values and places.
-        count: Facts, at least 1.
-        before: Special tokens at the very beginning; they count.
+        length: Length of the prompt in tokens.
+        seed: Random seed of names, values and depths.
+        count: Number of facts, at least 1.
+        before: Special tokens at the beginning; they count towards the length.
 
     Raises:
-        UserError: If the length is too short; the message has the shortest that works.
+        UserError: If the length is too short; the message names the shortest possible one.
     """
     drawn = np.random.default_rng(list(seed))
     count = 1 if kind == "single" else count
@@ -113,7 +113,7 @@ def needle_text(
 
 
 def _variables(drawn: np.random.Generator, count: int) -> list[str]:
-    """Different names of four capital letters."""
+    """Distinct names of four capital letters."""
     names: dict[str, None] = {}
     letters = [chr(code) for code in range(ord("A"), ord("Z") + 1)]
     while len(names) < count:

@@ -1,50 +1,45 @@
-"""The needles task: a model, a tokenizer, kinds and lengths in; plain JSON values out."""
+"""The needles task: prompts, scoring and evaluation."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from coca_attention.data.passkey import encoder, leading_special_tokens
 from coca_attention.errors import UserError
 from coca_attention.evaluation.generation import (
-    GenerationSettings,
     Prompt,
-    answered_cell,
-    wilson_interval,
+    PromptSettings,
+    answer_prompts,
+    prompt_costs,
 )
-from coca_attention.evaluation.journal import Journal
 from coca_attention.evaluation.needles.samples import KINDS, NAMES, Kind, needle_text
+from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
+from coca_attention.intervals import wilson_interval
 
 
 @dataclass
-class NeedleSettings(GenerationSettings):
-    """Which needle prompts a model is asked."""
+class NeedleSettings(PromptSettings):
+    """Which needle prompts to use."""
 
-    lengths: list[int] = field(default_factory=lambda: [512, 1024])
-    """Lengths of the prompts in tokens."""
     kinds: list[Kind] = field(
         default_factory=lambda: ["single", "multi-key", "multi-value", "variables"]
     )
-    """single, multi-key, multi-value, variables: README.md of this task says what they are."""
+    """single, multi-key, multi-value, variables; the task's README.md describes them."""
     samples: int = 50
-    """Prompts of every kind and length."""
+    """Prompts per kind and length."""
     count: int = 4
-    """Facts in a prompt, for all kinds but single."""
-    seed: int = 0
-    """Seed of names, values and places."""
+    """Facts in a prompt, for every kind except single."""
 
 
 def needle_prompts(
     tokenizer: PreTrainedTokenizerBase, settings: NeedleSettings, kind: Kind, length: int
 ) -> list[Prompt]:
-    """The prompts of one kind and length: the same for the same tokenizer, settings and seed.
+    """The prompts of one kind and length; tokenizer, settings and seed determine them.
 
     Raises:
-        UserError: If the length is too short, or the tokenizer cannot write the needles.
+        UserError: If the length is too short, or the tokenizer does not reproduce the needles.
     """
     encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
     prompts = []
@@ -61,8 +56,8 @@ def needle_prompts(
             written = str(tokenizer.decode(encode(needle))).strip()
             if words(written) != words(needle):
                 raise UserError(
-                    f"the tokenizer turns {needle!r} into {written!r}: it cannot write names and "
-                    "digits as they are, so no answer could be right"
+                    f"the tokenizer turns {needle!r} into {written!r}: it does not "
+                    "reproduce names and digits, so no answer could be correct"
                 )
         facts = {
             "index": index,
@@ -76,12 +71,12 @@ def needle_prompts(
 
 
 def words(text: str) -> list[str]:
-    """Numbers and words of a text, each whole."""
+    """The numbers and words of a text."""
     return re.findall(r"\d+|[^\W\d_]+", text)
 
 
 def recall(answer: str, expected: list[str]) -> float:
-    """Share of the expected numbers or names that an answer holds, each whole."""
+    """Share of the expected numbers or names that occur in an answer as whole words."""
     found = set(words(answer))
     return sum(item in found for item in expected) / len(expected)
 
@@ -93,60 +88,42 @@ def check_settings(settings: NeedleSettings) -> None:
     unknown = sorted(set(settings.kinds) - set(KINDS))
     if unknown:
         raise UserError(f"unknown kinds {', '.join(unknown)}; choose from {', '.join(KINDS)}")
-    for name in ("samples", "count", "max_new_tokens", "batch_tokens"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"{name} must be at least 1, got {getattr(settings, name)}")
+    check_at_least(settings, 1, "samples", "count", "max_new_tokens", "batch_tokens")
     if settings.count > len(NAMES):
         raise UserError(f"count must be at most {len(NAMES)}, got {settings.count}")
 
 
-def evaluate_needles(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: NeedleSettings,
-    *,
-    scaling: str = "none",
-    factor: float = 1.0,
-    name: str = "model",
-    identity: str = "",
-    journal: Journal | None = None,
-    progress: Callable[[str, int, int], Any] | None = None,
-) -> list[dict[str, Any]]:
+def evaluate_needles(subject: Subject, settings: NeedleSettings, session: Session) -> list[Cell]:
     """Share of facts found, for every kind and prompt length.
 
-    Arguments and errors as of `evaluate_passkey`.
+    Arguments and errors as for `evaluate_passkey`.
 
     Returns:
-        One cell per kind and length: the mean recall, the share of full answers with its Wilson
-        interval, and every sample's record.
+        One cell per kind and length: the mean recall, the share of complete answers with its
+        Wilson interval, and the record of every sample.
     """
     check_settings(settings)
-    every = {
-        (kind, length): needle_prompts(tokenizer, settings, kind, length)
+    prompts = {
+        (kind, length): needle_prompts(subject.tokenizer, settings, kind, length)
         for kind in settings.kinds
         for length in settings.lengths
     }
     cells = []
-    for (kind, length), prompts in every.items():
-        cell = answered_cell(
-            model,
-            tokenizer,
-            prompts,
+    for (kind, length), asked in prompts.items():
+        about = {
+            "task": "needles",
+            "kind": kind,
+            "length": length,
+            "count": settings.count,
+            "seed": settings.seed,
+        }
+        cell = answer_prompts(
+            subject,
+            asked,
             lambda answer, prompt: {"recall": recall(answer, prompt.facts["expected"])},
             settings,
-            {
-                "task": "needles",
-                "kind": kind,
-                "length": length,
-                "count": settings.count,
-                "seed": settings.seed,
-            },
-            scaling=scaling,
-            factor=factor,
-            name=name,
-            identity=identity,
-            journal=journal,
-            progress=progress,
+            about,
+            session,
         )
         recalls = [record["recall"] for record in cell["samples"]]
         full = recalls.count(1.0)
@@ -159,3 +136,13 @@ def evaluate_needles(
             }
         )
     return cells
+
+
+TASK = Task(
+    "needles",
+    "Needles of RULER's kinds: one or several facts in a long prompt, and chains of variables.",
+    NeedleSettings,
+    evaluate_needles,
+    check_settings,
+    lambda settings: prompt_costs(settings) * len(settings.kinds),
+)

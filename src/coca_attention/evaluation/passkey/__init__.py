@@ -1,17 +1,5 @@
-"""Passkey retrieval (CoCA paper, App. B.1). README.md beside this file says what is measured."""
+"""Passkey retrieval (CoCA paper, App. B.1). README.md in this folder describes the task."""
 
-from coca_attention.evaluation.passkey.task import (
-    PasskeySettings,
-    check_settings,
-    evaluate_passkey,
-    is_hit,
-    passkey_prompts,
-)
+from coca_attention.evaluation.passkey.task import TASK, PasskeySettings, evaluate_passkey
 
-__all__ = [
-    "PasskeySettings",
-    "check_settings",
-    "evaluate_passkey",
-    "is_hit",
-    "passkey_prompts",
-]
+__all__ = ["TASK", "PasskeySettings", "evaluate_passkey"]

@@ -1,7 +1,7 @@
-"""Tokens that long context helps with, after LongPPL (arXiv 2410.23771).
+"""Tokens that need long context, after LongPPL (arXiv 2410.23771).
 
-Most tokens can be predicted from the few before them, and drown the others in an average. A model
-that is good at long context says which tokens are the others; every model is then judged on those.
+Most tokens can be predicted from a short context and dominate an average over all tokens. A model
+that is good at long context (the evaluator) selects the others; all models are scored on those.
 """
 
 from collections.abc import Sequence
@@ -31,24 +31,24 @@ def key_tokens(
     least: float = -2.0,
     batch_tokens: int = 8192,
 ) -> list[Tensor]:
-    """Which tokens of every document the evaluator predicts from far away only.
+    """Tokens of every document that the evaluator predicts from the long context only.
 
-    A token is a key token if the evaluator's log-probability of it gains more than ``gain`` nats
-    from reading ``window`` tokens in place of ``short``, and is above ``least`` then.
+    A token is a key token if its log-probability increases by more than ``gain`` nats when the
+    evaluator reads ``window`` tokens instead of ``short``, and then is above ``least``.
 
     Args:
         evaluator: A causal language model that reads ``window`` tokens well.
         documents: Token documents.
         window: The long context, in tokens.
         short: The short context, in tokens.
-        stride: Tokens judged in one pass of the long context.
-        first_target: Index of the first judged token.
-        gain: See above, in nats.
-        least: See above, in nats.
-        batch_tokens: Tokens read at once.
+        stride: Tokens scored in one pass of the long context.
+        first_target: Index of the first scored token.
+        gain: Minimum gain in nats.
+        least: Minimum log-probability in nats.
+        batch_tokens: Tokens per batch; a batch has at least one window.
 
     Returns:
-        One boolean tensor (length,) a document.
+        One boolean tensor (length,) per document.
     """
     found = []
     for size, step in ((window, stride), (short, max(1, min(short // 8, stride)))):
@@ -63,7 +63,7 @@ def key_tokens(
             per_token=scores,
         )
         found.append(scores)
-    # A comparison with NaN, of tokens that were not judged, is false.
+    # Tokens that were not scored are NaN; comparisons with NaN are false.
     return [
         (near.nats - far.nats > gain) & (-far.nats > least)
         for far, near in zip(*found, strict=True)
@@ -73,21 +73,21 @@ def key_tokens(
 def load_evaluator(
     path: str, tokenizer: PreTrainedTokenizerBase, *, dtype: str = "float32", device: str | None
 ) -> nn.Module:
-    """The evaluator of a folder or name.
+    """Load the evaluator from a folder or by name.
 
     Raises:
-        UserError: If its tokenizer is another one, so that its tokens would not be the same.
+        UserError: If its tokenizer differs from ``tokenizer``.
     """
     if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
         raise UserError(
-            f"{path}: the evaluator of key tokens has another tokenizer than the model that is "
-            "judged; both have to share one"
+            f"{path}: the evaluator of key tokens has another tokenizer than the model; choose an "
+            "evaluator that shares the model's tokenizer"
         )
     return load_model(path, dtype=dtype, device=device)
 
 
 def key_nats(scores: Sequence[TokenScores], keys: Sequence[Tensor]) -> tuple[float, int]:
-    """Nats and number of the key tokens that were judged."""
+    """Nats and number of the scored key tokens."""
     nats, tokens = 0.0, 0
     for score, mask in zip(scores, keys, strict=True):
         chosen = mask & (score.read > 0)
@@ -97,7 +97,7 @@ def key_nats(scores: Sequence[TokenScores], keys: Sequence[Tensor]) -> tuple[flo
 
 
 def fingerprint(keys: Sequence[Tensor]) -> list[int]:
-    """Numbers of key tokens and their weighted places: what tells one choice from another."""
+    """Counts and position sums of the key tokens: identifies a selection in the journal."""
     return [
         int(part)
         for mask in keys

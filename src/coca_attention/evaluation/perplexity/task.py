@@ -1,21 +1,20 @@
-"""The perplexity task: a model, a text, and window sizes in; plain JSON values out."""
+"""The perplexity task: text, windows and evaluation."""
 
 import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from coca_attention.data import SourceSettings, encode_documents, held_out
 from coca_attention.errors import UserError
 from coca_attention.evaluation.generation import rotary_scaling_for
-from coca_attention.evaluation.journal import Journal
 from coca_attention.evaluation.perplexity.keys import (
     fingerprint,
     key_nats,
@@ -25,54 +24,69 @@ from coca_attention.evaluation.perplexity.keys import (
 from coca_attention.evaluation.perplexity.score import (
     TokenDocument,
     TokenScores,
-    bootstrap_interval,
     by_tokens_read,
-    perplexity,
     score_documents,
 )
 from coca_attention.evaluation.perplexity.windows import check_sizes, shared_first_target
-from coca_attention.models import training_length
-
-Scaling = Literal["none", "linear", "ntk", "dynamic"]
+from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
+from coca_attention.intervals import LARGEST_EXPONENT, bootstrap_interval, perplexity
 
 
 @dataclass
 class TextSettings(SourceSettings):
-    """Which text a model is judged on."""
+    """Which text to score."""
 
     held_out: float = 0.0
-    """Read only this held-out share of the documents, as a recipe of the same value left it."""
+    """Read only this held-out share of the documents: the one that a recipe with the same value
+    leaves out of training."""
     max_documents: int | None = None
-    """Judge at most this many documents."""
+    """Maximum number of documents."""
     max_tokens: int | None = None
-    """Cut every document to this many tokens."""
+    """Truncate every document to this many tokens."""
     skip_short: bool = False
-    """Leave out documents shorter than the largest window, in place of an error."""
+    """Skip documents shorter than the largest window instead of reporting an error."""
 
 
 @dataclass
 class WindowSettings:
-    """Which windows a model reads through."""
+    """Which windows the text is read through."""
 
     windows: list[int] = field(default_factory=lambda: [512])
-    """Window sizes in tokens read at once."""
+    """Window sizes: tokens read in one pass."""
     stride: int | None = None
-    """Tokens judged in one pass; by default the smallest window."""
+    """Tokens scored in one pass; by default the smallest window."""
     targets: Literal["shared", "all"] = "shared"
-    """shared: the same last tokens at every window; all: every token but the first, once."""
+    """shared: the same last tokens at every window; all: every token except the first, once."""
     attend_last: int | None = None
-    """Also judge the model when it may read the last so many tokens only."""
+    """Also score the tokens with only this many tokens of context."""
     batch_tokens: int = 8192
-    """Tokens read at once, at least one window."""
+    """Tokens per batch; a batch has at least one window."""
     positions: int | None = None
-    """Also say what tokens cost by how many were read before them, in so many ranges."""
+    """Also report perplexity by the number of tokens read before, in this many ranges."""
     key_model: str | None = None
-    """Also judge key tokens: those that this model (folder or name, same tokenizer) predicts from
-    the largest window and not from key_short tokens."""
+    """Also report perplexity on key tokens: those that this model (folder or name, same tokenizer)
+    predicts from the largest window but not from key_short tokens."""
     key_short: int = 64
-    """The short context that key tokens cannot be predicted from."""
+    """Length in tokens of the short context that does not suffice to predict key tokens."""
     seed: int = 0
-    """Seed of the bootstrap."""
+    """Random seed of the bootstrap."""
+
+
+@dataclass
+class PerplexitySettings(TextSettings, WindowSettings):
+    """Which text to score, and the windows it is read through."""
+
+
+def check_text(settings: TextSettings, at_least: int) -> None:
+    """Raise UserError unless the numbers are in range and allow ``at_least`` tokens."""
+    check_at_least(settings, 1, "max_documents", "max_tokens")
+    if not 0 <= settings.held_out <= 1:
+        raise UserError(f"held_out must lie between 0 and 1, got {settings.held_out}")
+    if settings.max_tokens is not None and settings.max_tokens < at_least:
+        raise UserError(
+            f"max_tokens cuts documents to {settings.max_tokens} tokens and the largest window "
+            f"needs {at_least}: increase max_tokens, or use smaller windows"
+        )
 
 
 def load_text(
@@ -83,22 +97,12 @@ def load_text(
     Args:
         settings: Which documents.
         tokenizer: The model's tokenizer; no special tokens are added.
-        at_least: Tokens that a document needs.
+        at_least: Minimum number of tokens in a document.
 
     Raises:
-        UserError: If a document is shorter and short ones are not to be left out, or none is left.
+        UserError: If a document is shorter and ``skip_short`` is off, or no document is left.
     """
-    for name in ("max_documents", "max_tokens"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
-    if not 0 <= settings.held_out <= 1:
-        raise UserError(f"held_out must lie between 0 and 1, got {settings.held_out}")
-    if settings.max_tokens is not None and settings.max_tokens < at_least:
-        raise UserError(
-            f"max_tokens cuts documents to {settings.max_tokens} tokens and the largest window "
-            f"needs {at_least}: cut less, or use smaller windows"
-        )
+    check_text(settings, at_least)
     documents = settings.documents()
     if settings.held_out:
         documents = (d for d in documents if held_out(d, settings.held_out))
@@ -113,7 +117,7 @@ def load_text(
             if not settings.skip_short:
                 raise UserError(
                     f"document {document.id!r} has {len(ids)} tokens and the largest window needs "
-                    f"{at_least}: use smaller windows, or leave short documents out "
+                    f"{at_least}: use smaller windows, or skip short documents "
                     "(--skip-short)"
                 )
             continue
@@ -127,7 +131,7 @@ def load_text(
 
 
 def tokens_needed(settings: WindowSettings) -> int:
-    """Tokens that a document must have so that every window is filled."""
+    """Minimum number of tokens in a document: the largest window and one target."""
     return max(settings.windows) + 1
 
 
@@ -155,36 +159,37 @@ def check_settings(settings: WindowSettings) -> int:
             f"key_short must be at least 1 token and less than the largest window, got "
             f"{settings.key_short}"
         )
-    if settings.batch_tokens < 1:
-        raise UserError(f"batch_tokens must be at least 1, got {settings.batch_tokens}")
+    check_at_least(settings, 1, "batch_tokens")
     return stride
 
 
 def load_keys(
-    settings: WindowSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[TokenDocument],
-    *,
-    dtype: str = "float32",
-    device: str | None = None,
+    settings: WindowSettings, subject: Subject, documents: Sequence[TokenDocument]
 ) -> list[Tensor] | None:
-    """The key tokens that the settings' evaluator finds; None where they name none.
+    """The key tokens that ``settings.key_model`` finds; None without one.
 
     Args:
-        settings: Windows and evaluator.
-        tokenizer: That of the models to be judged.
+        settings: Windows and the evaluator.
+        subject: The model whose tokenizer, precision and device the evaluator shares.
         documents: Token documents.
-        dtype: Precision of the evaluator.
-        device: Where it runs.
+
+    Returns:
+        One boolean tensor (length,) per document.
 
     Raises:
-        UserError: If the evaluator cannot be loaded, has another tokenizer, or finds none.
+        UserError: If the evaluator cannot be loaded, has another tokenizer, or finds no key token.
     """
     if settings.key_model is None:
         return None
     stride, window = check_settings(settings), max(settings.windows)
+    evaluator = load_evaluator(
+        settings.key_model,
+        subject.tokenizer,
+        dtype=str(subject.model.dtype).removeprefix("torch."),
+        device=str(subject.model.device),
+    )
     keys = key_tokens(
-        load_evaluator(settings.key_model, tokenizer, dtype=dtype, device=device),
+        evaluator,
         documents,
         window=window,
         short=settings.key_short,
@@ -195,100 +200,89 @@ def load_keys(
     if not any(mask.any() for mask in keys):
         raise UserError(
             f"{settings.key_model} predicts no token of this text better from {window} tokens "
-            f"than from {settings.key_short}: it is no judge of long context"
+            f"than from {settings.key_short}: choose an evaluator that uses long context"
         )
     return keys
 
 
 def evaluate_perplexity(
-    model: PreTrainedModel,
+    subject: Subject,
     documents: Sequence[TokenDocument],
     settings: WindowSettings,
+    session: Session,
     *,
-    scaling: Scaling = "none",
-    factor: float = 1.0,
-    name: str = "model",
-    identity: str = "",
-    journal: Journal | None = None,
     keys: Sequence[Tensor] | None = None,
-    progress: Callable[[str, int, int], Any] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Cell]:
     """Perplexity at every window size.
 
     Args:
-        model: A causal language model of Transformers.
+        subject: The model.
         documents: Token documents, each of at least `tokens_needed` tokens.
         settings: Windows, stride, targets.
-        scaling: Rotary scaling; ``ntk`` fixes the base from each window's size, ``none`` leaves
-            the model as it was loaded.
-        factor: The scaling's factor.
-        name: What the results call the model.
-        identity: What tells the model from others in the journal (`fingerprint`).
-        journal: Where finished cells are kept, and found again.
-        keys: The key tokens of every document (`load_keys`), to be judged apart as well.
-        progress: Called with a label, the tokens judged so far and the tokens to judge.
+        session: Rotary scaling, journal and progress; ``ntk`` computes the base from each
+            window's size.
+        keys: The key tokens of every document (`load_keys`), to be scored separately too.
 
     Returns:
         One cell per window, and one for ``attend_last``: plain JSON values, None for infinity.
 
     Raises:
-        UserError: If sizes do not fit, a document is too short, or the model cannot be scaled so.
+        UserError: If the sizes do not fit, a document is too short, or the model does not support
+            the scaling.
     """
     stride = check_settings(settings)
     if not documents:
-        raise UserError("no documents to judge")
+        raise UserError("no documents to score")
     for document in documents:
         if len(document.tokens) < tokens_needed(settings):
             raise UserError(
                 f"document {document.id!r} has {len(document.tokens)} tokens and the largest "
                 f"window needs {tokens_needed(settings)}"
             )
-    journal = journal if journal is not None else Journal()
-    trained = training_length(model.config.get_text_config())
     first = shared_first_target(settings.windows, stride) if settings.targets == "shared" else 1
     texts = [[d.id, hashlib.sha256(d.tokens.numpy().tobytes()).hexdigest()] for d in documents]
-    runs: list[tuple[int, int, str]] = [(window, stride, scaling) for window in settings.windows]
+    text = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+    total = sum(len(document.tokens) - first for document in documents)
+    runs = [(window, stride, str(session.scaling)) for window in settings.windows]
     if settings.attend_last is not None:
-        # Read anew every eighth of the window, so that each token has 7/8 to all of it before it.
+        # With a stride of an eighth, every token has at least 7/8 of the window before it.
         last = settings.attend_last
         runs.append((last, min(max(1, last // 8), stride), "attend-last"))
     cells = []
     for window, run_stride, kind in runs:
-        total = sum(len(document.tokens) - first for document in documents)
         applied = "none" if kind == "attend-last" else kind
-        about = {
+        factor = float(session.factor) if applied != "none" else None
+        key = {
             "task": "perplexity",
-            "model": identity or name,
-            "scaling": [kind, float(factor) if applied != "none" else None],
+            "model": subject.identity,
+            "scaling": [kind, factor],
             "window": [window, run_stride, first],
             "targets": settings.targets,
-            "text": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
+            "text": text,
             "seed": settings.seed,
             "positions": settings.positions,
             "keys": None if keys is None else fingerprint(keys),
         }
         done = 0
-        label = f"{name} {kind} {window}"
-        kept = journal.get(about)
-        if kept is not None:
-            cells.append({**kept, "model": name})
-            if progress is not None:
-                progress(label, total, total)
+        label = f"{subject.name} {kind} {window}"
+        found = session.journal.get(key)
+        if found is not None:
+            cells.append({**found, **subject.facts})
+            session.progress(label, total, total)
             continue
 
-        def advance(tokens: int, label: str = label, total: int = total) -> None:
+        def advance(tokens: int, label: str = label) -> None:
             nonlocal done
             done += tokens
-            if progress is not None:
-                progress(label, done, total)
+            session.progress(label, done, total)
 
         started = time.perf_counter()
         per_token = None
         if settings.positions or keys is not None:
             per_token = [TokenScores(len(document.tokens)) for document in documents]
-        with rotary_scaling_for(model, applied, factor, window) as rope:
+        with rotary_scaling_for(subject.model, applied, session.factor, window) as rope:
             scores = score_documents(
-                model,
+                subject.model,
                 documents,
                 window=window,
                 stride=run_stride,
@@ -297,19 +291,17 @@ def evaluate_perplexity(
                 per_token=per_token,
                 progress=advance,
             )
-        value = perplexity(scores)
         interval = bootstrap_interval(scores, seed=settings.seed)
         cell = {
             "task": "perplexity",
-            "model": name,
-            "training_length": trained,
+            **subject.facts,
             "scaling": kind,
-            "factor": float(factor) if applied != "none" else None,
+            "factor": factor,
             "rope_parameters": rope,
             "window": window,
             "stride": run_stride,
             "targets": settings.targets,
-            "perplexity": _number(value),
+            "perplexity": _number(perplexity(scores)),
             "ci95": list(interval) if interval else None,
             "nats": _number(sum(score.nats for score in scores)),
             "tokens": sum(score.tokens for score in scores),
@@ -318,18 +310,52 @@ def evaluate_perplexity(
             "documents": [{**asdict(s), "nats": _number(s.nats)} for s in scores],
         }
         if per_token is not None and settings.positions is not None and kind != "attend-last":
-            found = by_tokens_read(per_token, window, settings.positions)
-            cell["by_position"] = [{**b, "nats": _number(b["nats"])} for b in found]
+            buckets = by_tokens_read(per_token, window, settings.positions)
+            cell["by_position"] = [{**b, "nats": _number(b["nats"])} for b in buckets]
         if per_token is not None and keys is not None:
             nats, tokens = key_nats(per_token, keys)
             mean = nats / tokens if tokens else math.inf
             cell["key_tokens"] = tokens
-            cell["key_perplexity"] = _number(math.exp(mean)) if mean < 700 else None
-        journal.put(about, cell)
+            cell["key_perplexity"] = _number(math.exp(mean)) if mean < LARGEST_EXPONENT else None
+        session.journal.put(key, cell)
         cells.append(cell)
     return cells
 
 
 def _number(value: float) -> float | None:
-    """None for infinity, which JSON cannot say."""
+    """None for infinity, which JSON cannot represent."""
     return value if math.isfinite(value) else None
+
+
+def _check(settings: PerplexitySettings) -> None:
+    check_settings(settings)
+    check_text(settings, tokens_needed(settings))
+
+
+def _cost(settings: PerplexitySettings) -> list[int]:
+    """Tokens read for each cell; by default for 50 documents of twice the last window."""
+    stride = check_settings(settings)
+    per_token = [window // stride + 1 for window in settings.windows]
+    if settings.attend_last is not None:
+        per_token.append(8)
+    tokens = (settings.max_documents or 50) * (settings.max_tokens or 2 * settings.windows[-1])
+    return [cost * tokens for cost in per_token]
+
+
+def _evaluate(subject: Subject, settings: PerplexitySettings, session: Session) -> list[Cell]:
+    documents = subject.cached(
+        f"text {settings}",
+        lambda: load_text(settings, subject.tokenizer, at_least=tokens_needed(settings)),
+    )
+    keys = subject.cached(f"keys {settings}", lambda: load_keys(settings, subject, documents))
+    return evaluate_perplexity(subject, documents, settings, session, keys=keys)
+
+
+TASK = Task(
+    "perplexity",
+    "Perplexity of a Transformers causal language model under sliding windows.",
+    PerplexitySettings,
+    _evaluate,
+    _check,
+    _cost,
+)

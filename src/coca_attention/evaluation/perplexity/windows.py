@@ -1,4 +1,4 @@
-"""Which tokens a sliding window reads and which it is judged on: pure arithmetic, no model."""
+"""Which tokens each position of a sliding window reads and scores: pure arithmetic, no model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from coca_attention.errors import UserError
 
 @dataclass(frozen=True)
 class Window:
-    """One forward pass over tokens[start:stop], judged on tokens[first_target:stop + 1].
+    """One forward pass over tokens[start:stop] that scores tokens[first_target:stop + 1].
 
     Token i is predicted from the tokens before it, so the last input, stop - 1, predicts token
     stop.
@@ -25,25 +25,25 @@ class Window:
 
     @property
     def targets(self) -> int:
-        """Number of tokens predicted that count."""
+        """Number of tokens scored."""
         return self.stop + 1 - self.first_target
 
 
 def sliding_windows(
     length: int, window: int, stride: int, first_target: int = 1
 ) -> Iterator[Window]:
-    """Windows that judge every token from ``first_target`` on exactly once.
+    """Windows that together score every token from ``first_target`` on exactly once.
 
-    The targets are cut into runs of ``stride`` tokens, the last run may be shorter. A run is
-    predicted by the ``window`` tokens that end just before its last target, or by all there are.
-    So every target with that much text before it has between window - stride + 1 and window
-    tokens of context, whatever its run.
+    The targets are split into runs of ``stride`` tokens; the last run can be shorter. Each run is
+    predicted from the ``window`` tokens that end just before its last target, or from fewer at the
+    beginning of the document. A target with enough text before it therefore has between
+    window - stride + 1 and window tokens of context.
 
     Args:
         length: Tokens in the document.
-        window: Most tokens read in one pass.
+        window: Maximum number of tokens read in one pass.
         stride: Targets of one pass.
-        first_target: Index of the first target; 0 has no context and cannot be one.
+        first_target: Index of the first target, at least 1: token 0 has no context.
 
     Raises:
         UserError: If a size is out of range.
@@ -69,6 +69,6 @@ def check_sizes(window: int, stride: int) -> None:
         raise UserError(f"the stride must be at least 1 token, got {stride}")
     if stride > window:
         raise UserError(
-            f"the stride ({stride} tokens) must not exceed the window ({window}): tokens in "
-            "between would never be predicted"
+            f"the stride ({stride} tokens) must not exceed the window ({window}): the tokens in "
+            "between would never be scored"
         )

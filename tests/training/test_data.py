@@ -1,8 +1,7 @@
-"""From a recipe to blocks: mixtures, documents kept apart, processes, going on in the middle."""
+"""From a recipe to blocks: mixtures, documents kept apart, several processes, resuming."""
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +13,8 @@ from torch.utils.data import DataLoader
 from coca_attention.data import BlockDataset, DataError, PasskeyBlocks, read_documents, token_array
 from coca_attention.errors import UserError
 from coca_attention.training import load_recipe
-from coca_attention.training.blocks import (
-    check_separable,
-    check_sources,
-    epochs_read,
-    training_blocks,
-    training_documents,
-    training_texts,
-)
+from coca_attention.training.data import check_sources, load_data, training_documents
+from coca_attention.training.model import check_separable
 from conftest import CONFIGS, some_text, tiny_model
 
 
@@ -52,20 +45,19 @@ def recipe(mixture=None, **changes):
     )
 
 
-def blocks_of(chosen, tokenizer):
-    return training_blocks(chosen, training_texts(chosen, tokenizer), tokenizer)
-
-
-def test_one_source_gives_the_blocks_it_always_gave(text_folder, tokenizer, tmp_path):
-    """Cached or not: the consecutive blocks of the joined documents, in order, in whole batches."""
+def test_one_source_gives_consecutive_blocks_in_whole_batches(text_folder, tokenizer, tmp_path):
+    """With and without a cache."""
     tokens = token_array(read_documents(str(text_folder)), tokenizer)
     expected = BlockDataset(tokens, 16)
     for cache in (str(tmp_path), "null"):
         chosen = recipe(data__source=text_folder, data__cache=cache)
-        texts = training_texts(chosen, tokenizer)
-        assert texts["text"].sha256 == hashlib.sha256(tokens.data).hexdigest()
-        assert isinstance(texts["text"].tokens, np.memmap) == (cache != "null")
-        found = training_blocks(chosen, texts, tokenizer)
+        data = load_data(chosen, tokenizer)
+        sha256 = hashlib.sha256(tokens.data).hexdigest()
+        assert data.fingerprint == {"text": {"tokens": len(tokens), "sha256": sha256}}
+        found = data.blocks
+        assert isinstance(found.dataset.tokens, np.memmap) == (cache != "null")
+        assert data.validation is None and not data.is_ordered
+        assert data.epochs == {"text": 30 * 8 / len(found)}
         assert len(found) == len(expected) // 8 * 8
         for index in range(len(found)):
             item = found[index]
@@ -74,42 +66,39 @@ def test_one_source_gives_the_blocks_it_always_gave(text_folder, tokenizer, tmp_
 
 
 def test_a_mixture_has_the_shares_of_its_recipe(sources, tokenizer):
-    chosen = recipe(sources)
-    found = blocks_of(chosen, tokenizer)
-    assert len(found) == 30 * 8
+    data = load_data(recipe(sources), tokenizer)
+    found = data.blocks
+    assert data.is_ordered and len(found) == 30 * 8
     z = tokenizer("zz", add_special_tokens=False)["input_ids"][-1]
     code = [bool((found[index]["input_ids"] == z).any()) for index in range(len(found))]
     assert sum(code) == 60
     assert all(sum(code[step * 8 : step * 8 + 8]) == 2 for step in range(30))
-    epochs = epochs_read(chosen, found)
-    assert list(epochs) == ["text", "code"]
-    assert epochs["code"] > 2 > 1 > epochs["text"] > 0
+    assert list(data.epochs) == list(data.fingerprint) == ["text", "code"]
+    assert data.epochs["code"] > 2 > 1 > data.epochs["text"] > 0
 
 
 def test_passkey_texts_take_their_share_of_a_mixture(sources, tokenizer):
-    chosen = recipe(sources, data__block_length=300, data__passkey_share=0.5)
-    found = blocks_of(chosen, tokenizer)
-    epochs = epochs_read(chosen, found)
-    assert list(epochs) == ["text", "code", "passkey"] and epochs["passkey"] == 1.0
-    assert isinstance(found.sources[2], PasskeyBlocks)
-    assert found.read[-1].tolist() == [90, 30, 120]
+    data = load_data(recipe(sources, data__block_length=300, data__passkey_share=0.5), tokenizer)
+    assert list(data.epochs) == ["text", "code", "passkey"] and data.epochs["passkey"] == 1.0
+    assert isinstance(data.blocks.sources[2], PasskeyBlocks)
+    assert data.blocks.read[-1].tolist() == [90, 30, 120]
 
 
-def test_a_stream_in_a_mixture_is_read_as_far_as_its_share_asks(sources, tokenizer, tmp_path):
+def test_a_stream_in_a_mixture_is_read_as_far_as_its_share_needs(sources, tokenizer, tmp_path):
     pytest.importorskip("datasets")
     folder = tmp_path / "dataset"
     folder.mkdir()
     lines = [json.dumps({"text": some_text(100, seed=i)}) for i in range(100)]
     (folder / "train.jsonl").write_text("\n".join(lines))
     sources["text"]["source"] = f"hf:{folder}"
-    texts = training_texts(recipe(sources), tokenizer)
-    assert len(texts["text"].tokens) == 180 * 16 + 1
-    sources["text"]["max_tokens"] = 100
-    assert len(training_texts(recipe(sources), tokenizer)["text"].tokens) == 100
+    for limit, expected in ((None, 180 * 16 + 1), (100, 100)):
+        sources["text"]["max_tokens"] = limit
+        data = load_data(recipe(sources), tokenizer)
+        assert data.fingerprint["text"]["tokens"] == expected
 
 
 def test_a_tokenizer_sees_every_source(sources, monkeypatch):
-    monkeypatch.setattr("coca_attention.training.blocks.TOKENIZER_CHARACTERS", 400)
+    monkeypatch.setattr("coca_attention.training.data.TOKENIZER_CHARACTERS", 400)
     texts = [document.text for document in training_documents(recipe(sources).data)]
     assert len(texts) == 1 + 2  # up to 300 characters of one, 100 of the other
     assert "alpha" in texts[0] and texts[1].startswith("zz")
@@ -118,15 +107,15 @@ def test_a_tokenizer_sees_every_source(sources, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"code": {"weight": 0.2}}, r"must sum to 1, got 0\.75 \+ 0\.2 = 0\.95"),
-        ({"code": {"weight": 0}}, r"data\.mixture\.code needs a weight above 0"),
-        ({"code": {"weight": -0.25}}, r"data\.mixture\.code needs a weight above 0"),
-        ({"code": {"source": ""}}, r"data\.mixture\.code names no source"),
+        ({"code": {"weight": 0.2}}, r"data\.mixture needs .* sum to 1, got 0\.75 \+ 0\.2 = 0\.95"),
+        ({"code": {"weight": 0}}, r"data\.mixture\.code\.weight must be above 0, got 0"),
+        ({"code": {"weight": -0.25}}, r"data\.mixture\.code\.weight must be above 0"),
+        ({"code": {"source": ""}}, r"data\.mixture\.code\.source is missing"),
         ({"code": {"sauce": "x"}}, r"sauce"),
-        ({"code": {"max_tokens": 0}}, r"max_tokens must be at least 1"),
+        ({"code": {"max_tokens": 0}}, r"data\.mixture\.code\.max_tokens must be at least 1"),
     ],
 )
-def test_unfit_mixtures_are_refused(sources, change, message):
+def test_invalid_mixtures_are_rejected(sources, change, message):
     for name, fields in change.items():
         sources[name].update(fields)
     with pytest.raises(UserError, match=message) as raised:
@@ -134,36 +123,36 @@ def test_unfit_mixtures_are_refused(sources, change, message):
     assert "\n" not in str(raised.value)
 
 
-def test_a_mixture_beside_one_source_is_refused(sources):
-    with pytest.raises(UserError, match=r"data\.source is given beside data\.mixture"):
+def test_a_mixture_beside_one_source_is_rejected(sources):
+    with pytest.raises(UserError, match=r"data\.source cannot be combined with data\.mixture"):
         recipe(sources, data__source="books")
-    with pytest.raises(UserError, match=r"data\.max_tokens is given beside data\.mixture"):
+    with pytest.raises(UserError, match=r"data\.max_tokens cannot be combined with data"):
         recipe(sources, data__max_tokens=10)
 
 
-def test_weights_that_sum_to_1_but_for_rounding_are_taken(sources):
+def test_weights_may_sum_to_1_up_to_rounding(sources):
     sources["text"]["weight"] = 0.7500004
     assert recipe(sources).data.mixture["text"].weight == 0.7500004
 
 
-def test_missing_and_empty_sources_are_refused_by_name(sources, tokenizer, tmp_path):
+def test_missing_and_empty_sources_are_rejected_by_name(sources, tokenizer, tmp_path):
     sources["code"]["source"] = str(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*nowhere: no such file"):
         check_sources(recipe(sources))
     (tmp_path / "empty.jsonl").write_text("")
     sources["code"]["source"] = str(tmp_path / "empty.jsonl")
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*the file is empty"):
-        training_texts(recipe(sources), tokenizer)
+        load_data(recipe(sources), tokenizer)
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*the file is empty"):
         list(training_documents(recipe(sources).data))
     (tmp_path / "short.txt").write_text("few")
     sources["code"]["source"] = str(tmp_path / "short.txt")
-    with pytest.raises(UserError, match=r"code: the training text has .* fewer than one block"):
-        blocks_of(recipe(sources), tokenizer)
+    with pytest.raises(DataError, match=r"code: the text has .* fewer than one block"):
+        load_data(recipe(sources), tokenizer)
 
 
 def batches(dataset, processes: int, process: int, skipped: int = 0) -> list[list[list[int]]]:
-    """What Accelerate hands one of several processes: its batches of 2 blocks, as token ids."""
+    """The batches that Accelerate gives one of several processes, as token ids."""
     loader = prepare_data_loader(
         DataLoader(dataset, batch_size=8 // processes, drop_last=True),
         num_processes=processes,
@@ -175,7 +164,7 @@ def batches(dataset, processes: int, process: int, skipped: int = 0) -> list[lis
 
 
 def test_processes_read_disjoint_parts_of_the_same_global_batch(sources, tokenizer):
-    found = blocks_of(recipe(sources), tokenizer)
+    found = load_data(recipe(sources), tokenizer).blocks
     one = batches(found, 1, 0)
     parts = [batches(found, 2, process) for process in range(2)]
     assert len(one) == len(parts[0]) == len(parts[1]) == 30
@@ -183,14 +172,14 @@ def test_processes_read_disjoint_parts_of_the_same_global_batch(sources, tokeniz
         assert parts[0][step] + parts[1][step] == whole
 
 
-def test_going_on_in_the_middle_begins_with_the_very_next_block(sources, tokenizer):
-    found = blocks_of(recipe(sources), tokenizer)
-    again = blocks_of(recipe(sources), tokenizer)  # as a new start makes it
+def test_a_resumed_run_continues_with_the_next_block(sources, tokenizer):
+    found = load_data(recipe(sources), tokenizer).blocks
+    again = load_data(recipe(sources), tokenizer).blocks  # as after a restart
     assert batches(again, 1, 0, skipped=13) == batches(found, 1, 0)[13:]
     assert batches(again, 2, 1, skipped=13) == batches(found, 2, 1)[13:]
 
 
-def test_positions_begin_anew_and_no_target_crosses_a_border():
+def test_positions_restart_and_no_target_crosses_a_border():
     end = 9
     tokens = np.array([1, 2, end, 3, end, end, 4, 5, 6, 7], dtype=np.uint16)
     item = BlockDataset(tokens, 9, end=end)[0]
@@ -234,7 +223,7 @@ def test_models_that_keep_documents_apart_pass_the_check(kind):
     assert model.training
 
 
-def test_a_model_that_does_not_keep_documents_apart_is_refused():
+def test_a_model_that_does_not_keep_documents_apart_is_rejected():
     model = tiny_model("rope")
     forward = model.forward
 
@@ -253,11 +242,9 @@ def test_passkey_blocks_can_be_kept_apart_too(tokenizer):
     assert (item["position_ids"][ends[:-1] + 1] == 0).all()
 
 
-def test_a_cache_is_not_made_twice_by_two_recipes_of_one_text(text_folder, tokenizer, tmp_path):
+def test_two_recipes_with_the_same_text_share_a_cache(text_folder, tokenizer, tmp_path):
     folder = tmp_path / "cache"
     for steps in (5, 9):
-        training_texts(
-            recipe(data__source=text_folder, data__cache=folder, training__steps=steps), tokenizer
-        )
+        chosen = recipe(data__source=text_folder, data__cache=folder, training__steps=steps)
+        load_data(chosen, tokenizer)
     assert len(list(Path(folder, "tokens").glob("*.bin"))) == 1
-    shutil.rmtree(folder)

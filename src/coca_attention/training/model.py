@@ -1,6 +1,6 @@
-"""From a recipe to a Transformers model: drawn, or begun from a trained one; and what of it learns.
+"""From a recipe to a Transformers model: new or from a trained one, and which parameters train.
 
-A model that is begun from a trained one is converted where the recipe asks for another attention.
+A trained model is converted if the recipe asks for a different attention.
 """
 
 from typing import Any
@@ -25,16 +25,15 @@ from coca_attention.models.decoder import CollinearForCausalLM
 from coca_attention.models.loading import load_model
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.ops import FORMS
-from coca_attention.training.blocks import check_separable
-from coca_attention.training.recipe import ModelRecipe, Recipe, StageRecipe
+from coca_attention.training.recipe import Recipe
+from coca_attention.training.sections import ModelRecipe, StageRecipe
 
-# Modules of an attention layer that learn, by what a stage says it trains.
-LEARNING = {
+# Modules of an attention layer to train, by a stage's setting `train`.
+TRAINED = {
     "t": ("t_proj", "t_norm"),
     "qt": ("q_proj", "q_norm", "t_proj", "t_norm"),
     "qtv": ("q_proj", "q_norm", "t_proj", "t_norm", "v_proj"),
 }
-
 
 CALIBRATION_TOKENS = 8192
 
@@ -42,12 +41,12 @@ CALIBRATION_TOKENS = 8192
 def make_model(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, blocks: Dataset
 ) -> PreTrainedModel:
-    """The model that a recipe's training begins with, in float32.
+    """The model that training starts from, in float32.
 
     Args:
         recipe: The recipe.
         tokenizer: Its tokenizer.
-        blocks: The run's blocks; T projections are calibrated on some of them.
+        blocks: The run's blocks; ``init: calibrated`` fits T projections on some of them.
 
     Raises:
         UserError: If ``model.start`` cannot be loaded or converted, or does not fit the recipe.
@@ -57,8 +56,8 @@ def make_model(
             model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
         )
     else:
-        model = _started(recipe.model, recipe.model.start, len(tokenizer), blocks)
-        _extend(model, recipe)
+        model = _load_start(recipe.model, recipe.model.start, len(tokenizer), blocks)
+        _extend_length(model, recipe)
     if recipe.model.interpolation is not None:
         set_rotary_scaling(model, "linear", factor=recipe.model.interpolation)
     if recipe.data.separate_documents:
@@ -67,40 +66,42 @@ def make_model(
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """How a model attends, in a recipe's words: a form of CoCA, ``alibi`` or ``rope``."""
+    """A model's attention as in a recipe: the name of a CoCA form, ``alibi`` or ``rope``."""
     if isinstance(model, CollinearForCausalLM):
         return model.config.coca_form
     return "alibi" if isinstance(model, AlibiGPTNeoXForCausalLM) else "rope"
 
 
-def _started(recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset) -> PreTrainedModel:
+def _load_start(
+    recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset
+) -> PreTrainedModel:
     model = load_model(start, device="cpu")
     entries: int = model.config.get_text_config().vocab_size
     if vocab_size > entries:
         raise UserError(
             f"the tokenizer has {vocab_size} entries and {start} has embeddings for {entries}: "
-            "leave data.tokenizer out to take the model's own"
+            "leave out data.tokenizer to use the model's own"
         )
     found, wanted = attention_of(model), recipe.attention
     if found != wanted:
         if found != "rope" or wanted not in FORMS:
             raise UserError(
-                f"{start} has the attention {found}, which cannot become {wanted}: set "
+                f"{start} has attention {found}, which cannot be converted to {wanted}: set "
                 f"model.attention to {found}, or start from a rotary model"
             )
-        read = _spread(blocks) if recipe.init == "calibrated" else None
-        convert(model, wanted, init=recipe.init, calibration=read)  # pyright: ignore
+        texts = _calibration_texts(blocks) if recipe.init == "calibrated" else None
+        convert(model, wanted, init=recipe.init, calibration=texts)  # pyright: ignore
     return model
 
 
-def _spread(blocks: Any) -> Tensor:
-    """Token ids of blocks from all over the text, some thousands of tokens."""
+def _calibration_texts(blocks: Any) -> Tensor:
+    """Token ids of evenly spaced blocks, about `CALIBRATION_TOKENS` in all."""
     count = min(len(blocks), max(CALIBRATION_TOKENS // len(blocks[0]["input_ids"]), 1))
     return torch.stack([blocks[i * len(blocks) // count]["input_ids"] for i in range(count)])
 
 
-def _extend(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Let the configuration of a started model know a longer training length."""
+def _extend_length(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Set a longer training length in the configuration of a trained model."""
     config: Any = model.config.get_text_config()
     known, length = getattr(config, "max_position_embeddings", None), recipe.data.block_length
     if known is not None and length > known:
@@ -113,14 +114,14 @@ def _extend(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def choose_parameters(model: PreTrainedModel, stage: StageRecipe) -> Any:
-    """Let only the parameters learn that a stage names.
+    """Freeze all parameters except those that a stage trains.
 
     Args:
-        model: Changed in place.
-        stage: For ``lora``, adapters are drawn by PyTorch's generator.
+        model: Modified in place.
+        stage: The stage; for ``lora``, adapters are initialised with PyTorch's global generator.
 
     Returns:
-        The model; for ``lora`` wrapped by PEFT.
+        The model; for ``lora``, wrapped by PEFT.
 
     Raises:
         UserError: If the model has no such parameters.
@@ -138,23 +139,20 @@ def choose_parameters(model: PreTrainedModel, stage: StageRecipe) -> Any:
             ),
         )
     model.requires_grad_(False)
-    learning = [
-        module
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] in LEARNING[stage.train]
-    ]
-    for module in learning:
+    names = TRAINED[stage.train]
+    trained = [m for name, m in model.named_modules() if name.rpartition(".")[2] in names]
+    for module in trained:
         module.requires_grad_(True)
-    if not learning:
+    if not trained:
         raise UserError(
-            f"stage {stage.name!r} would train nothing: a {type(model).__name__} has no "
-            f"{' or '.join(LEARNING[stage.train])}"
+            f"stage {stage.name!r} would train nothing: {type(model).__name__} has no "
+            f"{' or '.join(names)}"
         )
     return model
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """How many numbers learn, and how many there are."""
+    """Number of trainable parameters, and of all parameters."""
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 
@@ -164,8 +162,8 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> Pr
 
     Args:
         recipe: The recipe.
-        vocab_size: Entries of the tokenizer.
-        end_of_text: Token id that starts and ends documents.
+        vocab_size: Number of entries of the tokenizer.
+        end_of_text: Id of the token that starts and ends documents.
     """
     model = recipe.model
     common: dict[str, Any] = {
@@ -192,3 +190,34 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> Pr
     if model.attention == "alibi":
         return AlibiGPTNeoXConfig(**common)
     return CoCAGPTNeoXConfig(**common, rope_parameters=rope, coca_form=model.attention)
+
+
+@torch.no_grad()
+def check_separable(model: PreTrainedModel) -> None:
+    """Check that a model keeps documents apart when positions restart within a block.
+
+    The model reads two texts that differ only in their first document; its logits for the second
+    document must be the same.
+
+    Raises:
+        UserError: If they differ.
+    """
+    words = torch.arange(1, 9, device=model.device) % model.config.get_text_config().vocab_size
+    positions = torch.arange(4, device=model.device).repeat(1, 2)
+    training = model.training
+    model.eval()
+    first, second = (
+        model(
+            input_ids=torch.cat((start, words[4:])).unsqueeze(0),
+            position_ids=positions,
+            use_cache=False,
+        ).logits[0, 4:]
+        for start in (words[:4], words[4:])
+    )
+    model.train(training)
+    if (first - second).abs().max() > 1e-5 * second.abs().max():
+        raise UserError(
+            f"{type(model).__name__} does not keep documents apart: its attention reaches earlier "
+            "documents of the block although positions restart. Train without "
+            "data.separate_documents, or with another attention implementation"
+        )

@@ -1,0 +1,140 @@
+"""What an evaluation task is: a name, settings, and a function from a model to JSON cells."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from coca_attention.data import load_tokenizer
+from coca_attention.errors import UserError
+from coca_attention.evaluation.journal import Journal, fingerprint
+from coca_attention.models import AlibiGPTNeoXConfig, load_model, training_length
+
+Cell = dict[str, Any]
+"""One result: plain JSON values."""
+Progress = Callable[[str, int, int], Any]
+"""Called with a label, the work done so far and the work in all."""
+Scaling = Literal["none", "linear", "ntk", "dynamic"]
+
+
+def check_at_least(settings: Any, smallest: int, *names: str) -> None:
+    """Raise UserError unless each of the named settings is at least ``smallest`` or None."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < smallest:
+            raise UserError(f"{name} must be at least {smallest}, got {value}")
+
+
+@dataclass
+class Subject:
+    """The model under evaluation.
+
+    Attributes:
+        model: A causal language model of Transformers, in evaluation mode.
+        tokenizer: Its tokenizer.
+        name: What the results call the model.
+        identity: Identifies the model in the journal (`fingerprint`); default: its name.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str = "model"
+    identity: str = ""
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.identity = self.identity or self.name
+
+    def cached(self, key: str, make: Callable[[], Any]) -> Any:
+        """``make()``, called once per key: inputs that do not depend on the rotary scaling."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+    @property
+    def attention(self) -> str | None:
+        """The name of a CoCA model's score form, ``rope``, ``alibi``, or None for any other."""
+        config: Any = self.model.config.get_text_config()
+        if hasattr(config, "coca_form"):
+            return config.coca_form
+        if isinstance(config, AlibiGPTNeoXConfig) or getattr(config, "alibi", False):
+            return "alibi"
+        return "rope" if getattr(config, "rope_parameters", None) else None
+
+    @property
+    def facts(self) -> Cell:
+        """What every cell says about its model."""
+        return {
+            "model": self.name,
+            "attention": self.attention,
+            "training_length": training_length(self.model.config.get_text_config()),
+        }
+
+
+def load_subject(
+    path: str, name: str | None = None, *, dtype: str = "float32", device: str | None = None
+) -> Subject:
+    """Load a model and its tokenizer; arguments and errors as for `load_model`."""
+    model = load_model(path, dtype=dtype, device=device)
+    identity = f"{fingerprint(path)} {dtype}"
+    return Subject(model, load_tokenizer(path), name or Path(path).name, identity)
+
+
+@dataclass
+class Session:
+    """How a task is run.
+
+    Attributes:
+        scaling: Rotary scaling. ``ntk`` computes the base from the length of each text, ``none``
+            leaves the model as it was loaded.
+        factor: Factor of the scaling.
+        journal: Stores finished parts and returns them when the evaluation is repeated.
+        progress: Receives a label, the work done so far and the work in all; a label is reported
+            at least once, when its cell is finished.
+    """
+
+    scaling: Scaling = "none"
+    factor: float = 1.0
+    journal: Journal = field(default_factory=Journal)
+    progress: Progress = lambda label, done, total: None
+
+    @property
+    def applied_factor(self) -> float | None:
+        """The factor, or None without scaling."""
+        return None if self.scaling == "none" else float(self.factor)
+
+
+@dataclass(frozen=True)
+class Task:
+    """An evaluation task.
+
+    Attributes:
+        name: Name of the command ``coca eval NAME``, of the section in a suite, and of the field
+            ``task`` of its cells.
+        summary: One line for ``--help``.
+        settings: Documented dataclass whose fields are the options; all need defaults.
+        evaluate: From the model, the settings and the session to the cells.
+        check: Raises UserError for settings out of range, before any model is loaded.
+        cost: Tokens read for each cell, in order; for the progress bar of a suite.
+        scaled: Whether the rotary scaling applies. If not, a suite runs the task once per model.
+    """
+
+    name: str
+    summary: str
+    settings: type
+    evaluate: Callable[[Subject, Any, Session], list[Cell]]
+    check: Callable[[Any], Any] = lambda settings: None
+    cost: Callable[[Any], list[int]] = lambda settings: [1]
+    scaled: bool = True
+
+    def run(self, subject: Subject, settings: Any, session: Session) -> list[Cell]:
+        """Check the settings and evaluate; every cell names its task and its model.
+
+        Raises:
+            UserError: If a setting is out of range or the task cannot be done with this model.
+        """
+        self.check(settings)
+        cells = self.evaluate(subject, settings, session)
+        return [{"task": self.name, **subject.facts, **cell} for cell in cells]

@@ -1,0 +1,108 @@
+"""Intervals of measured figures: bootstrap over documents for perplexity, Wilson for shares."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LARGEST_EXPONENT = 700.0
+"""exp of more overflows float64."""
+
+
+@dataclass(frozen=True)
+class DocumentScore:
+    """Summed negative log-likelihood, in nats, of the scored tokens of one document."""
+
+    id: str
+    nats: float
+    tokens: int
+
+
+def perplexity(scores: Iterable[DocumentScore]) -> float:
+    """exp(nats / tokens) over all documents; every token has the same weight. inf on overflow."""
+    scores = list(scores)
+    mean = sum(score.nats for score in scores) / sum(score.tokens for score in scores)
+    return math.exp(mean) if mean < LARGEST_EXPONENT else math.inf
+
+
+def bootstrap_interval(
+    scores: Sequence[DocumentScore], *, seed: int, resamples: int = 2000, level: float = 0.95
+) -> tuple[float, float] | None:
+    """Percentile interval of the perplexity under resampling of whole documents.
+
+    Args:
+        scores: One score per document.
+        seed: Random seed of the resampling.
+        resamples: Number of bootstrap samples.
+        level: Share of bootstrap samples inside the interval.
+
+    Returns:
+        Lower and upper end, or None for fewer than two documents or infinite nats.
+    """
+    if len(scores) < 2 or not all(math.isfinite(score.nats) for score in scores):
+        return None
+    return _interval(_resampled_means(scores, seed, resamples), level)
+
+
+def paired_ratio_interval(
+    first: Sequence[DocumentScore],
+    second: Sequence[DocumentScore],
+    *,
+    seed: int,
+    resamples: int = 2000,
+    level: float = 0.95,
+) -> tuple[float, float] | None:
+    """Percentile interval of the ratio of two perplexities on the same documents.
+
+    Each bootstrap sample uses the same documents for both. What makes a document hard for every
+    model cancels, so the interval is far narrower than those of the two perplexities.
+
+    Args:
+        first: Scores of the numerator.
+        second: Scores of the denominator, for the same documents in the same order.
+        seed: Random seed of the resampling.
+        resamples: Number of bootstrap samples.
+        level: Share of bootstrap samples inside the interval.
+
+    Returns:
+        Lower and upper end, or None for fewer than two documents or infinite nats.
+
+    Raises:
+        ValueError: If the documents or their numbers of scored tokens differ.
+    """
+    if [(s.id, s.tokens) for s in first] != [(s.id, s.tokens) for s in second]:
+        raise ValueError("a paired interval needs the same scored tokens of the same documents")
+    if len(first) < 2 or not all(math.isfinite(score.nats) for score in (*first, *second)):
+        return None
+    means = [_resampled_means(scores, seed, resamples) for scores in (first, second)]
+    return _interval(means[0] - means[1], level)
+
+
+def wilson_interval(hits: int, trials: int, z: float = 1.959964) -> tuple[float, float] | None:
+    """Wilson's score interval of a share (95 % by default); None without trials.
+
+    Unlike the normal approximation it is valid for shares near 0 and 1, and for few trials.
+    """
+    if trials == 0:
+        return None
+    share, square = hits / trials, z * z / trials
+    middle = (share + square / 2) / (1 + square)
+    half = z / (1 + square) * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
+    low = 0.0 if hits == 0 else max(0.0, middle - half)
+    high = 1.0 if hits == trials else min(1.0, middle + half)
+    return low, high
+
+
+def _resampled_means(scores: Sequence[DocumentScore], seed: int, resamples: int) -> np.ndarray:
+    """Nats per token of every bootstrap sample, (resamples,); the seed fixes the documents."""
+    nats = np.array([score.nats for score in scores])
+    tokens = np.array([score.tokens for score in scores], dtype=np.float64)
+    drawn = np.random.default_rng(seed).integers(len(scores), size=(resamples, len(scores)))
+    return nats[drawn].sum(axis=1) / tokens[drawn].sum(axis=1)
+
+
+def _interval(nats: np.ndarray, level: float) -> tuple[float, float]:
+    """The central part of the samples, converted from nats to perplexity."""
+    low, high = np.quantile(nats, [(1 - level) / 2, (1 + level) / 2])
+    return float(np.exp(min(low, LARGEST_EXPONENT))), float(np.exp(min(high, LARGEST_EXPONENT)))

@@ -1,0 +1,317 @@
+"""Perplexity in the report: by window, by position and on key tokens."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from coca_attention.intervals import DocumentScore, paired_ratio_interval
+from coca_attention.report import paper
+from coca_attention.report.figures import colours, draw
+from coca_attention.report.lines import (
+    DASHES,
+    Cell,
+    Lines,
+    by_line,
+    line_key,
+    line_label,
+    signed,
+    strict_minus_slack,
+)
+from coca_attention.report.section import Entry, Section, Table
+
+BASELINES = ("rope", "alibi", None)
+"""What cells call attention that is not CoCA."""
+
+
+def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
+    """Figure and table by window, the paper's figures, positions, key tokens, and the forms."""
+    lines = by_line(cells, "window")
+    windows = _windows(lines)
+    trained = _training_length(cells)
+    header = [
+        Entry(f"{window:,}", f"{window / trained:g} ×" if trained else "") for window in windows
+    ]
+    sections = [
+        Section(
+            "Perplexity against the length read at once",
+            figure=_figure(lines, trained),
+            note="Shaded: 95 % bootstrap interval over documents, for the lines without scaling. "
+            + "; ".join(_facts(cells))
+            + ".",
+        ),
+        Section(
+            "Perplexity by window",
+            header=["Tokens read at once", *header],
+            rows=_rows(lines, windows),
+            muted=[i for i, key in enumerate(lines) if key[1] == "attend-last"],
+            note="Bold: the lowest of a column. Below each figure its 95 % interval. A row “last n "
+            "tokens only” shows the perplexity of the model without any text before these: long "
+            "windows are useful only if they improve on it.",
+        ),
+        Section(
+            "The paper’s figures (its Table 1, training from scratch)",
+            header=["Tokens read at once", *(f"{window:,}" for window in paper.TABLE_1_WINDOWS)],
+            rows=[[label, *values] for label, values in paper.TABLE_1.items()],
+            note="350 million parameters, 50 billion tokens, training length 512, 100 documents of "
+            "PG-19, stride 512 (arXiv 2309.08646). Model sizes and texts differ: compare the "
+            "shapes, not the numbers.",
+        ),
+    ]
+    placed = [cell for cell in cells if cell.get("by_position")]
+    for window in sorted({cell["window"] for cell in placed}):
+        sections.append(_position_section([c for c in placed if c["window"] == window]))
+    keyed = [cell for cell in cells if cell.get("key_tokens")]
+    if keyed:
+        header, rows = key_table(keyed)
+        sections.append(
+            Section(
+                "Perplexity on key tokens",
+                text="Tokens that an evaluator predicts from a long context only, after LongPPL.",
+                header=header,
+                rows=rows,
+                note=f"{keyed[0]['key_tokens']:,} tokens.",
+            )
+        )
+    return sections + strict_minus_slack(
+        cells, "perplexity", "window", "Strict minus slack: perplexity", paper.TABLE_3_PERPLEXITY
+    )
+
+
+def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:
+    """Perplexity by window, and on key tokens, for the terminal."""
+    lines = by_line(cells, "window")
+    windows = _windows(lines)
+    rows = []
+    for key, line in lines.items():
+        found = [_at(line, window) for window in windows]
+        values = ["–" if cell is None else f"{_value(cell):.1f}" for cell in found]
+        rows.append([line_label(key, line), *values])
+    tables: list[Table] = [(["perplexity at", *(f"{window:,}" for window in windows)], rows)]
+    keyed = [cell for cell in cells if cell.get("key_tokens")]
+    return tables + ([key_table(keyed)] if keyed else [])
+
+
+def perplexity_findings(cells: Sequence[Cell]) -> list[str]:
+    """CoCA against the first rotary model, and long windows against the last tokens alone."""
+    lines = by_line(cells, "window")
+    trained = _training_length(cells)
+    # By model: name, attention, cells without scaling.
+    plain = [(key[0], _attention(line), line) for key, line in lines.items() if key[1] == "none"]
+    base, theirs = next(((m, line) for m, kind, line in plain if kind == "rope"), ("", {}))
+    if not theirs:
+        return []
+    sentences = []
+    for model, attention, line in plain:
+        shared = [window for window in theirs if window in line]
+        if attention in BASELINES or not shared:
+            continue
+        first, last = shared[0], shared[-1]
+        sentences.append(
+            f"{model} against {base}: {_change(line[first], theirs[first])} at {first:,} tokens, "
+            f"{_change(line[last], theirs[last])} at {last:,}"
+            + (f" ({last / trained:g} × the training length)" if trained else "")
+            + "."
+        )
+    longest = _windows(lines)[-1]
+    alone = {key[0]: line for key, line in lines.items() if key[1] == "attend-last"}
+    improved = []
+    for model, line in alone.items():
+        last, cell = next(iter(line.items()))
+        better = [
+            line_label(key)
+            for key, other in lines.items()
+            if key[0] == model and key[1] != "attend-last" and longest in other
+            if _value(other[longest]) < _value(cell)
+        ]
+        if better:
+            improved.append(
+                f"At {longest:,} tokens the perplexity of {' and '.join(better)} is lower than "
+                f"with the last {last} tokens only."
+            )
+    if alone and not improved:
+        improved = [
+            f"At {longest:,} tokens no model has a lower perplexity than with its last tokens "
+            "only: none of them benefits from the longest window yet."
+        ]
+    return sentences + improved
+
+
+def key_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
+    """Perplexity on key tokens: one row per model and scaling, one column per window."""
+    found = {
+        (line_key(cell), cell["window"]): cell["key_perplexity"]
+        for cell in cells
+        if cell["scaling"] != "attend-last"
+    }
+    windows = sorted({window for _, window in found})
+    rows = []
+    for key in dict.fromkeys(key for key, _ in found):
+        values = [found.get((key, window)) for window in windows]
+        rows.append([line_label(key), *("–" if v is None else f"{v:.1f}" for v in values)])
+    return ["key tokens: perplexity at", *(f"{window:,}" for window in windows)], rows
+
+
+def _position_section(cells: Sequence[Cell]) -> Section:
+    """Perplexity by the number of tokens read before, for cells of one window."""
+    rows = []
+    for cell in cells:
+        means = [
+            None if b["nats"] is None or not b["tokens"] else b["nats"] / b["tokens"]
+            for b in cell["by_position"]
+        ]
+        entries = ["–" if mean is None else f"{math.exp(mean):.1f}" for mean in means]
+        rows.append([line_label(line_key(cell)), *entries])
+    ranges = [f"{b['first']:,} to {b['last']:,}" for b in cells[0]["by_position"]]
+    return Section(
+        f"Perplexity by position, window {cells[0]['window']:,}",
+        header=["tokens read before", *ranges],
+        rows=rows,
+    )
+
+
+def _training_length(cells: Sequence[Cell]) -> int | None:
+    """The training length, if all models share one."""
+    lengths = {cell.get("training_length") for cell in cells}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _attention(line: dict[int, Cell]) -> str | None:
+    return next(iter(line.values()))["attention"]
+
+
+def _windows(lines: Lines) -> list[int]:
+    """Window sizes of the table's columns."""
+    return sorted({w for key, line in lines.items() if key[1] != "attend-last" for w in line})
+
+
+def _at(line: dict[int, Cell], window: int) -> Cell | None:
+    """The cell of a window; the one of attend-last applies to every window."""
+    only = next(iter(line.values()))
+    return only if only["scaling"] == "attend-last" else line.get(window)
+
+
+def _value(cell: Cell) -> float:
+    return math.inf if cell["perplexity"] is None else cell["perplexity"]
+
+
+def _change(mine: Cell, theirs: Cell) -> str:
+    a, b = _value(mine), _value(theirs)
+    values = f"perplexity {a:.1f} against {b:.1f}"
+    if not math.isfinite(a) or not math.isfinite(b):
+        return values
+    word = "higher" if a >= b else "lower"
+    return f"{values} ({abs(a / b - 1):.1%} {word}{_paired(mine, theirs)})"
+
+
+def _paired(mine: Cell, theirs: Cell) -> str:
+    """The 95 % interval of a change over paired documents; empty if the documents differ."""
+    first, second = (
+        [
+            DocumentScore(d["id"], math.inf if d["nats"] is None else d["nats"], d["tokens"])
+            for d in cell["documents"]
+        ]
+        for cell in (mine, theirs)
+    )
+    try:
+        interval = paired_ratio_interval(first, second, seed=0)
+    except ValueError:
+        return ""
+    if interval is None:
+        return ""
+    low, high = (signed(end - 1, ".1%") for end in interval)
+    return f"; 95 % interval {low} to {high}"
+
+
+def _rows(lines: Lines, windows: Sequence[int]) -> list[list[str | Entry]]:
+    """Perplexity with its interval; the lowest of a column, attend-last aside, is bold."""
+    rows: list[list[str | Entry]] = [[line_label(key, line)] for key, line in lines.items()]
+    for window in windows:
+        found = [_at(line, window) for line in lines.values()]
+        competing = [c for c in found if c is not None and c["scaling"] != "attend-last"]
+        best = min(map(_value, competing))
+        for cell, row in zip(found, rows, strict=True):
+            if cell is None:
+                row.append("–")
+                continue
+            interval = " to ".join(map(_number, cell.get("ci95") or ()))
+            bold = cell["scaling"] != "attend-last" and _value(cell) == best
+            row.append(Entry(_number(_value(cell)), interval, bold))
+    return rows
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "inf"
+    return f"{value:.2f}" if value < 100 else f"{value:,.1f}" if value < 10000 else f"{value:.3g}"
+
+
+def _facts(cells: Sequence[Cell]) -> list[str]:
+    """Stride, targets, tokens and documents: a value where all cells agree, else the range."""
+    facts = []
+    plain = [cell for cell in cells if cell["scaling"] != "attend-last"]
+    for name, words in (
+        ("targets", "targets: {}"),
+        ("stride", "stride: {} tokens"),
+        ("tokens", "tokens scored at every window: {:,}"),
+        ("seed", "seed of the bootstrap: {}"),
+    ):
+        values = list(dict.fromkeys(cell[name] for cell in plain))
+        if len(values) == 1:
+            facts.append(words.format(values[0]))
+        elif name == "targets":
+            facts.append(f"targets: {' and '.join(values)}")
+        elif values:
+            facts.append(f"{name}: {min(values):,} to {max(values):,}")
+    counts = {len(cell["documents"]) for cell in cells}
+    if len(counts) == 1:
+        facts.append(f"documents: {counts.pop()}")
+    return facts
+
+
+def _figure(lines: Lines, training_length: int | None) -> dict[str, str]:
+    """Perplexity against the tokens read at once (the paper's Figure 1), with 95 % bands."""
+    windows = _windows(lines)
+    colour = colours(model for model, _, _ in lines)
+
+    def plot(axes: Axes) -> None:
+        for key, line in lines.items():
+            model, kind, _ = key
+            style: dict[str, Any] = {"color": colour[model], "ls": DASHES[kind]}
+            style["label"] = line_label(key, line)
+            values = [_value(cell) for cell in line.values()]
+            if kind == "attend-last":
+                axes.plot([windows[0], windows[-1]], 2 * values, lw=1.2, **style)
+                continue
+            axes.plot(list(line), values, marker="o", ms=4, lw=1.8, **style)
+            intervals = [cell.get("ci95") for cell in line.values()]
+            if kind == "none" and all(intervals):
+                low, high = zip(*intervals, strict=True)
+                axes.fill_between(list(line), low, high, color=colour[model], alpha=0.08, lw=0)
+        if training_length is not None:
+            axes.axvline(training_length, color="#444444", lw=1, ls=(0, (1, 2)))
+            axes.annotate(
+                "training length",
+                (training_length, 1.0),
+                xycoords=("data", "axes fraction"),
+                xytext=(4, -4),
+                textcoords="offset points",
+                va="top",
+                fontsize=8,
+                color="#444444",
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(windows, [f"{window:,}" for window in windows])
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        low, high = axes.get_ylim()
+        if high / low > 20:
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(axis="y", which="minor", labelsize=8)
+        axes.set_xlabel("window: tokens read at once")
+        axes.set_ylabel("perplexity (lower is better)")
+
+    return draw("perplexity", plot)

@@ -1,0 +1,25 @@
+"""The journal of finished parts."""
+
+import pytest
+
+from coca_attention.evaluation.journal import Journal
+
+
+def test_a_journal_names_its_damage(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.put({"a": 1}, {"x": 2.5})
+    journal.put(["b"], [1])
+    assert Journal(path).get({"a": 1}) == {"x": 2.5}
+    assert Journal(path).get({"a": 2}) is None
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(["{broken", *lines]) + "\n")
+    with pytest.raises(ValueError, match="line 1 is damaged"):
+        Journal(path)
+    path.write_text(lines[0] + "\n" + lines[1][:-5])
+    assert len(Journal(path)) == 1
+    Journal(path).put(["c"], 3)
+    assert Journal(path).get(["c"]) == 3 and len(Journal(path)) == 2
+    with pytest.raises(ValueError):
+        journal.put(["d"], float("nan"))
+    assert Journal(path).get(["d"]) is None

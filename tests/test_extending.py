@@ -1,0 +1,154 @@
+"""Everything that can be added from outside, as docs/extending.md adds it, used end to end."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from coca_attention import Rotation, coca_attention
+from coca_attention.benchmarks import CASES
+from coca_attention.cli import main
+from coca_attention.evaluation import TASKS
+from coca_attention.models import set_rotary_scaling
+from coca_attention.ops import FORMS, RULES, oracle
+from coca_attention.report import REPORTS
+from coca_attention.testing import assert_consistent, difference, logits, some_tokens
+from conftest import some_text
+from families import vanilla
+
+PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
+ADDED = {"phase": FORMS, "slowed": RULES, "repeats": TASKS, "product": CASES}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def extensions(tmp_path_factory):
+    """The page's own code, imported as a module outside of the package."""
+    folder = tmp_path_factory.mktemp("module")
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (folder / "extensions.py").write_text("\n\n".join(blocks), encoding="utf-8")
+    sys.path.insert(0, str(folder))
+    importlib.import_module("extensions")
+    assert all(name in table for name, table in ADDED.items())
+    yield
+    for name, table in ADDED.items():
+        del table[name]
+    del REPORTS["repeats"], sys.modules["extensions"]
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model of the added form after a few steps of training."""
+    folder = tmp_path_factory.mktemp("extending")
+    (folder / "text.txt").write_text(some_text(4000))
+    recipe = {
+        "model": {"attention": "phase", "hidden_size": 32, "num_layers": 2, "num_heads": 4},
+        "data": {"source": str(folder / "text.txt"), "vocab_size": 300, "block_length": 32,
+                 "held_out": 0.0, "cache": None},
+        "training": {"steps": 4, "global_batch_size": 4, "micro_batch_size": 4,
+                     "learning_rate": 0.01, "precision": "float32", "report_to": []},
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["train", str(folder / "recipe.yaml"), "--output", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def test_the_form_is_the_operator_of_its_equation():
+    """Σ_j t_j |q_j|² cos((m - n)θ_j - δ_j), and its gradients, also of the learned phase."""
+    generator = torch.Generator().manual_seed(0)
+    q, v, t, delta = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 4), (4, 4))
+    )
+    t = t.relu()
+    positions = torch.arange(9)
+    distance = (positions.unsqueeze(-1) - positions).unsqueeze(-1)
+    cosine = (distance * Rotation(8).frequencies() - delta[:, None, None]).cos()  # (H, T, S, P)
+    size = q.unflatten(-1, (2, 4)).square().sum(-2)
+    scores = torch.einsum("bhmp,bhnp,hmnp->bhmn", size, t.repeat_interleave(2, 1), cosine)
+    expected = oracle.attention(scores, v.repeat_interleave(2, 1), scale=8**-0.5)
+    found = coca_attention(q, t, v, form="phase", parameters={"delta": delta})
+    assert (found - expected).abs().max() < 1e-12
+    leaves = [x[:1, :, :3].requires_grad_() for x in (q, t, v)] + [delta.requires_grad_()]
+    assert torch.autograd.gradcheck(
+        lambda q, t, v, delta: coca_attention(
+            q, t + 0.1, v, form="phase", parameters={"delta": delta}
+        ),
+        leaves,
+        atol=1e-8,
+    )
+
+
+def test_the_form_trains_saves_loads_and_generates(trained, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(trained).eval()
+    learned = [p for name, p in model.named_parameters() if name.endswith("form_parameters.delta")]
+    assert len(learned) == 2 and all(p.abs().max() > 1e-4 for p in learned)  # begun at 0
+    ids = some_tokens(model)
+    expected = logits(model, ids)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(again, ids), expected)
+    outputs = {}
+    for kind in ("full", "half"):
+        model.config.kv_cache = kind
+        assert_consistent(model.double())
+        outputs[kind] = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(outputs["full"], outputs["half"])
+
+
+@pytest.mark.parametrize("kind", ["phase", "vanilla"])
+def test_the_rule_scales_models_that_keep_it(trained, tmp_path, kind):
+    model = vanilla("Llama")
+    if kind == "phase":
+        model = AutoModelForCausalLM.from_pretrained(trained).eval()
+        for name, weight in model.named_parameters():
+            if "q_proj" in name:
+                weight.data.mul_(30.0)  # so few steps leave scores near zero
+    ids = some_tokens(model)
+    before = logits(model, ids)
+    set_rotary_scaling(model, "slowed", divisor=4.0)
+    scaled = logits(model, ids)
+    assert difference(scaled, before) > 1e-4
+    set_rotary_scaling(model, "linear", factor=4.0)  # the same frequencies
+    assert torch.equal(logits(model, ids), scaled)
+    set_rotary_scaling(model, "slowed", divisor=4.0)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.config.rope_parameters["divisor"] == 4.0
+    if kind == "phase":  # Transformers' own Llama takes the rule's frequencies in float32
+        assert torch.equal(logits(again, ids), scaled)
+    assert difference(logits(again, ids), scaled) < 1e-4
+    with pytest.raises(ValueError, match="'slowed' has no speed; it takes divisor"):
+        set_rotary_scaling(model, "slowed", speed=4.0)
+
+
+def test_the_task_is_a_command_a_section_of_suites_and_of_the_report(trained, tmp_path, capsys):
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(f"models: {{mine: {trained}}}\nrepeats: {{prompt: alpha1, tokens: 4}}\n")
+    assert main(["eval", "suite", str(suite), "--output", str(tmp_path)]) == 0
+    results = tmp_path / "results.json"
+    (cell,) = json.loads(results.read_text())["results"]
+    assert (cell["task"], cell["attention"], cell["tokens"]) == ("repeats", "phase", 4)
+    assert main(["report", str(results), "--output", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "Repeated tokens" in page and f"{cell['repeated']:.2f}" in page
+    output = tmp_path / "one.json"
+    words = ["eval", "repeats", str(trained), "--prompt", "alpha1", "--tokens", "4"]
+    assert main([*words, "--name", "mine", "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["results"][0]["repeated"] == cell["repeated"]
+
+
+def test_the_case_is_timed_and_drawn(tmp_path, capsys):
+    output = tmp_path / "bench.json"
+    words = ["bench", "--cases", "product,operator", "--lengths", "16,32", "--rounds", "3"]
+    assert main([*words, "--heads", "2", "--head-width", "8", "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "product" in printed and "CoCA phase" in printed
+    assert main(["report", str(output), "--output", str(tmp_path / "page.html")]) == 0
+    assert "A matrix times its transpose" in (tmp_path / "page.html").read_text()

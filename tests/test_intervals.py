@@ -1,0 +1,52 @@
+"""Intervals of perplexities and shares."""
+
+import math
+
+import pytest
+
+from coca_attention.intervals import (
+    DocumentScore,
+    bootstrap_interval,
+    paired_ratio_interval,
+    perplexity,
+    wilson_interval,
+)
+
+
+def test_tokens_weigh_the_same_and_not_windows_or_documents():
+    scores = [DocumentScore("long", 90.0, 90), DocumentScore("short", 30.0, 10)]
+    assert perplexity(scores) == pytest.approx(math.exp(1.2))
+
+
+def test_the_interval_is_seeded_and_covers_the_spread_of_documents():
+    scores = [DocumentScore(str(i), 100.0 + 10 * i, 50) for i in range(20)]
+    interval = bootstrap_interval(scores, seed=3)
+    assert interval == bootstrap_interval(scores, seed=3)
+    assert interval != bootstrap_interval(scores, seed=4)
+    assert interval is not None
+    assert interval[0] < perplexity(scores) < interval[1]
+    same = [DocumentScore(str(i), 100.0, 50) for i in range(20)]
+    assert bootstrap_interval(same, seed=0) == pytest.approx((math.exp(2), math.exp(2)))
+    assert bootstrap_interval(scores[:1], seed=0) is None
+
+
+def test_the_paired_interval_leaves_out_what_documents_share():
+    first = [DocumentScore(str(i), 100.0 + 10 * i, 50) for i in range(20)]
+    second = [DocumentScore(str(i), 95.0 + 10 * i + i % 3, 50) for i in range(20)]
+    interval = paired_ratio_interval(first, second, seed=0)
+    assert interval is not None
+    assert interval[0] < perplexity(first) / perplexity(second) < interval[1]
+    alone = bootstrap_interval(first, seed=0)
+    assert alone is not None
+    assert interval[1] / interval[0] < 1.02 < alone[1] / alone[0]
+    assert paired_ratio_interval(first[:1], second[:1], seed=0) is None
+    with pytest.raises(ValueError, match="same scored tokens of the same documents"):
+        paired_ratio_interval(first, second[1:], seed=0)
+
+
+def test_wilson_intervals():
+    assert wilson_interval(0, 0) is None
+    low, high = wilson_interval(50, 100)
+    assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert wilson_interval(0, 10) == (0.0, pytest.approx(0.2775, abs=1e-4))
+    assert wilson_interval(10, 10) == (pytest.approx(0.7225, abs=1e-4), 1.0)
