@@ -124,7 +124,7 @@ def test_the_rule_scales_models_that_keep_it(trained, tmp_path, kind):
     if kind == "phase":  # Transformers' own Llama takes the rule's frequencies in float32
         assert torch.equal(logits(again, ids), scaled)
     assert difference(logits(again, ids), scaled) < 1e-4
-    with pytest.raises(ValueError, match="'slowed' has no speed; it takes divisor"):
+    with pytest.raises(ValueError, match="'slowed' does not take speed; it takes divisor"):
         set_rotary_scaling(model, "slowed", speed=4.0)
 
 

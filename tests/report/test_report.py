@@ -231,7 +231,7 @@ def test_the_attend_last_line_of_two_evaluations_is_one():
 def test_a_folder_is_no_page_to_write(tmp_path):
     path = tmp_path / "r.json"
     path.write_text(json.dumps(CONTENT))
-    with pytest.raises(ValueError, match="is a folder; name a file"):
+    with pytest.raises(ValueError, match="is a folder; choose a file to write"):
         write_report([path], tmp_path, title="t")
 
 
