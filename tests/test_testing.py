@@ -1,4 +1,4 @@
-"""The consistency checks find what they are for."""
+"""The consistency checks find the errors that they are for."""
 
 import pytest
 import torch
@@ -26,19 +26,19 @@ def test_plain_models_are_consistent(kind):
     assert_consistent(model, some_tokens(model, length=20))
 
 
-def test_transformers_dynamic_scaling_is_found_out():
-    """Its base follows the longest text seen, and changes under cached keys."""
+def test_transformers_dynamic_scaling_is_detected():
+    """Its base depends on the longest text seen, and changes after keys were cached."""
     model = llama(rope_type="dynamic", factor=4.0)
     found = measure_consistency(model, some_tokens(model, length=48))
     assert found["decoding"] > 1e-2
     assert found["batch composition"] > 1e-2
     assert found["batch order"] < 1e-4
-    with pytest.raises(AssertionError, match=r"LlamaForCausalLM does not say.*decoding 0\."):
+    with pytest.raises(AssertionError, match=r"LlamaForCausalLM is not consistent.*decoding 0\."):
         assert_consistent(model, some_tokens(model, length=48))
 
 
 def broken(model, name):
-    """Undo one thing that a check is for."""
+    """Break the property that a check tests."""
     body = model.model
     forward = type(body).forward
     seen = {"length": 0}
@@ -77,7 +77,7 @@ def test_every_check_finds_its_fault(name):
     assert measure_consistency(tiny_model("llama-slack"), ids, [name])[name] < 1e-4
 
 
-def test_unfit_arguments_are_refused():
+def test_invalid_arguments_are_refused():
     model = tiny_model("llama-rope")
     with pytest.raises(ValueError, match="at least 2 rows of 10 tokens"):
         measure_consistency(model, torch.ones(1, 20, dtype=torch.long))

@@ -1,13 +1,13 @@
-"""The one exception that the command line turns into a single line and exit code 2."""
+"""The exception that the command line reports in one line, with exit code 2."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """Something outside the program is wrong: a file, a setting, an argument.
+    """An error that the user can fix: in a file, a setting or an argument.
 
-    The message says what was expected, what came, and what to do.
+    The message says what was expected, what was received, and what to do.
     """
 
 

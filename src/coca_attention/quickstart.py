@@ -22,7 +22,7 @@ from coca_attention.report import write_report
 from coca_attention.training import Recipe, read_summary, train
 from coca_attention.training.sections import DataRecipe, ModelRecipe, TrainingRecipe
 
-# The paper's names for its models, in the order of its tables.
+# The models by their names in the paper, in the order of its tables.
 MODELS = {"ALiBi": "alibi", "RoFormer": "rope", "CoCA-Slack": "slack", "CoCA-Strict": "strict"}
 NTK_FACTOR = 4.0
 
@@ -80,7 +80,7 @@ HELD_OUT = 0.1
 
 
 def quickstart(settings: QuickstartSettings, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Train ALiBi, RoFormer and both forms of CoCA on one text; compare them on long windows.
+    """Train ALiBi, RoFormer and slack and strict CoCA on one text; compare them on long windows.
 
     Finished models and evaluations in the output folder are reused.
 

@@ -1,11 +1,10 @@
-"""Does a model say the same thing however it is asked? Checks for any Transformers causal LM.
+"""Consistency checks for any Transformers causal LM: same logits, however they are computed.
 
-A decoder may be asked for the same logits in many ways: in one pass or token by token with a
-cache, padded on either side, after a longer text, in another row of the batch. Rotary embeddings
-are where they come apart: a base that follows the length, positions that count padding, keys
-rotated once and read under another rule. Each check measures the largest difference between two
-ways; `assert_consistent` says which are beyond round-off. They read up to six times the tokens
-that they are given.
+The same logits can be computed in many ways: in one pass or token by token with a cache, padded on
+either side, after a longer text, in another row of the batch. Rotary embeddings often break this: a
+base that depends on the length, positions that count padding, keys rotated under one rule and read
+under another. Each check measures the largest difference between two ways; `assert_consistent`
+reports those beyond round-off. Checks process up to six times the given tokens.
 
 Example:
     >>> from coca_attention.testing import assert_consistent
@@ -24,7 +23,7 @@ Check = Callable[[PreTrainedModel, Tensor], float]
 
 
 def some_tokens(model: PreTrainedModel, batch: int = 2, length: int = 24, seed: int = 0) -> Tensor:
-    """Token ids (B, T) drawn from a model's vocabulary, padding aside."""
+    """Random token ids (B, T) from a model's vocabulary, without the padding token."""
     generator = torch.Generator().manual_seed(seed)
     config: Any = model.config.get_text_config()
     ids = torch.randint(0, config.vocab_size - 1, (batch, length), generator=generator)
@@ -41,7 +40,7 @@ def logits(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Largest absolute difference, relative to the largest number of the second."""
+    """Largest absolute difference, relative to the largest absolute value of ``theirs``."""
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
@@ -54,8 +53,8 @@ def decoded_logits(
     Args:
         model: The model.
         input_ids: (B, T).
-        cache: An empty cache; default `DynamicCache` of the model's configuration.
-        first: Tokens of the prefill; default two fifths.
+        cache: An empty cache; default: a `DynamicCache` for the model's configuration.
+        first: Tokens of the prefill; default: two fifths of the text.
 
     Returns:
         (B, T, vocabulary), float64.
@@ -74,18 +73,18 @@ def decoded_logits(
 
 
 def decoding(model: PreTrainedModel, input_ids: Tensor) -> float:
-    """Reading in pieces with a growing cache against one pass."""
+    """Reading in pieces with a growing cache, compared with one pass."""
     return difference(decoded_logits(model, input_ids), logits(model, input_ids))
 
 
 def static_decoding(model: PreTrainedModel, input_ids: Tensor) -> float:
-    """Reading in pieces with a cache of fixed size against one pass."""
+    """Reading in pieces with a cache of fixed size, compared with one pass."""
     cache = StaticCache(config=model.config.get_text_config(), max_cache_len=input_ids.shape[1] + 5)
     return difference(decoded_logits(model, input_ids, cache), logits(model, input_ids))
 
 
 def long_then_short(model: PreTrainedModel, input_ids: Tensor) -> float:
-    """A short text after a long one against the same short text before it."""
+    """A short text read after a long one, compared with the same text read before it."""
     short = input_ids[:, : max(1, input_ids.shape[1] // 3)]
     before = logits(model, short)
     logits(model, input_ids.repeat(1, 4))
@@ -93,15 +92,15 @@ def long_then_short(model: PreTrainedModel, input_ids: Tensor) -> float:
 
 
 def batch_order(model: PreTrainedModel, input_ids: Tensor) -> float:
-    """Rows in another order, and each alone, against the batch."""
-    whole = logits(model, input_ids)
-    turned = difference(logits(model, input_ids.flip(0)).flip(0), whole)
+    """Rows in reverse order, and each row alone, compared with the batch."""
+    batch = logits(model, input_ids)
+    reversed_rows = logits(model, input_ids.flip(0)).flip(0)
     alone = torch.cat([logits(model, row.unsqueeze(0)) for row in input_ids])
-    return max(turned, difference(alone, whole))
+    return max(difference(reversed_rows, batch), difference(alone, batch))
 
 
 def batch_composition(model: PreTrainedModel, input_ids: Tensor) -> float:
-    """A short text beside a six times longer one against the short text alone."""
+    """A short text batched with one six times as long, compared with the short text alone."""
     short, long = input_ids[:1], input_ids[1:2].repeat(1, 6)
     alone = logits(model, short)
     padding = torch.zeros_like(long[:, short.shape[1] :])
@@ -113,7 +112,7 @@ def batch_composition(model: PreTrainedModel, input_ids: Tensor) -> float:
 
 
 def _padded(model: PreTrainedModel, input_ids: Tensor, left: bool) -> float:
-    """Rows of different lengths in one padded batch against each row alone."""
+    """Rows of different lengths in one padded batch, compared with each row alone."""
     length = input_ids.shape[1]
     rows = [row[: length - 3 * index] for index, row in enumerate(input_ids) if length > 3 * index]
     batch = torch.zeros(len(rows), length + 2, dtype=torch.long, device=input_ids.device)
@@ -132,12 +131,12 @@ def _padded(model: PreTrainedModel, input_ids: Tensor, left: bool) -> float:
 
 
 def left_padding(model: PreTrainedModel, input_ids: Tensor) -> float:
-    """A batch padded on the left against its rows alone."""
+    """A batch padded on the left, compared with its rows alone."""
     return _padded(model, input_ids, left=True)
 
 
 def right_padding(model: PreTrainedModel, input_ids: Tensor) -> float:
-    """A batch padded on the right against its rows alone."""
+    """A batch padded on the right, compared with its rows alone."""
     return _padded(model, input_ids, left=False)
 
 
@@ -155,15 +154,15 @@ CHECKS: dict[str, Check] = {
 def measure_consistency(
     model: PreTrainedModel, input_ids: Tensor | None = None, checks: Iterable[str] = tuple(CHECKS)
 ) -> dict[str, float]:
-    """The largest difference of logits, relative to the largest logit, of every check.
+    """Largest difference of logits, relative to the largest logit, for every check.
 
     Args:
         model: A causal language model in evaluation mode.
-        input_ids: (B, T) of at least 2 rows and 10 tokens, without padding; default `some_tokens`.
-        checks: Names out of `CHECKS`.
+        input_ids: (B, T), at least 2 rows of 10 tokens, without padding; default `some_tokens`.
+        checks: Names in `CHECKS`.
 
     Raises:
-        ValueError: If the tokens are too few or a check is unknown.
+        ValueError: If there are too few tokens or a check is unknown.
     """
     ids, checks = input_ids if input_ids is not None else some_tokens(model), tuple(checks)
     if not checks:
@@ -190,20 +189,20 @@ def assert_consistent(
     Args:
         model: A causal language model in evaluation mode, float32 or float64.
         input_ids: See `measure_consistency`.
-        checks: Names out of `CHECKS`.
-        tolerance: Largest difference relative to the largest logit; default 1,000 times the
-            spacing of the model's dtype.
+        checks: Names in `CHECKS`.
+        tolerance: Largest difference relative to the largest logit; default: 1,000 times the
+            machine epsilon of the model's dtype.
 
     Raises:
         AssertionError: If a check fails.
-        ValueError: As `measure_consistency`; or if the model is in half precision and no tolerance
-            is given.
+        ValueError: As in `measure_consistency`, or if the model is in half precision and no
+            tolerance is given.
     """
     if tolerance is None:
         if torch.finfo(model.dtype).bits < 32:
             raise ValueError(
-                f"in {model.dtype} rounding hides what these checks look for: use model.float(), "
-                "or give the tolerance that you expect"
+                f"in {model.dtype} rounding hides the differences that these checks look for: use "
+                "model.float(), or set a tolerance"
             )
         tolerance = 1000 * torch.finfo(model.dtype).eps
     found = measure_consistency(model, input_ids, checks)
@@ -211,6 +210,6 @@ def assert_consistent(
     if failed:
         listed = ", ".join(f"{name} {value:.2g}" for name, value in failed.items())
         raise AssertionError(
-            f"{type(model).__name__} does not say the same thing every way it is asked: {listed} "
-            f"(relative to the largest logit; round-off would be within {tolerance:.2g})"
+            f"{type(model).__name__} is not consistent: {listed} (differences relative to the "
+            f"largest logit; round-off is at most {tolerance:.2g})"
         )

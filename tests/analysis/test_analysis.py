@@ -1,4 +1,4 @@
-"""The analysis of whole models: planted angles, every family, both CoCA forms, refusals."""
+"""The analysis of models: planted angles, every family, the CoCA forms, errors."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def planted(angle: float):
 
 
 @pytest.mark.parametrize("angle", [0.7, 2.9, 3.4, 5.9])
-def test_a_planted_angle_is_found_with_all_that_follows_from_it(angle):
+def test_a_planted_angle_and_its_consequences_are_measured(angle):
     text = [torch.full((60,), 7)]
     settings = AnalysisSettings(lengths=[40, 400], bins=18, pairs=200, shifts=[])
     layer = analyze(planted(angle), text, settings)["layers"][0]
@@ -82,7 +82,7 @@ def test_a_planted_angle_is_found_with_all_that_follows_from_it(angle):
         turns = (length - 1) * theta
         assert borders["returns"] == (turns / TURN).floor().tolist()
         assert borders["collinear"] == (turns / math.pi).floor().tolist()
-    # As read: 200 of the text's pairs stand for all.
+    # Estimated from 200 of the pairs of the text.
     share = anomalous_share(anomalous_tokens(tau, 60), 60).tolist()
     assert found["anomalous_share_read"] == pytest.approx(share, abs=0.12)
 
@@ -105,7 +105,7 @@ def test_every_family(family, form):
         for angles in seen:
             cases = angles["cases"]
             assert list(cases) == list(CASES) and sum(cases.values()) == pytest.approx(1)
-            # A causal model attends backwards alone.
+            # A causal model attends only to earlier tokens.
             assert cases["a"] == cases["c"] == 0
             assert angles["samples"] == 2 * 64 * layer["heads"]
             for row in angles["histogram"]:
@@ -163,7 +163,7 @@ def test_angles_of_collinear_models_are_zero(family):
     assert angles["largest"] > 3 and 0.2 < angles["cases"]["d"] < 0.8
 
 
-def test_nats_and_logits_under_a_shift_are_the_models_own():
+def test_nats_and_logits_under_a_shift_match_the_model():
     model, text = collinear("Llama").double(), documents(20)
     settings = AnalysisSettings(shifts=[5], judged=100)
     found = analyze(model, text, settings)["shifts"][0]
@@ -196,7 +196,7 @@ def test_attention_change_is_the_share_that_moves():
     assert all(entry["attention_change"] > 0 for entry in layers[1]["shifts"])
 
 
-def test_draws_follow_the_seed():
+def test_samples_depend_on_the_seed():
     model, text = vanilla("Qwen2"), documents(48, 30)
     first, again, other = (
         analyze(model, text, AnalysisSettings(pairs=32, shifts=[], seed=seed)) for seed in (3, 3, 4)
@@ -205,14 +205,14 @@ def test_draws_follow_the_seed():
     assert first["layers"] != other["layers"]
 
 
-def test_settings_say_how_much_is_read():
+def test_settings_limit_the_text():
     model = vanilla("Llama")
     told = []
     settings = AnalysisSettings(max_documents=2, pairs=8, shifts=[3])
     result = analyze(
         model, documents(100, 20, 50), settings, progress=lambda *args: told.append(args), name="M"
     )
-    # Cut to the training length of 64.
+    # Truncated to the training length of 64.
     assert (result["documents"], result["tokens"], result["longest"]) == (2, 84, 64)
     assert told == [("M angles", done, 168) for done in (64, 128, 148, 168)]
     assert result["settings"]["max_tokens"] == 64
@@ -223,7 +223,7 @@ def test_settings_say_how_much_is_read():
     assert settings.lengths == [30, 10]  # what the caller gave stays
 
 
-def test_pairs_are_drawn_alike_and_inside_the_window():
+def test_pairs_are_drawn_uniformly_inside_the_window():
     rng = np.random.default_rng(0)
     for length, window in ((5, None), (6, 3), (4, 100)):
         pairs = draw_pairs(length, 20_000, window, rng)
@@ -240,7 +240,7 @@ def test_pairs_are_drawn_alike_and_inside_the_window():
     assert pairs_by_distance(100, 3, 5, rng).distances.unique().tolist() == [1, 2, 4]
 
 
-def test_a_layer_that_sees_nothing_but_the_token_itself():
+def test_a_window_of_one_token():
     result = analyze(vanilla("Mistral", sliding_window=1), documents(20), SMALL)
     angles = result["layers"][0]["angles"]
     assert angles["samples"] == 0 and angles["mean"] == [None] * 4
@@ -249,7 +249,7 @@ def test_a_layer_that_sees_nothing_but_the_token_itself():
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that any tensor made meanwhile holds."""
+    """The largest number of elements of any tensor created meanwhile."""
 
     numbers = 0
 
@@ -292,7 +292,7 @@ def test_settings_out_of_range_are_refused(changes, message):
         analyze(vanilla("Llama"), documents(8), AnalysisSettings(**changes))
 
 
-def test_texts_that_cannot_be_measured_are_refused():
+def test_unsupported_texts_are_refused():
     model = vanilla("Llama")
     with pytest.raises(UserError, match="no documents"):
         analyze(model, [])
@@ -302,7 +302,7 @@ def test_texts_that_cannot_be_measured_are_refused():
         analyze(model, [torch.zeros(1, 5)], SMALL)
 
 
-def test_angles_that_change_with_the_length_are_refused():
+def test_angles_that_depend_on_the_length_are_refused():
     model = vanilla("Llama")
     set_rotary_scaling(model, "dynamic", factor=2.0)
     settings = AnalysisSettings(max_tokens=100, pairs=8, shifts=[])

@@ -1,4 +1,4 @@
-"""Queries and keys as captured are those that attention works with, in every family."""
+"""Captured queries and keys are those that attention uses, in every family."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def some_ids(length: int = LENGTH, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_captured_scores_are_those_that_attention_computes(family, form, monkeypatch):
+def test_captured_scores_match_attention(family, form, monkeypatch):
     model = make(family, form)
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     computed = []
@@ -72,7 +72,7 @@ def test_slack_keys_are_collinear_only_at_position_zero():
         assert torch.allclose(seen.built, seen.effective) is same
 
 
-def test_the_model_stays_as_it_was():
+def test_the_model_is_not_changed():
     model = make("GPT-NeoX", "vanilla")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modules = [name for name, _ in model.named_modules()]
@@ -90,7 +90,7 @@ def test_the_model_stays_as_it_was():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_windows_and_kinds_are_those_of_the_layers():
+def test_windows_and_layer_types_are_captured():
     found = [
         [(heads.kind, heads.window) for heads in collect_layers(vanilla(family), some_ids())]
         for family in ("Gemma 3", "Mistral", "Llama")
@@ -103,7 +103,7 @@ def test_windows_and_kinds_are_those_of_the_layers():
 
 
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "dynamic"])
-def test_scaled_angles_are_followed(kind):
+def test_scaled_angles_are_captured(kind):
     model = vanilla("Llama")
     plain = collect_layers(model, some_ids(100))[0]
     set_rotary_scaling(model, kind, factor=4.0)
@@ -112,7 +112,7 @@ def test_scaled_angles_are_followed(kind):
     assert (scaled.rotation.rule.magnitude > 1) is (kind == "yarn")
 
 
-def test_longrope_follows_the_text_where_transformers_does():
+def test_longrope_depends_on_the_text_only_in_transformers():
     rope = {
         "rope_type": "longrope",
         "short_factor": [1.0] * 2,
@@ -127,14 +127,14 @@ def test_longrope_follows_the_text_where_transformers_does():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_no_other_rotation(dtype):
+def test_half_precision_tables_match_the_rotation(dtype):
     # Of base 10^6 the slowest sines are below float16's normal numbers.
     rope = {"rope_type": "default", "rope_theta": 1e6}
     model = vanilla("Llama", head_dim=16, rope_parameters=rope).to(dtype)
     assert len(collect_layers(model, some_ids())[0].theta) == 8
 
 
-def test_models_without_known_queries_and_keys_are_refused():
+def test_unsupported_models_are_refused():
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=97, n_embd=8, n_head=2)).eval()
     with pytest.raises(UserError, match=r"GPT2LMHeadModel is not supported.*llama"):
         collect_layers(gpt2, some_ids())
@@ -150,7 +150,7 @@ def test_models_without_known_queries_and_keys_are_refused():
         collect_layers(vanilla("Llama").model, some_ids())
 
 
-def test_models_in_no_state_to_be_measured_are_refused():
+def test_training_mode_and_damaged_weights_are_refused():
     with pytest.raises(UserError, match=r"model\.eval"):
         collect_layers(vanilla("Llama").train(), some_ids())
     model = vanilla("Llama")
@@ -162,7 +162,7 @@ def test_models_in_no_state_to_be_measured_are_refused():
 
 
 @pytest.mark.parametrize("family", ["Llama", "Cohere", "GLM-4"])
-def test_angles_other_than_the_configurations_are_refused(family):
+def test_angles_that_differ_from_the_configuration_are_refused(family):
     model = vanilla(family)
     assert collect_layers(model, some_ids())
     with torch.no_grad():

@@ -31,7 +31,7 @@ def coefficients(draw):
 
 
 def printed(h: list[complex], distance: int, theta: list[float], collinear: bool) -> float:
-    """Right side of Eq. 19 (or 20), written out with h behind the last pair zero."""
+    """Right side of Eq. 19 (or 20) as a loop, with h zero after the last pair."""
     step = max(abs(b - a) for a, b in zip(h, [*h[1:], 0], strict=True))
     total = 0.0
     for j in range(len(h)):
@@ -41,7 +41,7 @@ def printed(h: list[complex], distance: int, theta: list[float], collinear: bool
 
 
 @given(coefficients())
-def test_the_inequalities_hold_and_the_right_sides_are_those_printed(drawn):
+def test_the_inequalities_hold_and_the_bounds_match_the_printed_ones(drawn):
     h, distances = drawn
     theta = Rotation(2 * h.shape[-1]).frequencies()
     size = h.abs().sum(-1)
@@ -64,14 +64,14 @@ def test_the_inequalities_hold_and_the_right_sides_are_those_printed(drawn):
 
 
 @given(coefficients())
-def test_the_collinear_bound_is_never_the_wider_one(drawn):
+def test_the_collinear_bound_is_never_looser(drawn):
     h, distances = drawn
     theta = Rotation(2 * h.shape[-1]).frequencies()
     wide = rotary_bound(h, distances, theta)
     assert (collinear_bound(h.abs(), distances, theta) <= wide * (1 + 1e-9) + 1e-9).all()
 
 
-def test_scores_are_those_of_the_oracle():
+def test_scores_match_the_oracle():
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 8, generator=generator, dtype=torch.float64)
     q, k = (torch.complex(x[..., :4], x[..., 4:]) for x in (query, key))
@@ -81,7 +81,7 @@ def test_scores_are_those_of_the_oracle():
     torch.testing.assert_close(found, expected[0])
 
 
-def test_without_the_zero_behind_the_last_pair_the_bound_would_be_false():
+def test_the_bound_needs_the_zero_after_the_last_pair():
     h, distance, theta = torch.ones(1, 4).double(), torch.tensor([1]), Rotation(8).frequencies()
     assert rotary_scores(h, distance, theta).item() > 1
     assert not h.diff(dim=-1).any()  # the steps between pairs alone
@@ -89,7 +89,7 @@ def test_without_the_zero_behind_the_last_pair_the_bound_would_be_false():
 
 
 def test_the_collinear_bound_does_not_hold_for_other_angles():
-    # sin in place of cos: where the cosines' sums vanish the scores do not.
+    # With sin instead of cos, scores do not vanish where the sums of cosines do.
     theta = torch.tensor([1.0]).double()
     distance = torch.tensor([11])  # 11 radians are near 3.5 π
     h = torch.tensor([[1j]])
@@ -99,7 +99,7 @@ def test_the_collinear_bound_does_not_hold_for_other_angles():
     assert check.violations == 1 and check.largest_ratio is not None and check.largest_ratio > 100
 
 
-def test_a_check_counts_what_is_beyond_round_off():
+def test_a_check_counts_violations_beyond_round_off():
     check = BoundCheck()
     left = torch.tensor([1.0, 2.0, 3.0 + 1e-12, 0.0]).double()
     right = torch.tensor([2.0, 1.0, 3.0, 0.0]).double()

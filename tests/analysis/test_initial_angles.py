@@ -42,7 +42,7 @@ def test_angles_of_known_vectors_in_every_quadrant(interleaved, key_degrees):
     width = query.shape[-1]
     q, k = (complex_pairs(x, width, interleaved) for x in (query, key))
     torch.testing.assert_close(initial_angles(q, k), wanted, atol=1e-12, rtol=0)
-    # Counterclockwise from the key to the query: the other way round it is the rest of the turn.
+    # Counterclockwise from key to query; the other way round it is 2π minus this angle.
     torch.testing.assert_close(
         initial_angles(k, q), torch.remainder(-wanted, TURN), atol=1e-12, rtol=0
     )
@@ -63,13 +63,13 @@ def test_angles_give_the_scores_of_the_oracle(interleaved):
     torch.testing.assert_close(scores, expected)
 
 
-def test_numbers_that_are_not_rotated_have_no_angle():
+def test_elements_that_are_not_rotated_have_no_angle():
     x = torch.tensor([1.0, 2.0, 3.0, 4.0, 9.0, 9.0])
     assert complex_pairs(x, 4).tolist() == [1 + 3j, 2 + 4j]
     assert complex_pairs(x, 4, interleaved=True).tolist() == [1 + 2j, 3 + 4j]
 
 
-def test_round_off_turns_no_collinear_key_into_a_whole_turn():
+def test_round_off_does_not_make_a_collinear_key_a_full_turn():
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(10_000, 2, generator=generator, dtype=torch.float64)
     q = complex_pairs(query, 2)
@@ -90,7 +90,7 @@ def test_the_four_cases_of_figure_3():
         figure_3_cases(angles, torch.tensor([0]))
 
 
-def test_cases_name_the_direction_in_which_the_score_goes():
+def test_cases_determine_the_direction_of_the_score():
     # b and c fall with the distance, a and d rise.
     generator = torch.Generator().manual_seed(0)
     angles = torch.rand(200, 1, generator=generator, dtype=torch.float64) * TURN
@@ -117,7 +117,7 @@ def test_anomalous_distance_is_where_the_score_stops_rising():
 
 
 @pytest.mark.parametrize("factor", [2.0, 8.0])
-def test_scaling_widens_the_zone_as_the_paper_says(factor):
+def test_scaling_widens_the_zone_as_in_the_paper(factor):
     # Appendix D.2: k times under PI, λ^(2j/d) times where the base is multiplied by λ.
     angles = torch.full((8,), 5.0, dtype=torch.float64)
     theta = Rotation(16).frequencies()
@@ -132,7 +132,7 @@ def test_scaling_widens_the_zone_as_the_paper_says(factor):
 
 @pytest.mark.parametrize("window", [None, 1, 2, 7, 100])
 @pytest.mark.parametrize("length", [2, 3, 12, 40])
-def test_anomalous_tokens_and_share_are_those_counted_one_by_one(length, window):
+def test_anomalous_tokens_and_share_match_a_count(length, window):
     for tau in (0.0, 0.5, 1.0, 1.5, 3.0, 6.2, 11.0, 39.5, 1e9):
         pairs = [m - n for m in range(length) for n in range(m) if window is None or m - n < window]
         counted = sum(d < tau for d in pairs)

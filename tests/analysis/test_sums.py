@@ -1,4 +1,4 @@
-"""What is gathered over texts, on numbers small enough to count."""
+"""Statistics accumulated over texts, on examples small enough to count by hand."""
 
 import math
 
@@ -24,7 +24,7 @@ def test_visible_keys_are_causal_and_inside_the_window():
     assert visible_keys(torch.tensor([3]), 4, 2).tolist() == [[False, False, True, True]]
 
 
-def test_a_shift_counts_what_the_softmax_sees():
+def test_a_shift_ignores_what_softmax_ignores():
     before = torch.tensor([[[0.0, 2.0, 50.0]]], dtype=torch.float64)
     visible = torch.tensor([[True, True, False]])
     change = ScoreShift()
@@ -69,7 +69,7 @@ def test_angles_are_counted_pair_by_pair_and_head_by_head():
     assert found["mean"][0] == pytest.approx(mean.mean().angle().item() % (2 * math.pi))
 
 
-def test_scores_by_distance_are_shares_of_what_the_vectors_allow():
+def test_scores_by_distance_are_relative_to_their_maximum():
     theta = torch.tensor([1.0, 0.1], dtype=torch.float64)
     query = polar([[3, 1], [2, 2], [0, 0]], [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]])
     key = torch.ones_like(query)
@@ -86,7 +86,7 @@ def test_scores_by_distance_are_shares_of_what_the_vectors_allow():
     assert sums.values()["eq19"]["checked"] == 3
 
 
-def test_scores_are_of_the_key_that_acts_and_eq_20_of_the_collinear_one():
+def test_scores_use_the_effective_key_and_eq_20_the_collinear_one():
     theta = torch.tensor([1.0, 0.1], dtype=torch.float64)
     query = polar([[1, 2]], [[0.3, 0.4]])
     built, effective = query * 0.5, query * torch.tensor([2.0, 0.1j])
@@ -102,5 +102,5 @@ def test_scores_are_of_the_key_that_acts_and_eq_20_of_the_collinear_one():
     )
 
 
-def test_numbers_that_json_lacks_are_none():
+def test_numbers_that_json_does_not_support_are_none():
     assert numbers([1, math.nan, math.inf, None]) == [1.0, None, None, None]

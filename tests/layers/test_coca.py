@@ -58,7 +58,7 @@ def test_layers_share_a_cache_by_their_index():
     assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-12
 
 
-def test_caches_that_would_give_wrong_numbers_are_refused():
+def test_unsupported_caches_are_refused():
     x = torch.randn(1, 4, 32)
     with pytest.raises(ValueError, match="a different layer_idx for each"):
         CoCAAttention(32, 4)(x, cache=DynamicCache())
@@ -101,7 +101,7 @@ def test_the_t_projection_has_half_the_rows_of_a_key_projection():
     assert layer.v_proj.weight.shape == (2 * 16, 64)
 
 
-def test_dropout_acts_in_training_only():
+def test_dropout_applies_only_in_training():
     torch.manual_seed(0)
     layer = CoCAAttention(32, 4, dropout=0.5)
     x = torch.randn(1, 20, 32)
@@ -119,6 +119,6 @@ def test_dropout_acts_in_training_only():
         ({"hidden_size": 32, "num_heads": 4, "form": "loose"}, "unknown score form"),
     ],
 )
-def test_unfit_sizes_are_refused(arguments, message):
+def test_invalid_sizes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         CoCAAttention(**arguments)

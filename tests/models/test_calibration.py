@@ -1,4 +1,4 @@
-"""T projections fitted to a model's own scores: the sums, the regression, what is refused."""
+"""T projections fitted to a model's own scores: sums, regression, errors."""
 
 import copy
 
@@ -95,7 +95,7 @@ def test_the_projection_is_the_regression_of_the_nearest_coefficients(family, fo
         ("Qwen3", {"init": "calibrated", "calibration": IDS}, "normalise their keys"),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused_and_left_alone(family, arguments, message):
+def test_unsupported_calibration_is_refused_and_changes_nothing(family, arguments, message):
     model = vanilla(family)
     kind, before = type(model), logits(model, IDS)
     with pytest.raises(ValueError, match=message):
@@ -103,7 +103,7 @@ def test_what_cannot_be_calibrated_is_refused_and_left_alone(family, arguments, 
     assert type(model) is kind and torch.equal(logits(model, IDS), before)
 
 
-def test_calibration_leaves_no_hooks_and_the_mode_as_it_was():
+def test_calibration_leaves_no_hooks_and_keeps_the_mode():
     model = convert(vanilla("Llama").train(), init="calibrated", calibration=IDS)
     assert model.training
     attention = model.base_model.layers[0].self_attn

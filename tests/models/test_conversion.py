@@ -1,4 +1,4 @@
-"""What conversion refuses, what it leaves alone, and folders."""
+"""Conversion: errors, what stays unchanged, and folders."""
 
 import signal
 import subprocess
@@ -36,7 +36,7 @@ def test_an_unsupported_model_lists_the_families():
         ({"kv_cache": "third"}, "kv_cache must be one of full, half"),
     ],
 )
-def test_a_refused_conversion_leaves_the_model_as_it_was(arguments, message):
+def test_a_refused_conversion_does_not_change_the_model(arguments, message):
     model = vanilla("Llama")
     kind, config, ids = type(model), model.config, some_tokens(model)
     before = logits(model, ids)
@@ -62,7 +62,7 @@ def test_converted_adapted_and_unloaded_models_are_refused():
         convert(empty)
 
 
-def test_random_initialisation_draws_as_training_from_scratch_does():
+def test_random_initialisation_matches_training_from_scratch():
     torch.manual_seed(0)
     model = convert(vanilla("Llama", hidden_size=256, head_dim=64), init="random")
     weights = torch.cat([m.weight.flatten() for m in model.modules() if type(m) is FoldedLinear])
@@ -70,13 +70,13 @@ def test_random_initialisation_draws_as_training_from_scratch_does():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_frozen_stays_frozen(family):
+def test_frozen_weights_stay_frozen(family):
     model = vanilla(family).requires_grad_(False)
     convert(model)
     assert not [name for name, weight in model.named_parameters() if weight.requires_grad]
 
 
-def test_what_cannot_be_converted_is_left_alone():
+def test_unsupported_models_are_not_changed():
     model = vanilla("Llama")
     model.model.layers[1].self_attn = model.model.layers[0].self_attn
     with pytest.raises(ValueError, match="layers share an attention module"):
@@ -90,7 +90,7 @@ def test_what_cannot_be_converted_is_left_alone():
         convert(model)
 
 
-def test_a_configuration_prints_all_of_itself():
+def test_a_configuration_prints_all_fields():
     model = convert(vanilla("Llama"))
     assert "rope_parameters" in repr(model.config) and "coca_form" in repr(model.config)
     assert convert(vanilla("Llama")).config.name_or_path == vanilla("Llama").config.name_or_path
@@ -109,7 +109,7 @@ def test_a_decoder_without_head_is_converted(family):
     assert torch.equal(body(ids).last_hidden_state, expected)
 
 
-def test_settings_of_the_model_survive():
+def test_settings_of_the_model_are_kept():
     model = vanilla("Llama")
     model.set_attn_implementation("eager")
     model.generation_config.max_new_tokens = 7
@@ -125,7 +125,7 @@ def test_settings_of_the_model_survive():
     assert not any("layers.1" in name for name in frozen)
 
 
-def test_a_tied_head_stays_tied_and_sharding_plans_know_t():
+def test_a_tied_head_stays_tied_and_sharding_plans_include_t():
     model = vanilla("Gemma 3")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     convert(model)
@@ -135,7 +135,7 @@ def test_a_tied_head_stays_tied_and_sharding_plans_know_t():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_plan_names_modules_that_exist(family):
+def test_sharding_plans_name_existing_modules(family):
     model = convert(vanilla(family))
     plan = type(model.config).base_model_tp_plan
     modules = {n.replace("layers.0", "layers.*") for n, _ in model.base_model.named_modules()}
@@ -157,7 +157,7 @@ def test_convert_from_folder_to_folder(tmp_path, capsys, tokenizer):
     assert (target / "tokenizer.json").is_file()
     ids = some_tokens(loaded)
     assert torch.equal(logits(loaded, ids), logits(convert(model, "strict"), ids))
-    # A second time it would write over the first.
+    # A second conversion would overwrite the first.
     assert main(words) == 2
     assert "exists and is not empty" in capsys.readouterr().err
     assert sorted(p.name for p in target.parent.iterdir()) == ["target"]
@@ -172,7 +172,7 @@ def test_t_is_calibrated_on_the_text_of_a_source(tmp_path, capsys, tokenizer, te
     words += ["--source", str(text_folder), "--calibration-tokens", "200"]
     assert main(words) == 0
     assert "coca_llama, magnitude" in capsys.readouterr().out
-    # Texts of the training length, 64; a rest of 8 tokens is left out.
+    # Texts of the training length, 64; the remaining 8 tokens are dropped.
     read = torch.from_numpy(token_array(read_documents(str(text_folder)), tokenizer)[:192].copy())
     told = []
     expected = convert(
@@ -211,7 +211,7 @@ def test_t_is_calibrated_on_the_text_of_a_source(tmp_path, capsys, tokenizer, te
         ),
     ],
 )
-def test_what_cannot_be_calibrated_writes_nothing(
+def test_a_failed_calibration_writes_nothing(
     family, words, message, tmp_path, capsys, tokenizer, text_folder
 ):
     source = tmp_path / "source"
@@ -242,7 +242,7 @@ def test_a_failed_conversion_writes_nothing(words, message, tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
-def test_targets_that_would_harm_are_refused(tmp_path, capsys, monkeypatch):
+def test_harmful_targets_are_refused(tmp_path, capsys, monkeypatch):
     source = tmp_path / "source"
     vanilla("Llama").save_pretrained(source)
     before = sorted(p.name for p in source.iterdir())
@@ -261,14 +261,14 @@ def test_targets_that_would_harm_are_refused(tmp_path, capsys, monkeypatch):
     assert sorted(p.name for p in source.iterdir()) == before
 
 
-def test_a_flag_may_stand_first(tmp_path, capsys):
+def test_a_flag_may_come_first(tmp_path, capsys):
     words = ["convert", "--from-original", str(tmp_path / "none"), str(tmp_path / "target")]
     assert main(words) == 2
     assert "config.json: cannot be read" in capsys.readouterr().err
 
 
-def test_killed_while_writing_it_leaves_no_model(tmp_path):
-    """Killed at the moment when the weights are written; then the same command succeeds."""
+def test_a_kill_while_writing_leaves_no_model(tmp_path):
+    """Killed while writing the weights; then the same command succeeds."""
     source, target = tmp_path / "source", tmp_path / "target"
     vanilla("Llama").save_pretrained(source)
     program = (

@@ -33,7 +33,7 @@ def test_saved_and_loaded_by_the_auto_class_gives_the_same_logits(kind, tmp_path
 
 
 @pytest.mark.parametrize("kind", COCA)
-def test_the_t_projection_is_folded_and_drawn_narrower(kind, tmp_path):
+def test_the_t_projection_is_folded_with_a_smaller_deviation(kind, tmp_path):
     torch.manual_seed(0)
     config = CONFIGS[kind]()
     config.hidden_size = 128
@@ -76,7 +76,7 @@ def test_backends_agree(kind):
 
 
 @pytest.mark.parametrize("kind", ["slack", "strict", "llama-slack", "llama-strict"])
-def test_attention_weights_are_the_oracles(kind):
+def test_attention_weights_match_the_oracle(kind):
     """The first layer's weights, from its projections and the paper's printed equations."""
     model = tiny_model(kind)
     model.set_attn_implementation("eager")
@@ -122,7 +122,7 @@ def test_generate_is_the_same_with_and_without_a_cache(kind):
 @pytest.mark.parametrize("kind", OURS)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(kind, side):
-    """The slack form answers to true positions, so left padding must not shift them."""
+    """The slack form depends on true positions, so left padding must not shift them."""
     model = tiny_model(kind)
     ids = tokens()
     padding = torch.zeros(2, 5, dtype=torch.long)
@@ -194,12 +194,12 @@ def test_bfloat16_autocast_stays_near_float32(kind):
         ),
     ],
 )
-def test_unfit_configurations_are_refused(changes, message):
+def test_invalid_configurations_are_refused(changes, message):
     with pytest.raises(Exception, match=message):
         CoCAGPTNeoXConfig(**changes)
 
 
-def test_the_scaling_ntk_is_known_and_heads_must_divide(capfd):
+def test_ntk_is_registered_and_heads_must_divide(capfd):
     rope = {"rope_type": "ntk", "rope_theta": 10000.0, "factor": 4.0, "length": 128}
     CoCAGPTNeoXConfig(rope_parameters=rope)
     assert "Missing validation" not in capfd.readouterr().err
@@ -207,7 +207,7 @@ def test_the_scaling_ntk_is_known_and_heads_must_divide(capfd):
         CoCALlamaConfig(num_attention_heads=4, num_key_value_heads=3)
 
 
-def test_an_unfit_saved_configuration_and_device_are_user_errors(tmp_path):
+def test_invalid_saved_configurations_and_devices_are_user_errors(tmp_path):
     tiny_model("slack").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="device 'foo' cannot be used"):
         load_model(tmp_path, device="foo")
@@ -225,7 +225,7 @@ def test_a_truncated_weight_file_is_named(tmp_path):
         load_model(tmp_path)
 
 
-def test_missing_weights_are_not_drawn_at_random(tmp_path):
+def test_missing_weights_are_an_error(tmp_path):
     from safetensors.torch import save_file
 
     tiny_model("slack").save_pretrained(tmp_path)
@@ -238,6 +238,6 @@ def test_missing_weights_are_not_drawn_at_random(tmp_path):
         load_model(tmp_path)
 
 
-def test_an_empty_folder_holds_no_model(tmp_path):
+def test_an_empty_folder_is_not_a_model(tmp_path):
     with pytest.raises(ValueError, match=r"no config\.json"):
         load_model(tmp_path)

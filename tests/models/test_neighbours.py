@@ -1,4 +1,4 @@
-"""Beside everything that people put around a model: precision, PEFT, pipelines, decoders."""
+"""Models used with other features: precision, PEFT, pipelines, decoding strategies."""
 
 import peft
 import pytest
@@ -29,7 +29,7 @@ def greedy(model, ids, **options):
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("form", FORMS)
 def test_float16_survives_queries_of_ten_thousand(form, backend):
-    """|q| of 1e4, scores of 1e7: finite, and the attention weights those of float64."""
+    """With |q| of 1e4 and scores of 1e7, attention weights are finite and match float64."""
     exact = collinear("Llama", form).double()
     with torch.no_grad():
         for layer in exact.model.layers:
@@ -64,7 +64,7 @@ def test_float16_survives_queries_of_ten_thousand(form, backend):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
-def test_half_precision_is_as_near_as_its_rounding(form, dtype):
+def test_half_precision_is_within_its_rounding(form, dtype):
     exact = collinear("Llama", form).double()
     with torch.no_grad():
         for weight in exact.parameters():
@@ -97,7 +97,7 @@ def test_eager_attention_in_float16_hides_what_is_masked_from_huge_scores():
 
 @pytest.mark.parametrize("kind", ["full", "half"])
 @pytest.mark.parametrize("form", FORMS)
-def test_packed_documents_are_read_apart(form, kind):
+def test_packed_documents_are_independent(form, kind):
     model = collinear("Llama", form).double()
     model.config.kv_cache = kind
     ids = some_tokens(model)
@@ -158,7 +158,7 @@ def test_packed_documents_in_a_static_cache(kind):
     assert difference(found[10:], logits(model, ids[1:, :14])[0]) < 1e-12
 
 
-def test_a_kind_of_cache_that_there_is_not_is_refused_at_run_time():
+def test_an_unknown_kind_of_cache_is_refused_at_run_time():
     model = collinear("Llama")
     model.config.kv_cache = "Half"
     with pytest.raises(ValueError, match="kv_cache must be one of full, half; got 'Half'"):
@@ -166,8 +166,8 @@ def test_a_kind_of_cache_that_there_is_not_is_refused_at_run_time():
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Gemma 3", "Llama"])
-def test_kernels_are_told_the_window(family, monkeypatch):
-    """FlashAttention takes the window from its argument, not from a mask."""
+def test_attention_kernels_receive_the_window(family, monkeypatch):
+    """FlashAttention needs the window as an argument, not as a mask."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     model, told = collinear(family), []
@@ -185,7 +185,7 @@ def test_kernels_are_told_the_window(family, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["full", "half"])
 @pytest.mark.parametrize("form", FORMS)
-def test_positions_of_ones_own_with_a_cache(form, kind):
+def test_custom_positions_with_a_cache(form, kind):
     model = collinear("Llama", form).double()
     model.config.kv_cache = kind
     ids = some_tokens(model)
@@ -205,7 +205,7 @@ def test_positions_of_ones_own_with_a_cache(form, kind):
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma 3", "GPT-NeoX", "GLM-4"])
 @pytest.mark.parametrize("form", FORMS)
 def test_half_caches_are_decoded_without_forming_keys(family, form, monkeypatch):
-    """Left padding included; the logits are those of one whole pass."""
+    """Also with left padding; the logits match those of a single pass."""
     model = collinear(family, form).double()
     model.config.kv_cache = "half"
     calls = []
@@ -238,8 +238,8 @@ def test_half_caches_are_decoded_without_forming_keys(family, form, monkeypatch)
         assert given is None or any(call is not None for call in calls)
 
 
-def test_gaps_in_a_half_cache_are_decoded_with_keys_formed(monkeypatch):
-    """Padding in the middle: no tile of consecutive positions."""
+def test_half_caches_with_gaps_are_decoded_with_keys(monkeypatch):
+    """With padding in the middle, positions are not consecutive."""
     model = collinear("Llama").double()
     model.config.kv_cache = "half"
     monkeypatch.setattr("coca_attention.models.attention.attend_half", None)
@@ -255,7 +255,7 @@ def test_gaps_in_a_half_cache_are_decoded_with_keys_formed(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_but_slack_do_not_see_a_shift_of_all_positions(family):
+def test_all_forms_but_slack_are_invariant_to_shifts(family):
     ids = some_tokens(collinear(family))
     positions = torch.arange(ids.shape[1]).expand(ids.shape)
     moved = {}
@@ -286,7 +286,7 @@ def test_chunked_prefill(kind):
     assert torch.equal(greedy(model, ids, prefill_chunk_size=7), plain)
 
 
-def test_a_static_cache_is_not_made_as_wide_as_values_for_half_keys():
+def test_static_half_caches_are_narrower_than_values():
     model = collinear("Llama")
     assert model._get_static_cache_init_shape() == (2, 8)
     model.config.kv_cache = "half"
@@ -317,7 +317,7 @@ def test_device_map(tmp_path):
     assert torch.equal(logits(automatic.eval(), ids), logits(model, ids))
 
 
-def test_prefix_tuning_works_on_full_and_is_refused_on_half():
+def test_prefix_tuning_requires_a_full_cache():
     model = collinear("Llama")
     settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     adapted = peft.get_peft_model(model, settings)
@@ -348,7 +348,7 @@ def test_continuous_batching_works_with_a_full_cache():
         assert result.generated_tokens == alone[0, len(prompt) :].tolist()
 
 
-def test_continuous_batching_is_refused_on_half():
+def test_continuous_batching_is_refused_with_a_half_cache():
     model = collinear("Llama").float()
     model.config.kv_cache = "half"
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -356,7 +356,7 @@ def test_continuous_batching_is_refused_on_half():
         model.generate_batch([[3, 4, 5]], generation_config=settings, progress_bar=False)
 
 
-def test_switching_the_cache_in_the_middle_is_refused():
+def test_switching_the_kind_of_cache_is_refused():
     model = collinear("Llama")
     ids, cache = some_tokens(model), DynamicCache(config=model.config)
     model(ids, past_key_values=cache, use_cache=True)
@@ -387,8 +387,8 @@ def test_compiled_generation(form, kind):
 
 
 @pytest.mark.parametrize("kind", ["full", "half"])
-def test_exported_programs_hold_pytorchs_operations_alone(kind):
-    """So that they are loaded where this package is not."""
+def test_exported_programs_contain_only_pytorch_operations(kind):
+    """So that they can be loaded without this package."""
     model = collinear("Llama").float()
     model.config.kv_cache = kind
     ids = some_tokens(model)
@@ -413,8 +413,8 @@ def test_exported_programs_hold_pytorchs_operations_alone(kind):
     assert not any("coca" in target for target in targets)
 
 
-def test_compiled_decoding_over_half_keys_forms_none():
-    """Neither keys nor, once a layer, cos and sin: two tables are written for all layers."""
+def test_compiled_decoding_over_a_half_cache_forms_no_keys():
+    """Neither keys nor cos and sin per layer: two tables are written for all layers."""
     torch._dynamo.reset()
     model = collinear("Llama").float()
     model.config.kv_cache = "half"

@@ -1,4 +1,4 @@
-"""Checkpoints of the paper's authors, against what their own implementation computed."""
+"""Checkpoints of the paper's authors, compared with the results of their implementation."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_a_folder_of_either_kind_of_file(name, kind, tmp_path):
     config, weights, figures = extract(name)
     expected = load_original((config, weights))(figures["input_ids"]).logits
     (tmp_path / "config.json").write_text(json.dumps(config))
-    # Tables that old versions of Transformers saved are passed over.
+    # Buffers that old versions of Transformers saved are ignored.
     stale = {"gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(3)}
     if kind == "safetensors":
         save_file({**weights, **stale}, tmp_path / "model.safetensors")
@@ -98,7 +98,7 @@ def test_dtype_and_saving(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = figures["input_ids"]
     assert torch.equal(loaded(ids).logits, model(ids).logits)
-    # The dictionary that was given is not written to.
+    # The given dictionary is not modified.
     assert weights["model.norm.weight"].dtype == torch.float32
 
 
@@ -125,7 +125,7 @@ T = "model.layers.1.self_attn.t_proj.weight"
         ({}, {"state_dict": {}}, "nested under 'state_dict'"),
     ],
 )
-def test_unfit_checkpoints_are_refused(settings, change, message):
+def test_invalid_checkpoints_are_refused(settings, change, message):
     config, weights, _ = extract()
     weights = {n: w for n, w in {**weights, **change}.items() if w is not None}
     with pytest.raises(ValueError, match=message):

@@ -85,7 +85,7 @@ def test_the_saved_configuration_keeps_the_scaling(kind, tmp_path):
     assert training_length(loaded.config) == 32
 
 
-def test_models_that_cannot_be_scaled_are_refused_and_left_alone():
+def test_unsupported_models_are_refused_and_not_changed():
     alibi = tiny_model("alibi")
     with pytest.raises(ValueError, match="no rotary embedding to scale"):
         set_rotary_scaling(alibi, "ntk", factor=4.0)
@@ -128,7 +128,7 @@ def rule_for(model, kind):
 @pytest.mark.parametrize("form", ["slack", "strict"])
 @pytest.mark.parametrize("cache", ["full", "half"])
 def test_every_rule_but_dynamic_is_consistent(kind, form, cache):
-    """Cached decoding, static caches, padding, batches, long then short: beyond L_train = 64."""
+    """All checks, for texts beyond the training length of 64."""
     model = collinear("Llama", form).double()
     model.config.kv_cache = cache
     if kind != "none":
@@ -146,7 +146,7 @@ def test_every_family_is_consistent_when_scaled(family, form):
     for kind in RULES:
         set_rotary_scaling(model, kind, factor=4.0, **rule_for(model, kind))
         assert difference(logits(model, ids), plain) > 1e-3
-        # Vanilla families hand rotary tables on in the model's dtype; the checks are ours.
+        # Vanilla families pass rotary tables in the model's dtype.
         checks = ("decoding", "long then short", "left padding")
         assert_consistent(model, ids, checks, tolerance=1e-11)
     set_rotary_scaling(model, "none")
@@ -179,7 +179,7 @@ def test_vanilla_families_scale_as_transformers_scales_them(family, kind):
     assert difference(logits(vanilla(family), ids), expected) > 1e-3
     if kind == "dynamic":
         return
-    # And a model that comes scaled so is recognised, and left as it was by the same call again.
+    # A model that is already scaled this way is recognised and not changed by the same call.
     set_rotary_scaling(theirs, kind, factor=4.0)
     assert difference(logits(theirs, ids), expected) < 1e-4
 
@@ -211,7 +211,7 @@ def test_a_model_cast_after_loading_is_scaled_like_the_others(dtype):
         assert torch.equal(ours[0], theirs[0])
 
 
-def test_parameters_of_the_same_rule_stay():
+def test_parameters_of_the_same_rule_are_kept():
     model = collinear("Llama")
     set_rotary_scaling(model, "yarn", factor=4.0, beta_fast=16.0)
     set_rotary_scaling(model, "yarn")
@@ -221,8 +221,8 @@ def test_parameters_of_the_same_rule_stay():
     assert model.config.rope_parameters["factor"] == 1.0
 
 
-def test_phi3_as_it_is_published_keeps_its_magnitude():
-    """longrope without a factor: it follows from the two lengths, in vanilla and in CoCA."""
+def test_published_phi3_keeps_its_attention_factor():
+    """longrope without a factor, which is derived from the two lengths, in vanilla and CoCA."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
             "short_factor": [1.0, 1.1], "long_factor": [2.0, 4.0],
             "original_max_position_embeddings": 64}  # fmt: skip
@@ -239,7 +239,7 @@ def test_phi3_as_it_is_published_keeps_its_magnitude():
     assert (scaling.factor, scaling.training_length) == (8.0, 64)
 
 
-def test_rules_count_from_the_length_before_scaling():
+def test_rules_use_the_length_before_scaling():
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
             "original_max_position_embeddings": 16}  # fmt: skip
     model = vanilla("Llama", rope_parameters=rope)
@@ -251,7 +251,7 @@ def test_rules_count_from_the_length_before_scaling():
     assert difference(logits(model, ids), expected) < 1e-4
 
 
-def test_rotary_embeddings_of_other_kinds_are_left_alone():
+def test_other_rotary_embeddings_are_not_changed():
     model = vanilla("Llama")
     model.config.rope_parameters["mrope_section"] = [2, 1, 1]
     with pytest.raises(ValueError, match="its parameters include mrope_section"):
@@ -262,7 +262,7 @@ def test_rotary_embeddings_of_other_kinds_are_left_alone():
         set_rotary_scaling(local, "linear", factor=8.0)
 
 
-def test_longrope_takes_the_short_factors_for_short_targets():
+def test_longrope_uses_the_short_factors_for_short_targets():
     model = collinear("Llama").double()
     ids = some_tokens(model)
     set_rotary_scaling(model, "longrope", factor=4.0, length=64, **LONGROPE)
@@ -279,7 +279,7 @@ def test_longrope_takes_the_short_factors_for_short_targets():
     assert difference(logits(model, ids), plain) < 1e-12
 
 
-def test_gemma_scales_its_global_layers_alone():
+def test_gemma_scales_only_its_global_layers():
     model = collinear("Gemma 3").double()
     set_rotary_scaling(model, "linear", factor=8.0)
     rope = model.config.rope_parameters

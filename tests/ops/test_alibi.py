@@ -1,4 +1,4 @@
-"""ALiBi as two more columns against the bias matrix written out."""
+"""ALiBi as additional columns, compared with the bias matrix."""
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ def test_columns_give_the_bias(heads, queries, dtype, tolerance):
     assert (ours - expected).abs().max() <= tolerance
 
 
-def test_bfloat16_keeps_every_distance_apart():
-    """Positions past 256 are not exact in bfloat16, so they travel in two columns."""
+def test_bfloat16_distinguishes_all_distances():
+    """Positions above 256 are not exact in bfloat16, so they are split into two columns."""
     q = torch.zeros(1, 4, 1, 16, dtype=torch.bfloat16)
     k = torch.zeros(1, 4, 5000, 16, dtype=torch.bfloat16)
     augmented_q, augmented_k = alibi.augment(q, k, 1.0)

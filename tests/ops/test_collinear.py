@@ -1,4 +1,4 @@
-"""`coca_attention` against the paper's equations."""
+"""`coca_attention` compared with the paper's equations."""
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_all_pairs_free_is_rotary_attention():
     assert (coca_attention(q, k, v) - expected).abs().max() <= 1e-12
 
 
-def test_temperature_multiplies_the_scores_by_the_logarithm_of_the_keys_in_sight():
+def test_temperature_multiplies_scores_by_the_logarithm_of_visible_keys():
     q, t, v = inputs()
     ours = coca_attention(q, t, v, rotation=Rotation(16, temperature=20), form="strict")
     scores = oracle.strict_scores(
@@ -123,8 +123,8 @@ def test_error_stays_within_that_of_plain_attention(form, interleaved, dtype, sh
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_float16_holds_queries_of_ten_thousand(form):
-    """|q|^2 is then far beyond its range; the error is still that of rounding Q' and K'."""
+def test_float16_supports_queries_of_ten_thousand(form):
+    """|q|^2 is then far out of range; the error is still that of rounding Q' and K'."""
     q, t, v = inputs(queries=200, keys=200)
     q, t = q * (1e4 / q.norm(dim=-1).max()), t * (1e-1 if form == "magnitude" else 1e-5)
     error, budget = errors([q, t, v], torch.float16, form, interleaved=False)
@@ -151,7 +151,7 @@ def errors(tensors, dtype, form, interleaved):
 
 
 def effective(q, t, form, interleaved):
-    """Q' and K' of mathematics.md, from complex numbers and not from the code under test."""
+    """Q' and K' of mathematics.md from complex numbers, independent of the code under test."""
     q, t = q.double(), t.double()
     keys, queries, width = t.shape[2], q.shape[2], q.shape[-1]
     pairs = oracle._complex_pairs(q, interleaved)
@@ -215,7 +215,7 @@ def test_all_but_slack_are_shift_invariant(form, shift, seed):
     assert (ours[0] - ours[1]).abs().max() < 1e-9
 
 
-def test_slack_answers_to_true_positions():
+def test_slack_depends_on_true_positions():
     q, t, v = inputs(batch=1, queries=9, keys=9)
     positions = torch.arange(9)
     shifted = positions + 5
@@ -230,7 +230,7 @@ def test_slack_answers_to_true_positions():
     assert (ours[1] - expected).abs().max() <= 1e-12
 
 
-def test_forms_agree_on_equal_pairs_and_only_there():
+def test_forms_agree_only_on_equal_pairs():
     """Theorem 1 of the paper."""
     q, t, v = inputs()
     half = q[..., :8]
@@ -261,7 +261,7 @@ def test_the_future_is_not_seen(form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["bool", "additive", "per-head", "two-dimensional"])
-def test_masks_are_applied_on_top_of_causality(form, kind):
+def test_masks_are_combined_with_causality(form, kind):
     q, t, v = inputs(queries=13)
     keep = torch.ones(2, 1, 1, 29, dtype=torch.bool)
     keep[0, :, :, :4] = False
@@ -288,7 +288,7 @@ def test_masks_are_applied_on_top_of_causality(form, kind):
         assert (ours[1:] - plain).abs().max() <= 1e-12
 
 
-def test_rows_that_may_attend_to_nothing_are_zero():
+def test_fully_masked_rows_are_zero():
     q, t, v = inputs(queries=29)
     mask = torch.ones(29, 29, dtype=torch.bool)
     mask[:, :3] = False

@@ -1,4 +1,4 @@
-"""One new token over a half cache: against whole keys and `attend`, and as a Triton kernel."""
+"""One new token over a half cache, compared with full keys and `attend`; and its Triton kernel."""
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ def test_agrees_with_whole_keys(
     ids=str,
 )
 def test_the_kernel(monkeypatch, free, heads, masked, dtype, tolerance):
-    """Several splits, a last tile that is not full, widths that are no powers of two."""
+    """Several splits, an incomplete last tile, and widths that are not powers of two."""
     pytest.importorskip("triton")
     monkeypatch.setattr(kernels, "supports", lambda x: True)
     query, t, value = case(*heads, keys=133, width=24, value_width=20, dtype=dtype, free=free)
@@ -159,7 +159,7 @@ def test_other_lengths_and_several_queries_are_refused():
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
 def test_a_cache_in_half_precision(heads):
-    """Scores are formed in float32, so the cache's rounding of weights and values is all of it."""
+    """Scores are computed in float32, so the only error is from rounding weights and values."""
     query, t, value = case(*heads, dtype=torch.bfloat16)
     first = torch.zeros(1, device=DEVICE)
     expected = whole_keys(query.double(), t.double(), value.double(), first, Rotation(16), 0.3)
@@ -171,7 +171,7 @@ def test_a_cache_in_half_precision(heads):
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
 def test_weights_of_a_long_cache_do_not_overflow(heads):
-    """Alike keys: in float16 the sum of V before it is divided by that of the weights is inf."""
+    """Equal keys: a float16 sum of V before dividing by the sum of weights would be inf."""
     query, t, value = case(*heads, keys=40_000, width=4, dtype=torch.float16, batch=1)
     query, value = torch.zeros_like(query), torch.full_like(value, 2.0)
     frames = frames_for(query, t, torch.zeros(1, device=DEVICE), Rotation(4), 1024)
@@ -192,7 +192,7 @@ def test_frames_work_inside_and_outside_of_inference_mode():
 
 
 def test_layers_share_scratch_memory():
-    """What a layer leaves there does not change what the next one gets."""
+    """What one layer leaves in it does not affect the next one."""
     first = torch.zeros(1, device=DEVICE)
     query, t, value = case()
     frames = frames_for(query, t, first, Rotation(16), 32)

@@ -58,7 +58,7 @@ def test_gradients_agree_with_those_of_the_cpu(form):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
-def test_grouped_heads_hold_no_score_matrix(dtype, masked):
+def test_grouped_heads_allocate_no_score_matrix(dtype, masked):
     """At 16,384 tokens the scores of 4 heads would take 2 or 4 GB."""
     q, t, v = inputs(dtype, 16384)
     mask = torch.ones(1, 1, 1, 16384, dtype=torch.bool, device="cuda") if masked else None
@@ -74,7 +74,7 @@ def test_grouped_heads_hold_no_score_matrix(dtype, masked):
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (32, 4)], ids=str)
 @pytest.mark.parametrize("length", [1000, 32768])
-def test_half_keys_decode_as_the_oracle_says(form, dtype, tolerance, heads, length):
+def test_half_keys_decode_like_the_oracle(form, dtype, tolerance, heads, length):
     q, t, v = inputs(dtype, length, *heads)
     q = q[..., -1:, :]
     cos, sin = Rotation(64).tables(torch.tensor([length - 1], device="cuda"))
@@ -93,7 +93,7 @@ def test_half_keys_decode_as_the_oracle_says(form, dtype, tolerance, heads, leng
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["full", "half"])
-def test_models_say_the_same_on_both_devices_and_every_way(form, kind):
+def test_models_are_consistent_on_both_devices(form, kind):
     config = LlamaConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=100,

@@ -1,4 +1,4 @@
-"""The Triton kernels against PyTorch's own operations; without a GPU in Triton's interpreter."""
+"""Triton kernels compared with PyTorch operations; in Triton's interpreter without a GPU."""
 
 import os
 import subprocess
@@ -87,7 +87,7 @@ def test_maps(monkeypatch, form, width, span, interleaved, free, layout, dtype):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_operator_runs_on_them(monkeypatch, form):
+def test_the_operator_runs_on_kernels(monkeypatch, form):
     """Positions shared by all rows of the batch, grouped heads, strided heads of a projection."""
     q, v = (tensor(2, 7, heads, 8, seed=s).transpose(1, 2) for heads, s in ((4, 0), (2, 1)))
     t = tensor(2, 7, 2, 4, seed=2).relu().transpose(1, 2)
@@ -106,7 +106,7 @@ def test_no_positions_and_no_heads_to_map(monkeypatch):
     assert key_map(tensor(0, 2, 0, 4), cos, sin).shape == (0, 2, 0, 8)
 
 
-def test_second_derivatives_do_without_them(monkeypatch):
+def test_second_derivatives_do_not_use_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "supports", lambda x: True)
     q = tensor(1, 1, 3, 4).requires_grad_()
     cos, sin = Rotation(4).tables(torch.arange(3, device=DEVICE))
@@ -118,8 +118,8 @@ def test_second_derivatives_do_without_them(monkeypatch):
 
 
 @pytest.mark.parametrize("axis", [1, 2], ids=["heads", "rows"])
-def test_offsets_leave_the_range_of_int32(axis):
-    """Heads or rows 2^30 numbers apart; the memory between is never touched. Else it crashes."""
+def test_offsets_beyond_int32(axis):
+    """Heads or rows 2^30 elements apart, on untouched memory: int32 offsets would crash."""
     from coca_attention.ops.kernels import maps
 
     near = tensor(*(1, 3, 1, 8) if axis == 1 else (1, 1, 3, 8), dtype=torch.bfloat16)
@@ -134,8 +134,8 @@ def test_offsets_leave_the_range_of_int32(axis):
         assert torch.equal(function(far), function(near))
 
 
-def test_they_compile(tmp_path):
-    """For CUDA, whether there is a GPU or not: the interpreter takes what the compiler refuses."""
+def test_kernels_compile(tmp_path):
+    """For CUDA, even without a GPU: the interpreter accepts code that the compiler rejects."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     subprocess.run(
         [sys.executable, Path(__file__).with_name("compile_kernels.py")],
@@ -144,7 +144,7 @@ def test_they_compile(tmp_path):
     )
 
 
-def test_kernels_are_for_cuda_and_not_for_wider_numbers():
+def test_kernels_support_cuda_but_not_float64():
     assert not kernels.supports(torch.zeros(1))
     if torch.cuda.is_available():
         assert kernels.supports(torch.zeros(1, device="cuda"))

@@ -1,4 +1,4 @@
-"""The query and key maps alone: derivatives, layouts, what is kept for the backward pass."""
+"""The query and key maps: derivatives, layouts, tensors saved for the backward pass."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_batches_of_functions(form):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_query_is_kept_for_the_backward_pass(dtype):
-    """Besides cos and sin, which all heads share: nothing for the keys, and q in its own dtype."""
+    """Besides cos and sin, shared by all heads: nothing for keys, and q in its own dtype."""
     q, t = (tensors(1, 8, 64, n, dtype=dtype).requires_grad_() for n in (16, 8))
     cos, sin = Rotation(16).tables(torch.arange(64))
     kept: dict[int, int] = {}
@@ -75,8 +75,8 @@ def test_only_the_query_is_kept_for_the_backward_pass(dtype):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_heads_and_rows_stay_where_they_lie(form):
-    """Projections give (B, T, H, D) seen as (B, H, T, D): nothing is moved about."""
+def test_memory_layout_of_heads_and_rows_is_kept(form):
+    """Projections give (B, T, H, D) viewed as (B, H, T, D): results keep that memory layout."""
     q, t = (tensors(2, 5, 3, n).transpose(1, 2) for n in (8, 4))
     cos, sin = Rotation(8).tables(torch.arange(5), torch.float64)
     assert query_map(q, cos, sin, form=form).transpose(1, 2).is_contiguous()
@@ -94,7 +94,7 @@ def test_learned_frequencies_are_refused():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_they_compile_in_one_graph(form):
+def test_maps_compile_in_one_graph(form):
     q, t = tensors(1, 2, 6, 8).requires_grad_(), tensors(1, 1, 6, 4, seed=1).requires_grad_()
     cos, sin = Rotation(8).tables(torch.arange(6), torch.float64)
 

@@ -136,7 +136,7 @@ def test_ntk_within_the_training_length_changes_nothing():
     assert torch.equal(theta(64, scaling), theta(64))
 
 
-def test_dynamic_takes_its_length_from_the_positions_and_keeps_no_state():
+def test_dynamic_derives_its_length_from_the_positions_without_state():
     scaling = DynamicNTK(4.0, training_length=16)
     short = torch.arange(8)
     before = Rotation(32, rule=scaling).tables(short)
@@ -212,7 +212,7 @@ def test_bad_base_and_dynamic_without_length_are_refused():
         theta(8, DynamicNTK(2.0, training_length=8))
 
 
-def test_pairs_under_partial_rotary_are_taken_inside_the_span():
+def test_partial_rotary_forms_pairs_within_the_rotary_width():
     x = torch.arange(10.0)
     first, second = split_pairs(x, rotary_width=6)
     assert (first.tolist(), second.tolist()) == ([0, 1, 2, 6, 7], [3, 4, 5, 8, 9])
@@ -224,7 +224,7 @@ def test_pairs_under_partial_rotary_are_taken_inside_the_span():
             split_pairs(x, rotary_width=width)
 
 
-def test_names_of_rules_are_taken_once():
+def test_names_of_rules_are_unique():
     class Other(Rule):
         kind = "linear"
         rope_type = "other"

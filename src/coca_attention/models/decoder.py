@@ -5,7 +5,6 @@ built from a configuration, loaded, or converted.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ def replace_attention(
     change_class(body, cls, body.config)
     for index, attention in enumerate(body.attention_class.layout.modules(body)):
         attention.__class__ = body.attention_class
-        prepare_layer: Any = None if prepare is None else partial(prepare, index=index)
+        prepare_layer: Any = None if prepare is None else lambda x, i=index: prepare(x, i)
         replace_key_projection(attention, prepare_layer)
     body.rotary_emb = CoCARotary(body.config)
 
