@@ -1,4 +1,4 @@
-"""Pairs that keep ordinary rotary scores, pairs that do not turn, and the temperature, in models."""
+"""Pairs with ordinary rotary scores, pairs that do not turn, and the temperature, in models."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from coca_attention.models.configuration import rotation
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from families import FAMILIES, vanilla
 
-# Grouped heads; partial rotary and pairs (2j, 2j + 1); windows and norms on keys; fused projections.
+# Grouped heads; partial rotary and pairs (2j, 2j + 1); windows and key norms; fused projections.
 VARIED = ["Llama", "GLM-4", "Gemma 3", "GPT-NeoX"]
 
 
