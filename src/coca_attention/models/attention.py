@@ -105,6 +105,7 @@ class CollinearAttention(nn.Module):
         past_key_values: Any = None,
         layer_past: Any = None,
         key_positions: KeyPositions | None = None,
+        roles: dict[str, tuple[Any, Any]] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """One attention layer.
@@ -116,11 +117,15 @@ class CollinearAttention(nn.Module):
             past_key_values: Cache, as most families name it.
             layer_past: Cache, as GPT-NeoX names it.
             key_positions: With a half cache, the positions of its tokens, from `CollinearModel`.
+            roles: Where one set of rotary parameters serves local and global layers, the mask and
+                the position embeddings of each layer type, from `CollinearModel`.
             **kwargs: Passed to the attention implementation.
 
         Returns:
             (B, T, hidden), and the attention weights if the implementation returns them.
         """
+        if roles is not None:
+            attention_mask, position_embeddings = roles[self.layer_type]
         assert position_embeddings is not None  # always passed by the decoder
         length = hidden_states.shape[1]
         cos, sin, factor = position_embeddings
@@ -135,7 +140,7 @@ class CollinearAttention(nn.Module):
             scale=self.scaling / divisor,
             factor=factor,
             interleaved=self.layout.interleaved,
-            free_pairs=config.coca_free_pairs,
+            free_pairs=self.free_pairs,
             parameters=getattr(self, "form_parameters", None),
         )
         cache: Any = past_key_values if past_key_values is not None else layer_past
@@ -154,7 +159,7 @@ class CollinearAttention(nn.Module):
             keys, kind = coefficients.shape[-2], getattr(self, "layer_type", None)
             if keys != length and key_positions is not None:
                 cos, sin = key_positions.rotary(kind, first, keys)
-        key = key_map(coefficients, cos, sin, free_pairs=config.coca_free_pairs)
+        key = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
         if cache is not None and not half:
             check_cache_width(cache, self.layer_idx, key.shape[-1])
             key, value = cache.update(key, value, self.layer_idx)

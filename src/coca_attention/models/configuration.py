@@ -10,6 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from coca_attention.ops import RULES, Rotation, Rule, get_form
 
 CACHES = ("full", "half")
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+"""Transformers' names for layers that see a window, and for layers that see the whole text."""
 
 
 def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
@@ -22,8 +24,43 @@ def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope and all(value is None or isinstance(value, dict) for value in rope.values()):
-        rope = rope.get(layer_type or "full_attention") or {}
+        rope = rope.get(layer_type or GLOBAL) or {}
     return rope
+
+
+def has_own_roles(config: Any) -> bool:
+    """Whether a CoCA model gives local and global layers masks and rotations of their own.
+
+    It does where the family has no layer types, or where free pairs, ``turning_pairs`` or a
+    ``temperature`` make layer types differ that share one set of rotary parameters.
+    """
+    if LOCAL not in (getattr(config, "layer_types", None) or ()) or not hasattr(config, "coca_form"):
+        return False
+    rope = rope_parameters(config)
+    if rope is not (config.rope_parameters or {}):
+        return False
+    differ = isinstance(config.coca_free_pairs, dict) or {"turning_pairs", "temperature"} & set(rope)
+    return bool(differ) or "layer_types" not in type(config).__dataclass_fields__
+
+
+def free_pairs(config: Any, layer_type: str | None = None) -> int:
+    """Free pairs F of a CoCA model's heads in layers of a type."""
+    given = config.coca_free_pairs
+    return given.get(layer_type or GLOBAL, 0) if isinstance(given, dict) else given
+
+
+def attention_of(config: Any) -> str | None:
+    """The name of a CoCA model's score form, ``rope``, ``alibi``, or None for any other model.
+
+    A CoCA model whose pairs are all free is a rotary one.
+    """
+    if hasattr(config, "coca_form"):
+        kinds = set(getattr(config, "layer_types", None) or (GLOBAL,))
+        pairs = head_width(config) // 2
+        return "rope" if all(free_pairs(config, k) == pairs for k in kinds) else config.coca_form
+    if config.model_type == "alibi_gpt_neox" or getattr(config, "alibi", False):
+        return "alibi"
+    return "rope" if getattr(config, "rope_parameters", None) else None
 
 
 def training_length(config: Any) -> int | None:
@@ -64,12 +101,17 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
             ``rope_theta``, ``partial_rotary_factor``, the parameters of the rule (the fields of the
             `Rule`; ``ntk`` and ``longrope`` have an optional target ``length`` in tokens), and
             ``turning_pairs`` and ``temperature`` for the `Rotation`.
-        layer_type: See `rope_parameters`.
+        layer_type: See `rope_parameters`. With one set of parameters for all layers, the rule,
+            ``turning_pairs`` and ``temperature`` apply to global layers alone: a local layer never
+            sees far.
 
     Raises:
         ValueError: If the type is unknown or a parameter is out of range.
     """
     rope = rope_parameters(config, layer_type)
+    if layer_type == LOCAL and has_own_roles(config):
+        kept = ("rope_theta", "partial_rotary_factor")
+        rope = {name: rope[name] for name in kept if name in rope}
     rope_type = rope.get("rope_type", "default")
     rule = rule_of(rope_type)
     unknown = sorted(name for name in ("mscale", "mscale_all_dim") if rope.get(name) is not None)
@@ -133,7 +175,7 @@ class CoCAConfig:
         coca_form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9),
             ``magnitude``, or a registered form.
         coca_free_pairs: Number of pairs per head, the last ones, that are scored by ordinary rotary
-            attention.
+            attention; a dictionary if it differs between layer types.
         kv_cache: What is cached besides the values. ``full``: the effective keys, as wide as a
             head; works everywhere. ``half``: the coefficients before rotation, half as wide
             (without free pairs). Their positions are counted back from the current token, so in a
@@ -141,7 +183,7 @@ class CoCAConfig:
     """
 
     coca_form: str = "slack"
-    coca_free_pairs: int = 0
+    coca_free_pairs: int | dict[str, int] = 0
     kv_cache: str = "full"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -173,12 +215,15 @@ class CoCAConfig:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads; got {kv_heads} and {heads}"
             )
-        if not 0 <= self.coca_free_pairs <= width // 2:
-            raise ValueError(
-                f"coca_free_pairs must be between 0 and {width // 2}, the number of pairs per "
-                f"head; got {self.coca_free_pairs}"
-            )
-        for layer_type in sorted(set(getattr(self, "layer_types", None) or {"full_attention"})):
+        kinds = sorted(set(getattr(self, "layer_types", None) or {GLOBAL}))
+        if LOCAL in kinds and not getattr(self, "sliding_window", None):
+            raise ValueError(f"layers of type {LOCAL} need sliding_window, the tokens they see")
+        for layer_type in kinds:
+            if not 0 <= free_pairs(self, layer_type) <= width // 2:
+                raise ValueError(
+                    f"coca_free_pairs must be between 0 and {width // 2}, the number of pairs per "
+                    f"head; got {self.coca_free_pairs}"
+                )
             share = rope_parameters(self, layer_type).get("partial_rotary_factor", 1.0)
             span = int(width * share)
             if span < 2 or span % 2 or span > width:

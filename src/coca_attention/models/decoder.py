@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from coca_attention.models.attention import CollinearAttention
-from coca_attention.models.configuration import check_cache_kind
+from coca_attention.models.configuration import GLOBAL, LOCAL, check_cache_kind, has_own_roles
 from coca_attention.models.half_cache import KeyPositions
 from coca_attention.models.projections import (
     FoldedLinear,
@@ -20,6 +21,8 @@ from coca_attention.models.projections import (
     replace_key_projection,
 )
 from coca_attention.models.rotary import CoCARotary
+
+MASKS = {GLOBAL: create_causal_mask, LOCAL: create_sliding_window_causal_mask}
 
 
 def change_class(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
@@ -41,7 +44,12 @@ def replace_attention(
             with the module and the index of its layer.
     """
     change_class(body, cls, body.config)
+    own_roles = has_own_roles(body.config)
     for index, attention in enumerate(body.attention_class.layout.modules(body)):
+        if own_roles:
+            kind = body.config.layer_types[index]
+            attention.layer_type = kind
+            attention.sliding_window = body.config.sliding_window if kind == LOCAL else None
         attention.__class__ = body.attention_class
         prepare_layer: Any = None if prepare is None else lambda x, i=index: prepare(x, i)
         replace_key_projection(attention, prepare_layer)
@@ -92,12 +100,18 @@ class CollinearModel(CollinearPreTrained):
         mask = mask.long() if mask is not None and mask.dim() == 2 else None
         if position_ids is None and tokens is not None and mask is not None:
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        if self.config.kv_cache == "half" and past_key_values is not None and tokens is not None:
-            if position_ids is None:
-                past = past_key_values.get_seq_length()
-                steps = torch.arange(tokens.shape[1], device=tokens.device) + past
-                position_ids = steps.unsqueeze(0)
+        own_roles = has_own_roles(self.config) and tokens is not None
+        half = self.config.kv_cache == "half" and past_key_values is not None
+        if position_ids is None and tokens is not None and (half or own_roles):
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            steps = torch.arange(tokens.shape[1], device=tokens.device) + past
+            position_ids = steps.unsqueeze(0)
+        if half and tokens is not None:
             kwargs["key_positions"] = KeyPositions(self, past_key_values, position_ids, mask)
+        if own_roles:
+            kwargs["roles"] = self._roles(tokens, attention_mask, position_ids, past_key_values)
+            if isinstance(attention_mask, dict):
+                attention_mask = attention_mask[GLOBAL]
         forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         return forward(
             input_ids=input_ids,
@@ -107,6 +121,28 @@ class CollinearModel(CollinearPreTrained):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
+
+    def _roles(
+        self: Any, tokens: Tensor, mask: Any, position_ids: Tensor, cache: Any
+    ) -> dict[str, tuple[Any, Any]]:
+        """Mask and position embeddings of local and of global layers.
+
+        Args:
+            tokens: Token ids or embeddings, (B, T, ...).
+            mask: As passed to the decoder; a dictionary if Transformers made one per layer type.
+            position_ids: (1 or B, T).
+            cache: Cache as before this pass.
+        """
+        like = torch.empty(*tokens.shape[:2], 0, dtype=self.dtype, device=tokens.device)
+        arguments: Any = (self.config, like, mask, cache, position_ids)
+        return {
+            kind: (
+                mask[kind] if isinstance(mask, dict) else make(*arguments),
+                self.rotary_emb(like, position_ids, kind),
+            )
+            for kind, make in MASKS.items()
+            if kind in self.config.layer_types
+        }
 
 
 class CollinearForCausalLM(CollinearPreTrained):

@@ -9,7 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coca_attention.models.configuration import rope_parameters, rotation
+from coca_attention.models.configuration import (
+    free_pairs,
+    has_own_roles,
+    rope_parameters,
+    rotation,
+)
 from coca_attention.ops import KeyFrames, key_frames
 
 
@@ -116,7 +121,7 @@ class KeyPositions:
                 found,
                 tile=tile,
                 pairs=pairs,
-                free_pairs=config.coca_free_pairs,
+                free_pairs=free_pairs(config, layer_type),
                 dtype=torch.promote_types(self.body.dtype, torch.float32),
             )
         return self.tables[kind]
@@ -124,4 +129,5 @@ class KeyPositions:
 
 def rotary_is_by_layer(config: Any) -> bool:
     """Whether the configuration has separate rotary parameters per layer type."""
-    return rope_parameters(config) is not (config.rope_parameters or {})
+    nested = rope_parameters(config) is not (config.rope_parameters or {})
+    return nested or has_own_roles(config)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from coca_attention.models.configuration import rotation
+from coca_attention.models.configuration import free_pairs, rotation
 from coca_attention.ops import fold, get_form
 
 
@@ -68,10 +68,8 @@ class FoldedLinear(nn.Linear):
 def fold_heads(attention: Any, x: Tensor) -> Tensor:
     """Apply `fold` to every head along the last dimension: (..., G * D) to (..., G * (P + F))."""
     heads = x.unflatten(-1, (-1, attention.head_dim))
-    config = attention.config
-    span = rotation(config, getattr(attention, "layer_type", None)).width
-    free = config.coca_free_pairs
-    return fold(heads, attention.layout.interleaved, span, free).flatten(-2)
+    span = rotation(attention.config, getattr(attention, "layer_type", None)).width
+    return fold(heads, attention.layout.interleaved, span, attention.free_pairs).flatten(-2)
 
 
 def head_norm(
@@ -131,11 +129,12 @@ def replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None 
             By default T is initialised with the pair means of the key projection's rows.
     """
     layout = attention.layout
+    attention.free_pairs = free_pairs(attention.config, getattr(attention, "layer_type", None))
     separate_projections(attention, layout)
     attention.t_proj = _from_rows(
         attention.k_proj, lambda x: fold_heads(attention, x), FoldedLinear
     )
-    attention.t_proj.free_pairs = attention.config.coca_free_pairs
+    attention.t_proj.free_pairs = attention.free_pairs
     attention.t_proj.kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
     if prepare is not None:
         prepare(attention)
@@ -145,7 +144,7 @@ def replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None 
         # the keys, but the T norm scales them to 1: divide its weight by √2.
         offset = layout.norm_offset
         weight = fold_heads(attention, attention.k_norm.weight.detach() + offset)
-        pairs, free = attention.head_dim // 2, attention.config.coca_free_pairs
+        pairs, free = attention.head_dim // 2, attention.free_pairs
         weight.unflatten(-1, (-1, pairs + free))[..., : pairs - free].div_(2**0.5)
         attention.t_norm = copy.deepcopy(attention.k_norm)
         attention.t_norm.weight = nn.Parameter(
@@ -161,7 +160,7 @@ def replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None 
 def initial_form_parameters(attention: Any) -> dict[str, Tensor]:
     """Initial values of the learned parameters of an attention module's score form."""
     config = attention.config
-    sizes = config.num_attention_heads, attention.head_dim // 2 - config.coca_free_pairs
+    sizes = config.num_attention_heads, attention.head_dim // 2 - attention.free_pairs
     return get_form(config.coca_form).initial_parameters(*sizes)
 
 

@@ -121,7 +121,7 @@ def calibrate_t_projection(attention: Any, hidden_states: Tensor) -> None:
     rows = torch.linalg.solve(gram, inputs.T @ targets).T
     parameters = {"weight": rows[:, :-1], "bias": rows[:, -1]} if biased else {"weight": rows}
     kv_heads, pairs = attention.k_proj.out_features // attention.head_dim, attention.head_dim // 2
-    collinear = pairs - attention.config.coca_free_pairs
+    collinear = pairs - attention.free_pairs
     for name, fitted in parameters.items():
         current = getattr(attention.t_proj, name).data.unflatten(0, (kv_heads, -1))
         new = fitted.unflatten(0, (kv_heads, -1))

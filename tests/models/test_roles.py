@@ -1,0 +1,129 @@
+"""Local layers with a window beside global ones without positions, in families that have neither."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from coca_attention import convert
+from coca_attention.models.configuration import attention_of, rotation
+from coca_attention.ops import oracle
+from coca_attention.testing import assert_consistent, difference, logits, some_tokens
+from families import vanilla
+
+WINDOW = 6
+# Without layer types; with them; pairs (2j, 2j + 1) and partial rotary; heads of a fused projection.
+VARIED = ["Llama", "Qwen2", "GLM-4", "GPT-NeoX"]
+
+
+def with_roles(family, form="strict", kinds=("sliding_attention", "full_attention"), **changes):
+    """A local layer of collinear pairs and a global one of free pairs that do not turn."""
+    model = vanilla(family, layer_types=list(kinds), sliding_window=WINDOW)
+    model.config.rope_parameters |= {"turning_pairs": 0, "temperature": 16}
+    free = {"sliding_attention": 0, "full_attention": 4} | changes.pop("free", {})
+    return convert(model, form, free_pairs=free, **changes).double().eval()
+
+
+@pytest.mark.parametrize("family", VARIED)
+@pytest.mark.parametrize("cache", ["full", "half"])
+def test_every_way_of_reading_gives_the_same(family, cache):
+    model = with_roles(family, kv_cache=cache)
+    ids = some_tokens(model, length=40)
+    assert_consistent(model, ids)
+    outputs = [
+        model.generate(ids, max_new_tokens=12, do_sample=False, **options)
+        for options in ({"use_cache": False}, {}, {"cache_implementation": "static"})
+    ]
+    assert all(torch.equal(outputs[0], output) for output in outputs[1:])
+
+
+@pytest.mark.parametrize("family", VARIED)
+def test_attention_weights_are_the_oracles(family):
+    model = with_roles(family)
+    model.set_attn_implementation("eager")
+    ids, inputs = some_tokens(model, length=20), []
+    for attention in model.base_model.attention_class.layout.modules(model.base_model):
+        attention.register_forward_pre_hook(
+            lambda m, a, k: inputs.append((m, a[0] if a else k["hidden_states"])), with_kwargs=True
+        )
+    with torch.no_grad():
+        found = model(ids, output_attentions=True).attentions
+        projected = [(m, *m.project(x)[:2]) for m, x in inputs]
+    positions = torch.arange(20)
+    distance = positions.unsqueeze(-1) - positions
+    for weights, (attention, q, t) in zip(found, projected, strict=True):
+        t = t.repeat_interleave(q.shape[1] // t.shape[1], 1)
+        layout = {"interleaved": attention.layout.interleaved}
+        rotated = rotation(model.config, attention.layer_type).width
+        if attention.layer_type == "full_attention":
+            # The members of a pair follow one another in Q' and K', half-split in the query.
+            order = torch.arange(8)
+            if layout["interleaved"]:
+                order = torch.cat((order[:rotated].view(-1, 2).T.flatten(), order[rotated:]))
+            if rotated < 8:
+                first, second = rotated // 2, (8 - rotated) // 2
+                a, b, c, d = order.split((first, first, second, second))
+                order = torch.cat((a, c, b, d))
+            scores = q[..., order] @ t.mT
+            scores = scores * ((positions + 2).log() / torch.tensor(17.0).log()).unsqueeze(-1)
+            hidden = distance < 0
+        else:
+            arguments = (q, t, positions, positions)
+            if rotated == 8:
+                scores = oracle.strict_scores(*arguments, **layout)
+            else:
+                scores = oracle.partial_scores("strict", *arguments, rotary_width=rotated, **layout)
+            hidden = (distance < 0) | (distance >= WINDOW)
+        expected = (scores * attention.scaling).masked_fill(hidden, -torch.inf).softmax(-1)
+        assert (weights - expected).abs().max() < 1e-6
+
+
+def test_local_layers_alone_see_a_window_and_cache_no_more():
+    model = with_roles("Llama", kinds=("sliding_attention",) * 2)
+    ids = some_tokens(model, length=30)
+    changed = ids.clone()
+    changed[:, :10] = (changed[:, :10] + 1) % 90 + 3
+    reach = 2 * (WINDOW - 1)
+    after = (logits(model, changed) - logits(model, ids)).abs().amax((0, 2))
+    assert after[10 + reach :].max() == 0 and after[10 + reach - 1] > 0
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    assert cache.layers[0].keys.shape[-2] == WINDOW - 1
+
+
+def test_a_model_with_all_pairs_free_is_a_rotary_one(tmp_path):
+    model = with_roles("Llama", free={"sliding_attention": 4})
+    assert attention_of(model.config) == "rope"
+    assert attention_of(with_roles("Llama").config) == "strict"
+    ids = some_tokens(model)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert again.config.coca_free_pairs == {"sliding_attention": 4, "full_attention": 4}
+    other = logits(with_roles("Llama"), ids)
+    assert difference(logits(model, ids), other) > 1e-4
+
+
+def test_documents_in_a_block_are_read_apart():
+    model = with_roles("Llama")
+    ids = some_tokens(model, batch=1, length=24)
+    positions = torch.arange(12).repeat(2).unsqueeze(0)
+    packed = logits(model, ids, position_ids=positions)
+    alone = torch.cat([logits(model, part) for part in ids.split(12, dim=1)], dim=1)
+    assert difference(packed, alone) < 1e-12
+
+
+def test_scaling_leaves_local_layers_alone():
+    from coca_attention.models import set_rotary_scaling
+
+    model = with_roles("Llama")
+    set_rotary_scaling(model, "linear", factor=4.0)
+    found = rotation(model.config, "sliding_attention")
+    assert found.rule.kind == "none" and found.temperature is None and found.turning is None
+    found = rotation(model.config, "full_attention")
+    assert (found.rule.kind, found.temperature, found.turning) == ("linear", 16, 0)
+
+
+def test_a_window_is_needed():
+    model = vanilla("Llama", layer_types=["sliding_attention"] * 2)
+    with pytest.raises(ValueError, match="need sliding_window"):
+        convert(model)
