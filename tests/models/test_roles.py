@@ -1,4 +1,4 @@
-"""Local layers with a window beside global ones without positions, in families that have neither."""
+"""Local layers with a window beside global layers without positions, in every kind of family."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from coca_attention.testing import assert_consistent, difference, logits, some_t
 from families import vanilla
 
 WINDOW = 6
-# Without layer types; with them; pairs (2j, 2j + 1) and partial rotary; heads of a fused projection.
+# Without and with layer types; pairs (2j, 2j + 1), partial rotary; a fused projection.
 VARIED = ["Llama", "Qwen2", "GLM-4", "GPT-NeoX"]
 
 

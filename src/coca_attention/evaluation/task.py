@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from coca_attention.data import load_tokenizer
 from coca_attention.errors import UserError
 from coca_attention.evaluation.journal import Journal, fingerprint
-from coca_attention.models import AlibiGPTNeoXConfig, load_model, training_length
+from coca_attention.models import load_model, training_length
+from coca_attention.models.configuration import attention_of
 
 Cell = dict[str, Any]
 """One result: plain JSON values."""
@@ -56,12 +57,7 @@ class Subject:
     @property
     def attention(self) -> str | None:
         """The name of a CoCA model's score form, ``rope``, ``alibi``, or None for any other."""
-        config: Any = self.model.config.get_text_config()
-        if hasattr(config, "coca_form"):
-            return config.coca_form
-        if isinstance(config, AlibiGPTNeoXConfig) or getattr(config, "alibi", False):
-            return "alibi"
-        return "rope" if getattr(config, "rope_parameters", None) else None
+        return attention_of(self.model.config.get_text_config())
 
     @property
     def facts(self) -> Cell:

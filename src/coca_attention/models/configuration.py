@@ -34,13 +34,14 @@ def has_own_roles(config: Any) -> bool:
     It does where the family has no layer types, or where free pairs, ``turning_pairs`` or a
     ``temperature`` make layer types differ that share one set of rotary parameters.
     """
-    if LOCAL not in (getattr(config, "layer_types", None) or ()) or not hasattr(config, "coca_form"):
+    kinds, rope = getattr(config, "layer_types", None) or (), rope_parameters(config)
+    if LOCAL not in kinds or not hasattr(config, "coca_form"):
         return False
-    rope = rope_parameters(config)
-    if rope is not (config.rope_parameters or {}):
+    if rope is not (config.rope_parameters or {}):  # a set for each layer type
         return False
-    differ = isinstance(config.coca_free_pairs, dict) or {"turning_pairs", "temperature"} & set(rope)
-    return bool(differ) or "layer_types" not in type(config).__dataclass_fields__
+    differ = isinstance(config.coca_free_pairs, dict) or "turning_pairs" in rope
+    known = "layer_types" in type(config).__dataclass_fields__
+    return differ or "temperature" in rope or not known
 
 
 def free_pairs(config: Any, layer_type: str | None = None) -> int:

@@ -19,9 +19,8 @@ from transformers import (
 
 from coca_attention.errors import UserError
 from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
-from coca_attention.models.alibi import AlibiGPTNeoXForCausalLM
+from coca_attention.models.configuration import GLOBAL, LOCAL, attention_of
 from coca_attention.models.conversion import convert
-from coca_attention.models.decoder import CollinearForCausalLM
 from coca_attention.models.loading import load_model
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.ops import FORMS
@@ -65,13 +64,6 @@ def make_model(
     return model
 
 
-def attention_of(model: PreTrainedModel) -> str:
-    """A model's attention as in a recipe: the name of a CoCA form, ``alibi`` or ``rope``."""
-    if isinstance(model, CollinearForCausalLM):
-        return model.config.coca_form
-    return "alibi" if isinstance(model, AlibiGPTNeoXForCausalLM) else "rope"
-
-
 def _load_start(
     recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset
 ) -> PreTrainedModel:
@@ -82,7 +74,7 @@ def _load_start(
             f"the tokenizer has {vocab_size} entries and {start} has embeddings for {entries}: "
             "leave out data.tokenizer to use the model's own"
         )
-    found, wanted = attention_of(model), recipe.attention
+    found, wanted = attention_of(model.config) or "rope", recipe.attention
     if found != wanted:
         if found != "rope" or wanted not in FORMS:
             raise UserError(
@@ -179,17 +171,35 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> Pr
         "pad_token_id": None,
     }
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
+    collinear: dict[str, Any] = {"coca_form": model.attention}
+    if model.layers:
+        rope |= {"turning_pairs": 0, "temperature": recipe.data.block_length}
+        collinear = _with_roles(model)
     if model.body == "llama":
         common["num_key_value_heads"] = model.num_key_value_heads
-        if model.attention == "rope":
+        if model.attention == "rope" and not model.layers:
             return LlamaConfig(**common, rope_parameters=rope)
-        return CoCALlamaConfig(**common, rope_parameters=rope, coca_form=model.attention)
+        return CoCALlamaConfig(**common, rope_parameters=rope, **collinear)
     rope["partial_rotary_factor"] = 1.0
-    if model.attention == "rope":
+    if model.attention == "rope" and not model.layers:
         return GPTNeoXConfig(**common, rope_parameters=rope)
     if model.attention == "alibi":
         return AlibiGPTNeoXConfig(**common)
-    return CoCAGPTNeoXConfig(**common, rope_parameters=rope, coca_form=model.attention)
+    return CoCAGPTNeoXConfig(**common, rope_parameters=rope, **collinear)
+
+
+def _with_roles(model: ModelRecipe) -> dict[str, Any]:
+    """Fields of a CoCA configuration for local layers of the recipe's attention and global ones."""
+    pairs, rotary = model.hidden_size // model.num_heads // 2, model.attention == "rope"
+    kinds = {"l": LOCAL, "g": GLOBAL}
+    repeated = model.layers * model.num_layers
+    return {
+        # The form of a model whose pairs are all free does not matter.
+        "coca_form": "strict" if rotary else model.attention,
+        "coca_free_pairs": {LOCAL: pairs if rotary else 0, GLOBAL: pairs},
+        "layer_types": [kinds[letter] for letter in repeated[: model.num_layers]],
+        "sliding_window": model.window,
+    }
 
 
 @torch.no_grad()

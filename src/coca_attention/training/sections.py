@@ -18,7 +18,7 @@ PASSKEY = "passkey"
 BASELINES = ("rope", "alibi")
 SIZES = (
     "body", "hidden_size", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
-    "rope_base", "tie_embeddings",
+    "rope_base", "tie_embeddings", "layers", "window",
 )  # fmt: skip
 
 Objective = Literal["next_token", "attention", "logits", "hidden_states"]
@@ -63,6 +63,13 @@ class ModelRecipe:
     """Base of the rotary frequencies."""
     tie_embeddings: bool = True
     """Whether the input and output embeddings share one matrix."""
+    layers: str = ""
+    """Roles of the layers, a letter each, repeated over all layers: l (local: attention over the
+    last window tokens) and g (global: dot products without positions over the whole text, whose
+    temperature grows with the logarithm of the length). By default all layers apply attention to
+    the whole text."""
+    window: int = 32
+    """Tokens that a local layer sees."""
     start: str | None = None
     """Folder or name of a trained Transformers model to start from instead of random weights. Its
     sizes and its tokenizer are used. A rotary model is converted if attention names a CoCA form; a
@@ -85,8 +92,12 @@ class ModelRecipe:
                 f"{self.attention!r}{renamed if self.attention == 'linear' else ''}"
             )
         check_positive_counts(self, "hidden_size", "num_layers", "num_heads")
-        check_positive_counts(self, "num_key_value_heads", "intermediate_size")
+        check_positive_counts(self, "num_key_value_heads", "intermediate_size", "window")
         check_positive(self, "rope_base")
+        if set(self.layers) - {"l", "g"}:
+            raise UserError(f"layers must consist of the letters l and g, got {self.layers!r}")
+        if self.layers and self.attention == "alibi":
+            raise UserError("layers requires a score form or rope, got attention alibi")
         head_width, rest = divmod(self.hidden_size, self.num_heads)
         if rest:
             raise UserError(

@@ -24,11 +24,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from coca_attention.environment import write_json
 from coca_attention.errors import UserError
+from coca_attention.models.configuration import attention_of
 from coca_attention.models.loading import load_model
 from coca_attention.training.data import TrainingData
 from coca_attention.training.fit import curve, fit, save_trained, validation_curve
 from coca_attention.training.model import (
-    attention_of,
     choose_parameters,
     make_model,
     parameter_counts,
@@ -192,7 +192,7 @@ def _load_teacher(recipe: Recipe) -> PreTrainedModel:
     name = recipe.model.teacher or recipe.model.start
     assert name is not None  # `Recipe.check`
     teacher = load_model(name, dtype="auto", device="cpu")
-    if recipe.model.teacher is None and attention_of(teacher) == recipe.model.attention:
+    if recipe.model.teacher is None and attention_of(teacher.config) == recipe.model.attention:
         raise UserError(
             f"{name} already has attention {recipe.model.attention}, so there is nothing to learn "
             "from it: set model.teacher to the model that it was converted from"
