@@ -100,18 +100,19 @@ class CollinearModel(CollinearPreTrained):
         mask = mask.long() if mask is not None and mask.dim() == 2 else None
         if position_ids is None and tokens is not None and mask is not None:
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        own_roles = has_own_roles(self.config) and tokens is not None
         half = self.config.kv_cache == "half" and past_key_values is not None
-        if position_ids is None and tokens is not None and (half or own_roles):
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
-            steps = torch.arange(tokens.shape[1], device=tokens.device) + past
-            position_ids = steps.unsqueeze(0)
-        if half and tokens is not None:
-            kwargs["key_positions"] = KeyPositions(self, past_key_values, position_ids, mask)
-        if own_roles:
-            kwargs["roles"] = self._roles(tokens, attention_mask, position_ids, past_key_values)
-            if isinstance(attention_mask, dict):
-                attention_mask = attention_mask[GLOBAL]
+        own_roles = has_own_roles(self.config)
+        if tokens is not None and (half or own_roles):
+            if position_ids is None:
+                past = 0 if past_key_values is None else past_key_values.get_seq_length()
+                steps = torch.arange(tokens.shape[1], device=tokens.device) + past
+                position_ids = steps.unsqueeze(0)
+            if half:
+                kwargs["key_positions"] = KeyPositions(self, past_key_values, position_ids, mask)
+            if own_roles:
+                kwargs["roles"] = self._roles(tokens, attention_mask, position_ids, past_key_values)
+                if isinstance(attention_mask, dict):
+                    attention_mask = attention_mask[GLOBAL]
         forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         return forward(
             input_ids=input_ids,
