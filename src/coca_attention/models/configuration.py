@@ -10,6 +10,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from coca_attention.ops import RULES, Rotation, Rule, get_form
 
 CACHES = ("full", "half")
+# Fields of a `Rotation` besides rule, base and width: our additions to ``rope_parameters``, with
+# their names there.
+ROTATION_FIELDS = {"turning_pairs": "turning", "temperature": "temperature"}
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 """Transformers' names for layers that see a window, and for layers that see the whole text."""
 
@@ -39,9 +42,8 @@ def has_own_roles(config: Any) -> bool:
         return False
     if rope is not (config.rope_parameters or {}):  # a set for each layer type
         return False
-    differ = isinstance(config.coca_free_pairs, dict) or "turning_pairs" in rope
-    known = "layer_types" in type(config).__dataclass_fields__
-    return differ or "temperature" in rope or not known
+    differ = isinstance(config.coca_free_pairs, dict) or not ROTATION_FIELDS.keys().isdisjoint(rope)
+    return differ or "layer_types" not in type(config).__dataclass_fields__
 
 
 def free_pairs(config: Any, layer_type: str | None = None) -> int:
@@ -127,8 +129,7 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
         width=int(head_width(config) * rope.get("partial_rotary_factor", 1.0)),
         base=float(rope.get("rope_theta", 10000.0)),
         rule=rule.from_parameters(rope, trained, longest),
-        turning=rope.get("turning_pairs"),
-        temperature=rope.get("temperature"),
+        **{field: rope.get(name) for name, field in ROTATION_FIELDS.items()},
     )
 
 
@@ -190,7 +191,7 @@ class CoCAConfig:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         known = getattr(cls, "ignore_keys_at_rope_validation", None) or set()
-        cls.ignore_keys_at_rope_validation = {*known, "length", "turning_pairs", "temperature"}
+        cls.ignore_keys_at_rope_validation = {*known, "length", *ROTATION_FIELDS}
         # Shard families with separate projections as before, with T instead of the key projection.
         if "base_model_tp_plan" not in cls.__dict__:
             plan = getattr(cls, "base_model_tp_plan", None) or {}

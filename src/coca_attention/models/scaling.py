@@ -7,7 +7,11 @@ import torch
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import rope_parameters, training_length
+from coca_attention.models.configuration import (
+    ROTATION_FIELDS,
+    rope_parameters,
+    training_length,
+)
 from coca_attention.models.rotary import CoCARotary, VanillaRotary
 from coca_attention.ops import RULES
 from coca_attention.ops.positions import NTK
@@ -17,8 +21,7 @@ KEPT = (
     "rope_theta",
     "partial_rotary_factor",
     "original_max_position_embeddings",
-    "turning_pairs",
-    "temperature",
+    *ROTATION_FIELDS,
 )
 
 
