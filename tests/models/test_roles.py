@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from coca_attention import convert
+from coca_attention.models import set_rotary_scaling
 from coca_attention.models.configuration import attention_of, rotation
 from coca_attention.ops import oracle
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
@@ -112,9 +113,21 @@ def test_documents_in_a_block_are_read_apart():
     assert difference(packed, alone) < 1e-12
 
 
-def test_scaling_leaves_local_layers_alone():
-    from coca_attention.models import set_rotary_scaling
+@pytest.mark.parametrize("family", VARIED)
+def test_it_compiles_in_one_graph_and_trains(family):
+    model = with_roles(family).float()
+    ids = some_tokens(model, length=20)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        found = compiled(input_ids=ids, use_cache=False).logits
+    assert difference(found, logits(model, ids)) < 1e-4
+    model.train().gradient_checkpointing_enable()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert all(w.grad.abs().max() > 0 for n, w in model.named_parameters() if "proj" in n)
 
+
+def test_scaling_leaves_local_layers_alone():
     model = with_roles("Llama")
     set_rotary_scaling(model, "linear", factor=4.0)
     found = rotation(model.config, "sliding_attention")

@@ -42,7 +42,7 @@ def has_own_roles(config: Any) -> bool:
         return False
     if rope is not (config.rope_parameters or {}):  # a set for each layer type
         return False
-    differ = isinstance(config.coca_free_pairs, dict) or not ROTATION_FIELDS.keys().isdisjoint(rope)
+    differ = isinstance(config.coca_free_pairs, dict) or any(n in rope for n in ROTATION_FIELDS)
     return differ or "layer_types" not in type(config).__dataclass_fields__
 
 
