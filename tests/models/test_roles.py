@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from coca_attention import convert
+from coca_attention.analysis import AnalysisSettings, analyze
 from coca_attention.models import set_rotary_scaling
 from coca_attention.models.configuration import attention_of, rotation
 from coca_attention.ops import oracle
@@ -125,6 +126,17 @@ def test_it_compiles_in_one_graph_and_trains(family):
     model.train().gradient_checkpointing_enable()
     model(ids, labels=ids, use_cache=False).loss.backward()
     assert all(w.grad.abs().max() > 0 for n, w in model.named_parameters() if "proj" in n)
+
+
+def test_analysis_looks_at_layers_with_collinear_pairs_that_turn():
+    model = with_roles("Llama").float()
+    text = some_tokens(model, batch=1, length=30)
+    settings = AnalysisSettings(pairs=16, pairs_per_distance=4, shifts=[3])
+    (layer,) = analyze(model, text, settings)["layers"]
+    assert (layer["layer"], layer["window"]) == (0, WINDOW)
+    assert layer["shifts"][0]["score_change"] < 1e-5
+    with pytest.raises(ValueError, match="no layer has collinear pairs that turn"):
+        analyze(with_roles("Llama", free={"sliding_attention": 4}).float(), text, settings)
 
 
 def test_scaling_leaves_local_layers_alone():

@@ -29,7 +29,7 @@ SHAPES = {
     "one-query": {"queries": 1},
     "multi-query": {"kv_heads": 1},
     "no-groups": {"kv_heads": 4},
-    "odd": {"heads": 3, "kv_heads": 3, "queries": 7, "keys": 31, "width": 6},
+    "odd": {"batch": 1, "heads": 3, "kv_heads": 3, "queries": 7, "keys": 31, "width": 6},
     "narrow-value": {"value_width": 5},
     "wide-value": {"value_width": 40},
     "over-a-block": {"batch": 1, "heads": 1, "kv_heads": 1, "queries": 700, "keys": 701},
@@ -114,11 +114,17 @@ def test_temperature_multiplies_scores_by_the_logarithm_of_visible_keys():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_error_stays_within_that_of_plain_attention(form, interleaved, dtype, shape):
-    """RMS error at most 1.4 times that of attention in this dtype on the exact Q', K' and V.
+    """At most twice the error of attention in this dtype on the exact Q', K' and V.
 
-    The largest error of either is a matter of luck: over seeds their ratio spreads up to 2.9.
+    The largest error of slack in float32 is not held to that: of few numbers it depends on the seed
+    (2.0 to 2.2 times the other one in 1 to 3 % of them), and one shape here is above. Its RMS error
+    is held to the same 1.4 times as that of every other form.
     """
-    error, budget = errors(inputs(**{"batch": 8} | shape), dtype, form, interleaved)
+    error, budget = errors(inputs(**shape), dtype, form, interleaved)
+    if (form, dtype) != ("slack", torch.float32):
+        assert error.max() <= 2 * budget.max()
+    many = shape if shape.get("queries") == 700 else shape | {"batch": 8}
+    error, budget = errors(inputs(**many), dtype, form, interleaved)
     assert error.square().mean().sqrt() <= 1.4 * budget.square().mean().sqrt()
 
 

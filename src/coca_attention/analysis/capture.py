@@ -155,7 +155,8 @@ def _capture(
         )
     kind = getattr(attention, "layer_type", None)
     found = _rotation(body, kind, hidden.shape[1])
-    tables = kwargs.get("position_embeddings")
+    roles = kwargs.get("roles")
+    tables = kwargs.get("position_embeddings") if roles is None else roles[kind][1]
     if tables is not None:
         _check_tables(index, tables[:2], found)
     window = getattr(body.config, "sliding_window", None)

@@ -153,6 +153,8 @@ def analyze(
         seed = int(rng.integers(2**31))
 
         def visit(heads: LayerHeads, seed: int = seed) -> None:
+            if not heads.theta.any():
+                return  # without positions there are no angles
             if heads.layer not in layers:
                 layers[heads.layer] = _LayerSums(heads, settings)
             layers[heads.layer].add(heads, np.random.default_rng([seed, heads.layer]))
@@ -172,6 +174,8 @@ def analyze(
                 ).logits[0]
             change.add(before, after, targets)
             advance(length)
+    if not layers:
+        raise UserError(f"{name}: no layer has collinear pairs that turn, so there are no angles")
     return {
         "task": "angles",
         "model": name,

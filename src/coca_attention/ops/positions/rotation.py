@@ -58,7 +58,7 @@ class Rotation:
         """
         theta = self.rule.frequencies(self.width, self.base)
         if self.turning is not None:
-            theta[self.turning :] = 0.0
+            theta = torch.cat((theta[: self.turning], torch.zeros_like(theta[self.turning :])))
         return theta
 
     def for_length(self, length: int) -> "Rotation":
