@@ -140,9 +140,7 @@ def test_decay_has_gradients_and_counts_positions():
     rotation = Rotation(16, decay=2.0, decay_length=4.0)
     position = torch.tensor([[0, 3, 4, 9, 30]])
     options = {"form": "strict", "query_positions": position, "key_positions": position}
-    torch.autograd.gradcheck(
-        lambda *x: coca_attention(*x, rotation=rotation, **options), (q, t, v)
-    )
+    torch.autograd.gradcheck(lambda *x: coca_attention(*x, rotation=rotation, **options), (q, t, v))
     scores = oracle.strict_scores(q, t, position[0], position[0])
     bias = decay_bias(position[0], position[0], 2.0, 4.0)
     expected = oracle.attention(scores, v, scale=0.25, bias=bias)

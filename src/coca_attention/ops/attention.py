@@ -76,9 +76,7 @@ def attend(
     elif value_width > width:
         query = F.pad(query, (0, value_width - width))
         key = F.pad(key, (0, value_width - width))
-    masked = (
-        attention_mask is not None or bias is not None or (is_causal and 1 < queries < keys)
-    )
+    masked = attention_mask is not None or bias is not None or (is_causal and 1 < queries < keys)
     if kv_heads != heads and not _fuses_grouped_heads(query, masked):
         key = key.repeat_interleave(heads // kv_heads, dim=-3)
         value = value.repeat_interleave(heads // kv_heads, dim=-3)
