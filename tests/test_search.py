@@ -113,12 +113,18 @@ def test_what_has_changed_is_done_again_or_refused(small, tmp_path, here):
     assert len(after["cells"][-1]["samples"]) == 1
     assert after["training"] == before["training"]  # the finished run is found
     assert after["cells"][0] == before["cells"][0]  # and so is what its journal has
+    # Another ranking: nothing is done again, and the record says what it was ranked by.
     del here[:]
+    search(
+        load_search(small, [*words, "--passkey.samples=1", "--rank={passkey: [260]}"]),
+        results.parent,
+    )
+    assert here == [] and cells(results) == [after | {"rank": {"passkey": [260]}}]
     other = load_search(small, words)
     other.trials["none"] = {"training.learning_rate": 1e-8}
     with pytest.raises(UserError, match=r"another recipe .*learning_rate.*another --output"):
         search(other, tmp_path / "out")
-    assert here == [] and cells(results) == [after]
+    assert here == [] and len(cells(results)) == 1
 
 
 def test_a_trial_that_fails_is_kept_as_failed_and_the_others_go_on(small, tmp_path, here):
@@ -249,7 +255,7 @@ def test_unfit_searches_are_refused(small, changed, message):
 def test_a_search_cannot_change_the_steps_of_stages(small, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(recipe.read_text() + "stages: [{name: one, steps: 7}]\n")
-    with pytest.raises(UserError, match="has 7 steps where the rung asks for 4"):
+    with pytest.raises(UserError, match="has 7 steps and the rung 4"):
         load_search(small)
 
 

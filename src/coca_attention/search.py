@@ -26,7 +26,7 @@ from coca_attention.evaluation import TASKS
 from coca_attention.evaluation.suite import RESULTS_FILE, load_with_tasks, task_parser
 from coca_attention.evaluation.task import Cell, Progress
 from coca_attention.options import OptionParser
-from coca_attention.training import Recipe, load_recipe, read_summary
+from coca_attention.training import load_recipe, read_summary
 from coca_attention.training.run import claim_folder
 
 # By task: the field with a cell's size, the figure to rank by, and whether more of it is better.
@@ -117,7 +117,13 @@ class Search:
             with error_prefix(f"trial {name}: "):
                 if fixed := [option for option in BY_RUNG if option in options]:
                     raise UserError(f"{', '.join(fixed)}: set steps and seeds in the rungs")
-                self.load_trial(options, self.rungs[0].steps, self.rungs[0].seeds[0])
+                for rung in self.rungs:
+                    recipe = load_recipe(self.recipe, _words(options, rung.steps, 0))
+                    if recipe.steps != rung.steps:
+                        raise UserError(
+                            f"the recipe has {recipe.steps} steps and the rung {rung.steps}: leave "
+                            "the steps out of the recipe's stages"
+                        )
 
     def _check_rung(self, rung: Rung, *, is_last: bool) -> None:
         if rung.steps < 1:
@@ -142,25 +148,6 @@ class Search:
             if not sizes or not set(sizes) <= set(measured):
                 raise UserError(f"rank: {task} is evaluated at {measured}; got {sizes}")
 
-    def words(self, options: dict[str, Any], steps: int, seed: int) -> list[str]:
-        """The overrides of a trial in a rung, for ``coca train``."""
-        every = {**options, "training.steps": steps, "training.seed": seed}
-        return [f"--{name}={_word(value)}" for name, value in every.items()]
-
-    def load_trial(self, options: dict[str, Any], steps: int, seed: int) -> Recipe:
-        """The recipe of a trial in a rung.
-
-        Raises:
-            UserError: If an option is unknown or invalid, or the recipe's stages fix their steps.
-        """
-        recipe = load_recipe(self.recipe, self.words(options, steps, seed))
-        if recipe.steps != steps:
-            raise UserError(
-                f"the recipe has {recipe.steps} steps where the rung asks for {steps}: a search "
-                "cannot change the steps of stages"
-            )
-        return recipe
-
 
 def search_parser() -> OptionParser:
     """The parser of search files and overrides; its help comes from the documented fields."""
@@ -180,50 +167,48 @@ def load_search(path: str | Path, overrides: list[str] | None = None) -> Search:
 class Job:
     """A trial in a rung with one seed.
 
-    Its folder holds the trained model, the evaluation, what the processes printed, and its record,
-    ``trial.json``, which is written last.
+    Its folder holds the trained model, the evaluation, what the processes printed, and what was
+    measured, ``trial.json``, which is written last.
     """
 
     facts: Cell
     """What its record says about it."""
     folder: Path
-    train: list[str]
-    """Overrides of the recipe."""
+    recipe: str
+    overrides: list[str]
+    """Words for ``coca train``."""
+    tasks: dict[str, Any]
+    """Sections of the suite, as JSON values."""
 
-    @property
-    def record(self) -> Path:
-        return self.folder / "trial.json"
-
-    def prepare(self, recipe: Recipe, tasks: dict[str, Any]) -> None:
-        """Claim the folder and write its suite; a record of another evaluation is removed.
+    def prepare(self) -> None:
+        """Claim the folder and write the suite.
 
         Raises:
             UserError: If the folder has a run of another recipe.
         """
-        claim_folder(recipe, self.folder / "model")
-        suite = {"models": {self.facts["model"]: str(self.folder / "model")}}
-        suite |= {name: asdict(settings) for name, settings in tasks.items()}
-        text, path = yaml.safe_dump(suite, sort_keys=False), self.folder / "suite.yaml"
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            self.record.unlink(missing_ok=True)
-            write_text(path, text)
+        claim_folder(load_recipe(self.recipe, self.overrides), self.folder / "model")
+        suite = {"models": {self.facts["model"]: str(self.folder / "model")}, **self.tasks}
+        write_text(self.folder / "suite.yaml", yaml.safe_dump(suite, sort_keys=False))
 
-    async def run(self, recipe: str) -> Cell:
-        """Train and evaluate unless there is a record; return the record."""
+    async def run(self) -> Cell:
+        """The record; trains and evaluates unless this evaluation has been finished before."""
+        path = self.folder / "trial.json"
         with open(self.folder / ".lock", "w") as lock:
             # The processes inherit the lock. Those of a search that was killed keep it to the end.
             while not _lock(lock):
                 await asyncio.sleep(0.5)
-            if not self.record.is_file():
-                write_json(self.record, self.facts | await self._measure(recipe, lock))
-            return json.loads(self.record.read_text(encoding="utf-8"))
+            found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            if found.get("tasks") != self.tasks:
+                found = {"tasks": self.tasks, "measured": await self._measure(lock)}
+                write_json(path, found)
+        return self.facts | found["measured"]
 
-    async def _measure(self, recipe: str, lock: IO[str]) -> Cell:
+    async def _measure(self, lock: IO[str]) -> Cell:
         model, evaluation = self.folder / "model", self.folder / "evaluation"
         log = self.folder / "log.txt"
         found: Cell = {"status": "failed", "error": None, "training": None, "cells": []}
         for words in (
-            ["train", recipe, *self.train, f"--output={model}"],
+            ["train", self.recipe, *self.overrides, f"--output={model}"],
             ["eval", "suite", str(self.folder / "suite.yaml"), f"--output={evaluation}"],
         ):
             code = await run_coca(words, log, lock)
@@ -301,7 +286,7 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
         ]
         save([])
         workers = search.workers or environment["cores"]
-        cells = asyncio.run(_run_jobs(jobs, search.recipe, workers, save))
+        cells = asyncio.run(_run_jobs(jobs, workers, save))
         ranks = mean_ranks(cells, search.rank)
         best = sorted(ranks, key=ranks.__getitem__)
         best = best[: rung.remaining(len(trials)) if number < len(search.rungs) else 1]
@@ -375,14 +360,19 @@ def _make_job(
         "seed": seed,
         "rank": search.rank,
     }
-    folder = output / f"rung-{number}" / _folder_name(name) / f"seed-{seed}"
-    job = Job(facts, folder, search.words(options, rung.steps, seed))
-    job.prepare(search.load_trial(options, rung.steps, seed), search.tasks)
+    job = Job(
+        facts,
+        output / f"rung-{number}" / _folder_name(name) / f"seed-{seed}",
+        search.recipe,
+        _words(options, rung.steps, seed),
+        {task: asdict(settings) for task, settings in search.tasks.items()},
+    )
+    job.prepare()
     return job
 
 
 async def _run_jobs(
-    jobs: Sequence[Job], recipe: str, workers: int, save: Callable[[list[Cell]], None]
+    jobs: Sequence[Job], workers: int, save: Callable[[list[Cell]], None]
 ) -> list[Cell]:
     """The records of all jobs; ``save`` receives those that there are whenever one ends."""
     free = asyncio.Semaphore(workers)
@@ -390,7 +380,7 @@ async def _run_jobs(
 
     async def run(index: int) -> None:
         async with free:
-            records[index] = await jobs[index].run(recipe)
+            records[index] = await jobs[index].run()
         save([records[each] for each in sorted(records)])
 
     await asyncio.gather(*map(run, range(len(jobs))))
@@ -400,6 +390,12 @@ async def _run_jobs(
 def _word(value: Any) -> str:
     """A value of an option as it is written on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _words(options: dict[str, Any], steps: int, seed: int) -> list[str]:
+    """The overrides of a recipe for a trial, as words for ``coca train``."""
+    every = {**options, "training.steps": steps, "training.seed": seed}
+    return [f"--{name}={_word(value)}" for name, value in every.items()]
 
 
 def _folder_name(trial: str) -> str:
