@@ -60,7 +60,7 @@ class CalibrationSettings(SourceSettings):
 
 
 def run_quickstart(words: list[str]) -> None:
-    """Train four small models and compare their perplexity on long text."""
+    """Train five small models and compare their perplexity on long text."""
     from coca_attention.quickstart import QuickstartSettings, quickstart
     from coca_attention.report import printed_tables
 

@@ -173,7 +173,7 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> Pr
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
     added = _rotation_fields(model, recipe.data.block_length)
     rope |= added
-    collinear = _score_fields(model)
+    collinear = _score_fields(model, recipe.data.block_length)
     plain = model.attention == "rope" and not model.layers and not added
     if model.body == "llama":
         common["num_key_value_heads"] = model.num_key_value_heads
@@ -201,7 +201,7 @@ def _rotation_fields(model: ModelRecipe, length: int) -> dict[str, Any]:
     return added
 
 
-def _score_fields(model: ModelRecipe) -> dict[str, Any]:
+def _score_fields(model: ModelRecipe, length: int) -> dict[str, Any]:
     """Fields of a CoCA configuration: local layers of the recipe's attention and global ones."""
     pairs, rotary = model.hidden_size // model.num_heads // 2, model.attention == "rope"
     # The form of a model whose pairs are all free does not matter.
@@ -214,7 +214,7 @@ def _score_fields(model: ModelRecipe) -> dict[str, Any]:
         "coca_form": form,
         "coca_free_pairs": {LOCAL: pairs if rotary else 0, GLOBAL: pairs},
         "layer_types": [kinds[letter] for letter in repeated[: model.num_layers]],
-        "sliding_window": model.window,
+        "sliding_window": model.window or max(1, length // 8),
     }
 
 

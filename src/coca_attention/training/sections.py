@@ -68,8 +68,8 @@ class ModelRecipe:
     """Roles of the layers, a letter each, repeated over all layers: l (local: attention over the
     last window tokens) and g (global: dot products without positions over the whole text, with a
     temperature and a decay). By default all layers apply attention to the whole text."""
-    window: int = 32
-    """Tokens that a local layer sees."""
+    window: int | None = None
+    """Tokens that a local layer sees; by default an eighth of the training length."""
     turning_pairs: int | None = None
     """Rotary pairs that turn in layers that see the whole text; by default 0 with layers, and all
     without."""
