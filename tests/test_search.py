@@ -180,6 +180,11 @@ def test_killed_with_all_its_processes_it_resumes(small, tmp_path):
     content |= {"trials": {}, "rungs": [{"steps": 300}], "workers": 2}
     small.write_text(yaml.safe_dump(content))
     out = tmp_path / "out"
+    interrupted = start(small, out, 1)
+    interrupted.send_signal(signal.SIGINT)
+    assert interrupted.wait(timeout=60) == 130
+    for path in out.glob("rung-1/*/seed-0/.lock"):  # its processes are gone
+        assert searches._lock(path.open("w"))
     killed = start(small, out, 2)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
@@ -239,8 +244,8 @@ def test_a_rung_keeps_a_share_or_a_number(keep, remaining):
         ({"trials": {"a": {"model.atention": "rope"}}}, "trial a: .*model.atention"),
         ({"trials": {"a": {"model.num_layers": 0}}}, "trial a: .*num_layers must be at least 1"),
         ({"trials": {"a": {"training.steps": 5}}}, "trial a: training.steps: set .* in the rungs"),
-        ({"trials": {"a b": {}, "a/b": {}}}, "names of trials must differ"),
-        ({"grid": {"model.window": [1, 1]}}, "two trials are called 'window=1'"),
+        ({"trials": {"a b": {}, "a/b": {}}}, "trials and values must differ .* a b, a/b"),
+        ({"grid": {"model.window": [1, 1]}}, "trials and values must differ .* window=1"),
         ({"passkey": {"samples": 0}}, "samples must be at least 1"),
         ({"runs": []}, "a search has the sections recipe, trials, grid"),
     ],

@@ -84,8 +84,6 @@ class Search:
         for values in product(*self.grid.values()) if self.grid else ():
             options = dict(zip(self.grid, values, strict=True))
             name = " ".join(f"{k.rpartition('.')[2]}={_word(v)}" for k, v in options.items())
-            if name in found:
-                raise UserError(f"two trials are called {name!r}: rename one, or list a value once")
             found[name] = options
         return found
 
@@ -101,10 +99,11 @@ class Search:
                 raise UserError(f"a search needs {name}: {wanted}")
         if not trials:
             raise UserError("a search needs trials or a grid (option of the recipe: [values])")
-        folders = [_folder_name(name) for name in trials]
-        if len(set(folders)) < len(folders) or "" in folders:
+        folders = set(map(_folder_name, trials))
+        combinations = math.prod(map(len, self.grid.values())) if self.grid else 0
+        if len(folders) < len(self.trials) + combinations or "" in folders:
             raise UserError(
-                "the names of trials must differ in letters, digits or one of . _ = -, got "
+                "trials and values must differ in letters, digits or one of . _ = -, got "
                 + ", ".join(trials)
             )
         if self.workers is not None and self.workers < 1:
