@@ -424,7 +424,7 @@ def _error(log: Path, code: int) -> str:
     """Why a process failed: its signal, the error that ``coca`` printed, or its last line."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line.strip() for line in lines if line.strip()] or [f"exit status {code}"]
-    last = ([line for line in said if line.startswith("coca: ")] or said)[-1]
-    return last.removeprefix("coca: ").removeprefix("error: ")
+    text = log.read_text(encoding="utf-8", errors="replace")
+    # A progress bar may stand before it in its line.
+    said = re.findall(r"coca: (?:error: )?(.+)", text) or text.split("\n")
+    return next((line.strip() for line in reversed(said) if line.strip()), f"exit status {code}")
