@@ -145,6 +145,21 @@ def test_a_trial_that_fails_is_kept_as_failed_and_the_others_go_on(small, tmp_pa
     assert cells(tmp_path / "all" / "results.json")[0]["status"] == "failed"
 
 
+@pytest.mark.parametrize(
+    ("printed", "code", "error"),
+    [
+        (b"7%| 2/30\r9%| 3/30coca: error: the loss is nan\n\r9%| 3/30\n", 2, "the loss is nan"),
+        (b"coca: unexpected OSError: no space\n", 1, "unexpected OSError: no space"),
+        (b"Traceback\nImportError: torch\n\n", 1, "ImportError: torch"),
+        (b"", 3, "exit status 3"),
+        (b"coca: error: an earlier one\n", -9, "killed by SIGKILL"),
+    ],
+)
+def test_the_error_of_a_trial_is_the_one_that_coca_printed(tmp_path, printed, code, error):
+    (tmp_path / "log.txt").write_bytes(printed)
+    assert searches._error(tmp_path / "log.txt", code) == error
+
+
 def start(path, out, checkpoints):
     """A search in a process of its own that has written so many checkpoints."""
     command = [sys.executable, "-m", "coca_attention.cli", "search", str(path), f"--output={out}"]
@@ -180,6 +195,11 @@ def test_killed_with_all_its_processes_it_resumes(small, tmp_path):
     content |= {"trials": {}, "rungs": [{"steps": 300}], "workers": 2}
     small.write_text(yaml.safe_dump(content))
     out = tmp_path / "out"
+    interrupted = start(small, out, 1)
+    interrupted.send_signal(signal.SIGINT)
+    assert interrupted.wait(timeout=60) == 130
+    for path in out.glob("rung-1/*/seed-0/.lock"):  # its processes are gone
+        assert searches._lock(path.open("w"))
     killed = start(small, out, 2)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
@@ -239,8 +259,8 @@ def test_a_rung_keeps_a_share_or_a_number(keep, remaining):
         ({"trials": {"a": {"model.atention": "rope"}}}, "trial a: .*model.atention"),
         ({"trials": {"a": {"model.num_layers": 0}}}, "trial a: .*num_layers must be at least 1"),
         ({"trials": {"a": {"training.steps": 5}}}, "trial a: training.steps: set .* in the rungs"),
-        ({"trials": {"a b": {}, "a/b": {}}}, "names of trials must differ"),
-        ({"grid": {"model.window": [1, 1]}}, "two trials are called 'window=1'"),
+        ({"trials": {"a b": {}, "a/b": {}}}, "trials and values must differ .* a b, a/b"),
+        ({"grid": {"model.window": [1, 1]}}, "trials and values must differ .* window=1"),
         ({"passkey": {"samples": 0}}, "samples must be at least 1"),
         ({"runs": []}, "a search has the sections recipe, trials, grid"),
     ],
@@ -289,7 +309,13 @@ TRIALS = [
 def test_the_leaderboard_names_the_winner_and_every_failure():
     last, first, failed = search_sections(TRIALS)
     assert last.title == "tries: rung 2 of 2, 2,000 steps"
-    assert [str(entry) for entry in last.header] == ["trial", "mean rank", "256", "1,024", "a step"]
+    assert [str(entry) for entry in last.header] == [
+        "trial",
+        "mean rank",
+        "256",
+        "1,024",
+        "seconds a step",
+    ]
     ((name, rank, perplexity, passkeys, seconds),) = last.rows
     assert (name.text, name.small, name.bold) == ("better", "2 seeds", True)
     assert (perplexity.text, perplexity.small) == ("18.50", "18.00 to 19.00")
@@ -305,7 +331,13 @@ def test_the_leaderboard_names_the_winner_and_every_failure():
     page = build_report([{"results": TRIALS}])
     assert "the winner of 3 trials is better, after 2,000 steps" in page and "not finite" in page
     header, _ = printed_tables(TRIALS)[0]
-    assert header == [last.title, "mean rank", "perplexity 256", "passkey 1,024", "seconds a step"]
+    assert header == [
+        "rung 2 of 2, 2,000 steps",
+        "mean rank",
+        "perplexity 256",
+        "passkey 1,024",
+        "seconds a step",
+    ]
     # A rung that has not ended has no ranks, and the search no winner.
     begun = [{k: v for k, v in t.items() if k not in ("kept", "mean_rank")} for t in TRIALS]
     assert "the winner" not in build_report([{"results": begun}])

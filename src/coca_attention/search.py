@@ -84,8 +84,6 @@ class Search:
         for values in product(*self.grid.values()) if self.grid else ():
             options = dict(zip(self.grid, values, strict=True))
             name = " ".join(f"{k.rpartition('.')[2]}={_word(v)}" for k, v in options.items())
-            if name in found:
-                raise UserError(f"two trials are called {name!r}: rename one, or list a value once")
             found[name] = options
         return found
 
@@ -101,10 +99,11 @@ class Search:
                 raise UserError(f"a search needs {name}: {wanted}")
         if not trials:
             raise UserError("a search needs trials or a grid (option of the recipe: [values])")
-        folders = [_folder_name(name) for name in trials]
-        if len(set(folders)) < len(folders) or "" in folders:
+        folders = set(map(_folder_name, trials))
+        combinations = math.prod(map(len, self.grid.values())) if self.grid else 0
+        if len(folders) < len(self.trials) + combinations or "" in folders:
             raise UserError(
-                "the names of trials must differ in letters, digits or one of . _ = -, got "
+                "trials and values must differ in letters, digits or one of . _ = -, got "
                 + ", ".join(trials)
             )
         if self.workers is not None and self.workers < 1:
@@ -425,7 +424,7 @@ def _error(log: Path, code: int) -> str:
     """Why a process failed: its signal, the error that ``coca`` printed, or its last line."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line.strip() for line in lines if line.strip()] or [f"exit status {code}"]
-    last = ([line for line in said if line.startswith("coca: ")] or said)[-1]
-    return last.removeprefix("coca: ").removeprefix("error: ")
+    text = log.read_text(encoding="utf-8", errors="replace")
+    # A progress bar may stand before it in its line.
+    said = re.findall(r"coca: (?:error: )?(.+)", text) or text.split("\n")
+    return next((line.strip() for line in reversed(said) if line.strip()), f"exit status {code}")

@@ -117,7 +117,7 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    table.add_column(header[0])
+    table.add_column(header[0], overflow="fold")
     for name in header[1:]:
         table.add_column(name, justify="right")
     for row in rows:

@@ -29,7 +29,7 @@ def search_tables(cells: Sequence[Cell]) -> list[Table]:
     return [
         (
             [
-                section.title,
+                section.title.rpartition(": ")[2],
                 *(f"{getattr(e, 'small', '')} {e}".strip() for e in section.header[1:]),
             ],
             section.rows,
@@ -53,6 +53,7 @@ def search_findings(cells: Sequence[Cell]) -> list[str]:
 
 def _leaderboard(records: Sequence[Cell]) -> Section:
     first = records[0]
+    is_last = first["rung"] == first["rungs"]
     trials: dict[str, list[Cell]] = {}
     for record in records:
         trials.setdefault(record["model"], []).append(record)
@@ -65,7 +66,7 @@ def _leaderboard(records: Sequence[Cell]) -> Section:
     for name in names:
         group, value = trials[name], rank[name]
         seeds = f"{len(group)} seeds" if len(group) > 1 else ""
-        is_winner = bool(group[0].get("kept")) and first["rung"] == first["rungs"]
+        is_winner = is_last and bool(group[0].get("kept"))
         unranked = "failed" if any(record["error"] for record in group) else "–"
         rows.append(
             [
@@ -75,8 +76,8 @@ def _leaderboard(records: Sequence[Cell]) -> Section:
                 _seconds(group),
             ]
         )
-    by = (
-        f"{task} at {', '.join(f'{n:,}' for n in sizes)}" for task, sizes in first["rank"].items()
+    by = "; ".join(
+        f"{task} at {', '.join(map(str, sizes))}" for task, sizes in first["rank"].items()
     )
     return Section(
         f"{first['search']}: rung {first['rung']} of {first['rungs']}, {first['steps']:,} steps",
@@ -84,13 +85,17 @@ def _leaderboard(records: Sequence[Cell]) -> Section:
             "trial",
             "mean rank",
             *(Entry(f"{size:,}", task) for task, size in columns),
-            Entry("a step", "seconds"),
+            "seconds a step",
         ],
         rows=rows,
-        note=f"Mean rank by {' and '.join(by)}; 1 is the best. Below passkeys: keys at most the "
+        note=f"Mean rank by {by}. 1 is the best. Below passkeys: keys at most the "
         "training length from the end of the prompt / farther away. Figures are means over seeds, "
         "and below a perplexity is its range. Grey trials are not in the next rung.",
-        muted=[i for i, name in enumerate(names) if trials[name][0].get("kept") is False],
+        muted=[
+            i
+            for i, name in enumerate(names)
+            if not is_last and trials[name][0].get("kept") is False
+        ],
     )
 
 
