@@ -157,7 +157,8 @@ class CollinearAttention(nn.Module):
                 if output is not None:
                     return self._projected(output.transpose(1, 2)), None
             keys, kind = coefficients.shape[-2], getattr(self, "layer_type", None)
-            if keys != length and key_positions is not None:
+            if key_positions is not None and (keys != length or key_positions.apart):
+                query = key_positions.turned(query, kind)
                 cos, sin = key_positions.rotary(kind, first, keys)
         key = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
         if cache is not None and not half:

@@ -47,6 +47,9 @@ class KeyPositions:
         mask: 1 for every real token of the text so far, (B, S), or None.
     """
 
+    apart = False
+    """Whether the keys of this pass have other positions than its queries."""
+
     def __init__(self, body: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> None:
         self.body, self.position_ids = body, position_ids
         device, length = position_ids.device, position_ids.shape[1]
@@ -94,6 +97,10 @@ class KeyPositions:
             self.tables[kind] = table
         cos, sin = self.tables[kind]
         return cos[:, first : first + keys], sin[:, first : first + keys]
+
+    def turned(self, query: Tensor, layer_type: str | None) -> Tensor:
+        """Q' as it scores keys at these positions: unchanged, as they are the true ones."""
+        return query
 
     def frames(
         self, layer_type: str | None, first: int, keys: int, pairs: int, tile: int
