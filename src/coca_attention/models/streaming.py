@@ -3,15 +3,17 @@
 Legend: B batch, G key/value heads, C tokens of a pass, S sinks, W window, n tokens read before.
 
 A token attends to the first S tokens of the text and to the last W, its own included, at the
-positions that they have in the cache: 0 … S + W - 1. No position is ever larger, so whatever depends
-on one (the slack form, a temperature) stays within what the model was trained on, provided that
-S + W is at most the training length. Until S + W tokens have been read this is ordinary attention.
+positions that they have in the cache, 0 … S + W - 1. No position is ever larger, so whatever
+depends on one (the slack form, a temperature) stays within what the model was trained on, provided
+that S + W is at most the training length. The first S + W tokens are read as usual.
 
 Keys are cached before rotation and rotated for every pass. A pass of C tokens gives the same as C
-passes of one token: its tokens share the keys of the window, and every token has copies of the sinks
-that lie as far before it as they would alone.
+passes of one token: its tokens share the keys of the window, and every token has copies of the
+sinks that lie as far before it as they would alone.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,8 @@ from coca_attention.ops.positions import apply_rotary
 
 FOLLOW_LENGTH = ("dynamic", "longrope")
 """Rope types of Transformers whose frequencies change with the length of a pass."""
+PIECE = 64
+"""Tokens of a pass in which long prompts are read. The result does not depend on it."""
 
 
 @dataclass
@@ -292,6 +296,20 @@ def check_sizes(window: int, sinks: int) -> None:
         raise UserError(f"the window must be at least 1 token, got {window}")
     if sinks < 0:
         raise UserError(f"the number of sinks must be 0 or more, got {sinks}")
+
+
+@contextmanager
+def streaming(model: PreTrainedModel, *, window: int, sinks: int = 4) -> Iterator[StreamingCache]:
+    """A `StreamingCache` for a model; a CoCA model keeps half caches inside the ``with`` block."""
+    config: Any = model.config.get_text_config()
+    kind = getattr(config, "kv_cache", None)
+    try:
+        if kind is not None:
+            config.kv_cache = "half"
+        yield StreamingCache(model, window=window, sinks=sinks)
+    finally:
+        if kind is not None:
+            config.kv_cache = kind
 
 
 def _place(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

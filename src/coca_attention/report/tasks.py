@@ -16,6 +16,7 @@ from coca_attention.report.perplexity import (
 )
 from coca_attention.report.results import all_cells
 from coca_attention.report.section import Section, Table
+from coca_attention.report.streaming import streaming_sections
 
 Cells = Sequence[dict[str, Any]]
 
@@ -46,6 +47,7 @@ REPORTS: dict[str, TaskReport] = {
     ),
     "passkey": TaskReport(passkey_sections, passkey_tables),
     "needles": TaskReport(needle_sections, needle_tables),
+    "streaming": TaskReport(streaming_sections, title="Endless text"),
     "harness": TaskReport(harness_sections),
     "bench": TaskReport(bench_sections, bench_tables),
     "angles": TaskReport(
