@@ -104,10 +104,10 @@ def test_settings_out_of_range_are_refused(changes, message):
         check_settings(StreamingSettings(**changes))
 
 
-def test_the_report_has_a_row_for_perplexity_speed_and_memory():
+def test_the_report_shows_perplexity_speed_and_memory_by_position():
     cell = {
         "task": "streaming", "model": "m", "scaling": "none", "factor": None,
-        "sinks": 4, "window": 60,
+        "sinks": 4, "window": 60, "piece": 64,
         "by_position": [
             {"first": 1, "last": 50, "nats": 50 * math.log(8), "tokens": 50,
              "tokens_per_second": 1234.5, "megabytes": 600.2},
@@ -116,11 +116,7 @@ def test_the_report_has_a_row_for_perplexity_speed_and_memory():
         ],
     }  # fmt: skip
     ((header, rows),) = printed_tables([cell])
-    assert header == ["up to token", "50", "100"]
-    assert rows == [
-        ["m, 4 + 60: perplexity", "8.0", "4.0"],
-        ["m, 4 + 60: tokens per second", "1,234", "1,200"],
-        ["m, 4 + 60: memory in MB", "600", "600"],
-    ]
-    (section,) = streaming_sections([cell])
-    assert "<svg" in section.figure["wide"]
+    assert header == ["m, 4 + 60 tokens in sight", "perplexity", "tokens/s", "memory in MB"]
+    assert rows == [["1 to 50", "8.0", "1,234", "600"], ["51 to 100", "4.0", "1,200", "600"]]
+    figure, _ = streaming_sections([cell])
+    assert figure.figure is not None and "<svg" in figure.figure["wide"]

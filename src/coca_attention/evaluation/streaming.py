@@ -81,7 +81,7 @@ def evaluate_streaming(
         process, or on its GPU) by range.
 
     Raises:
-        UserError: If the model cannot be streamed or returns NaN.
+        UserError: If the model cannot be streamed, or returns NaN or infinity.
     """
     sinks, window = settings.sinks, settings.window
     if window is None:
@@ -120,10 +120,10 @@ def evaluate_streaming(
                 targets = tokens[start + 1 : stop + 1].to(device)
                 nats += F.cross_entropy(logits.float(), targets, reduction="sum").item()
                 session.progress(label, stop, total)
-            if math.isnan(nats):
+            if not math.isfinite(nats):
                 raise UserError(
-                    f"the model returns NaN between tokens {first} and {last}: its weights are "
-                    "damaged, or its precision overflows (try float32)"
+                    f"the model returns NaN or infinity between tokens {first} and {last}: its "
+                    "weights are damaged, or its precision overflows (try float32)"
                 )
             seconds = time.perf_counter() - started
             gpu = device.type == "cuda"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -11,20 +12,19 @@ from coca_attention.report.section import Section
 
 
 def streaming_sections(cells: Sequence[Cell]) -> list[Section]:
-    """A figure of perplexity by position, and a table of perplexity, speed and memory."""
+    """A figure of perplexity by position; for every model a table with speed and memory."""
     colour = colours(cell["model"] for cell in cells)
-    ends = sorted({r["last"] for cell in cells for r in cell["by_position"]})
-    labels = {
-        index: f"{line_label(line_key(cell))}, {cell['sinks']} + {cell['window']}"
-        for index, cell in enumerate(cells)
-    }
+    labels = [
+        f"{line_label(line_key(cell))}, {cell['sinks']} + {cell['window']} tokens in sight"
+        for cell in cells
+    ]
 
     def plot(axes: Axes) -> None:
-        for index, cell in enumerate(cells):
+        for cell, label in zip(cells, labels, strict=True):
             axes.plot(
                 [r["last"] for r in cell["by_position"]],
-                [math.exp(r["nats"] / r["tokens"]) for r in cell["by_position"]],
-                label=labels[index],
+                [_perplexity(r) for r in cell["by_position"]],
+                label=label,
                 color=colour[cell["model"]],
                 ls=DASHES[cell["scaling"]],
                 marker="o",
@@ -35,25 +35,35 @@ def streaming_sections(cells: Sequence[Cell]) -> list[Section]:
         axes.set_xlabel("tokens read")
         axes.set_ylabel("perplexity of the range that ends here")
 
-    rows = []
-    for index, cell in enumerate(cells):
-        found = {r["last"]: r for r in cell["by_position"]}
-        for what, show in (
-            ("perplexity", lambda r: f"{math.exp(r['nats'] / r['tokens']):.1f}"),
-            ("tokens per second", lambda r: f"{r['tokens_per_second']:,.0f}"),
-            ("memory in MB", lambda r: f"{r['megabytes']:,.0f}"),
-        ):
-            values = [show(found[end]) if end in found else "–" for end in ends]
-            rows.append([f"{labels[index]}: {what}", *values])
-    return [
+    sections = [
         Section(
             "Endless text",
-            text="One text is read from beginning to end; the first tokens (sinks) and the last "
+            text="One text is read from beginning to end; its first tokens (sinks) and the last "
             "ones (window) stay in sight.",
             figure=draw("streaming", plot),
-            header=["up to token", *(f"{end:,}" for end in ends)],
-            rows=rows,
-            note="Each value is that of the range of tokens that ends there. Memory is that of the "
-            "whole process (on a GPU, what PyTorch has reserved).",
         )
     ]
+    for cell, label in zip(cells, labels, strict=True):
+        rows = [
+            [
+                f"{r['first']:,} to {r['last']:,}",
+                f"{_perplexity(r):.1f}",
+                f"{r['tokens_per_second']:,.0f}",
+                f"{r['megabytes']:,.0f}",
+            ]
+            for r in cell["by_position"]
+        ]
+        sections.append(
+            Section(
+                label,
+                header=[label, "perplexity", "tokens/s", "memory in MB"],
+                rows=rows,
+                note=f"{cell['piece']} tokens in a pass. Memory is that of the whole process (on a "
+                "GPU, what PyTorch has reserved).",
+            )
+        )
+    return sections
+
+
+def _perplexity(found: dict[str, Any]) -> float:
+    return math.exp(found["nats"] / found["tokens"])
