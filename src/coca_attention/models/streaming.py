@@ -27,6 +27,7 @@ from coca_attention.errors import UserError
 from coca_attention.models.configuration import GLOBAL, LOCAL, rope_parameters, rotation
 from coca_attention.models.families import family_of, supported_families
 from coca_attention.models.half_cache import KeyPositions, rotary_is_by_layer
+from coca_attention.ops import KeyFrames
 from coca_attention.ops.positions import apply_rotary
 
 FOLLOW_LENGTH = ("dynamic", "longrope")
@@ -136,19 +137,21 @@ class StreamPositions(KeyPositions):
         body: The decoder.
         passes: By layer type.
         start: Position of the first token of the pass.
-        read: Tokens read before.
         excess: How far the tokens of the pass would lie beyond the last position, (C,).
     """
 
-    def __init__(
-        self, body: Any, passes: dict[str, _Pass], start: int, read: int, excess: Tensor
-    ) -> None:
-        self.body, self.passes, self.tables = body, passes, {}
-        self.apart = bool(excess[-1] > 0) and len(excess) > 1
-        self.excess = excess
+    def __init__(self, body: Any, passes: dict[str, _Pass], start: int, excess: Tensor) -> None:
+        self.body, self.passes, self.excess, self.tables = body, passes, excess, {}
         alone = len(excess) == 1
-        self.position_ids = excess.unsqueeze(0)  # of the same shape and device
-        self.first_position = torch.tensor([start - read], device=excess.device) if alone else None
+        self.apart = not alone and bool(excess[-1] > 0)
+        self.position_ids = excess.unsqueeze(0)  # of the shape and device of the positions
+        self.first_position = torch.tensor([start], device=excess.device) if alone else None
+
+    def frames(
+        self, layer_type: str | None, first: int, keys: int, pairs: int, tile: int
+    ) -> KeyFrames | None:
+        """Tables for `attend_half`: the last key is that of the token itself."""
+        return super().frames(layer_type, 1 - keys, keys, pairs, tile)
 
     def rotary(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
         """cos and sin of the keys that layers of a type return, (1, keys, R/2) each."""
@@ -249,6 +252,7 @@ class StreamingCache(Cache):
             )
         super().__init__(layers=layers)
         self.kinds, self.limit = kinds, window + sinks
+        self._prepared: tuple[tuple[int, int], dict[str, _Pass], dict[str, Any]] | None = None
         body: Any = model.base_model
         if _place not in body._forward_pre_hooks.values():
             body.register_forward_pre_hook(_place, with_kwargs=True)
@@ -265,13 +269,24 @@ class StreamingCache(Cache):
         Returns:
             The arguments of the decoder that say where the tokens are and what they see.
         """
-        read = self.get_seq_length()
-        start = min(read, self.limit - 1)
+        start = min(self.get_seq_length(), self.limit - 1)
+        # Once the window is full, a pass is like the one before.
+        if self._prepared is None or self._prepared[0] != (start, length):
+            self._prepared = (start, length), *self._prepare(body, start, length, device)
+        _, passes, arguments = self._prepared
+        for layer, kind in zip(self.layers, self.kinds, strict=True):
+            layer.current = passes[kind]
+        return arguments
+
+    def _prepare(
+        self, body: Any, start: int, length: int, device: Any
+    ) -> tuple[dict[str, _Pass], dict[str, Any]]:
+        """What the layers of each type need for a pass, and the decoder's arguments."""
         steps = torch.arange(start, start + length, device=device)
         excess = (steps - self.limit + 1).clamp(min=0)
         several = length > 1 and start + length > self.limit
         passes = {
-            kind: _pass(*self.sizes[kind], start, read, steps, excess, several)
+            kind: _pass(*self.sizes[kind], start, steps, excess, several)
             for kind in dict.fromkeys(self.kinds)
         }
         arguments: dict[str, Any] = {"position_ids": steps.unsqueeze(0), "attention_mask": None}
@@ -280,14 +295,12 @@ class StreamingCache(Cache):
             arguments["attention_mask"] = masks if len(masks) > 1 else masks[GLOBAL]
         if self.collinear:
             arguments["position_ids"] = (steps - excess).unsqueeze(0)
-            arguments["key_positions"] = StreamPositions(body, passes, start, read, excess)
+            arguments["key_positions"] = StreamPositions(body, passes, start, excess)
         else:
             for kind, one in passes.items():
                 one.given = _tables(body, steps, kind)
                 one.slots = _tables(body, one.positions, kind)
-        for layer, kind in zip(self.layers, self.kinds, strict=True):
-            layer.current = passes[kind]
-        return arguments
+        return passes, arguments
 
 
 def check_sizes(window: int, sinks: int) -> None:
@@ -329,13 +342,12 @@ def _pass(
     sinks: int,
     window: int,
     start: int,
-    read: int,
     steps: Tensor,
     excess: Tensor,
     several: bool,
 ) -> _Pass:
     """Positions and mask of the keys of one layer type."""
-    kept, device = min(read, sinks + window - 1), steps.device
+    kept, device = min(start, sinks + window - 1), steps.device
     index = torch.arange(kept + len(steps), device=device)
     positions = start - kept + index
     if not several:
