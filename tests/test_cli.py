@@ -81,6 +81,7 @@ def test_help_comes_from_the_fields(capsys, words, options):
         (["eval", "perplexity", "nowhere", "--windows", "64", "--stride", "65"], "not exceed"),
         (["eval", "perplexity", "nowhere"], "nowhere: no model could be loaded"),
         (["generate", "nowhere", "x", "--max-new-tokens", "0"], "at least 1"),
+        (["generate", "nowhere", "x", "--window", "0"], "window must be at least 1 token"),
         (["report"], "give result files first"),
         (["report", "nowhere.json"], "nowhere.json: cannot be read"),
     ],
@@ -192,6 +193,25 @@ def test_generate_continues_the_prompt(capsys, model_folder):
     assert run(capsys, *words, "--scaling", "ntk")[0] == 0
     drawn = [run(capsys, *words, "--temperature", "5", "--seed", s)[1] for s in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_generate_in_constant_memory(capsys, model_folder):
+    words = ["generate", model_folder, "alpha1 beta2 " * 20, "--max_new_tokens", "5"]
+    code, short, err = run(capsys, *words, "--window", "1", "--sinks", "0")
+    assert code == 0, err
+    plain = run(capsys, *words)[1]
+    assert run(capsys, *words, "--window", "2000", "--scaling", "ntk")[0] == 0
+    assert run(capsys, *words, "--window", "2000")[1] == plain != short
+
+
+def test_eval_streaming(capsys, model_folder, tmp_path):
+    (tmp_path / "text.txt").write_text(some_text(200))
+    code, out, err = run(
+        capsys, "eval", "streaming", model_folder, "--source", tmp_path / "text.txt",
+        "--tokens", "100", "--ranges", "2", "--output", tmp_path / "r.json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "tokens in sight" in out and "51 to 100" in out
 
 
 def test_generate_refuses_an_empty_prompt(capsys, model_folder):

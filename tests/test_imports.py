@@ -25,7 +25,7 @@ MAY_IMPORT = {
         "ops", "layers", "models", "data", "errors", "environment", "options", "intervals",
     },
     "analysis": {"ops", "layers", "models", "data", "errors", "environment"},
-    "benchmarks": {"ops", "layers", "models", "testing", "errors"},
+    "benchmarks": {"ops", "layers", "models", "testing", "errors", "environment"},
     "report": {"errors", "environment", "intervals"},
     "registry": {"ops", "models", "evaluation", "benchmarks", "report", "errors"},
     "quickstart": {"models", "data", "training", "evaluation", "report", "errors", "environment"},

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import resource
 import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -53,6 +54,21 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or "unknown"
+
+
+def resident_megabytes(field: str = "VmRSS") -> float:
+    """Resident size of this process in MB: now (``VmRSS``) or the largest so far (``VmHWM``).
+
+    Where /proc is missing, the largest so far.
+    """
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024 / 1e6
+    except OSError:
+        pass
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,8 +2,6 @@
 
 import gc
 import multiprocessing
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from typing import Any
 
 import torch
 
+from coca_attention.environment import resident_megabytes
 from coca_attention.errors import UserError
 
 
@@ -196,23 +195,11 @@ def _resident_growth(
 ) -> float:
     torch.set_num_threads(threads)
     run = make(*arguments)
-    before = _resident("VmRSS")
+    before = resident_megabytes("VmRSS")
     try:
         # Without this, the peak includes everything before the run, such as imports.
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        before = _resident("VmHWM")
+        before = resident_megabytes("VmHWM")
     run()
-    return _resident("VmHWM") - before
-
-
-def _resident(field: str) -> float:
-    """Resident size of this process in MB: now (``VmRSS``) or the largest so far (``VmHWM``)."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(field):
-                return int(line.split()[1]) * 1024 / 1e6
-    except OSError:
-        pass
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest * (1 if sys.platform == "darwin" else 1024) / 1e6
+    return resident_megabytes("VmHWM") - before

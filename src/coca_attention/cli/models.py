@@ -1,5 +1,6 @@
 """Commands that make models and let them speak."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,11 @@ class GenerateSettings:
     """Rotary scaling; ntk fixes the base from the prompt's length plus max_new_tokens."""
     factor: float = 4.0
     """Factor of the scaling."""
+    window: int | None = None
+    """Keep only the last this many tokens and the sinks, in constant memory, for endless text; with
+    the sinks at most the training length."""
+    sinks: int = 4
+    """First tokens of the text that stay in sight, with a window."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights."""
     device: str | None = None
@@ -104,6 +110,7 @@ def run_generate(words: list[str]) -> None:
 
     from coca_attention.data import load_tokenizer
     from coca_attention.models import load_model, set_rotary_scaling, training_length
+    from coca_attention.models.streaming import PIECE, check_sizes, streaming
 
     path, prompt, settings = parse(
         "coca generate",
@@ -116,6 +123,8 @@ def run_generate(words: list[str]) -> None:
         raise UserError(f"max_new_tokens must be at least 1, got {settings.max_new_tokens}")
     if settings.temperature < 0:
         raise UserError(f"temperature must be 0 or above, got {settings.temperature}")
+    if settings.window is not None:
+        check_sizes(settings.window, settings.sinks)
     model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
     tokenizer = load_tokenizer(path)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
@@ -123,6 +132,8 @@ def run_generate(words: list[str]) -> None:
         raise UserError("the prompt has no tokens; give some text to continue")
     if settings.scaling != "none":
         total = inputs["input_ids"].shape[-1] + settings.max_new_tokens
+        if settings.window is not None:
+            total = min(total, settings.window + settings.sinks)
         length = max(total, training_length(model.config.get_text_config()) or 0)
         set_rotary_scaling(
             model,
@@ -131,15 +142,22 @@ def run_generate(words: list[str]) -> None:
             length=length if settings.scaling == "ntk" else None,
         )
     set_seed(settings.seed)
-    drawn = {"do_sample": True, "temperature": settings.temperature}
-    model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=settings.max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-        **(drawn if settings.temperature else {"do_sample": False}),
-    )
+    options: dict[str, Any] = {"do_sample": False}
+    if settings.temperature:
+        options = {"do_sample": True, "temperature": settings.temperature}
+    with ExitStack() as stack:
+        if settings.window is not None:
+            sizes = {"window": settings.window, "sinks": settings.sinks}
+            options["past_key_values"] = stack.enter_context(streaming(model, **sizes))
+            options["prefill_chunk_size"] = PIECE
+        model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=settings.max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+            **options,
+        )
 
 
 def run_convert(words: list[str]) -> None:

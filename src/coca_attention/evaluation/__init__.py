@@ -5,11 +5,12 @@ entry in the table of `coca_attention.report`. From outside the package, one cal
 `coca_attention.registry.register_task` does the same.
 """
 
-from coca_attention.evaluation import harness, needles, passkey, perplexity
+from coca_attention.evaluation import harness, needles, passkey, perplexity, streaming
 from coca_attention.evaluation.task import Cell, Session, Subject, Task
 
 TASKS: dict[str, Task] = {
-    task.name: task for task in (perplexity.TASK, passkey.TASK, needles.TASK, harness.TASK)
+    task.name: task
+    for task in (perplexity.TASK, passkey.TASK, needles.TASK, streaming.TASK, harness.TASK)
 }
 """Tasks by name: ``coca eval NAME`` and the sections of a suite."""
 

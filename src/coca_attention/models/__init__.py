@@ -17,6 +17,7 @@ from coca_attention.models.families.gpt_neox import CoCAGPTNeoXConfig, CoCAGPTNe
 from coca_attention.models.families.llama import CoCALlamaConfig, CoCALlamaForCausalLM
 from coca_attention.models.loading import load_model
 from coca_attention.models.scaling import set_rotary_scaling
+from coca_attention.models.streaming import StreamingCache
 
 add_rope_types()
 for _family in FAMILIES:
@@ -32,6 +33,7 @@ __all__ = [
     "CoCAGPTNeoXForCausalLM",
     "CoCALlamaConfig",
     "CoCALlamaForCausalLM",
+    "StreamingCache",
     "convert",
     "load_model",
     "load_original",

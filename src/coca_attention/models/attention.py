@@ -148,52 +148,54 @@ class CollinearAttention(nn.Module):
         )
         cache: Any = past_key_values if past_key_values is not None else layer_past
         half = cache is not None and config.kv_cache == "half"
-        keys, first = length, 0
-        if cache is not None and (half or bias is not None):
-            keys, first = cache.get_mask_sizes(length, self.layer_idx)
-        places: tuple[Any, Any] = (None, None)
-        if bias is not None:
-            assert key_positions is not None  # always passed by the decoder
-            places = (key_positions.position_ids, key_positions.slots()[:, first : first + keys])
+        kind, first = getattr(self, "layer_type", None), 0
+        if cache is not None and key_positions is not None:
+            _, first = cache.get_mask_sizes(length, self.layer_idx)
         if half and cache is not None:
             check_cache_width(cache, self.layer_idx, coefficients.shape[-1])
             coefficients, value = cache.update(coefficients, value, self.layer_idx)
+            keys = coefficients.shape[-2]
             # Without key_positions Transformers has created the cache, which was empty before.
             if key_positions is not None and self._decodes(query, attention_mask):
                 mask = attention_mask
                 if bias is not None:
+                    places = key_positions.places(kind, first, keys)
                     mask = with_bias(mask, bias(*places, cos.dtype).unsqueeze(1))
                 output = self._attend_half(query, coefficients, value, key_positions, first, mask)
                 if output is not None:
                     return self._projected(output.transpose(1, 2)), None
-            keys, kind = coefficients.shape[-2], getattr(self, "layer_type", None)
-            if keys != length and key_positions is not None:
+            if key_positions is not None and (keys != length or key_positions.apart):
+                query = key_positions.turned(query, kind)
                 cos, sin = key_positions.rotary(kind, first, keys)
         key = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
         if cache is not None and not half:
             check_cache_width(cache, self.layer_idx, key.shape[-1])
             key, value = cache.update(key, value, self.layer_idx)
         dropout = self.attention_dropout if self.training else 0.0
-        if bias is not None and config._attn_implementation == "sdpa":
-            # Without a mask, several queries are the first ones of an empty cache, which may have
-            # more slots.
-            causal = attention_mask is None
-            last = length if causal and length > 1 else key.shape[-2]
-            # In blocks of queries, because the bias of all of them has T * S elements.
-            output = attend(
-                query,
-                key[..., :last, :],
-                value[..., :last, :],
-                attention_mask=attention_mask,
-                is_causal=causal,
-                scale=divisor,
-                dropout=dropout,
-                bias=bias,
-                positions=(places[0], places[1][:, :last]),
-            )
-            return self._projected(output.transpose(1, 2)), None
         if bias is not None:
-            if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
+            assert key_positions is not None  # always passed by the decoder
+            places = key_positions.places(kind, first, key.shape[-2])
+            if config._attn_implementation == "sdpa":
+                causal = attention_mask is None
+                if causal and length > 1:
+                    # The first queries of an empty cache, which may have more slots.
+                    key, value = key[..., :length, :], value[..., :length, :]
+                    places = places[0], places[1][:, :length]
+                # In blocks of queries, because the bias of all of them has T * S elements.
+                output = attend(
+                    query,
+                    key,
+                    value,
+                    attention_mask=attention_mask,
+                    is_causal=causal,
+                    scale=divisor,
+                    dropout=dropout,
+                    bias=bias,
+                    positions=places,
+                )
+                return self._projected(output.transpose(1, 2)), None
+            dense = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
+            if not dense and config._attn_implementation != "eager":
                 raise ValueError(
                     "a model with a decay needs an attention function that adds a bias to the "
                     f"scores, sdpa or eager; got {config._attn_implementation}"

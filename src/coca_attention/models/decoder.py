@@ -113,7 +113,7 @@ class CollinearModel(CollinearPreTrained):
                 past = 0 if past_key_values is None else past_key_values.get_seq_length()
                 steps = torch.arange(tokens.shape[1], device=tokens.device) + past
                 position_ids = steps.unsqueeze(0)
-            if half or decays:
+            if (half or decays) and "key_positions" not in kwargs:
                 kwargs["key_positions"] = KeyPositions(self, past_key_values, position_ids, mask)
             if own_roles:
                 kwargs["roles"] = self._roles(tokens, attention_mask, position_ids, past_key_values)

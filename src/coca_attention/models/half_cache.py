@@ -47,6 +47,9 @@ class KeyPositions:
         mask: 1 for every real token of the text so far, (B, S), or None.
     """
 
+    apart = False
+    """Whether the keys of this pass have other positions than its queries."""
+
     def __init__(self, body: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> None:
         self.body, self.position_ids = body, position_ids
         device, length = position_ids.device, position_ids.shape[1]
@@ -79,7 +82,11 @@ class KeyPositions:
                 self.first_position = first
         self.tables: dict[Any, Any] = {}
 
-    def slots(self) -> Tensor:
+    def places(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
+        """Positions of the tokens of this pass, and of slots first … first + keys - 1."""
+        return self.position_ids, self._slots()[:, first : first + keys]
+
+    def _slots(self) -> Tensor:
         """Positions of all slots, (1 or B, S)."""
         given = self.position_ids[:, self.index_in_pass.clamp(0, self.position_ids.shape[1] - 1)]
         return torch.where(self.index_in_pass < 0, self.earlier, given).clamp(min=0)
@@ -90,12 +97,16 @@ class KeyPositions:
         if kind not in self.tables:
             like = torch.empty((), dtype=self.body.dtype, device=self.position_ids.device)
             layer_type = layer_type if rotary_is_by_layer(config) else None
-            table = self.body.rotary_emb(like, self.slots(), layer_type)[:2]
+            table = self.body.rotary_emb(like, self._slots(), layer_type)[:2]
             if compiling():
                 table = tuple(materialized(x) for x in table)
             self.tables[kind] = table
         cos, sin = self.tables[kind]
         return cos[:, first : first + keys], sin[:, first : first + keys]
+
+    def turned(self, query: Tensor, layer_type: str | None) -> Tensor:
+        """Q' as it scores keys at these positions: unchanged, as they are the true ones."""
+        return query
 
     def frames(
         self, layer_type: str | None, first: int, keys: int, pairs: int, tile: int

@@ -17,6 +17,7 @@ from coca_attention.report.perplexity import (
 from coca_attention.report.results import all_cells
 from coca_attention.report.search import search_findings, search_sections, search_tables
 from coca_attention.report.section import Section, Table
+from coca_attention.report.streaming import streaming_sections
 
 Cells = Sequence[dict[str, Any]]
 
@@ -48,6 +49,7 @@ REPORTS: dict[str, TaskReport] = {
     ),
     "passkey": TaskReport(passkey_sections, passkey_tables),
     "needles": TaskReport(needle_sections, needle_tables),
+    "streaming": TaskReport(streaming_sections, title="Endless text"),
     "harness": TaskReport(harness_sections),
     "bench": TaskReport(bench_sections, bench_tables),
     "angles": TaskReport(
