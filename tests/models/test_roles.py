@@ -128,15 +128,20 @@ def test_it_compiles_in_one_graph_and_trains(family):
     assert all(w.grad.abs().max() > 0 for n, w in model.named_parameters() if "proj" in n)
 
 
-def test_analysis_looks_at_layers_with_collinear_pairs_that_turn():
+def test_analysis_looks_at_layers_with_pairs_that_turn():
     model = with_roles("Llama").float()
     text = some_tokens(model, batch=1, length=30)
     settings = AnalysisSettings(pairs=16, pairs_per_distance=4, shifts=[3])
     (layer,) = analyze(model, text, settings)["layers"]
-    assert (layer["layer"], layer["window"]) == (0, WINDOW)
+    assert (layer["layer"], layer["window"], layer["form"]) == (0, WINDOW, "strict")
     assert layer["shifts"][0]["score_change"] < 1e-5
-    with pytest.raises(ValueError, match="no layer has collinear pairs that turn"):
-        analyze(with_roles("Llama", free={"sliding_attention": 4}).float(), text, settings)
+    result = analyze(with_roles("Llama", free={"sliding_attention": 4}).float(), text, settings)
+    (layer,) = result["layers"]
+    assert (layer["layer"], layer["form"], result["form"]) == (0, "vanilla", "vanilla")
+    assert layer["angles"]["largest"] > 1
+    still = with_roles("Llama", kinds=("full_attention", "full_attention")).float()
+    with pytest.raises(ValueError, match="no layer has pairs that turn"):
+        analyze(still, text, settings)
 
 
 def test_scaling_leaves_local_layers_alone():

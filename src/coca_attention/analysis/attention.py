@@ -61,18 +61,22 @@ def attention_rows(
     Returns:
         The weights (H, M, T), float32 or wider, and the number of visible keys (H, M).
     """
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide, length = torch.promote_types(query.dtype, torch.float32), query.shape[-2]
+
+    def of_rows(x: Tensor) -> Tensor:
+        return x[0].expand(-1, length, -1)[:, rows]
+
     repeats = query.shape[1] // key.shape[1]
     query, key = query[0, :, rows].to(wide), key[0].to(wide).repeat_interleave(repeats, dim=0)
     scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
     if bias is not None:
-        scores = scores + bias[0].expand(*bias.shape[1:-2], key.shape[-2], -1)[:, rows]
+        scores = scores + of_rows(bias)
     if mask is None:
-        visible = rows.unsqueeze(-1) >= torch.arange(key.shape[-2], device=rows.device)
+        visible = rows.unsqueeze(-1) >= torch.arange(length, device=rows.device)
     else:
-        mask = mask[0, :, rows]
-        visible = mask
+        visible = mask = of_rows(mask)
         if mask.dtype != torch.bool:
+            # Masks hide keys by the lowest number of their dtype.
             visible, scores = mask > torch.finfo(mask.dtype).min / 2, scores + mask
     visible = visible.expand_as(scores)
     return scores.masked_fill(~visible, float("-inf")).softmax(-1), visible.sum(-1)

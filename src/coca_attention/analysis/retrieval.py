@@ -115,7 +115,8 @@ def head_statistics(
     copies = prompt.copies.expand(weights.shape[0], -1, -1)
     found = {
         "fact": weights[..., inside].sum(-1),
-        "copied": weights.gather(-1, copies).sum(-1),
+        "digit": weights.gather(-1, copies).sum(-1),
+        "before_digit": weights.gather(-1, copies - 1).sum(-1),
         "near": (weights * (distances < near)).sum(-1),
         "entropy": torch.special.entr(weights).sum(-1),
         "log_keys": seen.visible.double().log(),
@@ -170,9 +171,7 @@ def analyze_retrieval(
                 layer.add(head_statistics(seen, prompt, settings.near, trained))
 
             ids, rows = prompt.ids.unsqueeze(0), prompt.rows
-            output = visit_attention(
-                model, ids, rows, visit, logits_to_keep=rows.to(model.device)
-            )
+            output = visit_attention(model, ids, rows, visit, logits_to_keep=rows.to(model.device))
             right = output.logits[0].argmax(-1).cpu() == prompt.ids[rows + 1]
             samples.append({**prompt.facts, "digits_right": right.double().mean().item()})
             done += length

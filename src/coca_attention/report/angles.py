@@ -97,7 +97,8 @@ def at_key_position(cell: dict[str, Any]) -> bool:
 
 def without_angles(cell: dict[str, Any]) -> bool:
     """Whether all angles are 0 by construction, as in the strict form."""
-    return cell["form"] != "vanilla" and not at_key_position(cell)
+    forms = {layer.get("form", cell["form"]) for layer in cell["layers"]}
+    return "vanilla" not in forms and not at_key_position(cell)
 
 
 def shown_lengths(cell: dict[str, Any]) -> list[tuple[int, int]]:
