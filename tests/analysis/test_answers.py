@@ -245,5 +245,5 @@ def test_lengths_and_tokenizers_that_do_not_fit_are_refused(tokenizer):
         def decode(self, token):
             return chr(token)
 
-    with pytest.raises(UserError, match="splits the key .* differently"):
+    with pytest.raises(UserError, match=r"splits the key .* differently"):
         retrievals(Uneven(), RetrievalSettings(), 600)  # pyright: ignore

@@ -107,7 +107,6 @@ def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
     if heads.form == VANILLA:
         key = complex_pairs(key, heads.rotary_width, heads.interleaved)
         return SeenKeys(query, key, key)
-    form = get_form(heads.form)
     collinear = len(heads.theta)
     query, coefficients = query[..., :collinear], key[..., :collinear].double()
     size = query.abs().square()

@@ -166,7 +166,7 @@ def analyze_retrieval(
         samples = []
         for prompt in asked:
 
-            def visit(seen: LayerAttention, prompt: Retrieval = prompt) -> None:
+            def visit(seen: LayerAttention, prompt: Any = prompt, layers: Any = layers) -> None:
                 layer = layers.setdefault(seen.layer, _LayerStatistics(seen))
                 layer.add(head_statistics(seen, prompt, settings.near, trained))
 

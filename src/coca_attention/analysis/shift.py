@@ -60,8 +60,9 @@ def relative_parts(heads: LayerHeads, query: Tensor) -> tuple[Tensor, Tensor]:
 
         t (relative e^{-i(m - n)θ} + absolute e^{-i(m + n)θ}),
 
-    because forms are linear in cos mθ and sin mθ, and keys are t (cos nθ, sin nθ). Averaged over all
-    common shifts of the positions, the second term is 0: the first is the nearest relative score.
+    because forms are linear in cos mθ and sin mθ, and keys are t (cos nθ, sin nθ). Averaged over
+    all common shifts of the positions, the second term is 0: the first is the nearest relative
+    score.
 
     Args:
         heads: A layer of a CoCA model.
