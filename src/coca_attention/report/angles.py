@@ -294,9 +294,11 @@ def _shift_text(cells: Sequence[dict[str, Any]]) -> str:
             if change < ROUND_OFF
             else f"scores change by {change:.2g} of their spread"
         )
+        share = _mean(layer.get("absolute_share") for layer in cell["layers"])
         sentences.append(
             f"{cell['model']}, moved by {last['shift']:,} tokens: {how}; loss "
-            f"{_nats(_nats_change(last))} nats a token."
+            f"{_nats(_nats_change(last))} nats a token"
+            + (f"; {_percent(share)} of its scores depends on m + n." if share else ".")
         )
     return " ".join(sentences)
 
