@@ -1,11 +1,15 @@
 """Local layers with a window beside global layers without positions, in every kind of family."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from coca_attention import convert
-from coca_attention.analysis import AnalysisSettings, analyze
+from coca_attention.analysis import AnalysisSettings, analyze, collect_layers
+from coca_attention.analysis.shift import score_rows
 from coca_attention.models import set_rotary_scaling
 from coca_attention.models.configuration import attention_of, rotation
 from coca_attention.ops import oracle
@@ -157,3 +161,20 @@ def test_a_window_is_needed():
     model = vanilla("Llama", layer_types=["sliding_attention"] * 2)
     with pytest.raises(ValueError, match="need sliding_window"):
         convert(model)
+
+
+@pytest.mark.parametrize("family", VARIED)
+def test_a_layer_of_free_pairs_is_analysed_as_a_rotary_one(family):
+    """Its captured queries and keys give the scores of the vanilla model it was converted from."""
+    original = vanilla(family).double()
+    ids = some_tokens(original, batch=1, length=12)
+    rows = torch.arange(12)
+    expected = [score_rows(heads, rows) for heads in collect_layers(original, ids)]
+    found = collect_layers(convert(original, "strict", free_pairs=4), ids)
+    assert [heads.form for heads in found] == ["vanilla"] * 2
+    # Transformers' own cos and sin, of float32, reach the second layer's inputs.
+    for heads, scores, atol in zip(found, expected, (1e-12, 1e-5), strict=True):
+        torch.testing.assert_close(score_rows(heads, rows), scores, rtol=1e-12, atol=atol)
+    hot = replace(found[0], rotation=replace(found[0].rotation, temperature=7))
+    factor = (rows.double() + 2).log() / math.log(8)
+    torch.testing.assert_close(score_rows(hot, rows), expected[0] * factor[:, None])

@@ -144,7 +144,7 @@ def visit_attention(
 
 
 @contextmanager
-def _watched(model: PreTrainedModel, look: Callable[..., None]) -> Iterator[None]:
+def _watched(model: Any, look: Callable[..., None]) -> Iterator[None]:
     """Show ``look`` the arguments of every call of the attention function."""
     implementation = model.config._attn_implementation
     function = ALL_ATTENTION_FUNCTIONS[SDPA]

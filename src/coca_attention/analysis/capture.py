@@ -145,7 +145,7 @@ def _capture(
 ) -> None:
     """Forward pre-hook: project the hidden states that enter an attention module."""
     hidden = args[0] if args else kwargs["hidden_states"]
-    interleaved = family.layout.interleaved
+    interleaved, scale = family.layout.interleaved, float(attention.scaling)
     kind = getattr(attention, "layer_type", None)
     found = _rotation(body, kind, hidden.shape[1])
     form = VANILLA
@@ -154,7 +154,8 @@ def _capture(
     else:
         query, key, _ = attention.project(hidden)
         if key.shape[-1] == query.shape[-1]:  # all pairs are free
-            key = join_pairs(*key.chunk(2, dim=-1), interleaved, found.width)
+            first, second = key.chunk(2, dim=-1)
+            key = join_pairs(first, second, interleaved, found.width)
         else:
             form = body.config.coca_form
     query, key = query.cpu(), key.cpu()
@@ -178,7 +179,7 @@ def _capture(
             parameters=_learned(attention),
             interleaved=interleaved,
             window=getattr(attention, "sliding_window", window),
-            scale=float(attention.scaling),
+            scale=scale,
             kind=kind,
         )
     )
