@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "evaluation": {
         "ops", "layers", "models", "data", "errors", "environment", "options", "intervals",
     },
-    "analysis": {"ops", "layers", "models", "data", "errors", "environment"},
+    "analysis": {"ops", "layers", "models", "data", "errors", "environment", "intervals"},
     "benchmarks": {"ops", "layers", "models", "testing", "errors", "environment"},
     "report": {"errors", "environment", "intervals"},
     "registry": {"ops", "models", "evaluation", "benchmarks", "report", "errors"},

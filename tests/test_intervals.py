@@ -7,6 +7,7 @@ import pytest
 from coca_attention.intervals import (
     DocumentScore,
     bootstrap_interval,
+    mean_interval,
     paired_ratio_interval,
     perplexity,
     wilson_interval,
@@ -50,3 +51,13 @@ def test_wilson_intervals():
     assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
     assert wilson_interval(0, 10) == (0.0, pytest.approx(0.2775, abs=1e-4))
     assert wilson_interval(10, 10) == (pytest.approx(0.7225, abs=1e-4), 1.0)
+
+
+def test_the_interval_of_a_mean():
+    values = [0.0, 1.0] * 50
+    low, high = mean_interval(values, seed=0)
+    # Standard error 0.05.
+    assert low == pytest.approx(0.402, abs=0.02) and high == pytest.approx(0.598, abs=0.02)
+    assert mean_interval(values, seed=0) == (low, high)
+    assert mean_interval([0.3, 0.3], seed=1) == pytest.approx((0.3, 0.3))
+    assert mean_interval([1.0], seed=0) is None

@@ -1,4 +1,4 @@
-"""Intervals of measured figures: bootstrap over documents for perplexity, Wilson for shares."""
+"""Intervals of measured figures: bootstrap over documents or prompts, Wilson for shares."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -77,6 +77,18 @@ def paired_ratio_interval(
         return None
     means = [_resampled_means(scores, seed, resamples) for scores in (first, second)]
     return _interval(means[0] - means[1], level)
+
+
+def mean_interval(
+    values: Sequence[float], *, seed: int, resamples: int = 2000, level: float = 0.95
+) -> tuple[float, float] | None:
+    """Bootstrap percentile interval of a mean; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    scores = [DocumentScore("", value, 1) for value in values]
+    means = _resampled_means(scores, seed, resamples)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
 
 
 def wilson_interval(hits: int, trials: int, z: float = 1.959964) -> tuple[float, float] | None:

@@ -120,6 +120,9 @@ def test_every_family(family, form):
             assert 0 < row["score"] <= 1 and row["score"] <= row["eq19"]
         assert len(layer["frequencies"]) == layer["pairs"]
         assert (layer["effective_angles"] is None) is (form != "slack")
+        # About half for queries of random direction.
+        share = layer["absolute_share"]
+        assert 0.1 < share < 0.9 if form == "slack" else share == 0
         changes = [entry["score_change"] for entry in layer["shifts"]]
         moved = [entry["attention_change"] for entry in layer["shifts"]]
         if form == "slack":

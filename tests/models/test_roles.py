@@ -1,11 +1,15 @@
 """Local layers with a window beside global layers without positions, in every kind of family."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from coca_attention import convert
-from coca_attention.analysis import AnalysisSettings, analyze
+from coca_attention.analysis import AnalysisSettings, analyze, collect_layers
+from coca_attention.analysis.shift import score_rows
 from coca_attention.models import set_rotary_scaling
 from coca_attention.models.configuration import attention_of, rotation
 from coca_attention.ops import oracle
@@ -135,15 +139,20 @@ def test_it_compiles_in_one_graph_and_trains(family):
     assert all(w.grad.abs().max() > 0 for n, w in model.named_parameters() if "proj" in n)
 
 
-def test_analysis_looks_at_layers_with_collinear_pairs_that_turn():
+def test_analysis_looks_at_layers_with_pairs_that_turn():
     model = with_roles("Llama").float()
     text = some_tokens(model, batch=1, length=30)
     settings = AnalysisSettings(pairs=16, pairs_per_distance=4, shifts=[3])
     (layer,) = analyze(model, text, settings)["layers"]
-    assert (layer["layer"], layer["window"]) == (0, WINDOW)
+    assert (layer["layer"], layer["window"], layer["form"]) == (0, WINDOW, "strict")
     assert layer["shifts"][0]["score_change"] < 1e-5
-    with pytest.raises(ValueError, match="no layer has collinear pairs that turn"):
-        analyze(with_roles("Llama", free={"sliding_attention": 4}).float(), text, settings)
+    result = analyze(with_roles("Llama", free={"sliding_attention": 4}).float(), text, settings)
+    (layer,) = result["layers"]
+    assert (layer["layer"], layer["form"], result["form"]) == (0, "vanilla", "vanilla")
+    assert layer["angles"]["largest"] > 1
+    still = with_roles("Llama", kinds=("full_attention", "full_attention")).float()
+    with pytest.raises(ValueError, match="no layer has pairs that turn"):
+        analyze(still, text, settings)
 
 
 def test_scaling_leaves_local_layers_alone():
@@ -160,3 +169,20 @@ def test_a_window_is_needed():
     model = vanilla("Llama", layer_types=["sliding_attention"] * 2)
     with pytest.raises(ValueError, match="need sliding_window"):
         convert(model)
+
+
+@pytest.mark.parametrize("family", VARIED)
+def test_a_layer_of_free_pairs_is_analysed_as_a_rotary_one(family):
+    """Its captured queries and keys give the scores of the vanilla model it was converted from."""
+    original = vanilla(family).double()
+    ids = some_tokens(original, batch=1, length=12)
+    rows = torch.arange(12)
+    expected = [score_rows(heads, rows) for heads in collect_layers(original, ids)]
+    found = collect_layers(convert(original, "strict", free_pairs=4), ids)
+    assert [heads.form for heads in found] == ["vanilla"] * 2
+    # Transformers' own cos and sin, of float32, reach the second layer's inputs.
+    for heads, scores, atol in zip(found, expected, (1e-12, 1e-5), strict=True):
+        torch.testing.assert_close(score_rows(heads, rows), scores, rtol=1e-12, atol=atol)
+    hot = replace(found[0], rotation=replace(found[0].rotation, temperature=7))
+    factor = (rows.double() + 2).log() / math.log(8)
+    torch.testing.assert_close(score_rows(hot, rows), expected[0] * factor[:, None])

@@ -94,6 +94,9 @@ def test_texts_say_what_was_measured(cells, sections):
     assert "RoFormer, moved by 100 tokens: scores do not change beyond round-off" in moved
     assert "Strict, moved by 100 tokens: scores do not change beyond round-off" in moved
     assert re.search(r"Slack, moved by 100 tokens: scores change by [\d.]+ of their spread", moved)
+    shares = [layer["absolute_share"] for layer in cells[1]["layers"]]
+    assert moved.count("depends on m + n") == 1
+    assert f"{sum(shares) / 2:.1%} of its scores depends on m + n" in moved
 
 
 def test_violations_are_told_and_not_hidden(cells, plotted):

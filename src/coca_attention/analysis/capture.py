@@ -16,11 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import rotation
+from coca_attention.models.attention import CollinearAttention
+from coca_attention.models.configuration import attention_of, rotation
 from coca_attention.models.families import Family, family_of, supported_families
 from coca_attention.models.projections import project_rotary
 from coca_attention.models.rotary import CoCARotary
 from coca_attention.ops import Rotation
+from coca_attention.ops.positions import join_pairs
 
 VANILLA = "vanilla"
 
@@ -32,7 +34,7 @@ class LayerHeads:
     layer: int
     """Index of the layer."""
     form: str
-    """``vanilla`` for rotary attention, or the name of the score form."""
+    """``vanilla`` for rotary attention, also where all pairs are free, or the name of the form."""
     query: Tensor
     """q before rotation, (B, H, T, D), in the model's dtype."""
     key: Tensor
@@ -67,12 +69,14 @@ class LayerHeads:
 
 
 def form_of(model: PreTrainedModel) -> str:
-    """``vanilla``, or the name of a model's score form.
+    """``vanilla``, or the name of a model's score form; without collinear pairs ``vanilla``.
 
     Raises:
         UserError: If the model's family is not supported.
     """
-    return model.config.coca_form if isinstance(model, _family(model).causal_lm) else VANILLA
+    config: Any = model.config
+    collinear = isinstance(model, _family(model).causal_lm) and attention_of(config) != "rope"
+    return config.coca_form if collinear else VANILLA
 
 
 def _family(model: PreTrainedModel) -> Family:
@@ -105,14 +109,13 @@ def visit_layers(
         UserError: If the model's family is not supported, the model is in training mode, queries or
             keys are not finite, or the model's rotary angles differ from its configuration.
     """
-    form = form_of(model)
     if model.training:
         raise UserError("the model is in training mode, with dropout: call model.eval()")
     family = _family(model)
     body: Any = model.base_model
     hooks = [
         attention.register_forward_pre_hook(
-            partial(_capture, index, form, family, body, visit), with_kwargs=True
+            partial(_capture, index, family, body, visit), with_kwargs=True
         )
         for index, attention in enumerate(family.layout.modules(body))
     ]
@@ -133,7 +136,6 @@ def collect_layers(model: PreTrainedModel, input_ids: Tensor) -> list[LayerHeads
 
 def _capture(
     index: int,
-    form: str,
     family: Family,
     body: Any,
     visit: Callable[[LayerHeads], Any],
@@ -143,18 +145,25 @@ def _capture(
 ) -> None:
     """Forward pre-hook: project the hidden states that enter an attention module."""
     hidden = args[0] if args else kwargs["hidden_states"]
-    if form == VANILLA:
+    interleaved, scale = family.layout.interleaved, float(attention.scaling)
+    kind = getattr(attention, "layer_type", None)
+    found = _rotation(body, kind, hidden.shape[1])
+    form = VANILLA
+    if not isinstance(attention, CollinearAttention):
         query, key = project_rotary(attention, hidden, family.layout)
     else:
         query, key, _ = attention.project(hidden)
+        if key.shape[-1] == query.shape[-1]:  # all pairs are free
+            first, second = key.chunk(2, dim=-1)
+            key = join_pairs(first, second, interleaved, found.width)
+        else:
+            form = body.config.coca_form
     query, key = query.cpu(), key.cpu()
     if not (query.isfinite().all() and key.isfinite().all()):
         raise UserError(
             f"layer {index}: queries or keys are not finite; the model's weights are damaged, or "
             "its dtype overflows (try float32)"
         )
-    kind = getattr(attention, "layer_type", None)
-    found = _rotation(body, kind, hidden.shape[1])
     roles = kwargs.get("roles")
     tables = kwargs.get("position_embeddings") if roles is None else roles[kind][1]
     if tables is not None:
@@ -168,9 +177,9 @@ def _capture(
             key=key,
             rotation=found,
             parameters=_learned(attention),
-            interleaved=family.layout.interleaved,
+            interleaved=interleaved,
             window=getattr(attention, "sliding_window", window),
-            scale=float(attention.scaling),
+            scale=scale,
             kind=kind,
         )
     )

@@ -78,6 +78,22 @@ def pairs_by_distance(
     return TokenPairs(torch.from_numpy(keys + repeated), torch.from_numpy(keys))
 
 
+def query_parts(heads: LayerHeads, query: Tensor) -> tuple[Tensor, Tensor]:
+    """A and B of the effective query Q' = A cos mθ + B sin mθ, each (H, N, 2, C), float64.
+
+    Args:
+        heads: A layer of a CoCA model.
+        query: Collinear pairs of queries before rotation, (H, N, C), complex128.
+    """
+    one, zero = torch.ones_like(query.real), torch.zeros_like(query.real)
+    learned = {n: x.double().unsqueeze(1) for n, x in (heads.parameters or {}).items()}
+    cosine, sine = (
+        get_form(heads.form).query(query.real, query.imag, cos, sin, **learned)
+        for cos, sin in ((one, zero), (zero, one))
+    )
+    return cosine, sine
+
+
 def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
     """Queries of a layer and the keys they see, in float64.
 
@@ -91,7 +107,6 @@ def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
     if heads.form == VANILLA:
         key = complex_pairs(key, heads.rotary_width, heads.interleaved)
         return SeenKeys(query, key, key)
-    form = get_form(heads.form)
     collinear = len(heads.theta)
     query, coefficients = query[..., :collinear], key[..., :collinear].double()
     size = query.abs().square()
@@ -101,14 +116,9 @@ def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
 
     # Q' = A cos mθ + B sin mθ in every form, and K' = t (cos nθ, sin nθ): the score as a function
     # of m is the real part of z e^{imθ} with z = A · K' - i B · K'.
-    one, zero = torch.ones_like(coefficients), torch.zeros_like(coefficients)
-    learned = {n: x.double().unsqueeze(1) for n, x in (heads.parameters or {}).items()}
-    a, b = (
-        form.query(query.real, query.imag, cos, sin, **learned)
-        for cos, sin in ((one, zero), (zero, one))
-    )
+    a, b = query_parts(heads, query)
     built = query * over_size(coefficients * a.select(-2, 0))
-    if form.shift_invariant:
+    if get_form(heads.form).shift_invariant:
         return SeenKeys(query, built, built)
     angles = pairs.keys.double().unsqueeze(-1) * heads.theta
     key = coefficients.unsqueeze(-2) * torch.stack((angles.cos(), angles.sin()), dim=-2)

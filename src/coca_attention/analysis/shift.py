@@ -9,7 +9,9 @@ of the slack form (Eq. 10) depend on m and n.
 import torch
 from torch import Tensor
 
+from coca_attention.analysis.angles import complex_pairs
 from coca_attention.analysis.capture import VANILLA, LayerHeads
+from coca_attention.analysis.keys import TokenPairs, query_parts
 from coca_attention.ops import apply_rotary, key_map, query_map
 
 
@@ -29,17 +31,19 @@ def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
     query, key = heads.query[:, :, queries].double(), heads.key.double()
     positions = torch.arange(key.shape[-2]) + shift
     cos, sin = heads.rotation.tables(positions, torch.float64)
-    query_positions = positions[queries]
+    factor = heads.rotation.query_factor(positions[queries], torch.float64)
     if heads.form == VANILLA:
         query = apply_rotary(query, cos[queries], sin[queries], heads.interleaved)
         key = apply_rotary(key, cos, sin, heads.interleaved)
+        if factor is not None:
+            query = query * factor.unsqueeze(-1)
     else:
         query = query_map(
             query,
             cos[queries],
             sin[queries],
             form=heads.form,
-            factor=heads.rotation.query_factor(query_positions, torch.float64),
+            factor=factor,
             interleaved=heads.interleaved,
             free_pairs=heads.free_pairs,
             parameters=heads.parameters,
@@ -47,6 +51,43 @@ def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
         key = key_map(key, cos, sin, free_pairs=heads.free_pairs)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     return (query @ key.transpose(-2, -1) * heads.scale)[0]
+
+
+def relative_parts(heads: LayerHeads, query: Tensor) -> tuple[Tensor, Tensor]:
+    """The relative part of a form's scores, and the rest (App. D.4).
+
+    The score of a pair with coefficient t is the real part of
+
+        t (relative e^{-i(m - n)θ} + absolute e^{-i(m + n)θ}),
+
+    because forms are linear in cos mθ and sin mθ, and keys are t (cos nθ, sin nθ). Averaged over
+    all common shifts of the positions, the second term is 0: the first is the nearest relative
+    score.
+
+    Args:
+        heads: A layer of a CoCA model.
+        query: Collinear pairs of queries before rotation, (H, N, C), complex128.
+
+    Returns:
+        relative and absolute, each (H, N, C), complex128.
+    """
+    (a0, a1), (b0, b1) = (part.unbind(-2) for part in query_parts(heads, query))
+    return torch.complex(a0 + b1, b0 - a1) / 2, torch.complex(a0 - b1, a1 + b0) / 2
+
+
+def part_energies(heads: LayerHeads, pairs: TokenPairs) -> Tensor:
+    """Summed squares of the relative and the absolute part of the scores of some pairs, (2,)."""
+    query = complex_pairs(heads.query[0, :, pairs.queries], heads.rotary_width, heads.interleaved)
+    key = heads.key[0, :, pairs.keys].repeat_interleave(len(query) // heads.key.shape[1], dim=0)
+    if heads.form == VANILLA:
+        key = complex_pairs(key, heads.rotary_width, heads.interleaved)
+        return torch.stack(((query * key).abs().square().sum(), query.real.new_zeros(())))
+    collinear = len(heads.theta)
+    coefficients = key[..., :collinear].double()
+    relative, absolute = relative_parts(heads, query[..., :collinear])
+    turns = heads.theta > 0  # the others do not depend on positions
+    parts = torch.where(turns, relative, relative + absolute), absolute * turns
+    return torch.stack([(coefficients * part).abs().square().sum() for part in parts])
 
 
 def visible_keys(queries: Tensor, length: int, window: int | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.analysis.capture import VANILLA, LayerHeads, form_of, visit_layers
 from coca_attention.analysis.keys import draw_pairs, pairs_by_distance, seen_keys
-from coca_attention.analysis.shift import ScoreShift, score_rows, visible_keys
+from coca_attention.analysis.shift import ScoreShift, part_energies, score_rows, visible_keys
 from coca_attention.analysis.summary import AngleSums, DecaySums, numbers
 from coca_attention.data import SourceSettings, encode_documents
 from coca_attention.errors import UserError
@@ -175,7 +175,7 @@ def analyze(
             change.add(before, after, targets)
             advance(length)
     if not layers:
-        raise UserError(f"{name}: no layer has collinear pairs that turn, so there are no angles")
+        raise UserError(f"{name}: no layer has pairs that turn, so there are no angles")
     return {
         "task": "angles",
         "model": name,
@@ -206,6 +206,7 @@ class _LayerSums:
         self.theta = heads.theta
         self.facts = {
             "layer": heads.layer,
+            "form": heads.form,
             "kind": heads.kind,
             "window": heads.window,
             "heads": heads.query.shape[1],
@@ -219,6 +220,7 @@ class _LayerSums:
         self.effective = None if _is_shift_invariant(heads.form) else AngleSums(*arguments)
         self.decay = DecaySums(heads.theta)
         self.shifts = [ScoreShift() for _ in settings.shifts]
+        self.energies = torch.zeros(2, dtype=torch.float64)  # of relative and absolute scores
 
     def add(self, heads: LayerHeads, rng: np.random.Generator) -> None:
         """Add one text."""
@@ -233,6 +235,7 @@ class _LayerSums:
         self.angles.add(seen.query, seen.built, pairs.distances)
         if self.effective is not None:
             self.effective.add(seen.query, seen.effective, pairs.distances)
+        self.energies += part_energies(heads, pairs)
         pairs = pairs_by_distance(length, settings.pairs_per_distance, heads.window, rng)
         self.decay.add(seen_keys(heads, pairs), pairs.distances)
         if settings.shifts:
@@ -250,6 +253,7 @@ class _LayerSums:
             "angles": self.angles.values(),
             "effective_angles": None if self.effective is None else self.effective.values(),
             "decay": self.decay.values(),
+            "absolute_share": numbers(self.energies / self.energies.sum())[1],
             "shifts": [
                 {
                     "shift": shift,

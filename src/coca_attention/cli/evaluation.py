@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from coca_attention.analysis import AnalysisSettings, analyze, check_settings, read_token_ids
+from coca_attention.analysis import (
+    AnalysisSettings,
+    RetrievalSettings,
+    analyze,
+    analyze_retrieval,
+    check_retrieval,
+    check_settings,
+    read_token_ids,
+)
 from coca_attention.cli.console import Progress, Run, parse, parse_file, print_table
 from coca_attention.data import SourceSettings
 from coca_attention.environment import check_writable, describe_environment, write_json
@@ -40,24 +48,32 @@ class ScaledSettings(LoadingSettings):
 
 
 @dataclass
-class AngleSettings(AnalysisSettings, SourceSettings):
+class AnalyzeSettings(AnalysisSettings, SourceSettings, RetrievalSettings):
     """Which text to read, and what to measure."""
 
 
-def _analyze(subject: Subject, settings: AngleSettings, session: Session) -> list[Cell]:
-    documents = read_token_ids(settings, subject.tokenizer, settings)
+def _analyze(subject: Subject, settings: AnalyzeSettings, session: Session) -> list[Cell]:
+    model, tokenizer, progress = subject.model, subject.tokenizer, session.progress
+    if settings.passkeys:
+        return analyze_retrieval(model, tokenizer, settings, progress, name=subject.name)
+    documents = read_token_ids(settings, tokenizer, settings)
     analysis = AnalysisSettings(
         **{name: getattr(settings, name) for name in AnalysisSettings.__dataclass_fields__}
     )
-    return [analyze(subject.model, documents, analysis, session.progress, name=subject.name)]
+    return [analyze(model, documents, analysis, progress, name=subject.name)]
+
+
+def _check_analyze(settings: AnalyzeSettings) -> None:
+    check_settings(settings)
+    check_retrieval(settings)
 
 
 ANALYSIS = Task(
     "analyze",
-    "Angles between queries and keys, rotary borders and decay bounds of a model on a text.",
-    AngleSettings,
+    "Angles of queries and keys, borders, bounds; or where attention goes with --passkeys.",
+    AnalyzeSettings,
     _analyze,
-    check_settings,
+    _check_analyze,
     scaled=False,
 )
 

@@ -112,6 +112,11 @@ def fill(
     return ids, reached, [length - end for end in ends]
 
 
+def draw_key(generator: np.random.Generator) -> tuple[int, float]:
+    """A key of five digits and the share of the filler before it."""
+    return int(generator.integers(10_000, 100_000)), float(generator.random())
+
+
 def passkey_text(
     encode: Encode, key: int, length: int | None, depth: float, *, before: Sequence[int] = ()
 ) -> HaystackText:
@@ -163,7 +168,7 @@ def passkey_block(encode: Encode, end: int, length: int, seed: Sequence[int]) ->
     generator = np.random.default_rng(list(seed))
     block: list[int] = []
     while len(block) < length:
-        key, depth = int(generator.integers(10_000, 100_000)), float(generator.random())
+        key, depth = draw_key(generator)
         answer = [*encode(ANSWER.format(key=key)), end]
         shortest = len(passkey_text(encode, key, None, 0.0).ids) + len(answer)
         left = length - len(block)

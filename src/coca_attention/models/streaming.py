@@ -155,7 +155,7 @@ class StreamPositions(KeyPositions):
         return super().frames(layer_type, 1 - keys, keys, pairs, tile)
 
     def places(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
-        """Positions of the tokens of the pass and of their keys, whose differences are distances."""
+        """Positions of the tokens and of their keys, whose differences are distances."""
         steps = torch.arange(len(self.excess), device=self.excess.device) + self.start
         return steps.unsqueeze(0), self.passes[layer_type or GLOBAL].positions.unsqueeze(0)
 

@@ -97,7 +97,8 @@ def at_key_position(cell: dict[str, Any]) -> bool:
 
 def without_angles(cell: dict[str, Any]) -> bool:
     """Whether all angles are 0 by construction, as in the strict form."""
-    return cell["form"] != "vanilla" and not at_key_position(cell)
+    forms = {layer.get("form", cell["form"]) for layer in cell["layers"]}
+    return "vanilla" not in forms and not at_key_position(cell)
 
 
 def shown_lengths(cell: dict[str, Any]) -> list[tuple[int, int]]:
@@ -293,9 +294,11 @@ def _shift_text(cells: Sequence[dict[str, Any]]) -> str:
             if change < ROUND_OFF
             else f"scores change by {change:.2g} of their spread"
         )
+        share = _mean(layer.get("absolute_share") for layer in cell["layers"])
         sentences.append(
             f"{cell['model']}, moved by {last['shift']:,} tokens: {how}; loss "
-            f"{_nats(_nats_change(last))} nats a token."
+            f"{_nats(_nats_change(last))} nats a token"
+            + (f"; {_percent(share)} of its scores depends on m + n." if share else ".")
         )
     return " ".join(sentences)
 

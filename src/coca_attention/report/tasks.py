@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coca_attention.report.angles import angle_sections, angle_table
+from coca_attention.report.attention import attention_sections, attention_tables
 from coca_attention.report.bench import bench_sections, bench_tables
 from coca_attention.report.harness import harness_sections
 from coca_attention.report.needles import needle_sections, needle_tables
@@ -54,6 +55,9 @@ REPORTS: dict[str, TaskReport] = {
     "bench": TaskReport(bench_sections, bench_tables),
     "angles": TaskReport(
         angle_sections, lambda cells: [angle_table(cells)], title="Angles between queries and keys"
+    ),
+    "attention": TaskReport(
+        attention_sections, attention_tables, title="Where the answer’s attention goes"
     ),
 }
 """By the field ``task`` of a cell, in the order of the page."""

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_attention.data.passkey import (
     KEY_LINE,
+    draw_key,
     encoder,
     leading_special_tokens,
     passkey_text,
@@ -42,8 +43,7 @@ def passkey_prompts(
     encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
     prompts = []
     for index in range(settings.samples):
-        drawn = np.random.default_rng([settings.seed, length, index])
-        key, depth = int(drawn.integers(10_000, 100_000)), float(drawn.random())
+        key, depth = draw_key(np.random.default_rng([settings.seed, length, index]))
         if settings.depths is not None:
             depth = index % settings.depths / max(settings.depths - 1, 1)
         line = tokenizer.decode(encode(KEY_LINE.format(key=key)))

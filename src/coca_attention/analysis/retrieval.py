@@ -1,0 +1,225 @@
+"""Where the attention of a retrieved answer goes: from a model and passkey prompts to JSON values.
+
+Legend: H query heads, M queries (those that predict the key's digits), T length, n visible keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from coca_attention.analysis.attention import LayerAttention, visit_attention
+from coca_attention.data.passkey import (
+    ANSWER,
+    KEY_LINE,
+    draw_key,
+    encoder,
+    leading_special_tokens,
+    passkey_text,
+)
+from coca_attention.errors import UserError
+from coca_attention.intervals import mean_interval
+from coca_attention.models import training_length
+
+
+@dataclass
+class RetrievalSettings:
+    """Which passkey prompts to read."""
+
+    passkeys: list[int] = field(default_factory=list)
+    """Lengths of passkey prompts in tokens: measures where the attention of their answers goes,
+    instead of the angles on a text."""
+    prompts: int = 10
+    """Passkey prompts per length, the same as those of coca eval passkey."""
+    near: int = 32
+    """Nearest tokens, the query's own included, whose share of the attention is measured."""
+    seed: int = 0
+    """Random seed."""
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """A passkey prompt with its answer.
+
+    Attributes:
+        ids: Token ids of prompt and answer, (T,).
+        rows: Positions whose next token is a digit of the key in the answer, (M,).
+        fact: First and last position, exclusive, of the line that states the key.
+        copies: For every row the positions in that line of the digit to predict, (M, 2).
+        facts: ``index``, ``key``, ``depth``, ``distance``: the prompt's fields in JSON.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    fact: tuple[int, int]
+    copies: Tensor
+    facts: dict[str, Any]
+
+
+def check_retrieval(settings: RetrievalSettings) -> None:
+    """Raise UserError unless every value is in range."""
+    for name in ("prompts", "near"):
+        if getattr(settings, name) < 1:
+            raise UserError(f"{name} must be at least 1, got {getattr(settings, name)}")
+    if any(length < 1 for length in settings.passkeys):
+        raise UserError(f"passkeys must each be at least 1 token, got {settings.passkeys}")
+    if len(set(settings.passkeys)) < len(settings.passkeys):
+        raise UserError(f"passkeys must not contain duplicates, got {settings.passkeys}")
+
+
+def retrievals(
+    tokenizer: PreTrainedTokenizerBase, settings: RetrievalSettings, length: int
+) -> list[Retrieval]:
+    """The prompts of one length with their right answers; the seed determines them.
+
+    Raises:
+        UserError: If the length is too short, or the tokenizer splits the key differently in the
+            text and in the answer.
+    """
+    encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
+
+    def with_digits(ids: list[int]) -> list[int]:
+        return [i for i, token in enumerate(ids) if any(map(str.isdigit, tokenizer.decode(token)))]
+
+    found = []
+    for index in range(settings.prompts):
+        key, depth = draw_key(np.random.default_rng([settings.seed, length, index]))
+        text = passkey_text(encode, key, length, depth, before=before)
+        line, answer = encode(KEY_LINE.format(key=key)), encode(ANSWER.format(key=key))
+        end, digits, answered = length - text.distance, with_digits(line), with_digits(answer)
+        if [line[i] for i in digits] != 2 * [answer[i] for i in answered]:
+            raise UserError(
+                f"the tokenizer splits the key {key} differently in the text and in the answer, "
+                "so its digits cannot be compared"
+            )
+        copies = torch.tensor(digits).view(2, -1).T + end - len(line)
+        facts = {"index": index, "key": key, "depth": text.depth, "distance": text.distance}
+        ids, rows = torch.tensor([*text.ids, *answer]), torch.tensor(answered) + length - 1
+        found.append(Retrieval(ids, rows, (end - len(line), end), copies, facts))
+    return found
+
+
+def head_statistics(
+    seen: LayerAttention, prompt: Retrieval, near: int, trained: int | None
+) -> dict[str, Tensor]:
+    """Statistics of every head and query, each (H, M); described in docs/analysis.md."""
+    weights, rows = seen.weights, prompt.rows
+    keys = torch.arange(weights.shape[-1])
+    distances = rows.unsqueeze(-1) - keys
+    inside = (keys >= prompt.fact[0]) & (keys < prompt.fact[1])
+    peak, place = weights.masked_fill(inside, 0.0).max(-1)
+    copies = prompt.copies.expand(weights.shape[0], -1, -1)
+    found = {
+        "fact": weights[..., inside].sum(-1),
+        "digit": weights.gather(-1, copies).sum(-1),
+        "before_digit": weights.gather(-1, copies - 1).sum(-1),
+        "near": (weights * (distances < near)).sum(-1),
+        "entropy": torch.special.entr(weights).sum(-1),
+        "log_keys": seen.visible.double().log(),
+        "peak": peak,
+        "peak_distance": (rows - place).double(),
+    }
+    if trained is not None:
+        found["trained"] = (weights * (distances < trained)).sum(-1)
+    return found
+
+
+def analyze_retrieval(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: RetrievalSettings,
+    progress: Callable[[str, int, int], Any] | None = None,
+    *,
+    name: str = "model",
+) -> list[dict[str, Any]]:
+    """Where the attention of the positions that predict a passkey's digits goes.
+
+    docs/analysis.md describes what is measured. The right answer follows every prompt, so each
+    prompt is read once; memory is linear in its length, beyond what the model itself needs.
+
+    Args:
+        model: A causal language model in evaluation mode.
+        tokenizer: Its tokenizer.
+        settings: Lengths and number of prompts.
+        progress: Called with a label, the tokens read so far and the tokens to read.
+        name: Name of the model in the result.
+
+    Returns:
+        One cell per length: plain JSON values.
+
+    Raises:
+        UserError: If a setting is out of range, a prompt does not fit, or the model's attention
+            cannot be read.
+    """
+    check_retrieval(settings)
+    config: Any = model.config.get_text_config()
+    trained = training_length(config)
+    prompts = {length: retrievals(tokenizer, settings, length) for length in settings.passkeys}
+    total, done = sum(settings.passkeys) * settings.prompts, 0
+    cells = []
+    for length, asked in prompts.items():
+        layers: dict[int, _LayerStatistics] = {}
+        samples = []
+        for prompt in asked:
+
+            def visit(seen: LayerAttention, prompt: Any = prompt, layers: Any = layers) -> None:
+                layer = layers.setdefault(seen.layer, _LayerStatistics(seen))
+                layer.add(head_statistics(seen, prompt, settings.near, trained))
+
+            ids, rows = prompt.ids.unsqueeze(0), prompt.rows
+            output = visit_attention(model, ids, rows, visit, logits_to_keep=rows.to(model.device))
+            right = output.logits[0].argmax(-1).cpu() == prompt.ids[rows + 1]
+            samples.append({**prompt.facts, "digits_right": right.double().mean().item()})
+            done += length
+            if progress is not None:
+                progress(f"{name} attention {length}", done, total)
+        cells.append(
+            {
+                "task": "attention",
+                "model": name,
+                "training_length": trained,
+                "length": length,
+                "prompts": settings.prompts,
+                "near": settings.near,
+                "seed": settings.seed,
+                "digits_right": _mean([sample["digits_right"] for sample in samples]),
+                "layers": [layers[index].values() for index in sorted(layers)],
+                "samples": samples,
+            }
+        )
+    return cells
+
+
+class _LayerStatistics:
+    """Statistics of one layer, one entry per prompt."""
+
+    def __init__(self, seen: LayerAttention) -> None:
+        self.facts = {"layer": seen.layer, "attention": seen.attention, "window": seen.window}
+        self.by_prompt: list[dict[str, Tensor]] = []
+
+    def add(self, statistics: dict[str, Tensor]) -> None:
+        self.by_prompt.append(statistics)
+
+    def values(self) -> dict[str, Any]:
+        """The layer's part of the result."""
+        # (prompts, H, M); the digits of a prompt are not independent, so intervals take its mean.
+        every = {name: torch.stack([x[name] for x in self.by_prompt]) for name in self.by_prompt[0]}
+        distances, log_keys = every.pop("peak_distance"), every.pop("log_keys")
+        means = {name: x.mean(-1) for name, x in every.items()}
+        heads = [
+            {
+                **{name: _mean(x[:, head].tolist()) for name, x in means.items()},
+                "peak_distance": distances[:, head].median().item(),
+            }
+            for head in range(distances.shape[1])
+        ]
+        return {**self.facts, "log_keys": log_keys.mean().item(), "heads": heads}
+
+
+def _mean(values: list[float]) -> dict[str, Any]:
+    """Mean over prompts with its interval."""
+    return {"mean": sum(values) / len(values), "interval95": mean_interval(values, seed=0)}
