@@ -23,6 +23,7 @@ from coca_attention.models.projections import (
     replace_key_projection,
 )
 from coca_attention.ops import (
+    attend,
     attend_half,
     attend_half_at,
     key_map,
@@ -163,10 +164,15 @@ class CollinearAttention(nn.Module):
         if cache is not None and not half:
             check_cache_width(cache, self.layer_idx, key.shape[-1])
             key, value = cache.update(key, value, self.layer_idx)
+        window = getattr(self, "sliding_window", getattr(config, "sliding_window", None))
+        dropout = self.attention_dropout if self.training else 0.0
+        if roles is not None and attention_mask is None and window and window < key.shape[-2]:
+            # `CollinearModel` leaves out a mask that is nothing but the window.
+            output = attend(query, key, value, window=window, scale=divisor, dropout=dropout)
+            return self._projected(output.transpose(1, 2)), None
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
             config._attn_implementation, eager_attention
         )
-        window = getattr(config, "sliding_window", None)
         output, weights = attention(
             self,
             query,
@@ -174,8 +180,8 @@ class CollinearAttention(nn.Module):
             value,
             attention_mask,
             scaling=divisor,
-            dropout=self.attention_dropout if self.training else 0.0,
-            sliding_window=getattr(self, "sliding_window", window),
+            dropout=dropout,
+            sliding_window=window,
             **kwargs,
         )
         return self._projected(output), weights

@@ -30,6 +30,7 @@ def coca_attention(
     parameters: dict[str, Tensor] | None = None,
     attention_mask: Tensor | None = None,
     is_causal: bool = True,
+    window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Collinear Constrained Attention (arXiv 2309.08646).
@@ -54,6 +55,8 @@ def coca_attention(
             applied in addition to causality.
         is_causal: Whether to apply a causal mask by index, not by position: query i sees keys
             0 … S - T + i.
+        window: Keys that a query sees in causal attention, its own included, by index like
+            causality; time and memory are then linear in T.
         scale: Multiplies the scores; default 1/sqrt(D).
 
     Returns:
@@ -108,7 +111,15 @@ def coca_attention(
         free_pairs=free_pairs,
         parameters=parameters,
     )
-    return attend(q, k, value, attention_mask=attention_mask, is_causal=is_causal, scale=divisor)
+    return attend(
+        q,
+        k,
+        value,
+        attention_mask=attention_mask,
+        is_causal=is_causal,
+        window=window,
+        scale=divisor,
+    )
 
 
 def _check_inputs(query: Tensor, key_coefficients: Tensor, value: Tensor) -> None:
