@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from coca_attention import convert
 from coca_attention.analysis import AnalysisSettings, analyze
-from coca_attention.models import attention, set_rotary_scaling
+from coca_attention.models import attention as attention_module
+from coca_attention.models import set_rotary_scaling
 from coca_attention.models.configuration import attention_of, rotation
 from coca_attention.ops import attend, oracle
 from coca_attention.testing import (
@@ -108,7 +109,7 @@ def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, ca
         windows.append(options["window"])
         return attend(*tensors, **options)
 
-    monkeypatch.setattr(attention, "attend", recorded)
+    monkeypatch.setattr(attention_module, "attend", recorded)
     ways = [
         lambda: logits(model, ids),
         lambda: logits(model, ids, attention_mask=torch.ones_like(ids)),
@@ -137,7 +138,7 @@ def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, ca
 def test_other_masks_of_local_layers_are_made(case, monkeypatch):
     model = with_roles("Llama")
     ids = some_tokens(model, length=40)
-    monkeypatch.setattr(attention, "attend", None)  # a call would fail
+    monkeypatch.setattr(attention_module, "attend", None)  # a call would fail
     options = {}
     if case == "padded":
         options["attention_mask"] = torch.ones_like(ids).index_fill(1, torch.arange(3), 0)

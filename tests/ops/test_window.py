@@ -181,7 +181,7 @@ def block_mask_case(kind, dtype):
     t = draw(2, 2, KEYS, 8, seed=1).relu()
     rule = BLOCK_MASKS[kind]
     i, j = torch.arange(QUERIES)[:, None], torch.arange(KEYS)
-    exact = masked_oracle("slack", q, t, v, rule(0, 0, i, j))
+    exact = masked_oracle("slack", q, t, v, rule(torch.zeros(()), torch.zeros(()), i, j))
     mask = create_block_mask(rule, None, None, QUERIES, KEYS, device="cpu", BLOCK_SIZE=32)
     return [x.to(dtype) for x in (q, t, v)], mask, exact
 
