@@ -63,6 +63,17 @@ def test_cells_are_plain_values_of_correct_variants(cells):
         assert cell["variants"][base]["ratio_quartiles"] == [1.0, 1.0]
 
 
+def test_models_with_roles_take_the_place_of_forms_in_every_layer():
+    (cell,) = run_benchmarks(settings(cases=["prefill"], lengths=[32], roles="lg", window=4))
+    assert list(cell["variants"]) == ["Llama", *(f"lg, local {x}" for x in ("rotary", *FORMS))]
+    assert (cell["sizes"]["roles"], cell["sizes"]["window"]) == ("lg", 4)
+    model = models.make_model_with_roles(settings(roles="lg", window=4, layers=3), "rotary")
+    assert [kind[0] for kind in model.config.layer_types] == ["s", "f", "s"]
+    for change in ({"roles": "lx", "window": 4}, {"roles": "lg"}):
+        with pytest.raises(UserError, match="roles must consist of the letters l and g, and"):
+            check_settings(settings(**change))
+
+
 def test_a_wrong_result_is_not_timed(monkeypatch):
     right = operators.coca_attention
 

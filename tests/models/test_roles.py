@@ -5,15 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from coca_attention import convert
 from coca_attention.analysis import AnalysisSettings, analyze, collect_layers
 from coca_attention.analysis.shift import score_rows
+from coca_attention.models import attention as attention_module
 from coca_attention.models import set_rotary_scaling
 from coca_attention.models.configuration import attention_of, rotation
-from coca_attention.ops import oracle
-from coca_attention.testing import assert_consistent, difference, logits, some_tokens
+from coca_attention.ops import attend, oracle
+from coca_attention.testing import (
+    assert_consistent,
+    decoded_logits,
+    difference,
+    logits,
+    some_tokens,
+)
 from families import vanilla
 
 WINDOW = 6
@@ -101,6 +108,61 @@ def test_local_layers_alone_see_a_window_and_cache_no_more():
     cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache)
     assert cache.layers[0].keys.shape[-2] == WINDOW - 1
+
+
+@pytest.mark.parametrize("family", VARIED)
+@pytest.mark.parametrize("cache", ["full", "half"])
+def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, cache, monkeypatch):
+    model = with_roles(family, kv_cache=cache)
+    ids, windows = some_tokens(model, length=200), []
+
+    def recorded(*tensors, **options):
+        windows.append(options["window"])
+        return attend(*tensors, **options)
+
+    monkeypatch.setattr(attention_module, "attend", recorded)
+    ways = [
+        lambda: logits(model, ids),
+        lambda: logits(model, ids, attention_mask=torch.ones_like(ids)),
+        lambda: logits(model, ids, position_ids=torch.arange(200)[None]),
+        lambda: decoded_logits(model, ids),
+        lambda: decoded_logits(model, ids, DynamicCache()),
+        lambda: decoded_logits(model, ids, first=4),
+    ]
+    without = [way() for way in ways]
+    # The local layer in one pass each, then in every piece of several tokens beyond the window.
+    assert windows == [WINDOW] * 8
+    monkeypatch.setattr(type(model.base_model), "_window_alone", lambda *_: False)
+    dense = logits(model, ids)
+    assert len(windows) == 8
+    assert all(difference(found, dense) < 1e-12 for found in without)
+    gradients = []
+    for whole in (True, False):
+        monkeypatch.setattr(type(model.base_model), "_window_alone", lambda *_, w=whole: w)
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append(torch.cat([w.grad.flatten() for w in model.parameters()]))
+    assert len(windows) == 9 and difference(*gradients) < 1e-12
+
+
+@pytest.mark.parametrize("case", ["padded", "packed", "eager", "static"])
+def test_other_masks_of_local_layers_are_made(case, monkeypatch):
+    model = with_roles("Llama")
+    ids = some_tokens(model, length=40)
+    monkeypatch.setattr(attention_module, "attend", None)  # a call would fail
+    options = {}
+    if case == "padded":
+        options["attention_mask"] = torch.ones_like(ids).index_fill(1, torch.arange(3), 0)
+    elif case == "packed":
+        options["position_ids"] = torch.arange(20).repeat(2)[None]
+    elif case == "eager":
+        model.set_attn_implementation("eager")
+    elif case == "static":
+        options["past_key_values"] = StaticCache(config=model.config, max_cache_len=60)
+        options["past_key_values"].layers[0] = StaticCache(
+            config=vanilla("Llama").config, max_cache_len=60
+        ).layers[0]
+    assert logits(model, ids, **options).isfinite().all()
 
 
 def test_a_model_with_all_pairs_free_is_a_rotary_one(tmp_path):

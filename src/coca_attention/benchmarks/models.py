@@ -11,20 +11,25 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig,
 from coca_attention.benchmarks.settings import BenchSettings
 from coca_attention.benchmarks.timing import IsolatedVariant, Variant
 from coca_attention.models import CoCALlamaConfig
+from coca_attention.models.configuration import GLOBAL, LOCAL
 from coca_attention.ops import FORMS
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 
 VANILLA = "Llama"
 # Settings that the results of a model report.
 MODEL_SIZES = ("kv_heads", "head_width", "hidden_size", "layers")
+ROLES = ("roles", "window")
 # A small Llama, for runs on a GPU.
 gpu_run = partial(BenchSettings, hidden_size=1024, layers=16, head_width=64)
 
 
 def make_model(
-    settings: BenchSettings, form: str | None = None, kv_cache: str = "full"
+    settings: BenchSettings, form: str | None = None, kv_cache: str = "full", **fields: Any
 ) -> PreTrainedModel:
-    """A Llama of the settings' sizes, vanilla or with a CoCA form, always with the same weights."""
+    """A Llama of the settings' sizes, vanilla or with a CoCA form, always with the same weights.
+
+    Further fields are those of its `CoCALlamaConfig`.
+    """
     heads = settings.hidden_size // settings.head_width
     sizes: dict[str, Any] = {
         "vocab_size": 1024,
@@ -39,7 +44,7 @@ def make_model(
     config = (
         LlamaConfig(**sizes)
         if form is None
-        else CoCALlamaConfig(**sizes, coca_form=form, kv_cache=kv_cache)
+        else CoCALlamaConfig(**sizes, coca_form=form, kv_cache=kv_cache, **fields)
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
@@ -48,7 +53,8 @@ def make_model(
 
 def decoding_error(model: PreTrainedModel) -> float:
     """Largest difference between logits decoded with a cache and those of a single pass."""
-    ids = some_tokens(model)
+    window = getattr(model.config, "sliding_window", None) or 0
+    ids = some_tokens(model, length=24 + 4 * window)
     return difference(decoded_logits(model, ids), logits(model, ids))
 
 
@@ -84,13 +90,36 @@ def cache_facts(cache: Cache) -> dict[str, float]:
 def model_variants(
     settings: BenchSettings, make_run: Callable[[PreTrainedModel], Callable[[], Any]]
 ) -> list[Variant]:
-    """The vanilla model and one per form, each compared with itself decoding token by token."""
-    variants = []
-    for name, form in {VANILLA: None, **{f"CoCA {form}": form for form in FORMS}}.items():
-        model = make_model(settings, form)
-        error = decoding_error(model)
-        variants.append(Variant(name, make_run(model), error))
-    return variants
+    """The vanilla model and one per form, each compared with itself decoding token by token.
+
+    With roles, the forms are those of the local layers, and rotary attention is one of them.
+    """
+    models = {VANILLA: make_model(settings)}
+    if settings.roles is None:
+        models |= {f"CoCA {form}": make_model(settings, form) for form in FORMS}
+    else:
+        for form in ("rotary", *FORMS):
+            models[f"{settings.roles}, local {form}"] = make_model_with_roles(settings, form)
+    return [Variant(name, make_run(x), decoding_error(x)) for name, x in models.items()]
+
+
+def make_model_with_roles(settings: BenchSettings, local: str) -> PreTrainedModel:
+    """A model whose local layers apply a form or ``rotary`` and whose global ones no positions."""
+    pairs, rotary = settings.head_width // 2, local == "rotary"
+    kinds = [{"l": LOCAL, "g": GLOBAL}[letter] for letter in settings.roles or ""]
+    return make_model(
+        settings,
+        "strict" if rotary else local,  # of no effect where all pairs are free
+        coca_free_pairs={LOCAL: pairs if rotary else 0, GLOBAL: pairs},
+        layer_types=(kinds * settings.layers)[: settings.layers],
+        sliding_window=settings.window,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "turning_pairs": 0,
+            "temperature": 256,
+        },
+    )
 
 
 def decoder_variants(

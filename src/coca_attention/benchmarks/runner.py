@@ -31,6 +31,11 @@ def check_settings(settings: BenchSettings) -> None:
             f"head_width must be even and divide hidden_size, got {settings.head_width} and "
             f"{settings.hidden_size}"
         )
+    if set(settings.roles or "l") - {"l", "g"} or (settings.window or 0) < bool(settings.roles):
+        raise UserError(
+            "roles must consist of the letters l and g, and requires a window of at least 1; got "
+            f"roles {settings.roles!r} and window {settings.window}"
+        )
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("there is no CUDA device here; use --device cpu")
 

@@ -28,6 +28,11 @@ class BenchSettings:
     """Hidden size of the models; 12 layers of 512 have 50 million parameters."""
     layers: int = 12
     """Layers of the models."""
+    roles: str | None = None
+    """Roles of the layers in training and prefill, as model.layers in a recipe (llg: two local
+    layers and a global one, repeated); by default, CoCA in every layer."""
+    window: int | None = None
+    """Tokens that a local layer sees; required with roles."""
     longest_contraction: int = 4096
     """Longest text for the paper's contraction, whose memory is quadratic in the length."""
     rounds: int = 15

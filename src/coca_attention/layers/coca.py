@@ -92,6 +92,7 @@ class CoCAAttention(nn.Module):
         bias: Whether the projections have biases.
         dropout: Probability of dropping an attention weight in training.
         rotation: Rotation of the pairs; default `Rotation(head_dim)`.
+        window: Keys that a token sees in causal attention, its own included; default: all.
         free_pairs: F; the last F pairs of every head are scored by ordinary rotary attention.
         layer_idx: Layer of the cache that this module writes to; required to use a cache.
 
@@ -115,6 +116,7 @@ class CoCAAttention(nn.Module):
         bias: bool = False,
         dropout: float = 0.0,
         rotation: Rotation | None = None,
+        window: int | None = None,
         free_pairs: int = 0,
         layer_idx: int | None = None,
     ) -> None:
@@ -140,6 +142,7 @@ class CoCAAttention(nn.Module):
         self.form = get_form(form)
         self.rotation = Rotation(head_dim) if rotation is None else rotation
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, kv_heads, head_dim
+        self.window = window
         self.free_pairs, self.dropout, self.layer_idx = free_pairs, dropout, layer_idx
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
         self.t_proj = nn.Linear(hidden_size, kv_heads * (head_dim // 2 + free_pairs), bias=bias)
@@ -230,6 +233,7 @@ class CoCAAttention(nn.Module):
             value,
             attention_mask=attention_mask,
             is_causal=is_causal,
+            window=self.window,
             scale=divisor,
             dropout=self.dropout if self.training else 0.0,
             bias=None if rotation.decay is None else rotation.bias,

@@ -171,7 +171,12 @@ class CollinearAttention(nn.Module):
         if cache is not None and not half:
             check_cache_width(cache, self.layer_idx, key.shape[-1])
             key, value = cache.update(key, value, self.layer_idx)
+        window = getattr(self, "sliding_window", getattr(config, "sliding_window", None))
         dropout = self.attention_dropout if self.training else 0.0
+        if roles is not None and attention_mask is None and window and window < key.shape[-2]:
+            # `CollinearModel` leaves out a mask that is nothing but the window.
+            output = attend(query, key, value, window=window, scale=divisor, dropout=dropout)
+            return self._projected(output.transpose(1, 2)), None
         if bias is not None:
             assert key_positions is not None  # always passed by the decoder
             places = key_positions.places(kind, first, key.shape[-2])
@@ -205,7 +210,6 @@ class CollinearAttention(nn.Module):
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
             config._attn_implementation, eager_attention
         )
-        window = getattr(config, "sliding_window", None)
         output, weights = attention(
             self,
             query,
@@ -214,7 +218,7 @@ class CollinearAttention(nn.Module):
             attention_mask,
             scaling=divisor,
             dropout=dropout,
-            sliding_window=getattr(self, "sliding_window", window),
+            sliding_window=window,
             **kwargs,
         )
         return self._projected(output), weights

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    find_packed_sequence_indices,
+)
 
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import (
@@ -108,6 +112,7 @@ class CollinearModel(CollinearPreTrained):
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         half = self.config.kv_cache == "half" and past_key_values is not None
         own_roles, decays = has_own_roles(self.config), rotation(self.config).decay is not None
+        given_positions = position_ids if mask is None else None
         if tokens is not None and (half or own_roles or decays):
             if position_ids is None:
                 past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -116,7 +121,12 @@ class CollinearModel(CollinearPreTrained):
             if (half or decays) and "key_positions" not in kwargs:
                 kwargs["key_positions"] = KeyPositions(self, past_key_values, position_ids, mask)
             if own_roles:
-                kwargs["roles"] = self._roles(tokens, attention_mask, position_ids, past_key_values)
+                window_alone = self._window_alone(
+                    tokens.shape[1], attention_mask, given_positions, past_key_values
+                )
+                kwargs["roles"] = self._roles(
+                    tokens, attention_mask, position_ids, past_key_values, window_alone
+                )
                 if isinstance(attention_mask, dict):
                     attention_mask = attention_mask[GLOBAL]
         forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
@@ -129,8 +139,45 @@ class CollinearModel(CollinearPreTrained):
             **kwargs,
         )
 
+    def _window_alone(
+        self: Any, length: int, mask: Any, position_ids: Tensor | None, cache: Any
+    ) -> bool:
+        """Whether the mask of local layers would contain nothing but causality and the window.
+
+        `CollinearAttention` applies both itself under SDPA, in linear time.
+
+        Args:
+            length: T.
+            mask: As passed to the decoder.
+            position_ids: If passed to the decoder without a mask, (1 or B, T), or else None.
+            cache: Cache as before this pass.
+        """
+        config = self.config
+        if config._attn_implementation != "sdpa" or not getattr(config, "is_causal", True):
+            return False
+        if mask is not None:
+            plain = isinstance(mask, Tensor) and mask.dim() == 2
+            if not plain or torch.compiler.is_compiling() or not mask.all():
+                return False
+        past, keys, first = 0, length, 0
+        if cache is not None:
+            layer = config.layer_types.index(LOCAL)
+            past, (keys, first) = cache.get_seq_length(layer), cache.get_mask_sizes(length, layer)
+        elif mask is not None:
+            keys = mask.shape[1]
+        elif position_ids is not None and find_packed_sequence_indices(position_ids) is not None:
+            return False
+        # The keys of a static cache continue after the last query, and its length is a tensor.
+        last = isinstance(past, int) and first + keys == past + length
+        return last and length > 1 and keys > config.sliding_window
+
     def _roles(
-        self: Any, tokens: Tensor, mask: Any, position_ids: Tensor, cache: Any
+        self: Any,
+        tokens: Tensor,
+        mask: Any,
+        position_ids: Tensor,
+        cache: Any,
+        window_alone: bool,
     ) -> dict[str, tuple[Any, Any]]:
         """Mask and position embeddings of local and of global layers.
 
@@ -139,17 +186,18 @@ class CollinearModel(CollinearPreTrained):
             mask: As passed to the decoder; a dictionary if Transformers made one per layer type.
             position_ids: (1 or B, T).
             cache: Cache as before this pass.
+            window_alone: Whether local layers need no mask, see `_window_alone`.
         """
         like = torch.empty(*tokens.shape[:2], 0, dtype=self.dtype, device=tokens.device)
         arguments: Any = (self.config, like, mask, cache, position_ids)
-        return {
-            kind: (
-                mask[kind] if isinstance(mask, dict) else make(*arguments),
-                self.rotary_emb(like, position_ids, kind),
-            )
-            for kind, make in MASKS.items()
-            if kind in self.config.layer_types
-        }
+
+        def mask_of(kind: str) -> Any:
+            if isinstance(mask, dict):
+                return mask[kind]
+            return None if window_alone and kind == LOCAL else MASKS[kind](*arguments)
+
+        kinds = [kind for kind in MASKS if kind in self.config.layer_types]
+        return {kind: (mask_of(kind), self.rotary_emb(like, position_ids, kind)) for kind in kinds}
 
 
 class CollinearForCausalLM(CollinearPreTrained):

@@ -7,6 +7,7 @@
 - `decoding`: one new token over a half cache.
 - `kernels`: fused Triton kernels, used on CUDA if Triton is installed.
 - `attention`: softmax attention in linear memory.
+- `flex`: attention under a block mask.
 - `alibi`: attention with linear biases, the paper's baseline.
 - `oracle`: the paper's equations as printed, in float64.
 """

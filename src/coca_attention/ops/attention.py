@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 # Queries processed at once if a mask must be materialized: the mask of one block has
 # QUERY_BLOCK * S entries, so memory stays linear in S.
 QUERY_BLOCK = 512
+# Smallest number of queries that share the keys of a window. A block is at least a quarter of the
+# window, which bounds the copies of a key at five. Both measured on a CPU, windows of 32 to 1,024.
+WINDOW_BLOCK = 64
 
 
 def attend(
@@ -23,6 +26,7 @@ def attend(
     *,
     attention_mask: Tensor | None = None,
     is_causal: bool = True,
+    window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
     bias: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None,
@@ -37,6 +41,8 @@ def attend(
         attention_mask: Boolean (True = may attend) or additive, broadcastable to (B, H, T, S).
             Applied in addition to causality if ``is_causal``. A fully masked row gives zeros.
         is_causal: Whether query i sees only keys 0 … S - T + i.
+        window: W, the number of keys that a query sees in causal attention, its own included: the
+            last W of those above. Time and memory are then O(T * W), masks included.
         scale: Multiplies the scores; default 1/sqrt(D).
         dropout: Probability of dropping an attention weight.
         bias: From the positions of queries (..., t), those of keys (..., s) and a dtype to an
@@ -50,7 +56,7 @@ def attend(
 
     Raises:
         ValueError: If G does not divide H, there are more queries than keys in causal attention,
-            or the mask has fewer than two dimensions.
+            the mask has fewer than two dimensions, or the window is not positive or not causal.
         TypeError: If the mask is neither boolean nor floating.
     """
     heads, queries, width = query.shape[-3:]
@@ -66,6 +72,11 @@ def attend(
             f"at least as many keys as queries; got {queries} queries and {keys} keys"
         )
     _check_mask(attention_mask)
+    if window is not None and (window < 1 or not is_causal):
+        raise ValueError(
+            f"window must be at least 1 and requires causal attention; got window={window} with "
+            f"is_causal={is_causal}"
+        )
     if queries == 0:
         return query.new_zeros(*query.shape[:-1], value_width)
     scale = width**-0.5 if scale is None else scale
@@ -76,16 +87,26 @@ def attend(
     elif value_width > width:
         query = F.pad(query, (0, value_width - width))
         key = F.pad(key, (0, value_width - width))
-    masked = attention_mask is not None or bias is not None or (is_causal and 1 < queries < keys)
+    banded = window is not None and bias is None
+    if banded:
+        unseen = max(keys - queries - window + 1, 0)
+        keys -= unseen
+        key, value = key[..., unseen:, :], value[..., unseen:, :]
+        attention_mask = _cut(attention_mask, slice(None), slice(unseen, None))
+        banded = window < keys
+    masked = bias is not None or banded or attention_mask is not None
+    masked = masked or (is_causal and 1 < queries < keys)
     if kv_heads != heads and not _fuses_grouped_heads(query, masked):
         key = key.repeat_interleave(heads // kv_heads, dim=-3)
         value = value.repeat_interleave(heads // kv_heads, dim=-3)
 
-    def call(rows: Tensor, last: int, mask: Tensor | None, causal: bool) -> Tensor:
+    def call(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False
+    ) -> Tensor:
         return F.scaled_dot_product_attention(
-            rows,
-            key[..., :last, :],
-            value[..., :last, :],
+            query,
+            key,
+            value,
             attn_mask=mask,
             dropout_p=dropout,
             is_causal=causal,
@@ -93,10 +114,12 @@ def attend(
             enable_gqa=key.shape[-3] != heads,
         )
 
-    if bias is None and (not is_causal or (queries == 1 and attention_mask is None)):
-        output = call(query, keys, attention_mask, False)
+    if banded and window is not None:
+        output = _attend_window(call, query, key, value, attention_mask, window)
+    elif bias is None and (not is_causal or (queries == 1 and attention_mask is None)):
+        output = call(query, key, value, attention_mask)
     elif bias is None and attention_mask is None and queries == keys:
-        output = call(query, keys, None, True)
+        output = call(query, key, value, None, True)
     else:
         # The kernel's `is_causal` aligns the first query with the first key and allows no mask.
         if positions is None:
@@ -107,14 +130,14 @@ def attend(
         def block(rows: Tensor, start: int) -> Tensor:
             stop = start + rows.shape[-2]
             last = keys - queries + stop if is_causal else keys
-            mask = _block_mask(attention_mask, start, stop, last)
+            mask = _cut(attention_mask, slice(start, stop), slice(last))
             if is_causal:
-                mask = _with_causality(mask, rows.shape[-2], last, rows.device)
+                mask = _causal_mask(mask, rows.shape[-2], last, rows.device, window)
             if bias is not None:
                 wide = torch.promote_types(rows.dtype, torch.float32)
                 added = bias(query_positions[..., start:stop], key_positions[..., :last], wide)
                 mask = with_bias(mask, added.unsqueeze(-3).to(rows.dtype))
-            return call(rows, last, mask, False)
+            return call(rows, key[..., :last, :], value[..., :last, :], mask)
 
         starts = range(0, queries, QUERY_BLOCK)
         pieces = [(query[..., start : start + QUERY_BLOCK, :], start) for start in starts]
@@ -153,26 +176,6 @@ def _fuses_grouped_heads(query: Tensor, masked: bool) -> bool:
     )
 
 
-def _block_mask(mask: Tensor | None, start: int, stop: int, last: int) -> Tensor | None:
-    """The part of a mask for queries start … stop - 1 and keys 0 … last - 1."""
-    if mask is None:
-        return None
-    if mask.shape[-2] != 1:
-        mask = mask[..., start:stop, :]
-    return mask if mask.shape[-1] == 1 else mask[..., :last]
-
-
-def _with_causality(mask: Tensor | None, rows: int, last: int, device: torch.device) -> Tensor:
-    """A mask for ``rows`` queries, the last of which sees keys 0 … last - 1."""
-    row = torch.arange(last - rows, last, device=device).unsqueeze(-1)
-    causal = torch.arange(last, device=device) <= row
-    if mask is None:
-        return causal
-    if mask.dtype == torch.bool:
-        return mask & causal
-    return torch.where(causal, mask, float("-inf"))
-
-
 def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     """The additive mask of a boolean or additive mask, or none, and a bias."""
     if mask is None:
@@ -180,3 +183,90 @@ def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return torch.where(mask, bias, float("-inf"))
     return mask + bias
+
+
+def _cut(mask: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
+    """Part of a mask, whose last two dimensions may have length 1."""
+    if mask is None:
+        return None
+    if mask.shape[-2] != 1:
+        mask = mask[..., rows, :]
+    return mask if mask.shape[-1] == 1 else mask[..., columns]
+
+
+def _causal_mask(
+    mask: Tensor | None, queries: int, keys: int, device: torch.device, window: int | None = None
+) -> Tensor:
+    """Mask for the last queries of so many keys, combined with causality and a window."""
+    row = torch.arange(keys - queries, keys, device=device).unsqueeze(-1)
+    column = torch.arange(keys, device=device)
+    visible = column <= row
+    if window is not None:
+        visible &= column > row - window
+    if mask is None:
+        return visible
+    if mask.dtype == torch.bool:
+        return mask & visible
+    return torch.where(visible, mask, float("-inf"))
+
+
+def _attend_window(
+    call: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    window: int,
+) -> Tensor:
+    """Causal attention over a window, with blocks of queries in the batch dimension.
+
+    Every block sees its own keys and the ``window`` keys before it, so all blocks have one mask.
+    The first queries, before which there are fewer keys, are attended separately, together with
+    those that do not fill a block.
+
+    Args:
+        call: Attention of a query, keys, values and a mask.
+        query: (B, H, T, D), the last T positions.
+        key: (B, G, S, D) with window < S < T + window.
+        value: (B, G, S, D).
+        mask: See `attend`.
+        window: Keys that a query sees.
+
+    Returns:
+        (B, H, T, D).
+    """
+    batch, queries, keys, device = len(query), query.shape[-2], key.shape[-2], query.device
+    block = max(WINDOW_BLOCK, window // 4)
+    past = keys - queries
+    first = min(window - past + (queries - window + past) % block, queries)
+    head, query = query.split((first, queries - first), dim=-2)
+    seen = past + first
+    head_mask = _causal_mask(_cut(mask, slice(first), slice(seen)), first, seen, device, window)
+    outputs = [call(head, key[..., :seen, :], value[..., :seen, :], head_mask)]
+    blocks = (queries - first) // block
+    if blocks:
+        width, start = window + block, seen - window
+
+        def fold(x: Tensor) -> Tensor:
+            """(B, H, blocks, ...) to (B * blocks, H, ...)."""
+            return x.transpose(1, 2).flatten(0, 1)
+
+        rows = fold(query.unflatten(-2, (blocks, block)))
+        key, value = (
+            fold(x[..., start:, :].unfold(-2, width, block).transpose(-2, -1)) for x in (key, value)
+        )
+        mask = _cut(mask, slice(first, None), slice(start, None))
+        if mask is not None:
+            offset = torch.arange(0, blocks * block, block, device=device)[:, None]
+
+            def index(length: int, size: int) -> Tensor:
+                """Of every block, in a dimension of the mask: (blocks, size), or (blocks, 1)."""
+                several = offset + torch.arange(size, device=device)
+                return several if length > 1 else torch.zeros_like(offset)
+
+            row, column = index(mask.shape[-2], block), index(mask.shape[-1], width)
+            mask = mask[(None,) * (4 - mask.dim())][..., row[:, :, None], column[:, None]]
+            mask = fold(mask.expand(batch, *mask.shape[1:]))
+        output = call(rows, key, value, _causal_mask(mask, block, width, device, window))
+        outputs.append(output.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3))
+    return torch.cat(outputs, dim=-2)

@@ -8,10 +8,13 @@ CoCA exactly, in memory linear in S. Scores of shift-invariant forms depend only
 the slack form depend on both positions, so it needs true positions.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from coca_attention.ops.attention import attend
+from coca_attention.ops.flex import attend_blocks
 from coca_attention.ops.forms import ScoreForm, get_form
 from coca_attention.ops.maps import key_map, query_map, score_scale
 from coca_attention.ops.positions import Rotation, check_width
@@ -30,6 +33,8 @@ def coca_attention(
     parameters: dict[str, Tensor] | None = None,
     attention_mask: Tensor | None = None,
     is_causal: bool = True,
+    window: int | None = None,
+    block_mask: Any = None,
     scale: float | None = None,
 ) -> Tensor:
     """Collinear Constrained Attention (arXiv 2309.08646).
@@ -54,6 +59,11 @@ def coca_attention(
             applied in addition to causality.
         is_causal: Whether to apply a causal mask by index, not by position: query i sees keys
             0 … S - T + i.
+        window: Keys that a query sees in causal attention, its own included, by index like
+            causality; time and memory are then linear in T.
+        block_mask: FlexAttention's `BlockMask` for (T, S): which keys each query sees, by index, in
+            place of causality, a window and a mask. Fast under torch.compile alone, and without
+            gradients on a CPU; see `coca_attention.ops.flex`.
         scale: Multiplies the scores; default 1/sqrt(D).
 
     Returns:
@@ -65,6 +75,11 @@ def coca_attention(
     """
     form = get_form(form)
     _check_inputs(query, key_coefficients, value)
+    if block_mask is not None and (attention_mask is not None or window is not None):
+        raise ValueError(
+            "a block_mask cannot be combined with attention_mask or window: put their conditions "
+            "into its mask_mod"
+        )
     queries, keys, width = query.shape[-2], key_coefficients.shape[-2], query.shape[-1]
     if key_positions is None:
         key_positions = torch.arange(keys, device=query.device)
@@ -108,12 +123,17 @@ def coca_attention(
         free_pairs=free_pairs,
         parameters=parameters,
     )
+    if block_mask is not None:
+        if rotation.decay is not None:
+            raise ValueError("a block_mask cannot be combined with a decay; use attention_mask")
+        return attend_blocks(q, k, value, block_mask, scale=divisor)
     return attend(
         q,
         k,
         value,
         attention_mask=attention_mask,
         is_causal=is_causal,
+        window=window,
         scale=divisor,
         bias=None if rotation.decay is None else rotation.bias,
         positions=(query_positions, key_positions),

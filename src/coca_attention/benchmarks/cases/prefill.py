@@ -6,7 +6,13 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from coca_attention.benchmarks.case import Case
-from coca_attention.benchmarks.models import MODEL_SIZES, gpu_run, model_variants, random_tokens
+from coca_attention.benchmarks.models import (
+    MODEL_SIZES,
+    ROLES,
+    gpu_run,
+    model_variants,
+    random_tokens,
+)
 from coca_attention.benchmarks.settings import BenchSettings
 from coca_attention.benchmarks.timing import Variant
 
@@ -29,6 +35,6 @@ CASE = Case(
     "prefill",
     "Prefill of a model",
     make,
-    sizes=MODEL_SIZES,
+    sizes=(*MODEL_SIZES, *ROLES),
     gpu_runs=(gpu_run(lengths=[8192, 32768]),),
 )

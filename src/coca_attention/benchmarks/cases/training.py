@@ -6,7 +6,13 @@ import torch
 from transformers import PreTrainedModel
 
 from coca_attention.benchmarks.case import Case
-from coca_attention.benchmarks.models import MODEL_SIZES, gpu_run, model_variants, random_tokens
+from coca_attention.benchmarks.models import (
+    MODEL_SIZES,
+    ROLES,
+    gpu_run,
+    model_variants,
+    random_tokens,
+)
 from coca_attention.benchmarks.settings import BenchSettings
 from coca_attention.benchmarks.timing import Variant
 
@@ -32,6 +38,6 @@ CASE = Case(
     "training",
     "Training step of a model",
     make,
-    sizes=MODEL_SIZES,
+    sizes=(*MODEL_SIZES, *ROLES),
     gpu_runs=(gpu_run(lengths=[2048, 8192], batch=2),),
 )

@@ -1,0 +1,211 @@
+"""Attention over a window and under block masks, compared with the oracle over all keys."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
+
+from coca_attention.ops import attend, coca_attention, oracle
+from coca_attention.ops.attention import WINDOW_BLOCK
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def tensors(heads, kv_heads, queries, keys, value_width=8):
+    shapes = ((heads, queries, 8), (kv_heads, keys, 8), (kv_heads, keys, value_width))
+    return [draw(2, *shape, seed=seed) for seed, shape in enumerate(shapes)]
+
+
+def visible(queries, keys, window):
+    distance = torch.arange(keys - queries, keys).unsqueeze(-1) - torch.arange(keys)
+    return (distance >= 0) & (distance < window)
+
+
+def expected(q, k, v, mask):
+    """Softmax over all keys with a boolean or additive mask; zeros where all are masked."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(scores).masked_fill(~mask, -torch.inf)
+    scores = scores + mask
+    none = scores.detach().isneginf().all(-1, keepdim=True)
+    return scores.masked_fill(none, 0).softmax(-1).masked_fill(none, 0) @ v
+
+
+def masks(kind, queries, keys):
+    """A mask of every shape that broadcasts, the second row padded on the left."""
+    generator = torch.Generator().manual_seed(7)
+    if kind == "padding":
+        return torch.arange(keys).expand(2, 1, 1, keys) >= torch.tensor([0, 9]).view(2, 1, 1, 1)
+    if kind == "per head":
+        return torch.rand(2, 4, queries, keys, generator=generator) > 0.3
+    if kind == "two dimensions":
+        return torch.rand(queries, keys, generator=generator) > 0.3
+    if kind == "rows":
+        return torch.rand(2, 1, queries, 1, generator=generator) > 0.3
+    return draw(4, queries, keys, seed=7) if kind == "additive" else None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    window=st.sampled_from([1, 2, 31, 64, 65, 300]) | st.integers(1, 450),
+    queries=st.integers(1, 400),
+    earlier=st.integers(0, 150),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    value_width=st.sampled_from([5, 8, 11]),
+    kind=st.sampled_from(["none", "padding", "per head", "two dimensions", "rows", "additive"]),
+)
+def test_outputs_and_gradients(window, queries, earlier, kv_heads, value_width, kind):
+    keys = queries + earlier
+    mask, leaves = masks(kind, queries, keys), tensors(4, kv_heads, queries, keys, value_width)
+    if kind == "additive":
+        leaves.append(mask)
+    leaves = [x.requires_grad_() for x in leaves]
+    q, k, v = leaves[:3]
+    band = visible(queries, keys, window)
+    if mask is None or mask.dtype == torch.bool:
+        full = band if mask is None else band & mask
+    else:
+        full = mask.masked_fill(~band, -torch.inf)
+    ours, exact = attend(q, k, v, attention_mask=mask, window=window), expected(q, k, v, full)
+    assert (ours - exact).abs().max() <= 1e-12
+    weights = draw(*ours.shape, seed=3)
+    gradients = [torch.autograd.grad((x * weights).sum(), leaves) for x in (ours, exact)]
+    assert all((a - b).abs().max() <= 1e-11 for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("form", ["slack", "strict"])
+@pytest.mark.parametrize("queries", [200, 90])
+def test_the_operator_over_a_window_is_the_oracles(form, queries):
+    q, v = draw(1, 4, queries, 8), draw(1, 2, 200, 8, seed=2)
+    t = draw(1, 2, 200, 4, seed=1).relu()
+    ours = coca_attention(q, t, v, form=form, window=20)
+    exact = masked_oracle(form, q, t, v, visible(queries, 200, 20))
+    assert (ours - exact).abs().max() <= 1e-12
+    single = coca_attention(q.float(), t.float(), v.float(), form=form, window=20)
+    assert (single - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+def masked_oracle(form, q, t, v, mask):
+    """The printed scores, with all keys but those of a mask hidden."""
+    positions = torch.arange(t.shape[2])
+    t, v = (x.repeat_interleave(q.shape[1] // t.shape[1], 1) for x in (t, v))
+    scores = oracle.form_scores(form, q, t, positions[-q.shape[2] :], positions)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    return oracle.attention(scores, v, scale=q.shape[-1] ** -0.5, is_causal=False)
+
+
+def test_dropout_applies_within_the_window():
+    q, k, v = tensors(2, 2, 300, 300)
+    v = torch.eye(300, dtype=torch.float64).expand(2, 2, 300, 300)
+    torch.manual_seed(0)
+    weights = attend(q, k, v, window=20, dropout=0.5)
+    whole = attend(q, k, v, window=20)
+    kept = weights != 0
+    assert torch.allclose(weights[kept], 2 * whole[kept]) and not (kept & (whole == 0)).any()
+    assert 0.45 < kept.sum() / (whole != 0).sum() < 0.55
+
+
+def test_no_key_outside_the_window_is_read():
+    q, k, v = tensors(2, 2, 300, 400)
+    k[:, :, :50], v[:, :, :50] = torch.nan, torch.nan
+    assert attend(q, k, v, window=51).isfinite().all()
+
+
+def test_cost_is_linear_in_the_length():
+    """Sizes of what SDPA is given: all masks and keys together grow no faster than the length."""
+    sizes = []
+
+    class Recorder(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.nn.functional.scaled_dot_product_attention:
+                sizes[-1] += kwargs["attn_mask"].numel() + args[0].numel() + args[1].numel()
+            return function(*args, **(kwargs or {}))
+
+    for length in (1024, 2048, 4096):
+        sizes.append(0)
+        with Recorder():
+            attend(*tensors(2, 2, length, length), window=32)
+    assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0]) < 2 * 5 * 2 * 2 * 8 * 1024
+    assert 1024 % WINDOW_BLOCK == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be at least 1"),
+        ({"window": 3, "is_causal": False}, "requires causal attention"),
+        ({"window": 3, "block_mask": object()}, "block_mask cannot be combined"),
+        ({"attention_mask": torch.ones(5, 5).bool(), "block_mask": object()}, "cannot be combined"),
+    ],
+)
+def test_windows_that_mean_nothing_are_refused(options, message):
+    q, t, v = draw(1, 2, 5, 8), draw(1, 2, 5, 4).relu(), draw(1, 2, 5, 8)
+    with pytest.raises(ValueError, match=message):
+        coca_attention(q, t, v, **options)
+
+
+QUERIES, KEYS = 150, 200
+DOCUMENT = torch.arange(KEYS) // 70
+
+
+def causal(batch, head, i, j):
+    return j <= i + (KEYS - QUERIES)
+
+
+def near(batch, head, i, j):
+    return i + (KEYS - QUERIES) - j < 30
+
+
+def sink(batch, head, i, j):
+    return j < 4
+
+
+def same_document(batch, head, i, j):
+    return DOCUMENT[i + (KEYS - QUERIES)] == DOCUMENT[j]
+
+
+BLOCK_MASKS = {
+    "window": and_masks(causal, near),
+    "documents": and_masks(causal, same_document),
+    "sinks and window": and_masks(causal, or_masks(near, sink)),
+}
+
+
+def block_mask_case(kind, dtype):
+    """Tensors, block mask and exact output of the last queries of a text, with grouped heads."""
+    q, v = draw(2, 4, QUERIES, 16), draw(2, 2, KEYS, 16, seed=2)
+    t = draw(2, 2, KEYS, 8, seed=1).relu()
+    rule = BLOCK_MASKS[kind]
+    i, j = torch.arange(QUERIES)[:, None], torch.arange(KEYS)
+    exact = masked_oracle("slack", q, t, v, rule(torch.zeros(()), torch.zeros(()), i, j))
+    mask = create_block_mask(rule, None, None, QUERIES, KEYS, device="cpu", BLOCK_SIZE=32)
+    return [x.to(dtype) for x in (q, t, v)], mask, exact
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", BLOCK_MASKS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_block_masks_agree_with_the_oracle(kind, dtype, tolerance):
+    inputs, mask, exact = block_mask_case(kind, dtype)
+    ours = coca_attention(*inputs, block_mask=mask)
+    assert (ours - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+def test_block_masks_have_no_gradients_on_a_cpu():
+    (q, t, v), mask, _ = block_mask_case("window", torch.float32)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        coca_attention(q.requires_grad_(), t, v, block_mask=mask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BLOCK_MASKS)
+def test_compiled_block_masks_agree_with_the_oracle(kind):
+    inputs, mask, exact = block_mask_case(kind, torch.float32)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        ours = torch.compile(coca_attention)(*inputs, block_mask=mask)
+    assert (ours - exact).abs().max() <= 1e-5 * exact.abs().max()
