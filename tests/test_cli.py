@@ -211,20 +211,20 @@ def test_quickstart_small_then_reused_then_changed(capsys, tmp_path):
     texts.mkdir()
     for index in range(60):
         (texts / f"{index}.txt").write_text(some_text(200, seed=index))
-    words = ["quickstart", "--output", output, "--source", texts, *QUICK]
+    words = ["quickstart", "--output", output, "--source", texts, *QUICK, "--workers=1"]
     code, out, err = run(capsys, *words)
     assert code == 0, err
     content = json.loads((output / "results.json").read_text())
     labels = {(c["model"], c["scaling"]) for c in content["results"]}
     rotary = ("RoFormer", "CoCA-Slack", "CoCA-Strict")
     assert labels == (
-        {(m, "none") for m in (*rotary, "ALiBi")}
-        | {(m, "attend-last") for m in (*rotary, "ALiBi")}
+        {(m, "none") for m in (*rotary, "ALiBi", "Roles")}
+        | {(m, "attend-last") for m in (*rotary, "ALiBi", "Roles")}
         | {(m, "ntk") for m in rotary}
     )
     assert len({c["tokens"] for c in content["results"]}) == 1
     assert [run["name"] for run in content["training"]] == [
-        "ALiBi", "RoFormer", "CoCA-Slack", "CoCA-Strict",
+        "ALiBi", "RoFormer", "CoCA-Slack", "CoCA-Strict", "Roles",
     ]  # fmt: skip
     assert len({run["tokens"] for run in content["training"]}) == 1
     assert "</html>" in (output / "report.html").read_text()
@@ -257,7 +257,18 @@ def test_quickstart_small_then_reused_then_changed(capsys, tmp_path):
     code, _, err = run(capsys, *words, "--sizes.vocab-size=290")
     assert code == 2 and "another recipe" in err
     code, _, err = run(capsys, *words, "--sizes.longest=0")
-    assert code == 2 and "longest and judged must be at least 1" in err
+    assert code == 2 and "longest must be at least 1, got 0" in err
+    code, _, err = run(capsys, *words, "--workers=0")
+    assert code == 2 and "workers must be at least 1, got 0" in err
+
+    # Two at a time, in processes of their own: the same figures.
+    words[2] = output = tmp_path / "processes"
+    code, _, err = run(capsys, *words[:-1], "--workers=2")
+    assert code == 0, err
+    parallel = json.loads((output / "results.json").read_text())
+    for one, other in zip(content["results"], parallel["results"], strict=True):
+        assert one["nats"] == pytest.approx(other["nats"], rel=1e-6)
+    assert (output / "ALiBi.log").is_file()
     code, _, err = run(capsys, *words, "--sizes.seed=1")
     assert code == 2 and "another recipe" in err
 

@@ -29,9 +29,10 @@ MAY_IMPORT = {
     "report": {"errors", "environment", "intervals"},
     "registry": {"ops", "models", "evaluation", "benchmarks", "report", "errors"},
     "quickstart": {"models", "data", "training", "evaluation", "report", "errors", "environment"},
+    "search": {"training", "evaluation", "errors", "environment", "options"},
     "cli": {
         "models", "data", "training", "evaluation", "analysis", "benchmarks", "report",
-        "quickstart", "errors", "environment", "options", "__init__",
+        "quickstart", "search", "errors", "environment", "options", "__init__",
     },
     "__init__": {"ops", "layers", "models"},
 }  # fmt: skip

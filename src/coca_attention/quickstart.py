@@ -1,12 +1,26 @@
-"""Train short, test long: four small models, one text and one page of figures."""
+"""Train short, test long: a few small models, one text and one page of figures."""
 
 import hashlib
 import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
-from coca_attention.data import held_out, load_or_train_tokenizer, read_documents
+import torch
+from transformers import TrainerCallback
+
+from coca_attention.data import (
+    held_out,
+    load_or_train_tokenizer,
+    load_tokenizer,
+    read_documents,
+)
 from coca_attention.environment import describe_environment, write_json
 from coca_attention.errors import UserError
 from coca_attention.evaluation.perplexity import (
@@ -20,11 +34,20 @@ from coca_attention.evaluation.task import Progress, Session, Subject
 from coca_attention.models import load_model
 from coca_attention.report import write_report
 from coca_attention.training import Recipe, read_summary, train
+from coca_attention.training.data import load_data
 from coca_attention.training.sections import DataRecipe, ModelRecipe, TrainingRecipe
 
-# The models by their names in the paper, in the order of its tables.
-MODELS = {"ALiBi": "alibi", "RoFormer": "rope", "CoCA-Slack": "slack", "CoCA-Strict": "strict"}
+# Fields of the model's recipe: the models of the paper by their names there, and layers with roles.
+MODELS: dict[str, dict[str, Any]] = {
+    "ALiBi": {"attention": "alibi"},
+    "RoFormer": {"attention": "rope"},
+    "CoCA-Slack": {"attention": "slack"},
+    "CoCA-Strict": {"attention": "strict"},
+    "Roles": {"attention": "rope", "layers": "lg"},
+}
 NTK_FACTOR = 4.0
+# Models that rotary scaling applies to.
+SCALED = ("RoFormer", "CoCA-Slack", "CoCA-Strict")
 
 
 @dataclass
@@ -72,6 +95,9 @@ class QuickstartSettings:
     """Folder for the models, results.json and report.html."""
     source: str = "stdlib"
     """Text to train on: stdlib, files, or hf:NAME, as for coca train."""
+    workers: int | None = None
+    """Models that are trained at once, each in a process with one thread; by default one per core,
+    because tensors of this size gain little from threads."""
     sizes: Sizes = field(default_factory=Sizes)
     """Sizes of the models and length of their training."""
 
@@ -80,28 +106,123 @@ HELD_OUT = 0.1
 
 
 def quickstart(settings: QuickstartSettings, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Train ALiBi, RoFormer and slack and strict CoCA on one text; compare them on long windows.
+    """Train the `MODELS` on one text, and compare their perplexity on long windows.
 
-    Finished models and evaluations in the output folder are reused.
+    Finished models and evaluations in the output folder are reused. With several workers, what
+    their processes print is in a log file next to each model.
 
     Args:
         settings: Text, sizes and output folder.
-        progress: Called with a label, the tokens scored so far and the tokens to score.
+        progress: Called with a label, and the percentage done of 100.
 
     Returns:
         The content of ``results.json``: results, training summaries, environments.
+
+    Raises:
+        UserError: If a setting is out of range, or a folder has another run.
     """
     output, sizes = Path(settings.output), settings.sizes
-    if sizes.longest < 1 or sizes.judged < 1:
-        raise UserError(
-            f"longest and judged must be at least 1, got {sizes.longest} and {sizes.judged}"
-        )
-    tokenizer_folder = output / "tokenizer"
+    for name in ("longest", "judged", "workers"):
+        value = getattr(settings if name == "workers" else sizes, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    workers = min(settings.workers or os.cpu_count() or 1, len(MODELS))
     tokenizer = load_or_train_tokenizer(
-        tokenizer_folder,
+        output / "tokenizer",
         lambda: (d for d in read_documents(settings.source) if not held_out(d, HELD_OUT)),
         sizes.vocab_size,
     )
+    # So that the processes find the tokens in the cache.
+    load_data(_recipe(settings, "RoFormer"), tokenizer)
+    shares = dict.fromkeys(MODELS, 0.0)
+
+    def advance(name: str, part: str, share: float) -> None:
+        shares[name] = share
+        if progress is not None:
+            progress(f"{part} {name}", round(100 * sum(shares.values()) / len(shares)), 100)
+
+    if workers == 1:
+        measured = {name: _measure(settings, name, advance) for name in MODELS}
+    else:
+        measured = _measure_in_processes(settings, workers, advance)
+    environments: list[dict[str, Any]] = []
+    for _, evaluation in measured.values():
+        if evaluation["environment"] not in environments:
+            environments.append(evaluation["environment"])
+    content = {
+        "results": [cell for _, found in measured.values() for cell in found["results"]],
+        "training": [{"name": name, **summary} for name, (summary, _) in measured.items()],
+        "environments": environments,
+    }
+    write_json(output / "results.json", content)
+    write_report(
+        [output / "results.json"],
+        output / "report.html",
+        title=f"Trained on {sizes.block_length} tokens, read up to {sizes.windows[-1]:,}",
+    )
+    return content
+
+
+Advance = Callable[[str, str, float], None]
+"""Called with a model's name, what is done with it, and the share that is done of its work."""
+Measured = tuple[dict[str, Any], dict[str, Any]]
+"""Summary of the training, and content of the evaluation file."""
+TRAINING_SHARE = 0.8
+
+
+def _measure_in_processes(
+    settings: QuickstartSettings, workers: int, advance: Advance
+) -> dict[str, Measured]:
+    context = get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(workers, context) as pool:
+        queue, stop = manager.Queue(), manager.Event()
+        jobs = {name: pool.submit(_measure_alone, settings, name, queue, stop) for name in MODELS}
+        pending = set(jobs.values())
+        try:
+            while pending:
+                done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
+                while not queue.empty():
+                    advance(*queue.get())
+                for job in done:
+                    job.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+        return {name: job.result() for name, job in jobs.items()}
+
+
+def _measure_alone(settings: QuickstartSettings, name: str, queue: Any, stop: Any) -> Measured:
+    """`_measure` in a process of its own, with one thread and its output in a log file."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        # When the parent has been killed, nothing more may be written into its folders.
+        try:
+            while parent.is_alive() and not stop.wait(1.0):
+                pass
+        finally:
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    torch.set_num_threads(1)
+    with open(Path(settings.output) / f"{name}.log", "a") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
+    return _measure(settings, name, lambda *done: queue.put(done))
+
+
+def _measure(settings: QuickstartSettings, name: str, advance: Advance) -> Measured:
+    output, sizes = Path(settings.output), settings.sizes
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % 20 == 0:
+                advance(name, "training", TRAINING_SHARE * state.global_step / state.max_steps)
+
+    folder = train(_recipe(settings, name), output / name, callbacks=[Steps()])
     text = TextSettings(
         source=settings.source,
         held_out=HELD_OUT,
@@ -114,56 +235,44 @@ def quickstart(settings: QuickstartSettings, *, progress: Progress | None = None
         attend_last=sizes.block_length,
         seed=sizes.seed,
     )
-    measured = {**asdict(text), **asdict(windows), "ntk_factor": NTK_FACTOR}
-    documents = None
-    results: list[dict[str, Any]] = []
-    training: list[dict[str, Any]] = []
-    environments: list[dict[str, Any]] = []
-    for name, attention in MODELS.items():
-        folder = train(_recipe(settings, attention, tokenizer_folder), output / name)
-        training.append({"name": name, **read_summary(folder)})
-        cells_file = output / "evaluation" / f"{name}.json"
-        weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-        measurement = {**measured, "weights": weights}
-        found = _finished(cells_file, measurement)
-        if found is None:
-            if documents is None:
-                documents = load_text(text, tokenizer, at_least=tokens_needed(windows))
-            subject = Subject(load_model(folder), tokenizer, name)
-            session = Session(progress=progress) if progress is not None else Session()
-            cells = evaluate_perplexity(subject, documents, windows, session)
-            if attention != "alibi":
-                plain = replace(windows, attend_last=None)
-                scaled = replace(session, scaling="ntk", factor=NTK_FACTOR)
-                cells += evaluate_perplexity(subject, documents, plain, scaled)
-            found = {
-                "measured": measurement,
-                "results": cells,
-                "environment": describe_environment(),
-            }
-            write_json(cells_file, found)
-        results += found["results"]
-        if found["environment"] not in environments:
-            environments.append(found["environment"])
-    content = {
-        "results": results,
-        "training": training,
-        "environments": environments,
+    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    measurement = {
+        **asdict(text),
+        **asdict(windows),
+        "ntk_factor": NTK_FACTOR,
+        "weights": weights,
     }
-    write_json(output / "results.json", content)
-    write_report(
-        [output / "results.json"],
-        output / "report.html",
-        title=f"Trained on {sizes.block_length} tokens, read up to {sizes.windows[-1]:,}",
-    )
-    return content
+    cells_file = output / "evaluation" / f"{name}.json"
+    found = _finished(cells_file, measurement)
+    if found is None:
+        tokenizer = load_tokenizer(folder)
+        documents = load_text(text, tokenizer, at_least=tokens_needed(windows))
+        subject = Subject(load_model(folder), tokenizer, name)
+        parts = 1 + (name in SCALED)
+
+        def session(part: int, **changes: Any) -> Session:
+            def report(_: str, done: int, total: int) -> None:
+                share = (part + done / max(total, 1)) / parts
+                advance(name, "evaluating", TRAINING_SHARE + (1 - TRAINING_SHARE) * share)
+
+            return Session(progress=report, **changes)
+
+        cells = evaluate_perplexity(subject, documents, windows, session(0))
+        if name in SCALED:
+            plain = replace(windows, attend_last=None)
+            scaled = session(1, scaling="ntk", factor=NTK_FACTOR)
+            cells += evaluate_perplexity(subject, documents, plain, scaled)
+        found = {"measured": measurement, "results": cells, "environment": describe_environment()}
+        write_json(cells_file, found)
+    advance(name, "finished", 1.0)
+    return read_summary(folder), found
 
 
-def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Recipe:
-    sizes = settings.sizes
+def _recipe(settings: QuickstartSettings, name: str) -> Recipe:
+    output, sizes = Path(settings.output), settings.sizes
     return Recipe(
         model=ModelRecipe(
-            attention=attention,
+            **MODELS[name],
             hidden_size=sizes.hidden_size,
             num_layers=sizes.num_layers,
             num_heads=sizes.num_heads,
@@ -171,10 +280,10 @@ def _recipe(settings: QuickstartSettings, attention: Any, tokenizer: Path) -> Re
         data=DataRecipe(
             source=settings.source,
             held_out=HELD_OUT,
-            tokenizer=str(tokenizer),
+            tokenizer=str(output / "tokenizer"),
             vocab_size=sizes.vocab_size,  # so that another size is recognised as another run
             block_length=sizes.block_length,
-            cache=str(Path(settings.output) / "cache"),
+            cache=str(output / "cache"),
         ),
         training=TrainingRecipe(
             steps=sizes.steps,

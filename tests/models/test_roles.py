@@ -24,7 +24,12 @@ VARIED = ["Llama", "Qwen2", "GLM-4", "GPT-NeoX"]
 def with_roles(family, form="strict", kinds=("sliding_attention", "full_attention"), **changes):
     """A local layer of collinear pairs and a global one of free pairs that do not turn."""
     model = vanilla(family, layer_types=list(kinds), sliding_window=WINDOW)
-    model.config.rope_parameters |= {"turning_pairs": 0, "temperature": 16}
+    model.config.rope_parameters |= {
+        "turning_pairs": 0,
+        "temperature": 16,
+        "decay": 1.5,
+        "decay_length": 4.0,
+    }
     free = {"sliding_attention": 0, "full_attention": 4} | changes.pop("free", {})
     return convert(model, form, free_pairs=free, **changes).double().eval()
 
@@ -71,6 +76,8 @@ def test_attention_weights_are_the_oracles(family):
                 order = torch.cat((a, c, b, d))
             scores = q[..., order] @ t.mT
             scores = scores * ((positions + 2).log() / torch.tensor(17.0).log()).unsqueeze(-1)
+            # The decay multiplies weights by a power of the distance.
+            scores = scores + ((1 + distance.clamp(min=0) / 4.0) ** -1.5).log() / attention.scaling
             hidden = distance < 0
         else:
             arguments = (q, t, positions, positions)
@@ -155,6 +162,7 @@ def test_scaling_leaves_local_layers_alone():
     assert found.rule.kind == "none" and found.temperature is None and found.turning is None
     found = rotation(model.config, "full_attention")
     assert (found.rule.kind, found.temperature, found.turning) == ("linear", 16, 0)
+    assert (found.decay, found.decay_length) == (1.5, 4.0)
 
 
 def test_a_window_is_needed():

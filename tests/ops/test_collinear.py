@@ -109,6 +109,44 @@ def test_temperature_multiplies_scores_by_the_logarithm_of_visible_keys():
     assert (scaled - plain).abs().max() < 1e-6  # the scale also reaches pairs that are not rotated
 
 
+def decay_bias(query_positions, key_positions, exponent, length):
+    """The logarithm of (1 + distance / length)^-exponent, of every query and key."""
+    distance = (query_positions.unsqueeze(-1) - key_positions).clamp(min=0).double()
+    return ((1 + distance / length) ** -exponent).log()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("masked", [None, "boolean", "additive"])
+def test_decay_multiplies_weights_by_a_power_of_the_distance(shape, is_causal, masked):
+    q, t, v = inputs(**shape)
+    queries, keys, width = q.shape[-2], t.shape[-2], q.shape[-1]
+    bias = decay_bias(torch.arange(keys - queries, keys), torch.arange(keys), 1.5, 3.0)
+    mask = None
+    if masked:
+        mask = torch.rand(queries, keys, generator=torch.Generator().manual_seed(1)) > 0.3
+        mask |= torch.ones_like(mask).triu(keys - queries)  # a query sees itself
+        added = torch.zeros(queries, keys, dtype=torch.float64).masked_fill_(~mask, -torch.inf)
+        bias = bias + added
+        mask = added if masked == "additive" else mask
+    options = {"form": "strict", "is_causal": is_causal}
+    rotation = Rotation(width, decay=1.5, decay_length=3.0)
+    ours = coca_attention(q, t, v, rotation=rotation, attention_mask=mask, **options)
+    assert (ours - oracle.coca_attention(q, t, v, bias=bias, **options)).abs().max() <= 1e-12
+
+
+def test_decay_has_gradients_and_counts_positions():
+    q, t, v = (x.requires_grad_() for x in inputs(batch=1, heads=1, kv_heads=1, queries=5, keys=5))
+    rotation = Rotation(16, decay=2.0, decay_length=4.0)
+    position = torch.tensor([[0, 3, 4, 9, 30]])
+    options = {"form": "strict", "query_positions": position, "key_positions": position}
+    torch.autograd.gradcheck(lambda *x: coca_attention(*x, rotation=rotation, **options), (q, t, v))
+    scores = oracle.strict_scores(q, t, position[0], position[0])
+    bias = decay_bias(position[0], position[0], 2.0, 4.0)
+    expected = oracle.attention(scores, v, scale=0.25, bias=bias)
+    assert (coca_attention(q, t, v, rotation=rotation, **options) - expected).abs().max() <= 1e-12
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -25,6 +25,27 @@ def test_a_recipe_gives_layers_their_roles(body, attention, free):
     assert rotation(config, local).temperature is None
     assert not rotation(config, whole).frequencies().any()
     assert rotation(config, whole).temperature == 64
+    assert (rotation(config, whole).decay, rotation(config, whole).decay_length) == (1.0, 8.0)
+    assert rotation(config, local).decay is None
+
+
+def test_each_part_can_be_switched_off_or_on_alone():
+    sizes = {"hidden_size": 32, "num_layers": 3, "num_heads": 4}
+    data = DataRecipe(block_length=64)
+
+    def found(attention, **fields):
+        model = ModelRecipe(attention, **sizes, **fields)
+        model.check()
+        config = model_config(Recipe(model, data), 100)
+        whole = rotation(config, "full_attention")
+        return attention_of(config), whole.turning, whole.temperature, whole.decay
+
+    assert found("rope", layers="lg", decay=0.0) == ("rope", 0, 64, None)
+    assert found("rope", layers="lg", temperature=False) == ("rope", 0, None, 1.0)
+    assert found("strict", layers="lg", turning_pairs=4) == ("strict", 4, 64, 1.0)
+    assert found("slack", decay=2.0) == ("slack", None, None, 2.0)
+    assert found("rope", decay=2.0, temperature=True) == ("rope", None, 64, 2.0)
+    assert found("rope", turning_pairs=2) == ("rope", 2, None, None)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +55,9 @@ def test_a_recipe_gives_layers_their_roles(body, attention, free):
         ({"layers": "lg", "window": 0}, "window must be at least 1"),
         ({"layers": "lg", "attention": "alibi"}, "layers requires a score form or rope"),
         ({"layers": "lg", "start": "folder"}, "leave out layers"),
+        ({"attention": "alibi", "decay": 1.0}, "alibi has no turning_pairs, temperature or decay"),
+        ({"decay": -1.0}, "decay must be 0 or above, got -1"),
+        ({"layers": "lg", "decay_length": 0.0}, "decay_length must be above 0, got 0"),
     ],
 )
 def test_invalid_roles_are_refused(fields, message):

@@ -9,6 +9,7 @@ from coca_attention.cli.console import Run
 from coca_attention.cli.evaluation import EvaluationCommands, run_analyze
 from coca_attention.cli.models import run_convert, run_generate, run_quickstart, run_train
 from coca_attention.cli.report import run_report
+from coca_attention.cli.search import run_search
 from coca_attention.errors import UserError
 
 COMMANDS: dict[str, Run | Mapping[str, Run]] = {
@@ -16,6 +17,7 @@ COMMANDS: dict[str, Run | Mapping[str, Run]] = {
     "train": run_train,
     "convert": run_convert,
     "eval": EvaluationCommands(),
+    "search": run_search,
     "analyze": run_analyze,
     "bench": run_bench,
     "generate": run_generate,

@@ -1,9 +1,11 @@
 """Shared by the commands: options from documented fields, a progress bar, tables."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from coca_attention.options import OptionParser
+from coca_attention.errors import UserError
+from coca_attention.options import OptionParser, take_option
 
 Run = Callable[[list[str]], None]
 
@@ -48,6 +50,38 @@ def parse(
     return values
 
 
+def parse_file(
+    words: list[str], command: Run, make_parser: Callable[[], OptionParser], kind: str, usage: str
+) -> tuple[str, list[str], Path] | None:
+    """Split the words of a command that takes a YAML file and overrides of it.
+
+    Args:
+        words: Words of the command line.
+        command: The function; its docstring is the description in the help.
+        make_parser: Makes the parser of the file, for the help.
+        kind: What such a file is called.
+        usage: An example, for the message if the file is not the first word.
+
+    Returns:
+        The file, the overrides and the output folder, by default ``runs/`` and the file's name;
+        None after printing help.
+
+    Raises:
+        UserError: If the first word is an option.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        parser = make_parser()
+        parser.add_argument("--output", help="Folder; by default runs/NAME for NAME.yaml.")
+        parser.description = command.__doc__
+        parser.print_help()
+        return None
+    path, *overrides = words
+    if path.startswith("-"):
+        raise UserError(f"the {kind} comes first: {usage}")
+    overrides, output = take_option(overrides, "--output")
+    return path, overrides, Path(output or Path("runs") / Path(path).stem)
+
+
 class Progress:
     """A progress bar, used as a function of (label, done, total)."""
 
@@ -83,7 +117,7 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    table.add_column(header[0])
+    table.add_column(header[0], overflow="fold")
     for name in header[1:]:
         table.add_column(name, justify="right")
     for row in rows:

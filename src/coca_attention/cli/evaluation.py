@@ -14,15 +14,13 @@ from coca_attention.analysis import (
     check_settings,
     read_token_ids,
 )
-from coca_attention.cli.console import Progress, Run, parse, print_table
+from coca_attention.cli.console import Progress, Run, parse, parse_file, print_table
 from coca_attention.data import SourceSettings
 from coca_attention.environment import check_writable, describe_environment, write_json
-from coca_attention.errors import UserError
 from coca_attention.evaluation import TASKS, Cell, Session, Subject, Task
 from coca_attention.evaluation import suite as suites
 from coca_attention.evaluation.journal import Journal
 from coca_attention.evaluation.task import Scaling, load_subject
-from coca_attention.options import take_option
 
 
 @dataclass
@@ -136,17 +134,11 @@ def run_suite(words: list[str]) -> None:
     """Evaluate models x scalings x tasks from one YAML; resumes when restarted."""
     from coca_attention.report import printed_tables, read_results
 
-    if not words or words[0] in ("-h", "--help"):
-        parser = suites.suite_parser()
-        parser.add_argument("--output", help="Folder; by default runs/ and the suite's name.")
-        parser.description = run_suite.__doc__
-        parser.print_help()
+    usage = "coca eval suite SUITE.yaml [--passkey.samples 20]"
+    found = parse_file(words, run_suite, suites.suite_parser, "suite", usage)
+    if found is None:
         return
-    path, *overrides = words
-    if path.startswith("-"):
-        raise UserError("the suite comes first: coca eval suite SUITE.yaml [--passkey.samples 20]")
-    overrides, output = take_option(overrides, "--output")
-    folder = Path(output or Path("runs") / Path(path).stem)
+    path, overrides, folder = found
     with Progress() as advance:
         results = suites.run_suite(suites.load_suite(path, overrides), folder, progress=advance)
     for table in printed_tables(read_results([results])[0]["results"]):

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from coca_attention.cli.console import Progress, parse, print_table
+from coca_attention.cli.console import Progress, parse, parse_file, print_table
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
-from coca_attention.options import take_option
 
 
 @dataclass
@@ -61,7 +60,7 @@ class CalibrationSettings(SourceSettings):
 
 
 def run_quickstart(words: list[str]) -> None:
-    """Train four small models and compare their perplexity on long text."""
+    """Train five small models and compare their perplexity on long text."""
     from coca_attention.quickstart import QuickstartSettings, quickstart
     from coca_attention.report import printed_tables
 
@@ -80,19 +79,13 @@ def run_train(words: list[str]) -> None:
 
     from coca_attention.training import load_recipe, read_summary, recipe_parser, train
 
-    if not words or words[0] in ("-h", "--help"):
-        parser = recipe_parser()
-        parser.add_argument("--output", help="Run folder; by default runs/NAME for NAME.yaml.")
-        parser.description = run_train.__doc__
-        parser.print_help()
-        return
-    if words[0] == "--stages.help":
+    if words[:1] == ["--stages.help"]:
         recipe_parser().read(words)
-    recipe, *overrides = words
-    if recipe.startswith("-"):
-        raise UserError("the recipe comes first: coca train RECIPE.yaml [--training.steps 100 …]")
-    overrides, output = take_option(overrides, "--output")
-    folder = Path(output or Path("runs") / Path(recipe).stem)
+    usage = "coca train RECIPE.yaml [--training.steps 100 …]"
+    found = parse_file(words, run_train, recipe_parser, "recipe", usage)
+    if found is None:
+        return
+    recipe, overrides, folder = found
     summary = read_summary(train(load_recipe(recipe, overrides), folder))
     if not PartialState().is_main_process:
         return

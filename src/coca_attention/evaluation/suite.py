@@ -1,13 +1,13 @@
 """A suite: models × rotary scalings × tasks from one YAML file; finished parts are not repeated."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 from coca_attention.environment import check_writable, describe_environment, write_json
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, error_prefix
 from coca_attention.evaluation import TASKS
 from coca_attention.evaluation.journal import Journal
 from coca_attention.evaluation.task import Cell, Progress, Scaling, Session, Subject, load_subject
@@ -62,17 +62,9 @@ class Suite:
             TASKS[name].check(settings)
 
 
-OWN_SECTIONS = [name for name in Suite.__dataclass_fields__ if name != "tasks"]
-
-
 def suite_parser() -> OptionParser:
     """The parser of suite files and overrides; its help comes from the documented fields."""
-    parser = OptionParser("coca eval suite")
-    parser.add_argument("--suite", action="config", help="YAML file; also the first argument.")
-    parser.add_class_arguments(Suite, skip={"tasks"})
-    for task in TASKS.values():
-        parser.add_section(task.name, task.settings, task.summary)
-    return parser
+    return task_parser(Suite, "suite", "coca eval suite")
 
 
 def load_suite(path: str | Path, overrides: list[str] | None = None) -> Suite:
@@ -81,17 +73,61 @@ def load_suite(path: str | Path, overrides: list[str] | None = None) -> Suite:
     Raises:
         UserError: If the file is missing or malformed, a key is unknown, or a value is invalid.
     """
+    return load_with_tasks(Suite, "suite", "suites", suite_parser(), path, overrides)
+
+
+def task_parser(theclass: type, kind: str, program: str) -> OptionParser:
+    """The parser of YAML files with the fields of a dataclass and one section per task.
+
+    Args:
+        theclass: A documented dataclass with a field ``tasks``, the settings by task.
+        kind: What such a file is called.
+        program: The command, for messages and help.
+    """
+    parser = OptionParser(program)
+    parser.add_argument(f"--{kind}", action="config", help="YAML file; also the first argument.")
+    parser.add_class_arguments(theclass, skip={"tasks"})
+    for task in TASKS.values():
+        parser.add_section(task.name, task.settings, task.summary)
+    return parser
+
+
+def load_with_tasks(
+    theclass: type,
+    kind: str,
+    folder: str,
+    parser: OptionParser,
+    path: str | Path,
+    overrides: list[str] | None,
+) -> Any:
+    """A checked instance of the dataclass of a `task_parser`, from a YAML file and overrides.
+
+    Args:
+        theclass: As for `task_parser`; ``check`` raises UserError for invalid settings.
+        kind: As for `task_parser`.
+        folder: Where the project keeps its own files of this kind.
+        parser: From `task_parser`.
+        path: YAML file.
+        overrides: Command-line words.
+
+    Raises:
+        UserError: If the file is missing or malformed, a key is unknown, or a value is invalid.
+    """
     if not Path(path).is_file():
-        raise UserError(f"{path}: no such suite; the project's own are in the folder suites/")
-    check_sections(Path(path), "suite", [*OWN_SECTIONS, *TASKS])
-    try:
-        read = suite_parser().read([f"--suite={path}", *(overrides or [])])
+        raise UserError(f"{path}: no such {kind}; the project's own are in the folder {folder}/")
+    own = own_sections(theclass)
+    check_sections(Path(path), kind, [*own, *TASKS])
+    with error_prefix(f"{path}: "):
+        read = parser.read([f"--{kind}={path}", *(overrides or [])])
         tasks = {name: read[name] for name in TASKS if read[name] is not None}
-        suite = Suite(**{name: read[name] for name in OWN_SECTIONS}, tasks=tasks)
-        suite.check()
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    return suite
+        loaded = theclass(**{name: read[name] for name in own}, tasks=tasks)
+        loaded.check()
+    return loaded
+
+
+def own_sections(theclass: type) -> list[str]:
+    """Names of the fields of a dataclass other than ``tasks``."""
+    return [item.name for item in fields(theclass) if item.name != "tasks"]
 
 
 def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = None) -> Path:
@@ -133,7 +169,7 @@ def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = N
         cells += TASKS[task].run(subject, suite.tasks[task], session)
         if progress is not None:
             progress(f"{name} {scaling.kind} {task}", before[number + 1], before[-1])
-    settings = {name: vars(suite)[name] for name in OWN_SECTIONS}
+    settings = {name: vars(suite)[name] for name in own_sections(Suite)}
     settings["scalings"] = [asdict(scaling) for scaling in suite.scalings]
     settings |= {name: asdict(task) for name, task in suite.tasks.items()}
     write_json(

@@ -190,11 +190,12 @@ class CoCAAttention(nn.Module):
                     "CoCAAttention"
                 )
             past = int(cache.get_seq_length(layer))
+        rotation = self.rotation
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden_states.device)
 
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        cos, sin = self.rotation.tables(positions, wide)
+        cos, sin = rotation.tables(positions, wide)
         query, coefficients, value = project_collinear(
             hidden_states,
             self.q_proj,
@@ -209,7 +210,7 @@ class CoCAAttention(nn.Module):
             sin,
             form=self.form,
             scale=self.head_dim**-0.5 / divisor,
-            factor=self.rotation.query_factor(positions, wide),
+            factor=rotation.query_factor(positions, wide),
             free_pairs=self.free_pairs,
             parameters=dict(self.form_parameters.items()),
         )
@@ -221,6 +222,8 @@ class CoCAAttention(nn.Module):
                     f"expected all {past + length} keys from the cache, got {key.shape[-2]}; "
                     f"{type(cache).__name__} is static or sliding: use DynamicCache()"
                 )
+        # Cached tokens are at the positions before those of this pass.
+        earlier = positions[..., :1] - past + torch.arange(past, device=positions.device)
         output = attend(
             query,
             key,
@@ -229,5 +232,7 @@ class CoCAAttention(nn.Module):
             is_causal=is_causal,
             scale=divisor,
             dropout=self.dropout if self.training else 0.0,
+            bias=None if rotation.decay is None else rotation.bias,
+            positions=(positions, torch.cat((earlier, positions), dim=-1)),
         )
         return self.o_proj(output.transpose(1, 2).reshape(batch, length, -1))

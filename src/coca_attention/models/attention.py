@@ -23,12 +23,14 @@ from coca_attention.models.projections import (
     replace_key_projection,
 )
 from coca_attention.ops import (
+    attend,
     attend_half,
     attend_half_at,
     key_map,
     query_map,
     score_scale,
     tile_length,
+    with_bias,
 )
 
 
@@ -101,7 +103,7 @@ class CollinearAttention(nn.Module):
         self: Any,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor, Tensor | None] | None = None,
+        position_embeddings: tuple[Tensor, Tensor, Tensor | None, Any] | None = None,
         past_key_values: Any = None,
         layer_past: Any = None,
         key_positions: KeyPositions | None = None,
@@ -116,7 +118,8 @@ class CollinearAttention(nn.Module):
             position_embeddings: From `CoCARotary`.
             past_key_values: Cache, as most families name it.
             layer_past: Cache, as GPT-NeoX names it.
-            key_positions: With a half cache, the positions of its tokens, from `CollinearModel`.
+            key_positions: With a half cache or a decay, the positions of the tokens in the cache
+                and of this pass, from `CollinearModel`.
             roles: Where one set of rotary parameters serves local and global layers, the mask and
                 the position embeddings of each layer type, from `CollinearModel`.
             **kwargs: Passed to the attention implementation.
@@ -128,7 +131,7 @@ class CollinearAttention(nn.Module):
             attention_mask, position_embeddings = roles[self.layer_type]
         assert position_embeddings is not None  # always passed by the decoder
         length = hidden_states.shape[1]
-        cos, sin, factor = position_embeddings
+        cos, sin, factor, bias = position_embeddings
         config = self.config
         query, coefficients, value = self.project(hidden_states)
         divisor = score_scale(query.dtype)
@@ -145,15 +148,22 @@ class CollinearAttention(nn.Module):
         )
         cache: Any = past_key_values if past_key_values is not None else layer_past
         half = cache is not None and config.kv_cache == "half"
+        keys, first = length, 0
+        if cache is not None and (half or bias is not None):
+            keys, first = cache.get_mask_sizes(length, self.layer_idx)
+        places: tuple[Any, Any] = (None, None)
+        if bias is not None:
+            assert key_positions is not None  # always passed by the decoder
+            places = (key_positions.position_ids, key_positions.slots()[:, first : first + keys])
         if half and cache is not None:
             check_cache_width(cache, self.layer_idx, coefficients.shape[-1])
-            _, first = cache.get_mask_sizes(length, self.layer_idx)
             coefficients, value = cache.update(coefficients, value, self.layer_idx)
             # Without key_positions Transformers has created the cache, which was empty before.
             if key_positions is not None and self._decodes(query, attention_mask):
-                output = self._attend_half(
-                    query, coefficients, value, key_positions, first, attention_mask
-                )
+                mask = attention_mask
+                if bias is not None:
+                    mask = with_bias(mask, bias(*places, cos.dtype).unsqueeze(1))
+                output = self._attend_half(query, coefficients, value, key_positions, first, mask)
                 if output is not None:
                     return self._projected(output.transpose(1, 2)), None
             keys, kind = coefficients.shape[-2], getattr(self, "layer_type", None)
@@ -163,6 +173,33 @@ class CollinearAttention(nn.Module):
         if cache is not None and not half:
             check_cache_width(cache, self.layer_idx, key.shape[-1])
             key, value = cache.update(key, value, self.layer_idx)
+        dropout = self.attention_dropout if self.training else 0.0
+        if bias is not None and config._attn_implementation == "sdpa":
+            # Without a mask, several queries are the first ones of an empty cache, which may have
+            # more slots.
+            causal = attention_mask is None
+            last = length if causal and length > 1 else key.shape[-2]
+            # In blocks of queries, because the bias of all of them has T * S elements.
+            output = attend(
+                query,
+                key[..., :last, :],
+                value[..., :last, :],
+                attention_mask=attention_mask,
+                is_causal=causal,
+                scale=divisor,
+                dropout=dropout,
+                bias=bias,
+                positions=(places[0], places[1][:, :last]),
+            )
+            return self._projected(output.transpose(1, 2)), None
+        if bias is not None:
+            if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
+                raise ValueError(
+                    "a model with a decay needs an attention function that adds a bias to the "
+                    f"scores, sdpa or eager; got {config._attn_implementation}"
+                )
+            added = bias(*places, cos.dtype).unsqueeze(1).to(query.dtype)
+            attention_mask = with_bias(attention_mask, added)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
             config._attn_implementation, eager_attention
         )
@@ -174,7 +211,7 @@ class CollinearAttention(nn.Module):
             value,
             attention_mask,
             scaling=divisor,
-            dropout=self.attention_dropout if self.training else 0.0,
+            dropout=dropout,
             sliding_window=getattr(self, "sliding_window", window),
             **kwargs,
         )

@@ -12,7 +12,12 @@ from coca_attention.ops import RULES, Rotation, Rule, get_form
 CACHES = ("full", "half")
 # Fields of a `Rotation` besides rule, base and width: our additions to ``rope_parameters``, with
 # their names there.
-ROTATION_FIELDS = {"turning_pairs": "turning", "temperature": "temperature"}
+ROTATION_FIELDS = {
+    "turning_pairs": "turning",
+    "temperature": "temperature",
+    "decay": "decay",
+    "decay_length": "decay_length",
+}
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 """Transformers' names for layers that see a window, and for layers that see the whole text."""
 
@@ -34,8 +39,8 @@ def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any
 def has_own_roles(config: Any) -> bool:
     """Whether a CoCA model gives local and global layers masks and rotations of their own.
 
-    It does where the family has no layer types, or where free pairs, ``turning_pairs`` or a
-    ``temperature`` make layer types differ that share one set of rotary parameters.
+    It does where the family has no layer types, or where free pairs or one of `ROTATION_FIELDS`
+    make layer types differ that share one set of rotary parameters.
     """
     kinds, rope = getattr(config, "layer_types", None) or (), rope_parameters(config)
     if LOCAL not in kinds or not hasattr(config, "coca_form"):
@@ -103,10 +108,9 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
         config: A Transformers configuration. Its rotary parameters may contain ``rope_type``,
             ``rope_theta``, ``partial_rotary_factor``, the parameters of the rule (the fields of the
             `Rule`; ``ntk`` and ``longrope`` have an optional target ``length`` in tokens), and
-            ``turning_pairs`` and ``temperature`` for the `Rotation`.
-        layer_type: See `rope_parameters`. With one set of parameters for all layers, the rule,
-            ``turning_pairs`` and ``temperature`` apply to global layers alone: a local layer never
-            sees far.
+            ``turning_pairs``, ``temperature``, ``decay`` and ``decay_length`` for the `Rotation`.
+        layer_type: See `rope_parameters`. With one set of parameters for all layers, the rule and
+            those of the `Rotation` apply to global layers alone: a local layer never sees far.
 
     Raises:
         ValueError: If the type is unknown or a parameter is out of range.
@@ -129,7 +133,7 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
         width=int(head_width(config) * rope.get("partial_rotary_factor", 1.0)),
         base=float(rope.get("rope_theta", 10000.0)),
         rule=rule.from_parameters(rope, trained, longest),
-        **{field: rope.get(name) for name, field in ROTATION_FIELDS.items()},
+        **{field: rope[name] for name, field in ROTATION_FIELDS.items() if name in rope},
     )
 
 

@@ -13,7 +13,13 @@ from transformers import PreTrainedModel, initialization
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from coca_attention.models.attention import CollinearAttention
-from coca_attention.models.configuration import GLOBAL, LOCAL, check_cache_kind, has_own_roles
+from coca_attention.models.configuration import (
+    GLOBAL,
+    LOCAL,
+    check_cache_kind,
+    has_own_roles,
+    rotation,
+)
 from coca_attention.models.half_cache import KeyPositions
 from coca_attention.models.projections import (
     FoldedLinear,
@@ -101,13 +107,13 @@ class CollinearModel(CollinearPreTrained):
         if position_ids is None and tokens is not None and mask is not None:
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         half = self.config.kv_cache == "half" and past_key_values is not None
-        own_roles = has_own_roles(self.config)
-        if tokens is not None and (half or own_roles):
+        own_roles, decays = has_own_roles(self.config), rotation(self.config).decay is not None
+        if tokens is not None and (half or own_roles or decays):
             if position_ids is None:
                 past = 0 if past_key_values is None else past_key_values.get_seq_length()
                 steps = torch.arange(tokens.shape[1], device=tokens.device) + past
                 position_ids = steps.unsqueeze(0)
-            if half:
+            if half or decays:
                 kwargs["key_positions"] = KeyPositions(self, past_key_values, position_ids, mask)
             if own_roles:
                 kwargs["roles"] = self._roles(tokens, attention_mask, position_ids, past_key_values)

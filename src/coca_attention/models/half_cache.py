@@ -1,4 +1,4 @@
-"""Half caches: positions of cached tokens, whose coefficients are stored before rotation.
+"""Positions of cached tokens, for half caches, whose coefficients are stored before rotation.
 
 Legend: B batch, T tokens of a pass, S slots of a cache.
 """
@@ -42,7 +42,7 @@ class KeyPositions:
 
     Args:
         body: The decoder.
-        cache: Its cache before this pass.
+        cache: Its cache before this pass, or None.
         position_ids: Positions of the tokens of this pass, (1 or B, T).
         mask: 1 for every real token of the text so far, (B, S), or None.
     """
@@ -50,9 +50,11 @@ class KeyPositions:
     def __init__(self, body: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> None:
         self.body, self.position_ids = body, position_ids
         device, length = position_ids.device, position_ids.shape[1]
-        sizes = [cache.get_mask_sizes(length, index) for index in range(len(body.layers))]
-        slots = max(keys + first for keys, first in sizes)
-        start = cache.get_seq_length()  # a tensor for static caches
+        slots, start = length, 0
+        if cache is not None:
+            sizes = [cache.get_mask_sizes(length, index) for index in range(len(body.layers))]
+            slots = max(keys + first for keys, first in sizes)
+            start = cache.get_seq_length()  # a tensor for static caches
         slot = torch.arange(slots, device=device)
         # Index in this pass, negative for earlier tokens. Computed here, because a static cache
         # updates its length in place.
@@ -77,7 +79,7 @@ class KeyPositions:
                 self.first_position = first
         self.tables: dict[Any, Any] = {}
 
-    def _positions(self) -> Tensor:
+    def slots(self) -> Tensor:
         """Positions of all slots, (1 or B, S)."""
         given = self.position_ids[:, self.index_in_pass.clamp(0, self.position_ids.shape[1] - 1)]
         return torch.where(self.index_in_pass < 0, self.earlier, given).clamp(min=0)
@@ -88,7 +90,7 @@ class KeyPositions:
         if kind not in self.tables:
             like = torch.empty((), dtype=self.body.dtype, device=self.position_ids.device)
             layer_type = layer_type if rotary_is_by_layer(config) else None
-            table = self.body.rotary_emb(like, self._positions(), layer_type)[:2]
+            table = self.body.rotary_emb(like, self.slots(), layer_type)[:2]
             if compiling():
                 table = tuple(materialized(x) for x in table)
             self.tables[kind] = table

@@ -24,16 +24,18 @@ class CoCARotary(nn.Module):
     @torch.no_grad()
     def forward(
         self, hidden_states: Tensor, position_ids: Tensor, layer_type: str | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
         """Tables for position_ids (B, T).
 
         Returns:
-            cos and sin, each (B, T, R/2) for a rotary width R, and the factor on the queries,
-            (B, T), or None.
+            cos and sin, each (B, T, R/2) for a rotary width R, the factor on the queries, (B, T),
+            or None, and `Rotation.bias` if the rotation has a decay, or None.
         """
         found = rotation(self.config, layer_type)
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        return *found.tables(position_ids, dtype), found.query_factor(position_ids, dtype)
+        factor = found.query_factor(position_ids, dtype)
+        bias = None if found.decay is None else found.bias
+        return *found.tables(position_ids, dtype), factor, bias
 
 
 class VanillaRotary(CoCARotary):

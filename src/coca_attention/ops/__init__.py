@@ -11,7 +11,7 @@
 - `oracle`: the paper's equations as printed, in float64.
 """
 
-from coca_attention.ops.attention import attend
+from coca_attention.ops.attention import attend, with_bias
 from coca_attention.ops.collinear import coca_attention
 from coca_attention.ops.decoding import (
     KeyFrames,
@@ -56,4 +56,5 @@ __all__ = [
     "register_rule",
     "score_scale",
     "tile_length",
+    "with_bias",
 ]

@@ -4,6 +4,8 @@ Legend: B batch, T query length, S key length, H query heads, G key/value heads,
 Dv value width.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,8 +25,10 @@ def attend(
     is_causal: bool = True,
     scale: float | None = None,
     dropout: float = 0.0,
+    bias: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None,
+    positions: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """softmax(scale * Q K^T + mask) V.
+    """softmax(scale * Q K^T + mask + bias) V.
 
     Args:
         query: (B, H, T, D). When T < S the queries are the last T positions.
@@ -35,6 +39,11 @@ def attend(
         is_causal: Whether query i sees only keys 0 … S - T + i.
         scale: Multiplies the scores; default 1/sqrt(D).
         dropout: Probability of dropping an attention weight.
+        bias: From the positions of queries (..., t), those of keys (..., s) and a dtype to an
+            addend of the scores, (..., t, s), the same in all heads, such as `Rotation.bias`. It
+            is formed for one block of queries at a time.
+        positions: Positions of queries, (T,) or (B, T), and of keys, (S,) or (B, S), for the bias.
+            Default: 0 … S - 1, and the last T of them.
 
     Returns:
         (B, H, T, Dv).
@@ -67,7 +76,7 @@ def attend(
     elif value_width > width:
         query = F.pad(query, (0, value_width - width))
         key = F.pad(key, (0, value_width - width))
-    masked = attention_mask is not None or (is_causal and 1 < queries < keys)
+    masked = attention_mask is not None or bias is not None or (is_causal and 1 < queries < keys)
     if kv_heads != heads and not _fuses_grouped_heads(query, masked):
         key = key.repeat_interleave(heads // kv_heads, dim=-3)
         value = value.repeat_interleave(heads // kv_heads, dim=-3)
@@ -84,16 +93,27 @@ def attend(
             enable_gqa=key.shape[-3] != heads,
         )
 
-    if not is_causal or (queries == 1 and attention_mask is None):
+    if bias is None and (not is_causal or (queries == 1 and attention_mask is None)):
         output = call(query, keys, attention_mask, False)
-    elif attention_mask is None and queries == keys:
+    elif bias is None and attention_mask is None and queries == keys:
         output = call(query, keys, None, True)
     else:
         # The kernel's `is_causal` aligns the first query with the first key and allows no mask.
+        if positions is None:
+            indices = torch.arange(keys, device=query.device)
+            positions = (indices[keys - queries :], indices)
+        query_positions, key_positions = positions
+
         def block(rows: Tensor, start: int) -> Tensor:
             stop = start + rows.shape[-2]
-            last = keys - queries + stop
-            mask = _causal_block_mask(attention_mask, start, stop, last, rows.device)
+            last = keys - queries + stop if is_causal else keys
+            mask = _block_mask(attention_mask, start, stop, last)
+            if is_causal:
+                mask = _with_causality(mask, rows.shape[-2], last, rows.device)
+            if bias is not None:
+                wide = torch.promote_types(rows.dtype, torch.float32)
+                added = bias(query_positions[..., start:stop], key_positions[..., :last], wide)
+                mask = with_bias(mask, added.unsqueeze(-3).to(rows.dtype))
             return call(rows, last, mask, False)
 
         starts = range(0, queries, QUERY_BLOCK)
@@ -133,18 +153,30 @@ def _fuses_grouped_heads(query: Tensor, masked: bool) -> bool:
     )
 
 
-def _causal_block_mask(
-    mask: Tensor | None, start: int, stop: int, last: int, device: torch.device
-) -> Tensor:
-    """Mask for queries start … stop - 1, the last of which sees keys 0 … last - 1."""
-    row = torch.arange(last - (stop - start), last, device=device).unsqueeze(-1)
+def _block_mask(mask: Tensor | None, start: int, stop: int, last: int) -> Tensor | None:
+    """The part of a mask for queries start … stop - 1 and keys 0 … last - 1."""
+    if mask is None:
+        return None
+    if mask.shape[-2] != 1:
+        mask = mask[..., start:stop, :]
+    return mask if mask.shape[-1] == 1 else mask[..., :last]
+
+
+def _with_causality(mask: Tensor | None, rows: int, last: int, device: torch.device) -> Tensor:
+    """A mask for ``rows`` queries, the last of which sees keys 0 … last - 1."""
+    row = torch.arange(last - rows, last, device=device).unsqueeze(-1)
     causal = torch.arange(last, device=device) <= row
     if mask is None:
         return causal
-    if mask.shape[-2] != 1:
-        mask = mask[..., start:stop, :]
-    if mask.shape[-1] != 1:
-        mask = mask[..., :last]
     if mask.dtype == torch.bool:
         return mask & causal
     return torch.where(causal, mask, float("-inf"))
+
+
+def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """The additive mask of a boolean or additive mask, or none, and a bias."""
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, float("-inf"))
+    return mask + bias

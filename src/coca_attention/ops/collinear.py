@@ -108,7 +108,16 @@ def coca_attention(
         free_pairs=free_pairs,
         parameters=parameters,
     )
-    return attend(q, k, value, attention_mask=attention_mask, is_causal=is_causal, scale=divisor)
+    return attend(
+        q,
+        k,
+        value,
+        attention_mask=attention_mask,
+        is_causal=is_causal,
+        scale=divisor,
+        bias=None if rotation.decay is None else rotation.bias,
+        positions=(query_positions, key_positions),
+    )
 
 
 def _check_inputs(query: Tensor, key_coefficients: Tensor, value: Tensor) -> None:

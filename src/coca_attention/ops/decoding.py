@@ -162,8 +162,8 @@ def attend_half(
         coefficients: (B, G, S, W); G divides H.
         value: (B, G, S, Dv).
         frames: From `key_frames`, for these S keys.
-        attention_mask: Boolean (True = may attend), (1 or B, 1, 1, S). A fully masked row gives
-            zeros.
+        attention_mask: Boolean (True = may attend) or additive, (1 or B, 1, 1, S). A fully masked
+            row gives zeros.
         scale: Multiplies the scores.
 
     Returns:
@@ -254,7 +254,10 @@ def _weighted_values(scores: Tensor, value: Tensor, mask: Tensor | None, scale: 
     if scale != 1.0:
         scores.mul_(scale)
     if mask is not None:
-        scores.masked_fill_(~mask, float("-inf"))
+        if mask.dtype == torch.bool:
+            scores.masked_fill_(~mask, float("-inf"))
+        else:
+            scores.add_(mask)
     # The largest score becomes exp(0) = 1, so the sum is at least 1 unless no key is visible.
     highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
     weights = scores.sub_(highest).exp_()

@@ -237,20 +237,30 @@ def form_scores(
     return queries.flatten(-2) @ keys.flatten(-2).transpose(-2, -1)
 
 
-def attention(scores: Tensor, value: Tensor, *, scale: float, is_causal: bool = True) -> Tensor:
-    """softmax(scale * scores) V, without a fused kernel.
+def attention(
+    scores: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    is_causal: bool = True,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale * scores + bias) V, without a fused kernel.
 
     Args:
         scores: (..., T, S); when T < S the queries are the last T positions.
         value: (..., S, Dv).
         scale: Multiplies the scores.
         is_causal: Whether query i sees only keys 0 … S - T + i.
+        bias: Broadcastable to (..., T, S).
 
     Returns:
         (..., T, Dv), float64.
     """
     queries, keys = scores.shape[-2:]
     scores = scores.double() * scale
+    if bias is not None:
+        scores = scores + bias.double()
     if is_causal:
         visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         scores = scores.masked_fill(~visible, float("-inf"))
@@ -317,10 +327,12 @@ def coca_attention(
     rotary_width: int | None = None,
     is_causal: bool = True,
     scale: float | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`coca_attention.ops.coca_attention` from the printed equations, in float64.
 
-    Arguments as there, except that positions have one dimension. Returns (B, H, T, Dv), float64.
+    Arguments as there, except that positions have one dimension, and that a bias of the scores is
+    given as a matrix (T, S). Returns (B, H, T, Dv), float64.
     """
     heads, queries, width = query.shape[-3:]
     kv_heads, keys = key_coefficients.shape[-3:-1]
@@ -340,4 +352,4 @@ def coca_attention(
             form, *tensors, rotary_width=rotary_width, theta=theta, interleaved=interleaved
         )
     factor = width**-0.5 if scale is None else scale
-    return attention(scores, v, scale=factor, is_causal=is_causal)
+    return attention(scores, v, scale=factor, is_causal=is_causal, bias=bias)

@@ -16,6 +16,7 @@ from coca_attention.report.perplexity import (
     perplexity_tables,
 )
 from coca_attention.report.results import all_cells
+from coca_attention.report.search import search_findings, search_sections, search_tables
 from coca_attention.report.section import Section, Table
 
 Cells = Sequence[dict[str, Any]]
@@ -39,6 +40,7 @@ class TaskReport:
 
 
 REPORTS: dict[str, TaskReport] = {
+    "search": TaskReport(search_sections, search_tables, search_findings, "Search"),
     "perplexity": TaskReport(
         perplexity_sections,
         perplexity_tables,

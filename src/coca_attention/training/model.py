@@ -171,34 +171,50 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> Pr
         "pad_token_id": None,
     }
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
-    collinear: dict[str, Any] = {"coca_form": model.attention}
-    if model.layers:
-        rope |= {"turning_pairs": 0, "temperature": recipe.data.block_length}
-        collinear = _with_roles(model)
+    added = _rotation_fields(model, recipe.data.block_length)
+    rope |= added
+    collinear = _score_fields(model, recipe.data.block_length)
+    plain = model.attention == "rope" and not model.layers and not added
     if model.body == "llama":
         common["num_key_value_heads"] = model.num_key_value_heads
-        if model.attention == "rope" and not model.layers:
+        if plain:
             return LlamaConfig(**common, rope_parameters=rope)
         return CoCALlamaConfig(**common, rope_parameters=rope, **collinear)
     rope["partial_rotary_factor"] = 1.0
-    if model.attention == "rope" and not model.layers:
+    if plain:
         return GPTNeoXConfig(**common, rope_parameters=rope)
     if model.attention == "alibi":
         return AlibiGPTNeoXConfig(**common)
     return CoCAGPTNeoXConfig(**common, rope_parameters=rope, **collinear)
 
 
-def _with_roles(model: ModelRecipe) -> dict[str, Any]:
-    """Fields of a CoCA configuration for local layers of the recipe's attention and global ones."""
+def _rotation_fields(model: ModelRecipe, length: int) -> dict[str, Any]:
+    """What a recipe adds to the rotary parameters, for a training length in tokens."""
+    roles = bool(model.layers)
+    turning = 0 if model.turning_pairs is None and roles else model.turning_pairs
+    decay = float(roles) if model.decay is None else model.decay
+    added: dict[str, Any] = {} if turning is None else {"turning_pairs": turning}
+    if roles if model.temperature is None else model.temperature:
+        added["temperature"] = length
+    if decay:
+        added |= {"decay": decay, "decay_length": model.decay_length or length / 8}
+    return added
+
+
+def _score_fields(model: ModelRecipe, length: int) -> dict[str, Any]:
+    """Fields of a CoCA configuration: local layers of the recipe's attention and global ones."""
     pairs, rotary = model.hidden_size // model.num_heads // 2, model.attention == "rope"
+    # The form of a model whose pairs are all free does not matter.
+    form = "strict" if rotary else model.attention
+    if not model.layers:
+        return {"coca_form": form, "coca_free_pairs": pairs if rotary else 0}
     kinds = {"l": LOCAL, "g": GLOBAL}
     repeated = model.layers * model.num_layers
     return {
-        # The form of a model whose pairs are all free does not matter.
-        "coca_form": "strict" if rotary else model.attention,
+        "coca_form": form,
         "coca_free_pairs": {LOCAL: pairs if rotary else 0, GLOBAL: pairs},
         "layer_types": [kinds[letter] for letter in repeated[: model.num_layers]],
-        "sliding_window": model.window,
+        "sliding_window": model.window or max(1, length // 8),
     }
 
 

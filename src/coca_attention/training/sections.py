@@ -18,7 +18,8 @@ PASSKEY = "passkey"
 BASELINES = ("rope", "alibi")
 SIZES = (
     "body", "hidden_size", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
-    "rope_base", "tie_embeddings", "layers", "window",
+    "rope_base", "tie_embeddings", "layers", "window", "turning_pairs", "temperature", "decay",
+    "decay_length",
 )  # fmt: skip
 
 Objective = Literal["next_token", "attention", "logits", "hidden_states"]
@@ -65,11 +66,21 @@ class ModelRecipe:
     """Whether the input and output embeddings share one matrix."""
     layers: str = ""
     """Roles of the layers, a letter each, repeated over all layers: l (local: attention over the
-    last window tokens) and g (global: dot products without positions over the whole text, whose
-    temperature grows with the logarithm of the length). By default all layers apply attention to
-    the whole text."""
-    window: int = 32
-    """Tokens that a local layer sees."""
+    last window tokens) and g (global: dot products without positions over the whole text, with a
+    temperature and a decay). By default all layers apply attention to the whole text."""
+    window: int | None = None
+    """Tokens that a local layer sees; by default an eighth of the training length."""
+    turning_pairs: int | None = None
+    """Rotary pairs that turn in layers that see the whole text; by default 0 with layers, and all
+    without."""
+    temperature: bool | None = None
+    """Whether queries grow with the logarithm of the tokens in sight in layers that see the whole
+    text, beginning from the training length; by default true with layers, and false without."""
+    decay: float | None = None
+    """Exponent of a power law by which attention decays with the distance in layers that see the
+    whole text; 0 is none. By default 1 with layers, and 0 without."""
+    decay_length: float | None = None
+    """Distance in tokens at which it begins; by default an eighth of the training length."""
     start: str | None = None
     """Folder or name of a trained Transformers model to start from instead of random weights. Its
     sizes and its tokenizer are used. A rotary model is converted if attention names a CoCA form; a
@@ -98,6 +109,12 @@ class ModelRecipe:
             raise UserError(f"layers must consist of the letters l and g, got {self.layers!r}")
         if self.layers and self.attention == "alibi":
             raise UserError("layers requires a score form or rope, got attention alibi")
+        if self.attention == "alibi" and (self.temperature or self.decay or self.turning_pairs):
+            raise UserError("alibi has no turning_pairs, temperature or decay: leave them out")
+        if self.decay is not None and self.decay < 0:
+            raise UserError(f"decay must be 0 or above, got {self.decay}")
+        if self.decay_length is not None:
+            check_positive(self, "decay_length")
         head_width, rest = divmod(self.hidden_size, self.num_heads)
         if rest:
             raise UserError(

@@ -62,12 +62,12 @@ def _parts(
         scores += tl.dot(
             (q1 * c - q0 * s).to(dtype), tl.trans((t * sin_r).to(dtype)), input_precision=PRECISION
         )
-        visible = in_range
         if MASKED:
-            visible = visible & (
-                tl.load(mask + batch * m_batch + index, mask=in_range, other=0) != 0
-            )
-        scores = tl.where(visible[None, :], scores * scale, float("-inf"))
+            added = tl.load(mask + batch * m_batch + index, mask=in_range, other=float("-inf"))
+            scores = scores * scale + added[None, :]
+        else:
+            scores = scores * scale
+        scores = tl.where(in_range[None, :], scores, float("-inf"))
         top = tl.maximum(highest, tl.max(scores, 1))
         # Before any visible key the maximum is -inf, and -inf - -inf would be NaN.
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -125,7 +125,10 @@ def attend_half(
     query, coefficients, value = (_dense_rows(x) for x in (query, coefficients, value))
     mask = query  # a placeholder that is never read
     if attention_mask is not None:
-        mask = attention_mask.to(torch.int8).view(-1, keys).contiguous()
+        mask = attention_mask
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
+        mask = mask.to(torch.float32).view(-1, keys).contiguous()
     tiles = frames.cos.shape[1]
     wanted = triton.cdiv(PROGRAMS * _multiprocessors(query.device), batch * kv_heads)
     tiles_per_split = triton.cdiv(tiles, max(1, min(wanted, tiles, SPLITS)))

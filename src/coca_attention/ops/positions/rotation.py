@@ -1,4 +1,4 @@
-"""How positions act on queries and keys: tables of cos and sin of the angles of the rotary pairs.
+"""How positions act on scores: angles of the rotary pairs, a factor on queries, a bias.
 
 Legend: B batch, T positions, R rotary width, m a query's position, n a key's.
 """
@@ -18,10 +18,10 @@ Table = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Rotation:
-    """How positions act on queries and keys.
+    """How positions act on scores.
 
-    Pair j rotates by the angle ``n theta_j`` at position n. Any other effect of a position is a
-    factor on the query's tables: scores are linear in them, and cached keys do not depend on it.
+    Pair j rotates by the angle ``n theta_j`` at position n. What else a position does is a factor
+    on the query or a bias on the score: cached keys depend on neither.
 
     Attributes:
         width: Rotary width R, the number of elements of a head that are rotated; even.
@@ -31,6 +31,10 @@ class Rotation:
         temperature: Length in tokens at which queries keep their size: a query that sees n keys is
             multiplied by ln(n + 1) / ln(temperature + 1), so that attention does not spread out as
             texts grow (arXiv 2501.19399). Default: no such factor.
+        decay: Exponent c of a power law. The weight of a key n tokens back is multiplied by
+            (1 + n / decay_length)^-c, so that every doubling of the distance costs the same:
+            ``bias``. Default: no decay.
+        decay_length: Distance in tokens at which the decay begins.
     """
 
     width: int
@@ -38,6 +42,8 @@ class Rotation:
     rule: Rule = field(default=UNSCALED)
     turning: int | None = None
     temperature: int | None = None
+    decay: float | None = None
+    decay_length: float = 64.0
 
     def __post_init__(self) -> None:
         check_width(self.width, "rotary width")
@@ -49,6 +55,10 @@ class Rotation:
             )
         if self.temperature is not None and self.temperature < 1:
             raise ValueError(f"temperature must be at least 1 token, got {self.temperature}")
+        if self.decay is not None and self.decay < 0:
+            raise ValueError(f"decay must be 0 or above, got {self.decay}")
+        if self.decay_length <= 0:
+            raise ValueError(f"decay_length must be above 0 tokens, got {self.decay_length}")
 
     def frequencies(self) -> Tensor:
         """theta of shape (R/2,), float64, in radians per token.
@@ -100,3 +110,20 @@ class Rotation:
             return None
         # The query at position m sees n = m + 1 keys, so n + 1 = m + 2.
         return (positions.to(dtype) + 2).log() / math.log(self.temperature + 1)
+
+    def bias(
+        self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """The decay as an addend of the scaled scores: -decay * ln(1 + (m - n) / decay_length).
+
+        Args:
+            query_positions: m, (..., T).
+            key_positions: n, (..., S).
+            dtype: dtype of the result, float32 or wider.
+
+        Returns:
+            (..., T, S); 0 for keys after the query.
+        """
+        assert self.decay is not None, "this rotation has no decay"
+        distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
+        return -self.decay * (distance.clamp(min=0).to(dtype) / self.decay_length).log1p()
