@@ -27,10 +27,10 @@ def some_ids(length: int = 24) -> torch.Tensor:
     return torch.randint(3, 97, (1, length), generator=torch.Generator().manual_seed(0))
 
 
-def with_roles(**changes):
+def with_roles(decay=None, **changes):
     model = vanilla("GPT-NeoX", layer_types=["sliding_attention", "full_attention"])
     model.config.sliding_window = 6
-    model.config.rope_parameters |= {"turning_pairs": 0, "temperature": 16}
+    model.config.rope_parameters |= {"turning_pairs": 0, "temperature": 16, "decay": decay}
     free = {"sliding_attention": 0, "full_attention": 4} | changes
     return convert(model, "strict", free_pairs=free)
 
@@ -41,6 +41,7 @@ MODELS |= {
     "alibi": lambda: tiny_model("alibi"),
     "strict with roles": with_roles,
     "rotary with roles": lambda: with_roles(sliding_attention=4),
+    "roles with a decay": lambda: with_roles(decay=1.5),
 }
 
 
@@ -66,7 +67,7 @@ def test_captured_weights_are_those_of_the_model(name):
         assert torch.equal(layer.visible[0], (ROWS + 1).clamp(max=layer.window or 24))
 
 
-@pytest.mark.parametrize("name", ["Llama slack", "alibi", "strict with roles"])
+@pytest.mark.parametrize("name", ["Llama slack", "alibi", "roles with a decay"])
 def test_it_reads_any_implementation_and_leaves_the_model_as_it_was(name):
     model = MODELS[name]().double().eval()
     expected = captured(model)
@@ -94,6 +95,7 @@ def test_it_reads_any_implementation_and_leaves_the_model_as_it_was(name):
         ("alibi", ["alibi", "alibi"]),
         ("strict with roles", ["strict", "dot product"]),
         ("rotary with roles", ["rotary", "dot product"]),
+        ("roles with a decay", ["strict", "dot product"]),
     ],
 )
 def test_layers_are_named_by_what_scores(name, kinds):
@@ -118,9 +120,9 @@ def test_masks_and_biases_of_every_kind():
         (causal[None, None], 0.5, plain),
         (torch.where(causal, torch.zeros_like(bias), lowest), None, plain),
         (additive, None, biased),
-        (None, None, biased, bias),
+        (None, None, biased, bias[:, :, rows]),
         (None, None, plain, torch.ones(1, 1, 1, 9)),
-        (causal[None, None], None, biased, bias),
+        (causal[None, None], None, biased, bias[:, :, rows]),
     ]
     for mask, scale, expected, *rest in cases:
         found, visible = attention_rows(query, key, mask, scale, rows, *rest)

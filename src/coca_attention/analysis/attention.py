@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.errors import UserError
+from coca_attention.models import attention as collinear
 from coca_attention.models.configuration import attention_of, free_pairs, head_width, rotation
 
 SDPA = "sdpa"
@@ -56,7 +57,7 @@ def attention_rows(
         mask: Boolean (True: visible) or additive, broadcastable to (1, H, T, T); None for causal.
         scale: Multiplies the scores; None for D^-1/2.
         rows: Indices of queries, (M,).
-        bias: Added to the scores, broadcastable to (1, H, T, T).
+        bias: Added to the scores of these queries, broadcastable to (1, H, M, T).
 
     Returns:
         The weights (H, M, T), float32 or wider, and the number of visible keys (H, M).
@@ -70,7 +71,7 @@ def attention_rows(
     query, key = query[0, :, rows].to(wide), key[0].to(wide).repeat_interleave(repeats, dim=0)
     scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
     if bias is not None:
-        scores = scores + of_rows(bias)
+        scores = scores + bias[0]
     if mask is None:
         visible = rows.unsqueeze(-1) >= torch.arange(length, device=rows.device)
     else:
@@ -113,9 +114,12 @@ def visit_attention(
     def look(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, options: Any) -> None:
         nonlocal layers
         layers += 1
-        weights, visible = attention_rows(
-            query, key, mask, options.get("scaling"), rows, options.get("position_bias")
-        )
+        bias = options.get("bias")
+        if bias is not None:  # a function of positions, which a CoCA model passes to `attend`
+            queries, keys = options["positions"]
+            bias = bias(queries[:, rows], keys, torch.float32).unsqueeze(1)
+        scale = options.get("scaling", options.get("scale"))
+        weights, visible = attention_rows(query, key, mask, scale, rows, bias)
         if not weights.isfinite().all():
             raise UserError(
                 f"layer {module.layer_idx}: attention is not finite; the model's weights are "
@@ -127,7 +131,7 @@ def visit_attention(
             LayerAttention(
                 layer=module.layer_idx,
                 attention=_scored_by(config, kind),
-                window=options.get("sliding_window"),
+                window=options.get("sliding_window", getattr(module, "sliding_window", None)),
                 weights=weights.cpu(),
                 visible=visible.cpu(),
             )
@@ -147,20 +151,33 @@ def visit_attention(
 def _watched(model: Any, look: Callable[..., None]) -> Iterator[None]:
     """Show ``look`` the arguments of every call of the attention function."""
     implementation = model.config._attn_implementation
-    function = ALL_ATTENTION_FUNCTIONS[SDPA]
+    function, attend = ALL_ATTENTION_FUNCTIONS[SDPA], collinear.attend
+    reading: list[Any] = []
 
     def watch(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         look(module, query, key, mask, options)
         return function(module, query, key, value, mask, **options)
 
-    ALL_ATTENTION_FUNCTIONS[SDPA] = watch
+    def watch_attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
+        look(reading[-1], query, key, options["attention_mask"], options)
+        return attend(query, key, value, **options)
+
+    # `attend`, which takes biases, is not told the module.
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: reading.append(module))
+        for module in model.modules()
+        if isinstance(module, collinear.CollinearAttention)
+    ]
+    ALL_ATTENTION_FUNCTIONS[SDPA], collinear.attend = watch, watch_attend  # pyright: ignore
     try:
         # Other implementations have masks of their own format, or none to look at.
         if implementation != SDPA:
             model.set_attn_implementation(SDPA)
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS[SDPA] = function
+        ALL_ATTENTION_FUNCTIONS[SDPA], collinear.attend = function, attend
+        for hook in hooks:
+            hook.remove()
         if implementation != SDPA:
             model.set_attn_implementation(implementation)
 
