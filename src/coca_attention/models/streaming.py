@@ -97,6 +97,7 @@ class StreamingLayer(DynamicLayer):
                 "a StreamingCache works only in the model that it was made for: make one with "
                 "StreamingCache(model, window=…, sinks=…)"
             )
+        assert self.keys is not None and self.values is not None  # initialized
         if now.given is not None:
             key_states = _unrotate(key_states, *now.given, self.interleaved)
         keys = torch.cat((self.keys, key_states), dim=-2)
@@ -246,17 +247,13 @@ class StreamingCache(Cache):
                 f"local layers of this model see {local} tokens: window + sinks must be at least "
                 f"that, got {window + sinks}"
             )
-        self.sizes = {GLOBAL: (sinks, window), LOCAL: (0, local)}
-        layers = []
-        for kind in kinds:
-            layers.append(
-                StreamingLayer(
-                    *self.sizes[kind],
-                    local=kind == LOCAL,
-                    interleaved=family.layout.interleaved,
-                )
-            )
-        super().__init__(layers=layers)
+        self.sizes: dict[str, tuple[int, int]] = {GLOBAL: (sinks, window), LOCAL: (0, local or 0)}
+        adjacent = family.layout.interleaved
+        layers = [
+            StreamingLayer(*self.sizes[kind], local=kind == LOCAL, interleaved=adjacent)
+            for kind in kinds
+        ]
+        super().__init__(layers=layers)  # pyright: ignore[reportArgumentType]
         self.kinds, self.limit = kinds, window + sinks
         self._prepared: tuple[tuple[int, int], dict[str, _Pass], dict[str, Any]] | None = None
         body: Any = model.base_model
@@ -266,7 +263,8 @@ class StreamingCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the cached keys and values."""
-        tensors = [x for layer in self.layers for x in (layer.keys, layer.values) if x is not None]
+        layers: Any = self.layers
+        tensors = [x for layer in layers for x in (layer.keys, layer.values) if x is not None]
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def place(self, body: Any, length: int, device: Any) -> dict[str, Any]:
@@ -280,7 +278,8 @@ class StreamingCache(Cache):
         if self._prepared is None or self._prepared[0] != (start, length):
             self._prepared = (start, length), *self._prepare(body, start, length, device)
         _, passes, arguments = self._prepared
-        for layer, kind in zip(self.layers, self.kinds, strict=True):
+        layers: Any = self.layers
+        for layer, kind in zip(layers, self.kinds, strict=True):
             layer.current = passes[kind]
         return arguments
 
