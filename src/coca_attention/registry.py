@@ -6,7 +6,7 @@ docs/extending.md has an example of each.
 from coca_attention.benchmarks import register_case
 from coca_attention.errors import UserError
 from coca_attention.evaluation import TASKS, Task
-from coca_attention.evaluation.suite import OWN_SECTIONS
+from coca_attention.evaluation.suite import Suite, own_sections
 from coca_attention.models.families import register_family
 from coca_attention.ops import register_form, register_rule
 from coca_attention.report.tasks import REPORTS, TaskReport
@@ -25,7 +25,7 @@ def register_task(task: Task, report: TaskReport | None = None) -> None:
     Raises:
         UserError: If the name is taken.
     """
-    if task.name in (*TASKS, *OWN_SECTIONS, "suite") or task.name in REPORTS:
+    if task.name in (*TASKS, *own_sections(Suite), "suite") or task.name in REPORTS:
         raise UserError(f"there is already a task or suite section named {task.name!r}")
     TASKS[task.name] = task
     if report is not None:

@@ -87,8 +87,8 @@ def attend(
     elif value_width > width:
         query = F.pad(query, (0, value_width - width))
         key = F.pad(key, (0, value_width - width))
-    banded = window is not None and bias is None
-    if banded:
+    banded = False
+    if window is not None and bias is None:
         unseen = max(keys - queries - window + 1, 0)
         keys -= unseen
         key, value = key[..., unseen:, :], value[..., unseen:, :]
