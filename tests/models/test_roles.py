@@ -117,7 +117,8 @@ def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, ca
     ids, windows = some_tokens(model, length=200), []
 
     def recorded(*tensors, **options):
-        windows.append(options["window"])
+        if "window" in options:  # and not the bias of a global layer
+            windows.append(options["window"])
         return attend(*tensors, **options)
 
     monkeypatch.setattr(attention_module, "attend", recorded)
@@ -149,7 +150,12 @@ def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, ca
 def test_other_masks_of_local_layers_are_made(case, monkeypatch):
     model = with_roles("Llama")
     ids = some_tokens(model, length=40)
-    monkeypatch.setattr(attention_module, "attend", None)  # a call would fail
+
+    def without_window(*tensors, **options):
+        assert "window" not in options
+        return attend(*tensors, **options)
+
+    monkeypatch.setattr(attention_module, "attend", without_window)
     options = {}
     if case == "padded":
         options["attention_mask"] = torch.ones_like(ids).index_fill(1, torch.arange(3), 0)

@@ -48,6 +48,7 @@ def attention_rows(
     scale: float | None,
     rows: Tensor,
     bias: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention weights of some queries, from the arguments of an attention function.
 
@@ -58,6 +59,7 @@ def attention_rows(
         scale: Multiplies the scores; None for D^-1/2.
         rows: Indices of queries, (M,).
         bias: Added to the scores of these queries, broadcastable to (1, H, M, T).
+        window: Keys that a query sees if there is no mask; default: all before it.
 
     Returns:
         The weights (H, M, T), float32 or wider, and the number of visible keys (H, M).
@@ -73,7 +75,8 @@ def attention_rows(
     if bias is not None:
         scores = scores + bias[0]
     if mask is None:
-        visible = rows.unsqueeze(-1) >= torch.arange(length, device=rows.device)
+        distance = rows.unsqueeze(-1) - torch.arange(length, device=rows.device)
+        visible = (distance >= 0) & (distance < (window or length))
     else:
         visible = mask = of_rows(mask)
         if mask.dtype != torch.bool:
@@ -119,7 +122,8 @@ def visit_attention(
             queries, keys = options["positions"]
             bias = bias(queries[:, rows], keys, torch.float32).unsqueeze(1)
         scale = options.get("scaling", options.get("scale"))
-        weights, visible = attention_rows(query, key, mask, scale, rows, bias)
+        window = options.get("window")  # instead of a mask
+        weights, visible = attention_rows(query, key, mask, scale, rows, bias, window)
         if not weights.isfinite().all():
             raise UserError(
                 f"layer {module.layer_idx}: attention is not finite; the model's weights are "
@@ -159,7 +163,7 @@ def _watched(model: Any, look: Callable[..., None]) -> Iterator[None]:
         return function(module, query, key, value, mask, **options)
 
     def watch_attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        look(reading[-1], query, key, options["attention_mask"], options)
+        look(reading[-1], query, key, options.get("attention_mask"), options)
         return attend(query, key, value, **options)
 
     # `attend`, which takes biases, is not told the module.
