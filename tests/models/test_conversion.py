@@ -227,7 +227,10 @@ def test_a_failed_calibration_writes_nothing(
     ("words", "message"),
     [
         (["nowhere"], "no model could be loaded"),
-        (["SOURCE", "--from-original", "--form", "strict"], "omit --form, --init and --free-pairs"),
+        (
+            ["SOURCE", "--from-original", "--form", "strict"],
+            "omit --form, --init, --free-pairs and",
+        ),
         (["SOURCE", "--from-original"], "no weights"),
     ],
 )

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from coca_attention import convert
 from coca_attention.analysis import AnalysisSettings, analyze, collect_layers
 from coca_attention.analysis.shift import score_rows
+from coca_attention.errors import UserError
+from coca_attention.models import Roles, set_rotary_scaling
 from coca_attention.models import attention as attention_module
-from coca_attention.models import set_rotary_scaling
 from coca_attention.models.configuration import attention_of, rotation
 from coca_attention.ops import attend, oracle
 from coca_attention.testing import (
@@ -254,3 +255,39 @@ def test_a_layer_of_free_pairs_is_analysed_as_a_rotary_one(family):
     hot = replace(found[0], rotation=replace(found[0].rotation, temperature=7))
     factor = (rows.double() + 2).log() / math.log(8)
     torch.testing.assert_close(score_rows(hot, rows), expected[0] * factor[:, None])
+
+
+@pytest.mark.parametrize("family", VARIED)
+def test_a_model_is_converted_to_roles(family, tmp_path):
+    kinds = {"layer_types": ["full_attention"] * 2} if family == "Qwen2" else {}
+    model = vanilla(family, **kinds).double().eval()
+    ids = some_tokens(model, length=20)
+    before, length = logits(model, ids), model.config.max_position_embeddings
+    # Windows as long as the text and rotary attention everywhere: what it was.
+    same = Roles("lg", window=20, turning_pairs=None, temperature=False, decay=0)
+    assert difference(logits(convert(model, "rope", roles=same), ids), before) < 1e-6
+    converted = convert(vanilla(family).double().eval(), "rope", roles=Roles("lg"))
+    config = converted.config
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+    assert config.sliding_window == length // 8
+    found = rotation(config, "full_attention")
+    assert (found.turning, found.temperature) == (0, length)
+    assert (found.decay, found.decay_length) == (1.0, length / 8)
+    converted.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).double().eval()
+    assert difference(logits(again, ids), logits(converted, ids)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("Gemma 3", {}, "has rotary parameters per layer type"),
+        ("Llama", {"free_pairs": 2}, "roles determine the free pairs"),
+        ("Llama", {"roles": "x"}, "letters l and g, got 'x'"),
+    ],
+)
+def test_roles_that_do_not_fit_are_refused(family, options, message):
+    model = vanilla(family)
+    with pytest.raises(UserError, match=message):
+        convert(model, "strict", **(options | {"roles": Roles(options.get("roles", "llg"))}))
+    assert not hasattr(model.config, "coca_form")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig,
 from coca_attention.benchmarks.settings import BenchSettings
 from coca_attention.benchmarks.timing import IsolatedVariant, Variant
 from coca_attention.models import CoCALlamaConfig
-from coca_attention.models.configuration import GLOBAL, LOCAL
+from coca_attention.models.roles import Roles
 from coca_attention.ops import FORMS
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 
@@ -104,22 +104,15 @@ def model_variants(
 
 
 def make_model_with_roles(settings: BenchSettings, local: str) -> PreTrainedModel:
-    """A model whose local layers apply a form or ``rotary`` and whose global ones no positions."""
-    pairs, rotary = settings.head_width // 2, local == "rotary"
-    kinds = [{"l": LOCAL, "g": GLOBAL}[letter] for letter in settings.roles or ""]
-    return make_model(
-        settings,
-        "strict" if rotary else local,  # of no effect where all pairs are free
-        coca_free_pairs={LOCAL: pairs if rotary else 0, GLOBAL: pairs},
-        layer_types=(kinds * settings.layers)[: settings.layers],
-        sliding_window=settings.window,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "turning_pairs": 0,
-            "temperature": 256,
-        },
+    """A model with the recommended roles, whose local layers apply a form or ``rotary``."""
+    fields = Roles(settings.roles or "llg", settings.window).fields(
+        "rope" if local == "rotary" else local,
+        num_layers=settings.layers,
+        head_width=settings.head_width,
+        length=8 * settings.window,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )
+    return make_model(settings, fields.pop("coca_form"), **fields)
 
 
 def decoder_variants(

@@ -40,12 +40,18 @@ class ConversionSettings:
     """What the converted model is like."""
 
     form: str = "slack"
-    """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (our own)."""
+    """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (our own); with layers,
+    that of the local layers, or rope."""
     init: Literal["fold", "calibrated", "random"] = "fold"
     """T projections: the pair means of the key projections, fitted to the scores of the model on
     some text, or drawn."""
     free_pairs: int = 0
     """The last rotary pairs of every head, which keep their ordinary keys and scores."""
+    layers: str = ""
+    """Roles of the layers, l (local) and g (global), repeated over all layers, such as llg; by
+    default the roles that the model has."""
+    window: int | None = None
+    """Tokens that a local layer sees; by default an eighth of the training length."""
     kv_cache: Literal["full", "half"] = "full"
     """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
     from_original: bool = False
@@ -162,6 +168,7 @@ def run_generate(words: list[str]) -> None:
 
 def run_convert(words: list[str]) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
+    from coca_attention.models import Roles
     from coca_attention.models.conversion import convert_folder
 
     path, target, settings, text = parse(
@@ -172,9 +179,14 @@ def run_convert(words: list[str]) -> None:
         positionals=["model", "target"],
     )
     tokens = _calibration_tokens(path, settings.init, text)
+    options = vars(settings)
+    layers, window = options.pop("layers"), options.pop("window")
+    if window is not None and (not layers or window < 1):
+        raise UserError(f"window must be at least 1 and requires layers, got {window}")
+    roles = Roles(layers, window) if layers else None
     with Progress() as progress:
         model = convert_folder(
-            path, target, **vars(settings), calibration=tokens, progress=progress
+            path, target, **options, roles=roles, calibration=tokens, progress=progress
         )
     parameters = sum(p.numel() for p in model.parameters())
     print(

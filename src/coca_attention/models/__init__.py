@@ -16,6 +16,7 @@ from coca_attention.models.families import FAMILIES, register_family
 from coca_attention.models.families.gpt_neox import CoCAGPTNeoXConfig, CoCAGPTNeoXForCausalLM
 from coca_attention.models.families.llama import CoCALlamaConfig, CoCALlamaForCausalLM
 from coca_attention.models.loading import load_model
+from coca_attention.models.roles import Roles
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.streaming import StreamingCache
 
@@ -33,6 +34,7 @@ __all__ = [
     "CoCAGPTNeoXForCausalLM",
     "CoCALlamaConfig",
     "CoCALlamaForCausalLM",
+    "Roles",
     "StreamingCache",
     "convert",
     "load_model",

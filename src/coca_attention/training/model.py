@@ -19,9 +19,10 @@ from transformers import (
 
 from coca_attention.errors import UserError
 from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
-from coca_attention.models.configuration import GLOBAL, LOCAL, attention_of
+from coca_attention.models.configuration import attention_of
 from coca_attention.models.conversion import convert
 from coca_attention.models.loading import load_model
+from coca_attention.models.roles import Roles, rotation_fields
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.ops import FORMS
 from coca_attention.training.recipe import Recipe
@@ -171,50 +172,51 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> Pr
         "pad_token_id": None,
     }
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
-    added = _rotation_fields(model, recipe.data.block_length)
-    rope |= added
-    collinear = _score_fields(model, recipe.data.block_length)
-    plain = model.attention == "rope" and not model.layers and not added
-    if model.body == "llama":
+    if model.body == "gpt_neox":
+        rope["partial_rotary_factor"] = 1.0
+    else:
         common["num_key_value_heads"] = model.num_key_value_heads
-        if plain:
-            return LlamaConfig(**common, rope_parameters=rope)
-        return CoCALlamaConfig(**common, rope_parameters=rope, **collinear)
-    rope["partial_rotary_factor"] = 1.0
-    if plain:
-        return GPTNeoXConfig(**common, rope_parameters=rope)
     if model.attention == "alibi":
         return AlibiGPTNeoXConfig(**common)
-    return CoCAGPTNeoXConfig(**common, rope_parameters=rope, **collinear)
+    fields = _attention_fields(model, recipe.data.block_length, rope)
+    if model.attention == "rope" and not model.layers and fields["rope_parameters"] == rope:
+        vanilla = LlamaConfig if model.body == "llama" else GPTNeoXConfig
+        return vanilla(**common, rope_parameters=rope)
+    collinear = CoCALlamaConfig if model.body == "llama" else CoCAGPTNeoXConfig
+    return collinear(**common, **fields)
 
 
-def _rotation_fields(model: ModelRecipe, length: int) -> dict[str, Any]:
-    """What a recipe adds to the rotary parameters, for a training length in tokens."""
-    roles = bool(model.layers)
-    turning = 0 if model.turning_pairs is None and roles else model.turning_pairs
-    decay = float(roles) if model.decay is None else model.decay
-    added: dict[str, Any] = {} if turning is None else {"turning_pairs": turning}
-    if roles if model.temperature is None else model.temperature:
-        added["temperature"] = length
-    if decay:
-        added |= {"decay": decay, "decay_length": model.decay_length or length / 8}
-    return added
-
-
-def _score_fields(model: ModelRecipe, length: int) -> dict[str, Any]:
-    """Fields of a CoCA configuration: local layers of the recipe's attention and global ones."""
-    pairs, rotary = model.hidden_size // model.num_heads // 2, model.attention == "rope"
-    # The form of a model whose pairs are all free does not matter.
-    form = "strict" if rotary else model.attention
-    if not model.layers:
-        return {"coca_form": form, "coca_free_pairs": pairs if rotary else 0}
-    kinds = {"l": LOCAL, "g": GLOBAL}
-    repeated = model.layers * model.num_layers
+def _attention_fields(
+    model: ModelRecipe, length: int, rope_parameters: dict[str, Any]
+) -> dict[str, Any]:
+    """Fields of a CoCA configuration that describe the attention, for a training length."""
+    pairs = model.hidden_size // model.num_heads // 2
+    if model.layers:
+        given = {
+            name: getattr(model, name)
+            for name in ("turning_pairs", "temperature", "decay")
+            if getattr(model, name) is not None
+        }
+        roles = Roles(model.layers, model.window, decay_length=model.decay_length, **given)
+        return roles.fields(
+            model.attention,
+            num_layers=model.num_layers,
+            head_width=2 * pairs,
+            length=length,
+            rope_parameters=rope_parameters,
+        )
+    added = rotation_fields(
+        model.turning_pairs,
+        model.temperature or False,
+        model.decay or 0.0,
+        model.decay_length,
+        length,
+    )
+    rotary = model.attention == "rope"
     return {
-        "coca_form": form,
-        "coca_free_pairs": {LOCAL: pairs if rotary else 0, GLOBAL: pairs},
-        "layer_types": [kinds[letter] for letter in repeated[: model.num_layers]],
-        "sliding_window": model.window or max(1, length // 8),
+        "coca_form": "strict" if rotary else model.attention,
+        "coca_free_pairs": pairs if rotary else 0,
+        "rope_parameters": rope_parameters | added,
     }
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
 
 from coca_attention.errors import UserError
+from coca_attention.models.configuration import head_width, rope_parameters, training_length
 from coca_attention.models.conversion.calibration import (
     attention_inputs,
     calibrate_t_projection,
@@ -20,6 +21,7 @@ from coca_attention.models.decoder import (
     replace_attention,
 )
 from coca_attention.models.families import FAMILIES, Family, supported_families
+from coca_attention.models.roles import Roles
 
 Initialisation = Literal["fold", "calibrated", "random"]
 INITIALISATIONS: tuple[str, ...] = get_args(Initialisation)
@@ -32,6 +34,7 @@ def convert(
     init: Initialisation = "fold",
     calibration: Tensor | None = None,
     free_pairs: int = 0,
+    roles: Roles | None = None,
     kv_cache: str = "full",
     progress: Callable[[str, int, int], Any] | None = None,
 ) -> PreTrainedModel:
@@ -44,7 +47,7 @@ def convert(
     Args:
         model: A loaded causal language model (or its decoder) of a supported family.
         form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or
-            ``magnitude``.
+            ``magnitude``; with roles, that of the local layers, or ``rope``.
         init: Initialisation of the T projections. ``fold``: the pair means of the key projection's
             rows, so that t_j is the ReLU of the mean of key pair j. ``calibrated``: fitted to the
             model's own scores on the calibration texts (`calibration.py`), for models without a
@@ -53,6 +56,8 @@ def convert(
             intended kind of text. T tokens of a text need memory for T² attention weights per head.
         free_pairs: The last pairs of every head, which keep their rotary keys and scores. With all
             of them free the model computes what it did before.
+        roles: Which layers become local and which global; by default the family's own. Not for
+            families with rotary parameters of their own per layer type.
         kv_cache: ``full`` or ``half``, see `CoCAConfig`.
         progress: Called with a label, the number of calibration texts read and layers converted so
             far, and their total.
@@ -85,10 +90,11 @@ def convert(
     _check_projections(modules)
     old: Any = model.config
     values = {k: v for k, v in old.to_dict().items() if k not in ("model_type", "architectures")}
+    added: dict[str, Any] = {"coca_form": form, "coca_free_pairs": free_pairs}
+    if roles is not None:
+        added = _role_fields(old.get_text_config(), roles, form, free_pairs)
     try:
-        config = family.config.from_dict(
-            {**values, "coca_form": form, "coca_free_pairs": free_pairs, "kv_cache": kv_cache}
-        )
+        config = family.config.from_dict({**values, **added, "kv_cache": kv_cache})
     except Exception as error:
         # Strict configurations wrap the errors of their checks.
         raise UserError(f"not a valid configuration of a CoCA model: {error}") from error
@@ -137,6 +143,24 @@ def _find_family(model: Any) -> tuple[Family, type]:
     raise UserError(
         f"{type(model).__name__} cannot be converted: supported are the causal language models of "
         f"{supported_families(model)}"
+    )
+
+
+def _role_fields(config: Any, roles: Roles, form: str, free_pairs: int) -> dict[str, Any]:
+    length, rope = training_length(config), rope_parameters(config)
+    if free_pairs:
+        raise UserError("roles determine the free pairs: leave out free_pairs")
+    if length is None or rope is not (config.rope_parameters or {}):
+        raise UserError(
+            f"roles need a training length and one set of rotary parameters; {config.model_type} "
+            "has rotary parameters per layer type or no max_position_embeddings"
+        )
+    return roles.fields(
+        form,
+        num_layers=config.num_hidden_layers,
+        head_width=head_width(config),
+        length=length,
+        rope_parameters=rope,
     )
 
 

@@ -16,6 +16,7 @@ from coca_attention.models.conversion.calibration import calibration_texts
 from coca_attention.models.conversion.convert import Initialisation, convert
 from coca_attention.models.conversion.original import load_original
 from coca_attention.models.loading import load_model, no_progress_bars
+from coca_attention.models.roles import Roles
 
 
 def convert_folder(
@@ -26,6 +27,7 @@ def convert_folder(
     init: Initialisation = "fold",
     calibration: Tensor | None = None,
     free_pairs: int = 0,
+    roles: Roles | None = None,
     kv_cache: str = "full",
     from_original: bool = False,
     dtype: str = "auto",
@@ -44,6 +46,7 @@ def convert_folder(
         calibration: Token ids (N,) for ``calibrated``, cut into texts of the training length, at
             most 1,024 tokens; an incomplete last text is dropped.
         free_pairs: See `convert`.
+        roles: See `convert`.
         kv_cache: ``full`` or ``half``.
         from_original: Whether the source is in the format of the paper's authors.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
@@ -64,10 +67,10 @@ def convert_folder(
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not empty: name another folder, or remove it")
-    if from_original and (form, init, free_pairs) != ("slack", "fold", 0):
+    if from_original and (form, init, free_pairs, roles) != ("slack", "fold", 0, None):
         raise UserError(
             "an original checkpoint has the slack form and its own T projection: omit --form, "
-            "--init and --free-pairs"
+            "--init, --free-pairs and --layers"
         )
     if from_original:
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
@@ -86,6 +89,7 @@ def convert_folder(
             init=init,
             calibration=calibration,
             free_pairs=free_pairs,
+            roles=roles,
             kv_cache=kv_cache,
             progress=progress,
         )

@@ -1,0 +1,88 @@
+"""Roles for layers: what reads far beyond the training length (docs/long-context.md)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from coca_attention.errors import UserError
+from coca_attention.models.configuration import GLOBAL, LOCAL
+
+LETTERS = {"l": LOCAL, "g": GLOBAL}
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Local layers, which see a window, and global ones, which see the whole text.
+
+    A query at distance d from a key in a global layer scores
+    ``q · k * ln(n + 1) / ln(L + 1) / sqrt(D) - decay * ln(1 + d / decay_length)``, where it sees n
+    keys and L is the training length. The defaults are what this project recommends.
+
+    Attributes:
+        layers: A letter per layer, l (local) or g (global), repeated over all layers.
+        window: Tokens that a local layer sees, the query's own included; default: L / 8.
+        turning_pairs: Rotary pairs that turn in global layers; None for all.
+        temperature: Whether queries of global layers grow with the logarithm of n.
+        decay: Exponent of the power law by which attention of global layers decays; 0 is none.
+        decay_length: Distance in tokens at which it begins; default: L / 8.
+
+    Raises:
+        UserError: If a letter is unknown.
+    """
+
+    layers: str = "llg"
+    window: int | None = None
+    turning_pairs: int | None = 0
+    temperature: bool = True
+    decay: float = 1.0
+    decay_length: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers or set(self.layers) - set(LETTERS):
+            raise UserError(f"layers must consist of the letters l and g, got {self.layers!r}")
+
+    def fields(
+        self,
+        form: str,
+        *,
+        num_layers: int,
+        head_width: int,
+        length: int,
+        rope_parameters: dict[str, Any],
+    ) -> dict[str, Any]:
+        """The fields of a CoCA configuration that give a model these roles.
+
+        Args:
+            form: Score form of the local layers, or ``rope`` for rotary attention.
+            num_layers: Number of layers.
+            head_width: D.
+            length: L, the training length in tokens.
+            rope_parameters: Those of the model, one set for all layers.
+        """
+        pairs, rotary = head_width // 2, form == "rope"
+        return {
+            # The form of a model whose pairs are all free does not matter.
+            "coca_form": "strict" if rotary else form,
+            "coca_free_pairs": {LOCAL: pairs if rotary else 0, GLOBAL: pairs},
+            "layer_types": [LETTERS[x] for x in (self.layers * num_layers)[:num_layers]],
+            "sliding_window": self.window or max(1, length // 8),
+            "rope_parameters": rope_parameters
+            | rotation_fields(
+                self.turning_pairs, self.temperature, self.decay, self.decay_length, length
+            ),
+        }
+
+
+def rotation_fields(
+    turning_pairs: int | None,
+    temperature: bool,
+    decay: float,
+    decay_length: float | None,
+    length: int,
+) -> dict[str, Any]:
+    """Additions to the rotary parameters, as for `Roles`, for a training length in tokens."""
+    found: dict[str, Any] = {} if turning_pairs is None else {"turning_pairs": turning_pairs}
+    if temperature:
+        found["temperature"] = length
+    if decay:
+        found |= {"decay": decay, "decay_length": decay_length or length / 8}
+    return found
