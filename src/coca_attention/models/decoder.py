@@ -55,6 +55,8 @@ def replace_attention(
     """
     change_class(body, cls, body.config)
     own_roles = has_own_roles(body.config)
+    if own_roles and hasattr(body, "has_sliding_layers"):
+        body.has_sliding_layers = True  # families with layer types look at them once
     for index, attention in enumerate(body.attention_class.layout.modules(body)):
         if own_roles:
             kind = body.config.layer_types[index]
