@@ -137,12 +137,13 @@ def tile_length(coefficients: Tensor, heads: int) -> int:
         coefficients: (B, G, S, W).
         heads: Query heads H.
     """
-    batch, kv_heads, _, pairs = coefficients.shape
+    batch, kv_heads, keys, pairs = coefficients.shape
     if coefficients.is_cuda:
         fit = min(CUDA_KEYS, CUDA_TILE // (pairs * coefficients.element_size()))
     else:
         queries = heads // max(1, kv_heads)
         fit = CPU_TILE // max(1, batch * kv_heads * pairs * _products(queries))
+        fit = min(fit, keys)  # the tables of a tile are computed for every token
     return 1 << (max(16, fit).bit_length() - 1)
 
 
