@@ -268,7 +268,8 @@ def test_result_files_of_version_0_1_are_drawn_as_before(cells):
 def test_a_case_of_another_module(tmp_path, capsys):
     """The example of docs/performance.md, and a case that reports memory."""
     page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    examples = re.findall(r"```python\n(.*?)```", page, re.S)
+    (example,) = (text for text in examples if "register_case" in text)
     exec(example, {})
     register_case(
         Case("seven", "Seven", lambda *_: [Variant("A", lambda: 7.0)], sizes=(), measure="memory")

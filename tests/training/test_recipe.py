@@ -154,7 +154,7 @@ def test_the_attention_may_be_any_registered_form_and_old_names_are_explained(mo
 
 def test_the_recipes_of_the_documentation_load(tmp_path):
     page = (RECIPES.parent / "docs" / "training.md").read_text(encoding="utf-8")
-    mixture, validation = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    mixture, validation, _search = re.findall(r"```yaml\n(.*?)```", page, re.S)
     for text, words in (
         (mixture, ["--data.mixture.code.max_tokens", "1000000"]),
         (validation, []),
