@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 
 help:
 	@echo "make setup       virtual environment in .venv with everything the project needs"
-	@echo "make quickstart  train four small models and compare them on long text (about 7 minutes)"
+	@echo "make quickstart  train five small models and compare them on long text (about 8 minutes)"
 	@echo "make test        the test suite"
 	@echo "make test-slow   the tests that take minutes"
 	@echo "make gpu-check   GPU tests and benchmarks, with the packages of \$$(PYTHON); no set-up, no network"

@@ -96,7 +96,7 @@ class QuickstartSettings:
     source: str = "stdlib"
     """Text to train on: stdlib, files, or hf:NAME, as for coca train."""
     workers: int | None = None
-    """Models that are trained at once, each in a process with one thread; by default one per core,
+    """Models that are trained at once, each in a process of its own; by default one per core,
     because tensors of this size gain little from threads."""
     sizes: Sizes = field(default_factory=Sizes)
     """Sizes of the models and length of their training."""
@@ -174,9 +174,14 @@ def _measure_in_processes(
     settings: QuickstartSettings, workers: int, advance: Advance
 ) -> dict[str, Measured]:
     context = get_context("spawn")
-    with context.Manager() as manager, ProcessPoolExecutor(workers, context) as pool:
-        queue, stop = manager.Queue(), manager.Event()
-        jobs = {name: pool.submit(_measure_alone, settings, name, queue, stop) for name in MODELS}
+    queue, stop = context.Queue(), context.Event()
+    with ProcessPoolExecutor(workers, context, _watch_parent, (queue, stop)) as pool:
+        jobs = {}
+        for number, name in enumerate(MODELS):
+            # The last ones share the cores if they are fewer.
+            at_once = min(workers, len(MODELS) - number // workers * workers)
+            threads = max(1, (os.cpu_count() or 1) // at_once)
+            jobs[name] = pool.submit(_measure_alone, settings, name, threads)
         pending = set(jobs.values())
         try:
             while pending:
@@ -192,26 +197,34 @@ def _measure_in_processes(
         return {name: job.result() for name, job in jobs.items()}
 
 
-def _measure_alone(settings: QuickstartSettings, name: str, queue: Any, stop: Any) -> Measured:
-    """`_measure` in a process of its own, with one thread and its output in a log file."""
-    parent = parent_process()
+_progress: Any = None  # in a process of the pool, the queue that its progress goes to
+
+
+def _watch_parent(queue: Any, stop: Any) -> None:
+    """Start of a process of the pool, which ends when it is told to or the parent is gone.
+
+    When the parent has been killed, nothing more may be written into its folders.
+    """
+    global _progress
+    _progress, parent = queue, parent_process()
     assert parent is not None
 
     def watch() -> None:
-        # When the parent has been killed, nothing more may be written into its folders.
-        try:
-            while parent.is_alive() and not stop.wait(1.0):
-                pass
-        finally:
-            os._exit(1)
+        while parent.is_alive() and not stop.wait(1.0):
+            pass
+        os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    torch.set_num_threads(1)
+
+
+def _measure_alone(settings: QuickstartSettings, name: str, threads: int) -> Measured:
+    """`_measure` in a process of the pool, whose output goes to a log file."""
+    torch.set_num_threads(threads)
     with open(Path(settings.output) / f"{name}.log", "a") as log:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log.fileno(), stream.fileno())
-    return _measure(settings, name, lambda *done: queue.put(done))
+    return _measure(settings, name, lambda *done: _progress.put(done))
 
 
 def _measure(settings: QuickstartSettings, name: str, advance: Advance) -> Measured:
