@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -21,7 +22,7 @@ from coca_attention.data import (
     load_tokenizer,
     read_documents,
 )
-from coca_attention.environment import describe_environment, write_json
+from coca_attention.environment import available_cores, describe_environment, write_json
 from coca_attention.errors import UserError
 from coca_attention.evaluation.perplexity import (
     TextSettings,
@@ -126,7 +127,7 @@ def quickstart(settings: QuickstartSettings, *, progress: Progress | None = None
         value = getattr(settings if name == "workers" else sizes, name)
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
-    workers = min(settings.workers or os.cpu_count() or 1, len(MODELS))
+    workers = min(settings.workers or available_cores(), len(MODELS))
     tokenizer = load_or_train_tokenizer(
         output / "tokenizer",
         lambda: (d for d in read_documents(settings.source) if not held_out(d, HELD_OUT)),
@@ -180,16 +181,22 @@ def _measure_in_processes(
         for number, name in enumerate(MODELS):
             # The last ones share the cores if they are fewer.
             at_once = min(workers, len(MODELS) - number // workers * workers)
-            threads = max(1, (os.cpu_count() or 1) // at_once)
+            threads = max(1, available_cores() // at_once)
             jobs[name] = pool.submit(_measure_alone, settings, name, threads)
         pending = set(jobs.values())
         try:
             while pending:
                 done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
                 while not queue.empty():
-                    advance(*queue.get())
+                    advance(*queue.get(timeout=10))  # a killed process may leave half a message
                 for job in done:
                     job.result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a process was killed, perhaps for lack of memory; what it printed is in "
+                f"{settings.output}/*.log. Run the same command again to resume, if need be with "
+                f"fewer than {workers} --workers"
+            ) from error
         except BaseException:
             stop.set()
             pool.shutdown(cancel_futures=True)

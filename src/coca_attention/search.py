@@ -198,11 +198,14 @@ class Job:
                 await asyncio.sleep(0.5)
             found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
             if found.get("tasks") != self.tasks:
-                found = {"tasks": self.tasks, "measured": await self._measure(lock)}
-                write_json(path, found)
+                measured, killed = await self._measure(lock)
+                found = {"tasks": self.tasks, "measured": measured}
+                if not killed:  # or else the next start tries again
+                    write_json(path, found)
         return self.facts | found["measured"]
 
-    async def _measure(self, lock: IO[str]) -> Cell:
+    async def _measure(self, lock: IO[str]) -> tuple[Cell, bool]:
+        """What was measured, and whether a signal such as that of a lack of memory ended it."""
         model, evaluation = self.folder / "model", self.folder / "evaluation"
         log = self.folder / "log.txt"
         found: Cell = {"status": "failed", "error": None, "training": None, "cells": []}
@@ -214,11 +217,11 @@ class Job:
             if code in (130, -signal.SIGINT, -signal.SIGTERM):
                 raise UserError(f"{log} was interrupted; run the same command again to resume")
             if code:
-                return found | {"error": _error(log, code)}
+                return found | {"error": _error(log, code)}, code < 0
             if words[0] == "train":
                 found["training"] = _summary(read_summary(model))
         content = json.loads((evaluation / RESULTS_FILE).read_text(encoding="utf-8"))
-        return found | {"status": "finished", "cells": content["results"]}
+        return found | {"status": "finished", "cells": content["results"]}, False
 
 
 async def run_coca(words: Sequence[str], log: Path, lock: IO[str]) -> int:

@@ -283,11 +283,45 @@ def test_a_model_is_converted_to_roles(family, tmp_path):
     [
         ("Gemma 3", {}, "has rotary parameters per layer type"),
         ("Llama", {"free_pairs": 2}, "roles determine the free pairs"),
-        ("Llama", {"roles": "x"}, "letters l and g, got 'x'"),
+        ("Llama", {"roles": "llg"}, "needs a model of at least 3 layers, got 2"),
     ],
 )
 def test_roles_that_do_not_fit_are_refused(family, options, message):
     model = vanilla(family)
     with pytest.raises(UserError, match=message):
-        convert(model, "strict", **(options | {"roles": Roles(options.get("roles", "llg"))}))
+        convert(model, "strict", **(options | {"roles": Roles(options.get("roles", "lg"))}))
     assert not hasattr(model.config, "coca_form")
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Phi-3", "Llama"])
+def test_global_layers_alone_see_the_whole_text(family):
+    model = convert(vanilla(family).double().eval(), "rope", roles=Roles("g"))
+    ids = some_tokens(model, length=60)
+    changed = ids.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 90 + 3
+    assert (logits(model, changed) - logits(model, ids)).abs()[:, -1].max() > 1e-9
+
+
+def test_what_cannot_add_a_bias_is_refused():
+    model = with_roles("Llama").float()
+    with pytest.raises(ValueError, match="does not support a decay"):
+        model.init_continuous_batching()
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="sdpa or eager; got flex_attention"):
+        model(some_tokens(model), use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": "x"}, "letters l and g, got 'x'"),
+        ({"window": 0}, "window must be a whole number from 1, got 0"),
+        ({"window": 5.5}, "window must be a whole number from 1, got 5.5"),
+        ({"turning_pairs": -1}, "turning_pairs must be a whole number from 0"),
+        ({"decay": float("nan")}, "decay must be 0 or above, got nan"),
+        ({"decay_length": 0.0}, "decay_length must be above 0, got 0"),
+    ],
+)
+def test_roles_out_of_range_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        Roles(**fields)

@@ -135,6 +135,17 @@ def test_decay_multiplies_weights_by_a_power_of_the_distance(shape, is_causal, m
     assert (ours - oracle.coca_attention(q, t, v, bias=bias, **options)).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("window", [1, 20, 300])
+def test_decay_within_a_window(window):
+    q, t, v = inputs(batch=1, heads=1, kv_heads=1, queries=1100, keys=1150)
+    distance = torch.arange(50, 1150).unsqueeze(-1) - torch.arange(1150)
+    bias = decay_bias(torch.arange(50, 1150), torch.arange(1150), 1.5, 3.0)
+    bias = bias.masked_fill(distance >= window, -torch.inf)
+    rotation = Rotation(16, decay=1.5, decay_length=3.0)
+    ours = coca_attention(q, t, v, rotation=rotation, form="strict", window=window)
+    assert (ours - oracle.coca_attention(q, t, v, form="strict", bias=bias)).abs().max() <= 1e-12
+
+
 def test_decay_has_gradients_and_counts_positions():
     q, t, v = (x.requires_grad_() for x in inputs(batch=1, heads=1, kv_heads=1, queries=5, keys=5))
     rotation = Rotation(16, decay=2.0, decay_length=4.0)

@@ -247,6 +247,7 @@ def test_names_of_rules_are_unique():
         ({"turning": 5}, "between 0 and 4, .* got 5"),
         ({"temperature": 0}, "at least 1 token, got 0"),
         ({"decay": -1.0}, "decay must be 0 or above, got -1"),
+        ({"decay": float("nan")}, "decay must be 0 or above, got nan"),
         ({"decay": 1.0, "decay_length": 0.0}, "above 0 tokens, got 0"),
     ],
 )

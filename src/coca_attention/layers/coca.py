@@ -193,11 +193,11 @@ class CoCAAttention(nn.Module):
                     "CoCAAttention"
                 )
             past = int(cache.get_seq_length(layer))
-        rotation = self.rotation
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden_states.device)
 
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        rotation = self.rotation
         cos, sin = rotation.tables(positions, wide)
         query, coefficients, value = project_collinear(
             hidden_states,

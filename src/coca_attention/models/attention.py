@@ -173,14 +173,16 @@ class CollinearAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         window = getattr(self, "sliding_window", getattr(config, "sliding_window", None))
         dropout = self.attention_dropout if self.training else 0.0
-        if roles is not None and attention_mask is None and window and window < key.shape[-2]:
+        no_mask = roles is not None and attention_mask is None
+        sdpa = config._attn_implementation == "sdpa"
+        if sdpa and no_mask and window and window < key.shape[-2]:
             # `CollinearModel` leaves out a mask that is nothing but the window.
             output = attend(query, key, value, window=window, scale=divisor, dropout=dropout)
             return self._projected(output.transpose(1, 2)), None
         if bias is not None:
             assert key_positions is not None  # always passed by the decoder
             places = key_positions.places(kind, first, key.shape[-2])
-            if config._attn_implementation == "sdpa":
+            if sdpa:
                 causal = attention_mask is None
                 if causal and length > 1:
                     # The first queries of an empty cache, which may have more slots.
@@ -200,6 +202,7 @@ class CollinearAttention(nn.Module):
                 )
                 return self._projected(output.transpose(1, 2)), None
             dense = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
+            dense = dense and attention_mask.shape[-1] == key.shape[-2]
             if not dense and config._attn_implementation != "eager":
                 raise ValueError(
                     "a model with a decay needs an attention function that adds a bias to the "

@@ -133,7 +133,11 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
         width=int(head_width(config) * rope.get("partial_rotary_factor", 1.0)),
         base=float(rope.get("rope_theta", 10000.0)),
         rule=rule.from_parameters(rope, trained, longest),
-        **{field: rope[name] for name, field in ROTATION_FIELDS.items() if name in rope},
+        **{
+            field: rope[name]
+            for name, field in ROTATION_FIELDS.items()
+            if rope.get(name) is not None
+        },
     )
 
 
@@ -185,7 +189,8 @@ class CoCAConfig:
         kv_cache: What is cached besides the values. ``full``: the effective keys, as wide as a
             head; works everywhere. ``half``: the coefficients before rotation, half as wide
             (without free pairs). Their positions are counted back from the current token, so in a
-            text read in several passes the positions of the real tokens must be consecutive.
+            text read in several passes the positions of the real tokens must be consecutive; so
+            they must with any cache if there is a ``decay``, which counts distances alike.
     """
 
     coca_form: str = "slack"
@@ -222,8 +227,11 @@ class CoCAConfig:
                 f"num_key_value_heads must divide num_attention_heads; got {kv_heads} and {heads}"
             )
         kinds = sorted(set(getattr(self, "layer_types", None) or {GLOBAL}))
-        if LOCAL in kinds and not getattr(self, "sliding_window", None):
-            raise ValueError(f"layers of type {LOCAL} need sliding_window, the tokens they see")
+        window = getattr(self, "sliding_window", None)
+        if LOCAL in kinds and (window is None or window < 1):
+            raise ValueError(
+                f"layers of type {LOCAL} need sliding_window, the tokens they see; got {window}"
+            )
         for layer_type in kinds:
             if not 0 <= free_pairs(self, layer_type) <= width // 2:
                 raise ValueError(

@@ -223,11 +223,16 @@ class CollinearForCausalLM(CollinearPreTrained):
         """Transformers' continuous batching, which requires keys as wide as values.
 
         Raises:
-            ValueError: If the model uses a half cache.
+            ValueError: If the model uses a half cache or has a decay.
         """
         if self.config.kv_cache == "half":
             raise ValueError(
                 "continuous batching stores keys and values in one pool, so it does not support "
                 'keys of half the width: set config.kv_cache = "full"'
+            )
+        if rotation(self.config).decay is not None:
+            raise ValueError(
+                "continuous batching mixes the tokens of several texts, so it does not support a "
+                "decay: use generate() with a batch"
             )
         return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore

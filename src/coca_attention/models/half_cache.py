@@ -1,4 +1,4 @@
-"""Positions of cached tokens, for half caches, whose coefficients are stored before rotation.
+"""Positions of cached tokens, for half caches (coefficients before rotation) and for decays.
 
 Legend: B batch, T tokens of a pass, S slots of a cache.
 """

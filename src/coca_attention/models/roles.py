@@ -1,5 +1,6 @@
 """Roles for layers: what reads far beyond the training length (docs/long-context.md)."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,12 @@ from coca_attention.errors import UserError
 from coca_attention.models.configuration import GLOBAL, LOCAL
 
 LETTERS = {"l": LOCAL, "g": GLOBAL}
+
+
+def check_letters(layers: str) -> None:
+    """Raise UserError unless a pattern of layers consists of `LETTERS`."""
+    if not layers or set(layers) - set(LETTERS):
+        raise UserError(f"layers must consist of the letters l and g, got {layers!r}")
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Roles:
         decay_length: Distance in tokens at which it begins; default: L / 8.
 
     Raises:
-        UserError: If a letter is unknown.
+        UserError: If a letter is unknown or a value out of range.
     """
 
     layers: str = "llg"
@@ -37,8 +44,15 @@ class Roles:
     decay_length: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.layers or set(self.layers) - set(LETTERS):
-            raise UserError(f"layers must consist of the letters l and g, got {self.layers!r}")
+        check_letters(self.layers)
+        for name, smallest in (("window", 1), ("turning_pairs", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < smallest):
+                raise UserError(f"{name} must be a whole number from {smallest}, got {value}")
+        if not 0 <= self.decay < math.inf:
+            raise UserError(f"decay must be 0 or above, got {self.decay}")
+        if self.decay_length is not None and not 0 < self.decay_length < math.inf:
+            raise UserError(f"decay_length must be above 0, got {self.decay_length}")
 
     def fields(
         self,
@@ -57,14 +71,23 @@ class Roles:
             head_width: D.
             length: L, the training length in tokens.
             rope_parameters: Those of the model, one set for all layers.
+
+        Raises:
+            UserError: If the model has fewer layers than the pattern.
         """
+        if num_layers < len(self.layers):
+            raise UserError(
+                f"layers {self.layers} needs a model of at least {len(self.layers)} layers, got "
+                f"{num_layers}: use a shorter pattern"
+            )
         pairs, rotary = head_width // 2, form == "rope"
         return {
             # The form of a model whose pairs are all free does not matter.
             "coca_form": "strict" if rotary else form,
             "coca_free_pairs": {LOCAL: pairs if rotary else 0, GLOBAL: pairs},
             "layer_types": [LETTERS[x] for x in (self.layers * num_layers)[:num_layers]],
-            "sliding_window": self.window or max(1, length // 8),
+            # Some families apply a window in all layers if there is one.
+            "sliding_window": (self.window or max(1, length // 8)) if "l" in self.layers else None,
             "rope_parameters": rope_parameters
             | rotation_fields(
                 self.turning_pairs, self.temperature, self.decay, self.decay_length, length

@@ -130,14 +130,16 @@ def attend(
         def block(rows: Tensor, start: int) -> Tensor:
             stop = start + rows.shape[-2]
             last = keys - queries + stop if is_causal else keys
-            mask = _cut(attention_mask, slice(start, stop), slice(last))
+            first = 0 if window is None else max(0, last - rows.shape[-2] - window + 1)
+            seen = slice(first, last)
+            mask = _cut(attention_mask, slice(start, stop), seen)
             if is_causal:
-                mask = _causal_mask(mask, rows.shape[-2], last, rows.device, window)
+                mask = _causal_mask(mask, rows.shape[-2], last - first, rows.device, window)
             if bias is not None:
                 wide = torch.promote_types(rows.dtype, torch.float32)
-                added = bias(query_positions[..., start:stop], key_positions[..., :last], wide)
+                added = bias(query_positions[..., start:stop], key_positions[..., seen], wide)
                 mask = with_bias(mask, added.unsqueeze(-3).to(rows.dtype))
-            return call(rows, key[..., :last, :], value[..., :last, :], mask)
+            return call(rows, key[..., seen, :], value[..., seen, :], mask)
 
         starts = range(0, queries, QUERY_BLOCK)
         pieces = [(query[..., start : start + QUERY_BLOCK, :], start) for start in starts]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.models.conversion import Initialisation
+from coca_attention.models.roles import check_letters
 from coca_attention.ops import FORMS
 
 # Names of the only source of a recipe without a mixture, and of the blocks of `passkey_share`.
@@ -105,16 +106,27 @@ class ModelRecipe:
         check_positive_counts(self, "hidden_size", "num_layers", "num_heads")
         check_positive_counts(self, "num_key_value_heads", "intermediate_size", "window")
         check_positive(self, "rope_base")
-        if set(self.layers) - {"l", "g"}:
-            raise UserError(f"layers must consist of the letters l and g, got {self.layers!r}")
+        if self.layers:
+            check_letters(self.layers)
+            if self.num_layers < len(self.layers):
+                raise UserError(
+                    f"layers {self.layers} needs num_layers of at least {len(self.layers)}, got "
+                    f"{self.num_layers}"
+                )
         if self.layers and self.attention == "alibi":
             raise UserError("layers requires a score form or rope, got attention alibi")
         if self.attention == "alibi" and (self.temperature or self.decay or self.turning_pairs):
-            raise UserError("alibi has no turning_pairs, temperature or decay: leave them out")
-        if self.decay is not None and self.decay < 0:
+            raise UserError(
+                "attention alibi has no turning_pairs, temperature or decay: leave them out"
+            )
+        if self.window is not None and not self.layers:
+            raise UserError(f"window is for local layers: set layers, got window {self.window}")
+        if self.decay is not None and not self.decay >= 0:
             raise UserError(f"decay must be 0 or above, got {self.decay}")
         if self.decay_length is not None:
             check_positive(self, "decay_length")
+            if self.decay == 0 or (self.decay is None and not self.layers):
+                raise UserError(f"decay_length {self.decay_length} requires a decay")
         head_width, rest = divmod(self.hidden_size, self.num_heads)
         if rest:
             raise UserError(
@@ -123,6 +135,11 @@ class ModelRecipe:
             )
         if head_width % 2:
             raise UserError(f"hidden_size / num_heads must be even, got {head_width}")
+        if not 0 <= (self.turning_pairs or 0) <= head_width // 2:
+            raise UserError(
+                f"turning_pairs must be between 0 and {head_width // 2}, the number of pairs per "
+                f"head; got {self.turning_pairs}"
+            )
         if self.body != "gpt_neox" and self.attention == "alibi":
             raise UserError(f"body must be gpt_neox for attention alibi, got {self.body}")
         if self.body != "llama" and self.num_key_value_heads is not None:

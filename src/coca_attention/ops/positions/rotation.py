@@ -33,7 +33,7 @@ class Rotation:
             texts grow (arXiv 2501.19399). Default: no such factor.
         decay: Exponent c of a power law. The weight of a key n tokens back is multiplied by
             (1 + n / decay_length)^-c, so that every doubling of the distance costs the same:
-            ``bias``. Default: no decay.
+            ``bias``. 0 and the default are no decay.
         decay_length: Distance in tokens at which the decay begins.
     """
 
@@ -55,9 +55,11 @@ class Rotation:
             )
         if self.temperature is not None and self.temperature < 1:
             raise ValueError(f"temperature must be at least 1 token, got {self.temperature}")
-        if self.decay is not None and self.decay < 0:
+        if self.decay == 0:
+            object.__setattr__(self, "decay", None)
+        if self.decay is not None and not 0 < self.decay < math.inf:
             raise ValueError(f"decay must be 0 or above, got {self.decay}")
-        if self.decay_length <= 0:
+        if not 0 < self.decay_length < math.inf:
             raise ValueError(f"decay_length must be above 0 tokens, got {self.decay_length}")
 
     def frequencies(self) -> Tensor:
