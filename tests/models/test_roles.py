@@ -306,6 +306,7 @@ def test_what_cannot_add_a_bias_is_refused():
     model = with_roles("Llama").float()
     with pytest.raises(ValueError, match="does not support a decay"):
         model.init_continuous_batching()
+    model = convert(vanilla("Llama"), "rope", roles=Roles("g"))
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="sdpa or eager; got flex_attention"):
         model(some_tokens(model), use_cache=False)

@@ -105,6 +105,7 @@ def model_variants(
 
 def make_model_with_roles(settings: BenchSettings, local: str) -> PreTrainedModel:
     """A model with the recommended roles, whose local layers apply a form or ``rotary``."""
+    assert settings.window is not None  # checked with roles
     fields = Roles(settings.roles or "llg", settings.window).fields(
         "rope" if local == "rotary" else local,
         num_layers=settings.layers,

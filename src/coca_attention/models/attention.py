@@ -201,8 +201,8 @@ class CollinearAttention(nn.Module):
                     positions=places,
                 )
                 return self._projected(output.transpose(1, 2)), None
-            dense = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
-            dense = dense and attention_mask.shape[-1] == key.shape[-2]
+            shape = getattr(attention_mask, "shape", ())
+            dense = len(shape) == 4 and shape[-1] == key.shape[-2]
             if not dense and config._attn_implementation != "eager":
                 raise ValueError(
                     "a model with a decay needs an attention function that adds a bias to the "
