@@ -201,7 +201,7 @@ class CollinearAttention(nn.Module):
                     positions=places,
                 )
                 return self._projected(output.transpose(1, 2)), None
-            shape = getattr(attention_mask, "shape", ())
+            shape = attention_mask.shape if isinstance(attention_mask, Tensor) else ()
             dense = len(shape) == 4 and shape[-1] == key.shape[-2]
             if not dense and config._attn_implementation != "eager":
                 raise ValueError(
