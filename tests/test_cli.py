@@ -220,7 +220,7 @@ def test_generate_refuses_an_empty_prompt(capsys, model_folder):
 
 
 QUICK = [
-    "--sizes.block_length=16", "--sizes.num_layers=1", "--sizes.hidden_size=16",
+    "--sizes.block_length=16", "--sizes.num_layers=2", "--sizes.hidden_size=16",
     "--sizes.num_heads=2", "--sizes.vocab_size=300", "--sizes.steps=6", "--sizes.batch_size=4",
     "--sizes.longest=4", "--sizes.judged=2",
 ]  # fmt: skip
@@ -278,6 +278,8 @@ def test_quickstart_small_then_reused_then_changed(capsys, tmp_path):
     assert code == 2 and "another recipe" in err
     code, _, err = run(capsys, *words, "--sizes.longest=0")
     assert code == 2 and "longest must be at least 1, got 0" in err
+    code, _, err = run(capsys, *words, "--sizes.num_layers=1")
+    assert code == 2 and "Roles: model.layers lg needs num_layers of at least 2" in err
     code, _, err = run(capsys, *words, "--workers=0")
     assert code == 2 and "workers must be at least 1, got 0" in err
 

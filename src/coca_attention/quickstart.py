@@ -23,7 +23,7 @@ from coca_attention.data import (
     read_documents,
 )
 from coca_attention.environment import available_cores, describe_environment, write_json
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, error_prefix
 from coca_attention.evaluation.perplexity import (
     TextSettings,
     WindowSettings,
@@ -127,6 +127,9 @@ def quickstart(settings: QuickstartSettings, *, progress: Progress | None = None
         value = getattr(settings if name == "workers" else sizes, name)
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
+    for name in MODELS:
+        with error_prefix(f"{name}: "):
+            _recipe(settings, name).check()
     workers = min(settings.workers or available_cores(), len(MODELS))
     tokenizer = load_or_train_tokenizer(
         output / "tokenizer",
