@@ -122,3 +122,16 @@ def test_dropout_applies_only_in_training():
 def test_invalid_sizes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         CoCAAttention(**arguments)
+
+
+def test_a_decay_with_a_cache_is_that_of_one_pass():
+    torch.manual_seed(0)
+    rotation = Rotation(16, decay=1.5, decay_length=3.0)
+    attention = CoCAAttention(64, num_heads=4, form="strict", rotation=rotation, layer_idx=0)
+    attention, x = attention.double(), torch.randn(2, 12, 64, dtype=torch.float64)
+    cache = DynamicCache()
+    pieces = torch.cat([attention(part, cache=cache) for part in x.split([7, 1, 4], dim=1)], dim=1)
+    whole = attention(x)
+    assert (pieces - whole).abs().max() < 1e-12
+    attention.rotation = Rotation(16)
+    assert (attention(x) - whole).abs().max() > 1e-3

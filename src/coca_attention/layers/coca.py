@@ -225,8 +225,11 @@ class CoCAAttention(nn.Module):
                     f"expected all {past + length} keys from the cache, got {key.shape[-2]}; "
                     f"{type(cache).__name__} is static or sliding: use DynamicCache()"
                 )
-        # Cached tokens are at the positions before those of this pass.
-        earlier = positions[..., :1] - past + torch.arange(past, device=positions.device)
+        places = None
+        if rotation.decay is not None:
+            # Cached tokens are at the positions before those of this pass.
+            earlier = positions[..., :1] - past + torch.arange(past, device=positions.device)
+            places = (positions, torch.cat((earlier, positions), dim=-1))
         output = attend(
             query,
             key,
@@ -237,6 +240,6 @@ class CoCAAttention(nn.Module):
             scale=divisor,
             dropout=self.dropout if self.training else 0.0,
             bias=None if rotation.decay is None else rotation.bias,
-            positions=(positions, torch.cat((earlier, positions), dim=-1)),
+            positions=places,
         )
         return self.o_proj(output.transpose(1, 2).reshape(batch, length, -1))
