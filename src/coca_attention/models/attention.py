@@ -8,6 +8,7 @@ FlexAttention and eager attention all compute CoCA. The cache stores K' after ro
 width D (``kv_cache="full"``), or the coefficients before rotation, of width P + F (``"half"``).
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,10 +23,13 @@ from coca_attention.models.projections import (
     head_norm,
     replace_key_projection,
 )
+from coca_attention.models.rotary import Far
 from coca_attention.ops import (
     attend,
+    attend_clipped,
     attend_half,
     attend_half_at,
+    far_query_map,
     key_map,
     query_map,
     score_scale,
@@ -106,7 +110,7 @@ class CollinearAttention(nn.Module):
         self: Any,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor, Tensor | None, Any] | None = None,
+        position_embeddings: tuple[Tensor, Tensor, Tensor | None, Any, Far | None] | None = None,
         past_key_values: Any = None,
         layer_past: Any = None,
         key_positions: KeyPositions | None = None,
@@ -121,8 +125,8 @@ class CollinearAttention(nn.Module):
             position_embeddings: From `CoCARotary`.
             past_key_values: Cache, as most families name it.
             layer_past: Cache, as GPT-NeoX names it.
-            key_positions: With a half cache or a decay, the positions of the tokens in the cache
-                and of this pass, from `CollinearModel`.
+            key_positions: With a half cache, a decay or limited distances, the positions of the
+                tokens in the cache and of this pass, from `CollinearModel`.
             roles: Where one set of rotary parameters serves local and global layers, the mask and
                 the position embeddings of each layer type, from `CollinearModel`.
             **kwargs: Passed to the attention implementation.
@@ -134,13 +138,12 @@ class CollinearAttention(nn.Module):
             attention_mask, position_embeddings = roles[self.layer_type]
         assert position_embeddings is not None  # always passed by the decoder
         length = hidden_states.shape[1]
-        cos, sin, factor, bias = position_embeddings
+        cos, sin, factor, bias, far = position_embeddings
         config = self.config
-        query, coefficients, value = self.project(hidden_states)
-        query = query_map(
-            query,
-            cos,
-            sin,
+        projected, coefficients, value = self.project(hidden_states)
+        mapped = partial(
+            query_map,
+            projected,
             form=config.coca_form,
             scale=self.scaling / self.kernel_scale,
             factor=factor,
@@ -148,17 +151,22 @@ class CollinearAttention(nn.Module):
             free_pairs=self.free_pairs,
             parameters=getattr(self, "form_parameters", None),
         )
+        query = mapped(cos, sin)
         cache: Any = past_key_values if past_key_values is not None else layer_past
-        half = cache is not None and config.kv_cache == "half"
+        half = cache is not None and (config.kv_cache == "half" or far is not None)
         kind, first = getattr(self, "layer_type", None), 0
         if cache is not None and key_positions is not None:
             _, first = cache.get_mask_sizes(length, self.layer_idx)
         if half and cache is not None:
             check_cache_width(cache, self.layer_idx, coefficients.shape[-1])
             coefficients, value = cache.update(coefficients, value, self.layer_idx)
-            keys = coefficients.shape[-2]
+        keys = coefficients.shape[-2]
+        apart = key_positions is not None and key_positions.apart
+        if far is not None and (apart or keys <= far.max_distance):
+            far = bias = None  # both begin farther away
+        if half and cache is not None:
             # Without key_positions Transformers has created the cache, which was empty before.
-            if key_positions is not None and self._decodes(query, attention_mask):
+            if key_positions is not None and not far and self._decodes(query, attention_mask):
                 mask = attention_mask
                 if bias is not None:
                     places = key_positions.places(kind, first, keys)
@@ -166,9 +174,23 @@ class CollinearAttention(nn.Module):
                 output = self._attend_half(query, coefficients, value, key_positions, first, mask)
                 if output is not None:
                     return self._projected(output.transpose(1, 2), hidden_states), None
-            if key_positions is not None and (keys != length or key_positions.apart):
+            if key_positions is not None and (keys != length or apart):
                 query = key_positions.turned(query, kind)
                 cos, sin = key_positions.rotary(kind, first, keys)
+        if far is not None:
+            assert key_positions is not None  # always passed by the decoder
+            output, weights = self._attend_far(
+                (query, mapped(*far.tables)),
+                coefficients,
+                value,
+                (cos, sin),
+                far.max_distance,
+                key_positions,
+                first,
+                attention_mask,
+                bias,
+            )
+            return self._projected(output.transpose(1, 2), hidden_states), weights
         key = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
         if cache is not None and not half:
             check_cache_width(cache, self.layer_idx, key.shape[-1])
@@ -245,6 +267,63 @@ class CollinearAttention(nn.Module):
             and self.config._attn_implementation == "sdpa"
             and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
             and not (self.training or torch.is_grad_enabled())
+        )
+
+    def _attend_far(
+        self: Any,
+        queries: tuple[Tensor, Tensor],
+        coefficients: Tensor,
+        value: Tensor,
+        tables: tuple[Tensor, Tensor],
+        max_distance: int,
+        key_positions: KeyPositions,
+        first: int,
+        mask: Any,
+        bias: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`attend_clipped` for Q' at the positions of the tokens and at the largest distance.
+
+        Args:
+            queries: Two of (B, H, T, D).
+            coefficients: All keys before rotation, (B, G, S, P + F).
+            value: (B, G, S, D).
+            tables: cos and sin of the keys, (1 or B, S, R/2).
+            max_distance: W.
+            key_positions: Of this pass.
+            first: First slot of the keys.
+            mask: None or a dense mask.
+            bias: `Rotation.bias` or None.
+        """
+        implementation, length = self.config._attn_implementation, queries[0].shape[-2]
+        if implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                "a model with max_distance has two scores for a query and a key, which needs the "
+                f"attention function sdpa or eager; got {implementation}"
+            )
+        kind, consecutive = getattr(self, "layer_type", None), key_positions.ends_with_pass
+        if mask is None and not consecutive and length > 1:
+            # The first queries of an empty cache with more slots.
+            coefficients, value = coefficients[..., :length, :], value[..., :length, :]
+            consecutive = True
+        keys = coefficients.shape[-2]
+        near = max(0, keys - length - max_distance + 1) if consecutive else 0
+        cos, sin = (x[:, near:keys] for x in tables)
+        query, far_query = queries
+        return attend_clipped(
+            query,
+            key_map(coefficients[..., near:, :], cos, sin, free_pairs=self.free_pairs),
+            far_query_map(far_query, self.free_pairs),
+            coefficients,
+            value,
+            max_distance=max_distance,
+            positions=key_positions.places(kind, first, keys),
+            consecutive=consecutive,
+            attention_mask=mask,
+            is_causal=mask is None,
+            scale=self.kernel_scale,
+            dropout=self.attention_dropout if self.training else 0.0,
+            bias=bias,
+            with_weights=implementation == "eager",
         )
 
     def _attend_half(

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from coca_attention.ops import RULES, Rotation, Rule, get_form
+from coca_attention.ops import RULES, Rotation, Rule, check_clipped_form, get_form
 
 CACHES = ("full", "half")
 # Fields of a `Rotation` besides rule, base and width: our additions to ``rope_parameters``, with
@@ -17,6 +17,7 @@ ROTATION_FIELDS = {
     "temperature": "temperature",
     "decay": "decay",
     "decay_length": "decay_length",
+    "max_distance": "max_distance",
 }
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 """Transformers' names for layers that see a window, and for layers that see the whole text."""
@@ -108,7 +109,7 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
         config: A Transformers configuration. Its rotary parameters may contain ``rope_type``,
             ``rope_theta``, ``partial_rotary_factor``, the parameters of the rule (the fields of the
             `Rule`; ``ntk`` and ``longrope`` have an optional target ``length`` in tokens), and
-            ``turning_pairs``, ``temperature``, ``decay`` and ``decay_length`` for the `Rotation`.
+            the names of `ROTATION_FIELDS` for the `Rotation`.
         layer_type: See `rope_parameters`. With one set of parameters for all layers, the rule and
             those of the `Rotation` apply to global layers alone: a local layer never sees far.
 
@@ -245,7 +246,9 @@ class CoCAConfig:
                     f"partial_rotary_factor must give an even rotary width between 2 and the head "
                     f"width {width}; got {span}"
                 )
-            rotation(self, layer_type)
+            if rotation(self, layer_type).max_distance is not None:
+                collinear = width // 2 - free_pairs(self, layer_type)
+                check_clipped_form(get_form(self.coca_form), collinear)
 
     def validate_rope(self: Any) -> None:
         """Transformers' checks of ``rope_parameters``; `rotation` checks our own rules."""

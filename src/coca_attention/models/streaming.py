@@ -255,6 +255,12 @@ class StreamingCache(Cache):
         ]
         super().__init__(layers=layers)  # pyright: ignore[reportArgumentType]
         self.kinds, self.limit = kinds, window + sinks
+        limit = rotation(config).max_distance if self.collinear else None
+        if limit is not None and self.limit > limit:
+            raise UserError(
+                f"{self.limit} tokens in sight are more than a stream of this model can hold: its "
+                f"max_distance is {limit}: choose a smaller window"
+            )
         self._prepared: tuple[tuple[int, int], dict[str, _Pass], dict[str, Any]] | None = None
         body: Any = model.base_model
         if _place not in body._forward_pre_hooks.values():

@@ -39,7 +39,7 @@ def attend_clipped(
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(scale * scores + mask + bias) V, with scores Q' K'^T up to a distance of W.
 
-    Beyond, they are those at the distance W: far_query · far_key. The scores are formed in blocks of
+    Beyond, they are those at the distance W: far_query · far_key. Scores are formed in blocks of
     queries, in float32 or wider.
 
     Args:
