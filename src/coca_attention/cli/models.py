@@ -8,6 +8,7 @@ from typing import Any, Literal
 from coca_attention.cli.console import Progress, parse, parse_file, print_table
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
+from coca_attention.settings import PIECE, check_letters, check_sizes
 
 
 @dataclass
@@ -74,11 +75,11 @@ class CalibrationSettings(SourceSettings):
 def run_quickstart(words: list[str]) -> None:
     """Train five small models and compare their perplexity on long text."""
     from coca_attention.quickstart import QuickstartSettings, quickstart
-    from coca_attention.report import printed_tables
-
     settings = parse("coca quickstart", run_quickstart, words, [QuickstartSettings])[0]
     with Progress() as advance:
         content = quickstart(settings, progress=advance)
+    from coca_attention.report import printed_tables
+
     for table in printed_tables(content["results"]):
         print_table(*table)
     output = Path(settings.output)
@@ -87,9 +88,7 @@ def run_quickstart(words: list[str]) -> None:
 
 def run_train(words: list[str]) -> None:
     """Train a model from a recipe (YAML); resumes when run again."""
-    from accelerate import PartialState
-
-    from coca_attention.training import load_recipe, read_summary, recipe_parser, train
+    from coca_attention.training import load_recipe, recipe_parser
 
     if words[:1] == ["--stages.help"]:
         recipe_parser().read(words)
@@ -98,7 +97,12 @@ def run_train(words: list[str]) -> None:
     if found is None:
         return
     recipe, overrides, folder = found
-    summary = read_summary(train(load_recipe(recipe, overrides), folder))
+    settings = load_recipe(recipe, overrides)
+    from accelerate import PartialState
+
+    from coca_attention.training import read_summary, train
+
+    summary = read_summary(train(settings, folder))
     if not PartialState().is_main_process:
         return
     print(
@@ -112,12 +116,6 @@ def run_train(words: list[str]) -> None:
 
 def run_generate(words: list[str]) -> None:
     """Continue a prompt with a Transformers causal language model."""
-    from transformers import TextStreamer, set_seed
-
-    from coca_attention.data import load_tokenizer
-    from coca_attention.models import load_model, set_rotary_scaling, training_length
-    from coca_attention.models.streaming import PIECE, check_sizes, streaming
-
     path, prompt, settings = parse(
         "coca generate",
         run_generate,
@@ -131,6 +129,12 @@ def run_generate(words: list[str]) -> None:
         raise UserError(f"temperature must be 0 or above, got {settings.temperature}")
     if settings.window is not None:
         check_sizes(settings.window, settings.sinks)
+    from transformers import TextStreamer, set_seed
+
+    from coca_attention.data import load_tokenizer
+    from coca_attention.models import load_model, set_rotary_scaling, training_length
+    from coca_attention.models.streaming import streaming
+
     model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
     tokenizer = load_tokenizer(path)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
@@ -168,9 +172,6 @@ def run_generate(words: list[str]) -> None:
 
 def run_convert(words: list[str]) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
-    from coca_attention.models import Roles
-    from coca_attention.models.conversion import convert_folder
-
     path, target, settings, text = parse(
         "coca convert",
         run_convert,
@@ -178,11 +179,16 @@ def run_convert(words: list[str]) -> None:
         [ConversionSettings, CalibrationSettings],
         positionals=["model", "target"],
     )
-    tokens = _calibration_tokens(path, settings.init, text)
     options = vars(settings)
     layers, window = options.pop("layers"), options.pop("window")
     if window is not None and (not layers or window < 1):
         raise UserError(f"window must be at least 1 and requires layers, got {window}")
+    if layers:
+        check_letters(layers)
+    tokens = _calibration_tokens(path, settings.init, text)
+    from coca_attention.models import Roles
+    from coca_attention.models.conversion import convert_folder
+
     roles = Roles(layers, window) if layers else None
     with Progress() as progress:
         model = convert_folder(
@@ -197,10 +203,6 @@ def run_convert(words: list[str]) -> None:
 
 def _calibration_tokens(path: str, init: str, text: CalibrationSettings) -> Any:
     """Token ids (calibration_tokens,) for init calibrated, None for the others."""
-    import torch
-
-    from coca_attention.data import load_tokenizer, token_array
-
     if init != "calibrated":
         if text.source:
             raise UserError(f"--source is the text of --init calibrated; got it with init {init}")
@@ -210,6 +212,10 @@ def _calibration_tokens(path: str, init: str, text: CalibrationSettings) -> Any:
         raise UserError("--init calibrated needs text to fit on: name it by --source")
     if wanted < 2:
         raise UserError(f"calibration_tokens must be at least 2, got {wanted}")
+    import torch
+
+    from coca_attention.data import load_tokenizer, token_array
+
     found = token_array(text.documents(), load_tokenizer(path), max_tokens=wanted)
     if len(found) < wanted:
         raise UserError(

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 
 from coca_attention.errors import UserError, error_prefix
-from coca_attention.ops import FORMS
 from coca_attention.options import OptionParser, check_sections
+from coca_attention.settings import form_names
 from coca_attention.training.sections import (
     DataRecipe,
     ModelRecipe,
@@ -65,10 +65,10 @@ class Recipe:
     def _check_stage(self, stage: StageRecipe) -> None:
         """Raise UserError if a stage does not fit the model."""
         model = self.model
-        if stage.train in ("t", "qt", "qtv") and model.attention not in FORMS:
+        if stage.train in ("t", "qt", "qtv") and model.attention not in form_names():
             raise UserError(
                 f"train {stage.train} needs T projections, which attention {model.attention} does "
-                f"not have: train all, or choose one of {', '.join(FORMS)}"
+                f"not have: train all, or choose one of {', '.join(form_names())}"
             )
         if stage.objective != "next_token" and not (model.teacher or model.start):
             raise UserError(
