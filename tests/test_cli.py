@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,13 +72,17 @@ def test_help_comes_from_the_fields(capsys, words, options):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian"], "no command 'trian'; choose one of quickstart, train"),
+        (["trian"], "coca has no command 'trian'; did you mean train?"),
+        (["summon"], "no command 'summon'; choose one of quickstart, train"),
         (["eval", "vibes"], "coca eval has no command 'vibes'; choose one of perplexity"),
         (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe"),
         (["train", "--output", "x"], "the recipe comes first"),
-        (["quickstart", "--sizes.stepz", "3"], "--sizes.stepz"),
-        (["eval", "perplexity"], "model"),
-        (["eval", "perplexity", "nowhere", "--windows", "a,b"], "windows"),
+        (["quickstart", "--sizes.stepz", "3"], "--sizes.stepz; did you mean --sizes.steps?"),
+        (["eval", "perplexity"], "missing MODEL: usage: coca eval perplexity MODEL"),
+        (
+            ["eval", "perplexity", "nowhere", "--windows", "a,b"],
+            "--windows must be a list of",
+        ),
         (["eval", "perplexity", "nowhere", "--windows", "64", "--stride", "65"], "not exceed"),
         (["eval", "perplexity", "nowhere"], "nowhere: no model could be loaded"),
         (["generate", "nowhere", "x", "--max-new-tokens", "0"], "at least 1"),
@@ -92,6 +97,100 @@ def test_errors_are_one_line_and_exit_code_2(capsys, words, message):
     assert out == ""
     assert err.startswith("coca: error: ") and err.count("\n") == 1
     assert message in err
+
+
+RECIPE = str(Path(__file__).parents[1] / "recipes" / "books-5m.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", RECIPE, "--model.bdy", "llama"], "option --model.bdy; did you mean --model.bod"),
+        (
+            ["train", RECIPE, "--model.body", "llamma"],
+            "--model.body must be gpt_neox or llama, got 'llamma'; did you mean llama? (see coca",
+        ),
+        (["train", RECIPE, "--model.hidden-size", "x"], "--model.hidden-size must be a whole num"),
+        (["train", RECIPE, "--model.attention", "strickt"], "'strickt'; did you mean strict?"),
+        (["train", RECIPE, "--model.window"], "--model.window needs a value: a whole number or nu"),
+        (["train", RECIPE, "--model.temperature", "x"], "must be true, false or null, got 'x'"),
+        (["train", RECIPE, "--stages", "[{name: a, trian: t}]"], "no option 'trian'; did you mean"),
+        (["train", RECIPE, "more"], "unexpected word 'more'"),
+        (["eval", "needles", "m", "--kinds", "single,mlti-key"], "did you mean multi-key?"),
+        (["bench", "--cases", "operater"], "did you mean operator?"),
+    ],
+)
+def test_typing_errors_are_explained_and_not_blamed_on_the_file(capsys, words, message):
+    code, out, err = run(capsys, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert "books-5m" not in err and "<class" not in err and "Union" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {hiden_size: 3}", "model has no option 'hiden_size'; did you mean hidden_size?"),
+        ("model: {hidden_size: x}", "model.hidden_size must be a whole number, got 'x'"),
+        (
+            "stages: [{name: a, train: tt}]",
+            "stages.train must be t, qt, qtv, all or lora",
+        ),
+        ("model: {num_heads: 7, hidden_size: 8}", "model.hidden_size must be a multiple of num_he"),
+    ],
+)
+def test_errors_of_a_file_are_blamed_on_it(capsys, tmp_path, text, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    for more in ([], ["--training.steps", "3"]):
+        code, _, err = run(capsys, "train", path, *more)
+        assert code == 2
+        assert f"{path}: {message}" in err
+
+
+LIGHT = [
+    [], ["train", "-h"], ["eval", "perplexity", "--help"], ["eval", "streaming", "--help"],
+    ["eval", "suite", "--help"], ["analyze", "--help"], ["bench", "--help"], ["convert", "--help"],
+    ["generate", "--help"], ["quickstart", "--help"], ["search", "--help"], ["report", "--help"],
+    ["train", RECIPE, "--model.layers", "x"], ["train", RECIPE, "--model.body", "x"],
+    ["eval", "perplexity", "m", "--windows", "0"], ["eval", "streaming", "m", "--sinks", "-1"],
+    ["eval", "passkey", "m", "--samples", "0"], ["analyze", "m", "--passkeys", "0"],
+    ["bench", "--rounds", "0"], ["generate", "m", "p", "--temperature", "-1"],
+    ["convert", "a", "b", "--layers", "x"], ["quickstart", "--workers", "0"], ["info", "--help"],
+]  # fmt: skip
+
+
+def test_help_and_usage_errors_import_nothing_heavy():
+    """They take a fraction of a second of CPU time then; torch and Transformers take seconds."""
+    program = (
+        "import sys; from coca_attention.cli import main\n"
+        f"for words in {LIGHT!r}:\n"
+        "    try: main(words)\n"
+        "    except SystemExit: pass\n"
+        "    heavy = {'torch', 'transformers', 'matplotlib', 'accelerate', 'datasets'}\n"
+        "    assert not heavy & set(sys.modules), words\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-500:]
+    assert "unexpected" not in finished.stderr
+
+
+def test_the_short_help_is_one_line_for_an_option_and_names_what_comes_first(capsys):
+    with pytest.raises(SystemExit):
+        main(["eval", "perplexity", "-h"])
+    out = capsys.readouterr().out
+    assert out.startswith("usage: coca eval perplexity MODEL [options]\n")
+    assert len(out.splitlines()) < 40 and "--windows INTEGER,…" in out
+    with pytest.raises(SystemExit):
+        main(["train", "-h"])
+    out = capsys.readouterr().out
+    assert out.startswith("usage: coca train RECIPE [options]\n") and len(out.splitlines()) < 45
+    heads = [line for line in out.splitlines() if line.endswith(":")]
+    assert heads[:2] == ["The model:", "The text:"] and heads[-1] == "Other options:"
+    with pytest.raises(SystemExit):
+        main(["eval", "suite", "--help"])
+    out = capsys.readouterr().out
+    assert "==SUPPRESS==" not in out and "<class" not in out and "ScalingSettings" not in out
 
 
 def test_debug_shows_the_traceback(capsys):
@@ -156,7 +255,7 @@ def test_a_command_that_was_stopped_resumes_from_its_journal(
     assert run(capsys, *words)[0] == 130
     assert len((tmp_path / "r.journal.jsonl").read_text().splitlines()) == 2
     monkeypatch.undo()
-    monkeypatch.setattr("coca_attention.evaluation.perplexity.task.score_documents", stopped)
+    monkeypatch.setattr("coca_attention.evaluation.perplexity.score.score_documents", stopped)
     code, _, err = run(capsys, *words)
     assert code == 0, err
     assert len(json.loads((tmp_path / "r.json").read_text())["results"]) == 2

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, did_you_mean
 
 TITLES = {
     "decode": "One token decoded, by the length of the cache",
@@ -63,7 +63,8 @@ def check_settings(settings: BenchSettings) -> None:
     """Raise UserError unless all cases are known and all numbers in range."""
     unknown = [name for name in settings.cases if name not in TITLES]
     if unknown or not settings.cases:
-        raise UserError(f"unknown cases {unknown}; choose from {', '.join(TITLES)}")
+        hint = f"; choose from {', '.join(TITLES)}"
+        raise UserError(f"unknown cases {unknown}{did_you_mean((*unknown, '')[0], TITLES, hint)}")
     if not settings.lengths or min(settings.lengths) < CHECKED_QUERIES:
         raise UserError(f"lengths must be at least {CHECKED_QUERIES}, got {settings.lengths}")
     for name in ("batch", "heads", "head_width", "hidden_size", "layers", "rounds"):

@@ -132,10 +132,7 @@ run_analyze = task_command(ANALYSIS, "coca")
 def run_suite(words: list[str]) -> None:
     """Evaluate models x scalings x tasks from one YAML; resumes when restarted."""
     usage = "coca eval suite SUITE.yaml [--passkey.samples 20]"
-    found = parse_file(words, run_suite, suites.suite_parser, "suite", usage)
-    if found is None:
-        return
-    path, overrides, folder = found
+    path, overrides, folder = parse_file(words, run_suite, suites.suite_parser, "suite", usage)
     with Progress() as advance:
         results = suites.run_suite(suites.load_suite(path, overrides), folder, progress=advance)
     from coca_attention.report import printed_tables, read_results

@@ -8,10 +8,7 @@ def run_search(words: list[str]) -> None:
     from coca_attention.search import load_search, search, search_parser
 
     usage = "coca search SEARCH.yaml [--workers 4]"
-    found = parse_file(words, run_search, search_parser, "search", usage)
-    if found is None:
-        return
-    path, overrides, folder = found
+    path, overrides, folder = parse_file(words, run_search, search_parser, "search", usage)
     with Progress() as advance:
         results = search(load_search(path, overrides), folder, progress=advance)
     from coca_attention.report import printed_tables, read_results

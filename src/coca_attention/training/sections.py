@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from coca_attention.data import SourceSettings
-from coca_attention.errors import UserError, error_prefix
+from coca_attention.errors import UserError, did_you_mean, error_prefix
 from coca_attention.settings import Initialisation, check_letters, form_names
 
 # Names of the only source of a recipe without a mixture, and of the blocks of `passkey_share`.
@@ -100,7 +100,8 @@ class ModelRecipe:
             renamed = "; the form linear is now called magnitude"
             raise UserError(
                 f"attention must be one of {', '.join(known)}, got "
-                f"{self.attention!r}{renamed if self.attention == 'linear' else ''}"
+                f"{self.attention!r}"
+                f"{renamed if self.attention == 'linear' else did_you_mean(self.attention, known)}"
             )
         check_positive_counts(self, "hidden_size", "num_layers", "num_heads")
         check_positive_counts(self, "num_key_value_heads", "intermediate_size", "window")

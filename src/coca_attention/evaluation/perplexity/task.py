@@ -100,7 +100,7 @@ def load_text(
     documents = settings.documents()
     if settings.held_out:
         documents = (d for d in documents if held_out(d, settings.held_out))
-    chosen: "list[TokenDocument]" = []
+    chosen: list[TokenDocument] = []
     short = 0
     for document, ids in encode_documents(documents, tokenizer, batch=8):
         if len(chosen) == settings.max_documents:
