@@ -18,6 +18,15 @@ from coca_attention.errors import UserError, did_you_mean
 NAMES_ALONE = 30
 """Above this number of options the short help gives their names alone."""
 
+DESCRIBE = "--describe"
+
+
+class Described(Exception):
+    """Raised for the word `DESCRIBE`: carries the parser to what completes its options."""
+
+    def __init__(self, parser: "OptionParser") -> None:
+        self.parser = parser
+
 
 class OptionParser(ArgumentParser):
     """Options named with hyphens, with help from the docstrings below the fields.
@@ -90,6 +99,11 @@ class OptionParser(ArgumentParser):
             blocks.append(f"{self.prog} --help explains every option.")
         return "\n\n".join(block.rstrip() for block in blocks) + "\n"
 
+    def options(self) -> dict[str, Any]:
+        """Types of the options that the help lists, by their names with hyphens."""
+        shown = [action for action in self._actions if action.option_strings]
+        return {_name(a): self.types.get(a.dest) for a in shown if self._is_shown(a)}
+
     def _is_shown(self, action: Any) -> bool:
         """Whether the help lists an option: not those of jsonargparse for files and completion."""
         reads_file = type(action).__name__ in ("ActionConfigFile", "_ActionConfigLoad")
@@ -125,6 +139,8 @@ class OptionParser(ArgumentParser):
             UserError: If an option is unknown or a value is invalid, in one line.
             SystemExit: After printing help.
         """
+        if DESCRIBE in words:
+            raise Described(self)
         if "-h" in words:
             self._print_and_exit(self.format_help(short=True))
         for word in words:
@@ -151,8 +167,8 @@ class OptionParser(ArgumentParser):
             word = found[1].partition("=")[0]
             if not word.startswith("-"):
                 return f"unexpected word {word!r}"
-            known = [_hyphens(f"--{name}") for name in self.types]
-            return f"unknown option {_hyphens(word)}{did_you_mean(_hyphens(word), known)}"
+            known = [hyphens(f"--{name}") for name in self.types]
+            return f"unknown option {hyphens(word)}{did_you_mean(hyphens(word), known)}"
         keys = re.findall(r'(?:Parser key|Key) "([^"]*)"', text)
         path = ".".join(dict.fromkeys(keys))
         if found := re.search(r"(?:Group '(.*)' does not accept o|O)ption '([^']*)'", text):
@@ -168,9 +184,9 @@ class OptionParser(ArgumentParser):
             r"(?:Got value|Given value): ?(.*?)(?=:? - Expected|: Given value|$)", text
         )
         given = value[1] if value else ""
-        typed = {_hyphens(word.partition("=")[0]) for word in words if word.startswith("--")}
-        option = _hyphens(f"--{path}")
-        hint = did_you_mean(given, [str(choice) for choice in _choices(kind)])
+        typed = {hyphens(word.partition("=")[0]) for word in words if word.startswith("--")}
+        option = hyphens(f"--{path}")
+        hint = did_you_mean(given, [str(choice) for choice in choices(kind)])
         return (
             f"{option if option in typed else path} must be {_in_words(kind)}, got {given!r}{hint}"
         )
@@ -193,12 +209,13 @@ class OptionParser(ArgumentParser):
         return kind
 
 
-def _hyphens(option: str) -> str:
+def hyphens(option: str) -> str:
+    """An option with hyphens instead of the underscores of field names."""
     return option.replace("_", "-")
 
 
 def _name(action: Any) -> str:
-    return _hyphens(action.option_strings[-1 if len(action.option_strings[0]) == 2 else 0])
+    return hyphens(action.option_strings[-1 if len(action.option_strings[0]) == 2 else 0])
 
 
 def _wrapped(text: str, indent: str = "", first: str | None = None) -> str:
@@ -234,11 +251,11 @@ def _placeholder(kind: Any) -> str:
     words = {int: "INTEGER", float: "NUMBER", bool: "true|false", str: "TEXT"}
     if any(get_origin(one) is dict for one in _alternatives(kind)):
         return "YAML"
-    one = "|".join(map(str, _choices(kind))) or words.get(_item(kind), "YAML")
+    one = "|".join(map(str, choices(kind))) or words.get(_item(kind), "YAML")
     return f"{one},…" if _is_list_of_words(kind) else one
 
 
-def _choices(kind: Any) -> tuple[Any, ...]:
+def choices(kind: Any) -> tuple[Any, ...]:
     """Values of a literal type, also where it is optional or the items of a list."""
     item = _item(kind)
     return get_args(item) if get_origin(item) is Literal else ()
@@ -255,7 +272,7 @@ def _field_names(kind: Any) -> list[str]:
     item = _item(kind)
     if is_dataclass(item):
         return [one.name for one in fields(item)]
-    return [str(choice) for choice in _choices(kind)]
+    return [str(choice) for choice in choices(kind)]
 
 
 def _in_words(kind: Any) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coca_attention.cli.bench import run_bench
+from coca_attention.cli.completion import run_completion
 from coca_attention.cli.console import Run
 from coca_attention.cli.evaluation import EvaluationCommands, run_analyze
 from coca_attention.cli.info import run_info
@@ -24,6 +25,7 @@ COMMANDS: dict[str, Run | Mapping[str, Run]] = {
     "generate": run_generate,
     "report": run_report,
     "info": run_info,
+    "completion": run_completion,
 }
 
 

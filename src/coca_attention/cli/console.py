@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from coca_attention.errors import UserError
-from coca_attention.options import OptionParser, take_option
+from coca_attention.options import DESCRIBE, OptionParser, take_option
 
 Run = Callable[[list[str]], None]
 POSITIONALS = {
     "model": "Folder or name of a Transformers model.",
     "prompt": "Text to continue; - reads it from standard input.",
+    "shell": "bash, zsh or tcsh.",
     "target": "Folder to write; it must not exist yet, or be empty.",
 }
 
@@ -73,7 +74,11 @@ def parse_file(
         UserError: If the first word is an option.
         SystemExit: After printing help.
     """
-    asked = [word for word in words if word == "-h" or re.fullmatch(r"--([\w.-]+\.)?help", word)]
+    asked = [
+        word
+        for word in words
+        if word in ("-h", DESCRIBE) or re.fullmatch(r"--([\w.-]+\.)?help", word)
+    ]
     if asked:
         parser = make_parser()
         parser.leading = {kind.upper(): f"YAML file: {usage}"}

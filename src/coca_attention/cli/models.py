@@ -219,8 +219,8 @@ def _refuse_nan(input_ids: Any, scores: Any) -> Any:
     """A logits processor that ends the text where the model returns NaN, which would be token 0."""
     if scores.isnan().any():
         raise UserError(
-            f"the model returns NaN after {input_ids.shape[-1]} tokens: its weights are damaged, or "
-            "its precision overflows (try --dtype float32)"
+            f"the model returns NaN after {input_ids.shape[-1]} tokens: its weights are damaged, "
+            "or its precision overflows (try --dtype float32)"
         )
     return scores
 
