@@ -307,7 +307,7 @@ def test_generate_draws_from_the_likeliest_tokens(capsys, model_folder):
         (["--top-k", "1"], "set --temperature"),
         ([*hot, "--top-p", "0"], "top_p must be above 0"),
         ([*hot, "--top-k", "0"], "top_k must be at least 1"),
-        (["--temperature", "nan"], "temperature must be 0 or above"),
+        (["--temperature", ".nan"], "temperature must be 0 or above"),
     ):
         code, _, err = run(capsys, *words, *bad)
         assert code == 2 and message in err

@@ -272,7 +272,7 @@ def _run(folder: Path) -> Rows:
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
         steps = recipe["training"]["steps"]
-        stages = recipe.get("stages") or [{"name": ""}]
+        stages: list[dict[str, Any]] = recipe.get("stages") or [{"name": ""}]
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path}: not the recipe of a run; remove the file or the folder"

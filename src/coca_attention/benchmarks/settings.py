@@ -80,3 +80,8 @@ def check_settings(settings: BenchSettings) -> None:
             "roles must consist of the letters l and g, and requires a window of at least 1; got "
             f"roles {settings.roles!r} and window {settings.window}"
         )
+    if settings.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError("there is no CUDA device here; use --device cpu")

@@ -102,5 +102,8 @@ def _overview(program: str, table: Mapping[str, Any]) -> str:
                 lines.append(f"  {prefix + name:<17} {summary}")
 
     describe("", table)
-    lines += ["", "--debug shows tracebacks. COMMAND --help lists its options."]
+    lines += [
+        "",
+        "--debug shows tracebacks. COMMAND -h lists its options, COMMAND --help explains them.",
+    ]
     return "\n".join(lines)

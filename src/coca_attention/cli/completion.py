@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from coca_attention.cli.console import Run, parse
@@ -17,7 +18,7 @@ def run_completion(words: list[str]) -> None:
     if shell not in SHELLS:
         raise UserError(f"completion is for {', '.join(SHELLS)}, got {shell!r}")
     try:
-        import shtab
+        shtab: Any = import_module("shtab")
     except ImportError as error:
         raise UserError("this needs shtab: pip install 'coca-attention[completion]'") from error
     from coca_attention.cli import COMMANDS
