@@ -37,7 +37,8 @@ def test_parameters_and_cache_are_those_of_the_model(tmp_path, form, roles, kv_c
     model = saved(tmp_path, form, roles=roles, kv_cache=kv_cache, dtype=dtype)
     weights = read_weights(tmp_path)
     assert weights is not None
-    assert {name: list(t.shape) for name, t in model.state_dict().items() if name in weights.shapes}
+    state = model.state_dict()
+    assert weights.shapes == {name: list(state[name].shape) for name in weights.shapes}
     assert weights.kinds.total() == sum(p.numel() for p in model.parameters())
     cache = DynamicCache(config=model.config)
     length = 40
@@ -97,8 +98,17 @@ def test_other_folders_and_damaged_files_are_user_errors(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=r"config\.json"):
             model_folder(tmp_path)
+    for text in ('{"text_config": 5}', '{"layer_types": 5, "coca_form": "slack"}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError):
+            model_folder(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "other"}')
     weights.unlink()
+    for text in ("5", "training: 3", "training: {steps: x}\nstages: [3]", "{"):
+        (tmp_path / "recipe.yaml").write_text(text)
+        with pytest.raises(UserError, match="copy"):
+            model_folder(tmp_path)
+    (tmp_path / "recipe.yaml").unlink()
     rows = dict(model_folder(tmp_path))
     assert rows["model"] == "other" and rows["parameters"] == "no safetensors files"
 

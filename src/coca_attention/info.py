@@ -32,6 +32,7 @@ from coca_attention.fields import (
 Rows = list[tuple[str, str]]
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8}
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+NOT_AS_EXPECTED = (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError)
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -132,17 +133,17 @@ def _header(file: Path) -> dict[str, Any]:
     try:
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length)) if length <= LARGEST_HEADER else None
-        tensors = [t for name, t in header.items() if name != "__metadata__"]  # type: ignore
+            header: Any = json.loads(stream.read(length)) if length <= LARGEST_HEADER else None
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
         end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+    except (OSError, *NOT_AS_EXPECTED) as error:
         raise UserError(f"{file}: not a whole safetensors file; copy or save it again") from error
     if file.stat().st_size != end:
         raise UserError(
             f"{file}: has {file.stat().st_size:,} bytes and its header describes {end:,}: it is "
             "truncated or damaged; copy or save it again"
         )
-    return header  # type: ignore
+    return header
 
 
 def model_folder(path: str | Path) -> Rows:
@@ -155,17 +156,29 @@ def model_folder(path: str | Path) -> Rows:
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"{path}: no such folder; coca info reads folders on this machine")
+    try:
+        return _describe(folder)
+    except UserError:
+        raise
+    except NOT_AS_EXPECTED as error:
+        raise UserError(
+            f"{path}: a file in it does not say what it should ({type(error).__name__}: {error}); "
+            "copy or save the folder again"
+        ) from error
+
+
+def _describe(folder: Path) -> Rows:
     run = _run(folder)
     if not (folder / "config.json").is_file():
         if not run:
-            raise UserError(f"{path}: neither a model (config.json) nor a run (recipe.yaml)")
+            raise UserError(f"{folder}: neither a model (config.json) nor a run (recipe.yaml)")
         return [("model", "none yet: the run has not finished"), *run]
     content = _json(folder / "config.json")
     config = SimpleNamespace(**content.get("text_config", content))
     weights = read_weights(folder)
     try:
         rows = _attention(config) + _sizes(config, weights)
-    except (AttributeError, TypeError) as error:  # fields that only Transformers knows to fill in
+    except AttributeError as error:  # Transformers would fill in the field
         rows = [("attention", f"not described by config.json alone ({error})")]
     if weights is not None:
         kinds = [f"{DTYPES.get(kind, kind)}" for kind, _ in weights.kinds.most_common()]
@@ -271,12 +284,10 @@ def _run(folder: Path) -> Rows:
         return []
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-        steps = recipe["training"]["steps"]
-        stages: list[dict[str, Any]] = recipe.get("stages") or [{"name": ""}]
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path}: not the recipe of a run; remove the file or the folder"
-        ) from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not readable YAML; copy it again") from error
+    steps = recipe["training"]["steps"]
+    stages: list[dict[str, Any]] = recipe.get("stages") or [{"name": ""}]
     wanted = sum(stage.get("steps") or steps for stage in stages)
     if (folder / "training.json").is_file():
         summary = _json(folder / "training.json")
@@ -292,7 +303,8 @@ def _run(folder: Path) -> Rows:
         if name and (work / "stage.json").is_file():
             before += stage.get("steps") or steps
             continue
-        saved = [int(x.name.partition("-")[2]) for x in work.glob("checkpoints/checkpoint-*[0-9]")]
+        numbers = [path.name.partition("-")[2] for path in work.glob("checkpoints/checkpoint-*")]
+        saved = [int(number) for number in numbers if number.isdecimal()]
         done = before + max(saved, default=0)
         where = f"in stage {name}, " if name else ""
         again = "run the same coca train again to go on"
@@ -303,7 +315,7 @@ def _run(folder: Path) -> Rows:
 def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable JSON; copy or save it again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object")

@@ -143,11 +143,10 @@ class OptionParser(ArgumentParser):
             raise Described(self)
         if "-h" in words:
             self._print_and_exit(self.format_help(short=True))
-        for word in words:
-            kind = _item(self._type_at(word[2:].removesuffix(".help")))
-            if word.endswith(".help") and is_dataclass(kind):
-                fields_of = OptionParser(self.prog)
-                fields_of.add_class_arguments(kind, word[2:].removesuffix(".help"))
+        for name in [word[2:-5] for word in words if re.fullmatch(r"--\S+\.help", word)]:
+            fields_of, kind = OptionParser(self.prog), _item(self._type_at(name))
+            if is_dataclass(kind):
+                fields_of.add_class_arguments(kind, name)
                 self._print_and_exit(fields_of.format_help())
         try:
             return self.instantiate(self.parse_args(_as_fields(words, self.types)))
