@@ -368,7 +368,7 @@ def test_completion_knows_commands_options_and_values(capsys):
     pytest.importorskip("shtab")
     code, out, err = run(capsys, "completion", "bash")
     assert code == 0, err
-    for word in ("'perplexity'", "'--model.body'", "'gpt_neox'", "'--output'"):
+    for word in ("perplexity", "--model.body", "gpt_neox", "--output"):
         assert word in out
     assert "choose" not in run(capsys, "completion", "zsh")[2]
     assert "completion is for bash" in run(capsys, "completion", "fish")[2]
