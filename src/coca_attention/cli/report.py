@@ -18,11 +18,12 @@ class ReportSettings:
 
 def run_report(words: list[str]) -> None:
     """Turn result files and run folders into one self-contained HTML page."""
-    from coca_attention.report import write_report
-
     split = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     paths, rest = words[:split], words[split:]
-    settings = parse("coca report RESULT …", run_report, rest, [ReportSettings])[0]
+    leading = {"RESULT …": "Result files (JSON) and run folders."}
+    settings = parse("coca report", run_report, rest, [ReportSettings], leading=leading)[0]
     if not paths:
         raise UserError("give result files first: coca report RESULT.json … --output report.html")
+    from coca_attention.report import write_report
+
     print(f"Report: {write_report(paths, settings.output, title=settings.title)}")

@@ -6,14 +6,9 @@ from typing import Any
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import GLOBAL, LOCAL
+from coca_attention.settings import check_letters
 
 LETTERS = {"l": LOCAL, "g": GLOBAL}
-
-
-def check_letters(layers: str) -> None:
-    """Raise UserError unless a pattern of layers consists of `LETTERS`."""
-    if not layers or set(layers) - set(LETTERS):
-        raise UserError(f"layers must consist of the letters l and g, got {layers!r}")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Converting a vanilla decoder to the CoCA model of its family, in place."""
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ from coca_attention.models.decoder import (
 )
 from coca_attention.models.families import FAMILIES, Family, supported_families
 from coca_attention.models.roles import Roles
+from coca_attention.settings import Initialisation
 
-Initialisation = Literal["fold", "calibrated", "random"]
 DECAY = 1.0
 """Exponent of the decay beyond ``max_distance``, with a decay length of L / 8."""
 INITIALISATIONS: tuple[str, ...] = get_args(Initialisation)
