@@ -7,7 +7,9 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from coca_attention.report.figures import colours, draw
+from coca_attention.errors import UserError
+from coca_attention.report.figures import FAINT, colours, draw
+from coca_attention.report.groups import differ
 from coca_attention.report.section import Entry, Section, Table
 
 Cell = dict[str, Any]
@@ -154,7 +156,7 @@ def entropy_figure(models: dict[str, Cells]) -> dict[str, str]:
                     lw=1.6,
                 )
         lengths = sorted(widest)
-        axes.plot(lengths, [widest[n] for n in lengths], label="ln n", color="#bbbbbb", lw=3)
+        axes.plot(lengths, [widest[n] for n in lengths], label="ln n", color=FAINT, lw=3)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -168,7 +170,9 @@ def entropy_figure(models: dict[str, Cells]) -> dict[str, str]:
 def _by_model(cells: Sequence[Cell]) -> dict[str, Cells]:
     models: dict[str, Cells] = {}
     for cell in cells:
-        models.setdefault(cell["model"], {})[cell["length"]] = cell
+        other = models.setdefault(cell["model"], {}).setdefault(cell["length"], cell)
+        if differ(cell, other):
+            raise UserError(f"the results hold {cell['model']} at {cell['length']} tokens twice")
     return {model: dict(sorted(found.items())) for model, found in models.items()}
 
 

@@ -1,11 +1,11 @@
 """Endless text in the report: perplexity, speed and memory by position."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 
+from coca_attention.intervals import DocumentScore, perplexity
 from coca_attention.report.figures import colours, draw
 from coca_attention.report.lines import DASHES, Cell, line_key, line_label
 from coca_attention.report.section import Section
@@ -66,4 +66,4 @@ def streaming_sections(cells: Sequence[Cell]) -> list[Section]:
 
 
 def _perplexity(found: dict[str, Any]) -> float:
-    return math.exp(found["nats"] / found["tokens"])
+    return perplexity([DocumentScore("", found["nats"], found["tokens"])])
