@@ -124,6 +124,7 @@ def share_map(found: Cells, name: str) -> dict[str, str]:
         middles = [end - count / 2 for end, count in zip(ends, counts, strict=True)]
         axes.set_yticks(middles, [f"layer {x['layer']}\n{_role(x)}" for x in layers])
         axes.set_xlabel("prompt length in tokens")
+        axes.set_ylabel("heads by layer")
         figure = axes.get_figure()
         assert figure is not None
         figure.colorbar(mesh, ax=axes, label="share of attention on the line with the key")

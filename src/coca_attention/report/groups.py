@@ -49,6 +49,8 @@ def claimed_twice(cells: Sequence[Cell]) -> set[str]:
     found: dict[Any, Cell] = {}
     names = set()
     for cell in cells:
+        if "model" not in cell:
+            continue
         # A name also belongs to two models if these differ where their cells do not meet.
         about = {n: cell.get(n) for n in ("model", "attention", "training_length", "file")}
         for place, content in (

@@ -25,6 +25,10 @@ from coca_attention.report.lines import (
 from coca_attention.report.section import Entry, Section, Table
 
 
+NAMED = 8
+"""Models named after the first in a sentence."""
+
+
 def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
     """Figure and table by window, positions, key tokens, and the forms."""
     lines = by_line(cells, "window")
@@ -196,7 +200,7 @@ def _ranking(lines: Lines, window: int) -> str:
     for key, line in lines.items():
         if window not in line:
             continue
-        label, cell = best.setdefault(key[0], (line_label(key), line[window]))
+        _, cell = best.setdefault(key[0], (line_label(key), line[window]))
         # As shown: at its training length, scaling does not make a model better.
         if _value(line[window]) < _value(cell) and _shown(line[window]) != _shown(cell):
             best[key[0]] = line_label(key), line[window]
@@ -206,10 +210,17 @@ def _ranking(lines: Lines, window: int) -> str:
         return f"{where} no model has a finite perplexity."
     if not others:
         return f"{where} {name} has a perplexity of {_shown(first)}."
-    rest = [f"{label} {_shown(cell)}{_change(cell, first)}" for label, cell in others]
+    changes = [_change(cell, first) for _, cell in others]
+    rest = [
+        f"{label} {_shown(cell)}{change}"
+        for (label, cell), change in zip(others, changes, strict=True)
+    ]
+    if len(rest) > NAMED:
+        rest[NAMED:] = [f"{len(rest) - NAMED} more up to {_shown(others[-1][1])}"]
+    intervals = ", with 95 % intervals of the difference" if ";" in changes[0] else ""
     return (
-        f"{where} {name} has the lowest perplexity, {_shown(first)}. The others, with 95 % "
-        f"intervals of the difference: {'; '.join(rest)}."
+        f"{where} {name} has the lowest perplexity, {_shown(first)}. The others{intervals}: "
+        f"{'; '.join(rest)}."
     )
 
 

@@ -15,9 +15,11 @@ def streaming_sections(cells: Sequence[Cell]) -> list[Section]:
     """A figure of perplexity by position; for every model a table with speed and memory."""
     colour = colours(cell["model"] for cell in cells)
     labels = [
-        f"{line_label(line_key(cell))}, {cell['sinks']} + {cell['window']} tokens in sight"
+        f"{line_label(line_key(cell))}, {cell['sinks']:,} + {cell['window']:,} tokens in sight"
         for cell in cells
     ]
+    if len(set(labels)) < len(labels):
+        labels = [f"{a}, {c['piece']:,} at a time" for a, c in zip(labels, cells, strict=True)]
 
     def plot(axes: Axes) -> None:
         for cell, label in zip(cells, labels, strict=True):
