@@ -127,6 +127,8 @@ def angle_figure(cell: dict[str, Any], name: str) -> dict[str, str]:
             scaled,
             cmap=colormaps["cividis"],
             norm=BoundaryNorm(levels, 256),
+            edgecolor="face",
+            lw=0.3,
         )
         axes.grid(False)
         axes.axvline(180, color="white", lw=1, ls="--")

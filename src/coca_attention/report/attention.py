@@ -115,12 +115,15 @@ def share_map(found: Cells, name: str) -> dict[str, str]:
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
 
     def plot(axes: Axes) -> None:
-        mesh = axes.pcolormesh(shares, cmap=colormaps["cividis"], vmin=0.0, vmax=1.0)
+        mesh = axes.pcolormesh(
+            shares, cmap=colormaps["cividis"], vmin=0.0, vmax=1.0, edgecolor="face", lw=0.3
+        )
         axes.grid(False)
         axes.invert_yaxis()
         for end in ends[:-1]:
             axes.axhline(end, color="white", lw=1)
-        axes.set_xticks([i + 0.5 for i in range(len(lengths))], [f"{n:,}" for n in lengths])
+        names = [f"{n:,}" for n in lengths]
+        axes.set_xticks([i + 0.5 for i in range(len(lengths))], names, rotation=30)
         middles = [end - count / 2 for end, count in zip(ends, counts, strict=True)]
         axes.set_yticks(middles, [f"layer {x['layer']}\n{_role(x)}" for x in layers])
         axes.set_xlabel("prompt length in tokens")

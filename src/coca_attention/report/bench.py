@@ -132,7 +132,8 @@ def _setting(cell: dict[str, Any]) -> str:
             phrases.append(re.sub(r"^1 (.*)heads", r"1 \1head", phrase.format_map(sizes)))
             sizes = {name: size for name, size in sizes.items() if name not in names}
     phrases += [f"{name.replace('_', ' ')} {size}" for name, size in sizes.items()]
-    return ", ".join([*phrases, cell["dtype"], cell["device"]])
+    batch = [f"batches of {cell['batch']}"] if cell["batch"] > 1 else []
+    return ", ".join([*phrases, *batch, cell["dtype"], cell["device"]])
 
 
 def _note(group: Sequence[dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 import io
 import re
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -64,7 +65,9 @@ def draw(name: str, plot: Callable[[Axes], None]) -> dict[str, str]:
 
     drawings = {}
     for screen, size in SIZES.items():
-        with matplotlib.rc_context(STYLE):
+        with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+            # The browser sets the text, in its own fonts.
+            warnings.filterwarnings("ignore", "Glyph .* missing")
             figure = Figure(figsize=size, layout="constrained")
             axes = figure.subplots()
             plot(axes)

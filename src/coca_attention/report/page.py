@@ -127,11 +127,11 @@ def _tell_apart(
 
 
 def _members(cells: Sequence[dict[str, Any]]) -> str:
-    """The models of comparable cells, and the files that they are from."""
-    models = dict.fromkeys(cell["model"] for cell in cells if "model" in cell)
-    names = dict.fromkeys(cell["file"] for cell in cells if cell["file"])
-    named = ", ".join(models or names)
-    return f"{named} ({', '.join(names)})" if models and names else named
+    """The models of comparable cells, or the machine, and the files that they are from."""
+    names = ", ".join(dict.fromkeys(cell["file"] for cell in cells if cell["file"]))
+    models = ", ".join(dict.fromkeys(cell["model"] for cell in cells if "model" in cell))
+    about = models or cells[0]["machine"] or ""
+    return f"{about} ({names})" if about and names else about or names
 
 
 def _own(section: Section, number: int) -> Section:

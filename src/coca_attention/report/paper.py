@@ -76,5 +76,8 @@ def _table(title: str, columns: str, rows: dict[str, tuple[str, ...]], note: str
 
 def _differences(columns: str, rows: dict[int, tuple[str, ...]]) -> Section:
     what = "perplexity" if rows is TABLE_3_PERPLEXITY else "passkeys found"
-    named = {f"NTK ({factor})": values for factor, values in rows.items()}
+    named = {
+        f"NTK ({factor})": tuple(value.replace("-", "−") for value in values)
+        for factor, values in rows.items()
+    }
     return _table(f"The paper’s {what}, strict minus slack (its Table 3)", columns, named)

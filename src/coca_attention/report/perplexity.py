@@ -24,7 +24,6 @@ from coca_attention.report.lines import (
 )
 from coca_attention.report.section import Entry, Section, Table
 
-
 NAMED = 8
 """Models named after the first in a sentence."""
 
@@ -299,8 +298,9 @@ def _facts(cells: Sequence[Cell]) -> list[str]:
     counts = {len(cell["documents"]) for cell in cells}
     if len(counts) == 1:
         names = [str(document["id"]) for document in cells[0]["documents"]]
-        more = ", …" if len(names) > 3 else ""
-        facts.append(f"documents: {counts.pop()} ({', '.join(names[:3])}{more})")
+        first = ", ".join([*names[:3], *(["…"] if len(names) > 3 else [])])
+        named = "" if names[0].isdigit() else f" ({first})"
+        facts.append(f"documents: {counts.pop()}{named}")
     return facts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from coca_attention.errors import UserError
 
 IN_FOLDERS = ("training.json", "results.json")
-"""Of a run; of a suite, a search or the quickstart."""
+"""Of a run; of a suite, a search or the quickstart. Read first, and an error if damaged."""
 KINDS = {"results", "training", "curve"}
 
 
@@ -33,13 +33,12 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     found = [path / name for name in IN_FOLDERS if (path / name).is_file()]
-    if found:
-        return found
-    found = [file for file in sorted(path.glob("*.json")) if _is_result_file(file)]
+    others = [file for file in sorted(path.glob("*.json")) if file not in found]
+    found += [file for file in others if _is_result_file(file)]
     if not found:
         raise UserError(
             f"{path}: this folder has neither results.json nor training.json nor other result "
-            "files; give the output of coca train, eval, search, bench or quickstart"
+            "files; give what coca train, eval, analyze, search, bench or quickstart has written"
         )
     return found
 
@@ -99,4 +98,6 @@ def _machine(content: dict[str, Any]) -> str | None:
         return None
     processors = about.get("gpus") or [about.get("processor")]
     torch = about.get("versions", {}).get("torch")
-    return f"{', '.join(map(str, processors))}, {about.get('threads')} threads, PyTorch {torch}"
+    threads = about.get("threads")
+    plural = "" if threads == 1 else "s"
+    return f"{', '.join(map(str, processors))}, {threads} thread{plural}, PyTorch {torch}"

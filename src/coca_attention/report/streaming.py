@@ -34,6 +34,7 @@ def streaming_sections(cells: Sequence[Cell]) -> list[Section]:
                 lw=1.8,
             )
         axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("tokens read")
         axes.set_ylabel("perplexity of the range that ends here")
 
@@ -60,8 +61,8 @@ def streaming_sections(cells: Sequence[Cell]) -> list[Section]:
                 label,
                 header=[label, "perplexity", "tokens/s", "memory in MB"],
                 rows=rows,
-                note=f"{cell['piece']} tokens in a pass. Memory is that of the whole process (on a "
-                "GPU, what PyTorch has reserved).",
+                note=f"Tokens in a pass: {cell['piece']:,}. Memory is that of the whole process "
+                "(on a GPU, what PyTorch has reserved).",
             )
         )
     return sections
