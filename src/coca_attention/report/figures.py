@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from html import escape
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
@@ -168,7 +169,7 @@ def _describe(axes: Axes) -> str:
         return f"Heat map of the {measure}, {ranges}, by {up or 'row'} and {across}."
     parts = []
     for line in axes.get_lines():
-        x, y = list(line.get_xdata()), list(line.get_ydata())
+        x, y = (np.asarray(data).tolist() for data in line.get_data())
         if x and not _unnamed(line):
             ends = [f"{b:,.3g} at {a:,g}" for a, b in dict.fromkeys([(x[0], y[0]), (x[-1], y[-1])])]
             parts.append(f"{line.get_label()}: {' to '.join(ends)}")
