@@ -314,6 +314,15 @@ def test_one_model_measured_twice_is_told_apart_by_its_files(tmp_path):
     assert "RoFormer (larger)" in Page(build_report(read_results(files))).text
 
 
+def test_two_runs_of_one_name_are_told_apart():
+    runs = [
+        {"training": [{**TRAINING, "steps": steps}], "file": f"{steps}/run/training.json"}
+        for steps in (10, 20)
+    ]
+    text = Page(build_report(runs)).text
+    assert all(f"Recipe of RoFormer ({run['file']})" in text for run in runs)
+
+
 def test_folders_are_read_for_what_is_in_them(tmp_path):
     written(tmp_path, "suite/results.json", CELLS)
     (tmp_path / "suite" / "config.json").write_text("{}")
