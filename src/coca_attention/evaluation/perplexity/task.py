@@ -305,6 +305,7 @@ def evaluate_perplexity(
             "window": window,
             "stride": run_stride,
             "targets": settings.targets,
+            "text": text,
             "perplexity": _number(perplexity(scores)),
             "ci95": list(interval) if interval else None,
             "nats": _number(sum(score.nats for score in scores)),
