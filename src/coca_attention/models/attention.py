@@ -82,6 +82,9 @@ class CollinearAttention(nn.Module):
     """
 
     layout: ClassVar[AttentionLayout] = AttentionLayout()
+    # What Q' is divided by. Serving engines read it from the module before the first pass, so it is
+    # the same in every dtype; as a power of two it changes no score.
+    kernel_scale: ClassVar[float] = score_scale(torch.float16)
 
     def __init__(self: Any, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # pyright: ignore[reportCallIssue]
@@ -134,13 +137,12 @@ class CollinearAttention(nn.Module):
         cos, sin, factor, bias = position_embeddings
         config = self.config
         query, coefficients, value = self.project(hidden_states)
-        divisor = score_scale(query.dtype)
         query = query_map(
             query,
             cos,
             sin,
             form=config.coca_form,
-            scale=self.scaling / divisor,
+            scale=self.scaling / self.kernel_scale,
             factor=factor,
             interleaved=self.layout.interleaved,
             free_pairs=self.free_pairs,
@@ -163,7 +165,7 @@ class CollinearAttention(nn.Module):
                     mask = with_bias(mask, bias(*places, cos.dtype).unsqueeze(1))
                 output = self._attend_half(query, coefficients, value, key_positions, first, mask)
                 if output is not None:
-                    return self._projected(output.transpose(1, 2)), None
+                    return self._projected(output.transpose(1, 2), hidden_states), None
             if key_positions is not None and (keys != length or key_positions.apart):
                 query = key_positions.turned(query, kind)
                 cos, sin = key_positions.rotary(kind, first, keys)
@@ -177,8 +179,10 @@ class CollinearAttention(nn.Module):
         sdpa = config._attn_implementation == "sdpa"
         if sdpa and no_mask and window and window < key.shape[-2]:
             # `CollinearModel` leaves out a mask that is nothing but the window.
-            output = attend(query, key, value, window=window, scale=divisor, dropout=dropout)
-            return self._projected(output.transpose(1, 2)), None
+            output = attend(
+                query, key, value, window=window, scale=self.kernel_scale, dropout=dropout
+            )
+            return self._projected(output.transpose(1, 2), hidden_states), None
         if bias is not None:
             assert key_positions is not None  # always passed by the decoder
             places = key_positions.places(kind, first, key.shape[-2])
@@ -195,12 +199,12 @@ class CollinearAttention(nn.Module):
                     value,
                     attention_mask=attention_mask,
                     is_causal=causal,
-                    scale=divisor,
+                    scale=self.kernel_scale,
                     dropout=dropout,
                     bias=bias,
                     positions=places,
                 )
-                return self._projected(output.transpose(1, 2)), None
+                return self._projected(output.transpose(1, 2), hidden_states), None
             shape = attention_mask.shape if isinstance(attention_mask, Tensor) else ()
             dense = len(shape) == 4 and shape[-1] == key.shape[-2]
             if not dense and config._attn_implementation != "eager":
@@ -219,16 +223,17 @@ class CollinearAttention(nn.Module):
             key,
             value,
             attention_mask,
-            scaling=divisor,
+            scaling=self.kernel_scale,
             dropout=dropout,
             sliding_window=window,
             **kwargs,
         )
-        return self._projected(output), weights
+        return self._projected(output, hidden_states), weights
 
-    def _projected(self: Any, output: Tensor) -> Tensor:
-        """(B, T, H, D) to (B, T, hidden)."""
-        return self.get_submodule(self.layout.output_name)(output.flatten(2).contiguous())
+    def _projected(self: Any, output: Tensor, hidden_states: Tensor) -> Tensor:
+        """(B, T, H, D), or (B * T, H * D) from a serving engine, to (B, T, hidden)."""
+        output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        return self.get_submodule(self.layout.output_name)(output)
 
     def _decodes(self: Any, query: Tensor, mask: Any) -> bool:
         """Whether to use `_attend_half` instead of the configured attention function.
@@ -257,7 +262,7 @@ class CollinearAttention(nn.Module):
         """
         keys = coefficients.shape[-2]
         kind = getattr(self, "layer_type", None)
-        scale = score_scale(query.dtype)
+        scale = self.kernel_scale
         if compiling():
             cos, sin = key_positions.rotary(kind, first, keys)
             return attend_half_at(
