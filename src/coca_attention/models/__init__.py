@@ -3,8 +3,6 @@
 Importing this package also adds our own rope types, such as ``ntk``, to Transformers' table.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
 from coca_attention.models.alibi import (
     AlibiGPTNeoXConfig,
     AlibiGPTNeoXForCausalLM,
@@ -12,7 +10,7 @@ from coca_attention.models.alibi import (
 )
 from coca_attention.models.configuration import add_rope_types, training_length
 from coca_attention.models.conversion import convert, load_original
-from coca_attention.models.families import FAMILIES, register_family
+from coca_attention.models.families import CLASSES, FAMILIES, register, register_family
 from coca_attention.models.families.gpt_neox import CoCAGPTNeoXConfig, CoCAGPTNeoXForCausalLM
 from coca_attention.models.families.llama import CoCALlamaConfig, CoCALlamaForCausalLM
 from coca_attention.models.loading import load_model
@@ -23,11 +21,10 @@ from coca_attention.models.streaming import StreamingCache
 add_rope_types()
 for _family in FAMILIES:
     register_family(_family)
-AutoConfig.register(AlibiGPTNeoXConfig.model_type, AlibiGPTNeoXConfig, exist_ok=True)
-AutoModel.register(AlibiGPTNeoXConfig, AlibiGPTNeoXModel, exist_ok=True)
-AutoModelForCausalLM.register(AlibiGPTNeoXConfig, AlibiGPTNeoXForCausalLM, exist_ok=True)
+register(AlibiGPTNeoXConfig, AlibiGPTNeoXModel, AlibiGPTNeoXForCausalLM)
 
 __all__ = [
+    "CLASSES",
     "AlibiGPTNeoXConfig",
     "AlibiGPTNeoXForCausalLM",
     "CoCAGPTNeoXConfig",
