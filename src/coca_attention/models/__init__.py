@@ -18,10 +18,16 @@ from coca_attention.models.roles import Roles
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.streaming import StreamingCache
 
-add_rope_types()
-for _family in FAMILIES:
-    register_family(_family)
-register(AlibiGPTNeoXConfig, AlibiGPTNeoXModel, AlibiGPTNeoXForCausalLM)
+
+def register_models() -> None:
+    """Register all classes with Transformers: done on import, and what engines call as a plugin."""
+    add_rope_types()
+    for family in FAMILIES:
+        register_family(family)
+    register(AlibiGPTNeoXConfig, AlibiGPTNeoXModel, AlibiGPTNeoXForCausalLM)
+
+
+register_models()
 
 __all__ = [
     "CLASSES",
@@ -36,6 +42,7 @@ __all__ = [
     "convert",
     "load_model",
     "load_original",
+    "register_models",
     "set_rotary_scaling",
     "training_length",
 ]

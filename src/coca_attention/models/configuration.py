@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from coca_attention.models.portable import PackagedConfig
 from coca_attention.ops import RULES, Rotation, Rule, get_form
 
 CACHES = ("full", "half")
@@ -174,7 +175,7 @@ def check_cache_kind(kind: str) -> None:
 
 
 @dataclass(kw_only=True, repr=False)
-class CoCAConfig:
+class CoCAConfig(PackagedConfig):
     """Fields that CoCA adds to a family's configuration; a mixin placed before the family's class.
 
     ``max_position_embeddings`` is the training length in tokens; ``rope_parameters`` contains the

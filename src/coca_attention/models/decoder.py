@@ -17,6 +17,7 @@ from transformers.masking_utils import (
 )
 
 from coca_attention.models.attention import CollinearAttention
+from coca_attention.models.cards import push_card
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
@@ -25,6 +26,7 @@ from coca_attention.models.configuration import (
     rotation,
 )
 from coca_attention.models.half_cache import KeyPositions
+from coca_attention.models.portable import PackagedModel
 from coca_attention.models.projections import (
     FoldedLinear,
     initial_form_parameters,
@@ -68,7 +70,7 @@ def replace_attention(
     body.rotary_emb = CoCARotary(body.config)
 
 
-class CollinearPreTrained:
+class CollinearPreTrained(PackagedModel):
     """Weight initialization shared by decoder and language model."""
 
     def _init_weights(self: Any, module: nn.Module) -> None:
@@ -212,6 +214,11 @@ class CollinearForCausalLM(CollinearPreTrained):
         replace_attention(self.base_model, self.body_class)
         self.base_model.post_init()
         self.post_init()
+
+    def push_to_hub(self: Any, repo_id: str, **kwargs: Any) -> str:
+        """As in Transformers, with the card of the model's folder."""
+        push_card(self, repo_id, token=kwargs.get("token"), private=kwargs.get("private"))
+        return super().push_to_hub(repo_id, **kwargs)  # pyright: ignore
 
     def _get_static_cache_init_shape(self: Any) -> Any:
         # Transformers assumes keys as wide as values; without a shape, the first update decides.

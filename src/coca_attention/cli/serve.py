@@ -1,0 +1,62 @@
+"""The command ``coca serve``."""
+
+import json
+import sys
+from typing import Any
+
+from coca_attention.errors import UserError
+
+# Messages one after another, for models that were not trained on conversations.
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def run_serve(words: list[str]) -> None:
+    """Serve a model over HTTP, with the interface of OpenAI's, by Transformers' own server.
+
+    usage: coca serve MODEL [options of transformers serve, such as --port 8000]
+    """
+    if not words or words[0].startswith("-"):
+        if words[:1] in (["-h"], ["--help"]):
+            _check_installed()
+            return _start(["--help"])
+        raise UserError("the model comes first: coca serve MODEL [--port 8000 …]")
+    from coca_attention.data import load_tokenizer
+
+    model, *options = words
+    _check_installed()
+    if load_tokenizer(model).chat_template is None and "--chat-template-kwargs" not in options:
+        options += ["--chat-template-kwargs", json.dumps({"chat_template": PLAIN_TEMPLATE})]
+        print(
+            "the tokenizer has no chat template: a conversation is joined into one text, which the "
+            "model continues",
+            file=sys.stderr,
+        )
+    _start([model, *options])
+
+
+def _check_installed() -> None:
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise UserError("this needs Transformers' server: pip install 'coca-attention[serve]'")
+
+
+def _start(words: list[str]) -> None:
+    """Run ``transformers serve`` until it is interrupted."""
+    import typer
+    from transformers.cli.transformers import app
+
+    import coca_attention.models  # noqa: F401 (registers the models)
+
+    try:
+        app(["serve", *words], prog_name="coca", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        return  # the server has ended all requests and freed the model
+    except (OSError, ValueError) as error:
+        raise UserError(f"{words[0]} cannot be served: {' '.join(str(error).split())}") from error
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        usage: Any = error  # of an option, by the library of Transformers' command line
+        first = usage.format_message().splitlines()[0].rstrip(".")
+        raise UserError(f"{first}; see coca serve --help") from error
