@@ -1,6 +1,7 @@
 """Model cards: the README.md of a model folder, in the format of the Hugging Face Hub."""
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,10 @@ model = AutoModelForCausalLM.from_pretrained("{{ name }}")
 tokenizer = AutoTokenizer.from_pretrained("{{ name }}")
 ```
 {% if ours %}
-Without the import, Transformers does not know the type `{{ type }}` and advises to upgrade it, which
-does not help. Where nothing can be imported, `coca export` writes a folder with a `modeling_coca.py`,
-which `trust_remote_code=True` loads: that file imports the package and nothing else.
+Without the import, Transformers does not know the type `{{ type }}` and advises to upgrade it,
+which does not help. Where nothing can be imported, `coca export` writes a folder with a
+`modeling_coca.py`, which `trust_remote_code=True` loads: that file imports the package and nothing
+else.
 {% endif %}
 {%- if untrained %}
 ## Training
@@ -127,7 +129,7 @@ def write_card(
 def push_card(model: Any, repo_id: str, *, token: Any = None, private: bool | None = None) -> None:
     """Upload a model's card to the Hub unless there is one: that of its folder, or a new one.
 
-    Transformers' own ``push_to_hub`` keeps a card that is there, and writes a generic one otherwise.
+    Transformers' own ``push_to_hub`` keeps a card that is there, or else writes a generic one.
     """
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -234,10 +236,8 @@ def _inherited(source: str | Path, folder: Path) -> ModelCardData:
     theirs: dict[str, Any] = {}
     if (folder / SOURCE_CARD).is_file():
         text = (folder / SOURCE_CARD).read_text(encoding="utf-8", errors="replace")
-        try:
+        with suppress(ValueError, yaml.YAMLError):  # a card without readable metadata
             theirs = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
-        except (ValueError, yaml.YAMLError):
-            pass  # a card without readable metadata
     names = ("license", "license_name", "license_link", "language", "base_model")
     kept = {name: theirs[name] for name in names if name in theirs}
     if not Path(source).exists():

@@ -55,8 +55,8 @@ def make_portable(model: Any) -> None:
     Raises:
         UserError: If the model's classes are not of this package.
     """
-    config = model.config
-    if not isinstance(config, PackagedConfig):
+    config: Any = model.config
+    if PackagedConfig not in type(config).__mro__:
         raise UserError(
             f"{type(model).__name__} is a model of Transformers itself, which loads without this "
             "package: there is nothing to export"
