@@ -43,20 +43,38 @@ def _check_installed() -> None:
 
 def _start(words: list[str]) -> None:
     """Run ``transformers serve`` until it is interrupted."""
-    import typer
     from transformers.cli.transformers import app
 
     import coca_attention.models  # noqa: F401 (registers the models)
 
     try:
-        app(["serve", *words], prog_name="coca", standalone_mode=False)
-    except (KeyboardInterrupt, typer.Abort):
-        return  # the server has ended all requests and freed the model
+        server: Any = app(
+            ["serve", *words, "--non-blocking"], prog_name="coca", standalone_mode=False
+        )
     except (OSError, ValueError) as error:
-        raise UserError(f"{words[0]} cannot be served: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"{words[0]} cannot be served: {reason}") from error
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
-        usage: Any = error  # of an option, by the library of Transformers' command line
+        usage: Any = error  # by the library that reads Transformers' command line
         first = usage.format_message().splitlines()[0].rstrip(".")
         raise UserError(f"{first}; see coca serve --help") from error
+    if hasattr(server, "server"):  # not after printing help
+        _wait(server)
+
+
+def _wait(server: Any) -> None:
+    """Wait for Ctrl-C, then for the answers in progress; with a second one, for nothing."""
+    try:
+        server._thread.join()
+        if not server.server.started:
+            raise UserError("the server could not start, for the reason above: try another --port")
+    except KeyboardInterrupt:
+        server.server.should_exit = True
+        try:
+            server._thread.join()
+        except KeyboardInterrupt:
+            server.server.force_exit = True
+    finally:
+        server.kill_server()  # also the thread of continuous batching
