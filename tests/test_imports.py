@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "layers": {"ops"},
     "models": {"ops", "layers", "errors"},
     "testing": set(),
+    "lm_eval": set(),
     "data": {"errors", "environment"},
     "training": {"ops", "layers", "models", "data", "errors", "environment", "options"},
     "evaluation": {

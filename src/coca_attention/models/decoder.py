@@ -230,14 +230,22 @@ class CollinearForCausalLM(CollinearPreTrained):
         """Transformers' continuous batching, which requires keys as wide as values.
 
         Raises:
-            ValueError: If the model uses a half cache or has a decay.
+            ValueError: If the model uses a half cache, has a decay, or a rule for the rotary
+                frequencies that depends on the length of the text.
         """
         if self.config.kv_cache == "half":
             raise ValueError(
                 "continuous batching stores keys and values in one pool, so it does not support "
                 'keys of half the width: set config.kv_cache = "full"'
             )
-        if rotation(self.config).decay is not None:
+        found = rotation(self.config)
+        if found.rule.follows_length:
+            raise ValueError(
+                "continuous batching reads several texts in one pass, so it does not support "
+                f"{found.rule.kind} scaling, which depends on the length of a text: use ntk, or "
+                "set a target length"
+            )
+        if found.decay is not None:
             raise ValueError(
                 "continuous batching mixes the tokens of several texts, so it does not support a "
                 "decay: use generate() with a batch"
