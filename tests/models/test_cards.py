@@ -89,6 +89,23 @@ def test_a_damaged_card_of_the_source_is_carried_over_unread(source, tmp_path):
     assert ModelCard.load(tmp_path / "target/README.md").data.license is None
 
 
+def test_the_source_may_be_a_name_or_gone(tmp_path):
+    config = CONFIGS["llama-strict"]()
+    for source, base_model in (("lab/first", "lab/first"), (str(tmp_path / "a/b/gone"), None)):
+        write_card(tmp_path, config, source=source)
+        card = ModelCard.load(tmp_path / "README.md")
+        assert card.data.base_model == base_model
+        assert ("huggingface.co/lab/first" in card.text) == bool(base_model)
+
+
+def test_long_lists_of_factors_are_left_out(tmp_path):
+    config = vanilla("Phi-3").config
+    config.rope_parameters |= {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    write_card(tmp_path, config)
+    assert "| rotation | longrope, rope_theta" in (text := (tmp_path / "README.md").read_text())
+    assert "[1.0]" not in text
+
+
 class Hub:
     """What the Hub holds, in place of the methods of `HfApi` that ask it."""
 

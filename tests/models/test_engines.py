@@ -8,12 +8,15 @@ module beforehand; SGLang passes its attentions as an argument and takes the sca
 """
 
 import ast
+import importlib
 import inspect
 import textwrap
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention import convert
@@ -189,3 +192,12 @@ def test_engines_take_the_classes_for_compatible(record):
     assert record.causal_lm.is_backend_compatible()
     assert record.causal_lm._can_set_attn_implementation()
     assert scaling_of(record.body.attention_class) == "kernel_scale"
+
+
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "sglang.srt.plugins"])
+def test_engines_register_the_models_by_an_entry_point(group):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    ((_, value),) = project["entry-points"][group].items()
+    module, _, name = value.partition(":")
+    getattr(importlib.import_module(module), name)()
+    assert AutoConfig.for_model("coca_llama").model_type == "coca_llama"

@@ -7,10 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from coca_attention import convert
 from coca_attention.cli import main
 from coca_attention.models.portable import CODE
 from coca_attention.testing import logits, some_tokens
 from conftest import tiny_model
+from families import vanilla
 
 LOAD = """
 import sys
@@ -96,3 +98,9 @@ def test_alibi_is_portable_too(tmp_path):
     assert (
         '"modeling_coca.AlibiGPTNeoXForCausalLM"' in (tmp_path / "portable/config.json").read_text()
     )
+
+
+def test_conversion_drops_an_auto_map_of_the_original():
+    model = vanilla("Phi-3")
+    model.config.auto_map = {"AutoConfig": "configuration_phi3.Phi3Config"}
+    assert not hasattr(convert(model).config, "auto_map")

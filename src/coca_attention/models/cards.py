@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers.utils import cached_file
 
 from coca_attention.models.configuration import (
@@ -117,7 +118,7 @@ def write_card(
         config,
         name or folder.resolve().name,
         data,
-        base=None if source is None else _described(source),
+        base=None if source is None else _described(source, data),
         training=list((training or {}).items()),
         perplexity=perplexity,
         untrained=untrained,
@@ -196,7 +197,7 @@ def _facts(config: Any) -> list[tuple[str, str]]:
         found.append(("cache", config.kv_cache))
     if rope and form != "alibi":
         kind = rope.pop("rope_type", "default")
-        given = ", ".join(f"{name} {value}" for name, value in rope.items() if value is not None)
+        given = ", ".join(f"{n} {x}" for n, x in rope.items() if not isinstance(x, list | None))
         found.append(("rotation", f"{kind}, {given}"))
     if kinds:
         roles = "".join("g" if kind == GLOBAL else "l" for kind in kinds)
@@ -209,10 +210,10 @@ def _facts(config: Any) -> list[tuple[str, str]]:
     return [(label, str(value)) for label, value in found if value is not None]
 
 
-def _described(source: str | Path) -> str:
-    if Path(source).exists():
-        return f"`{Path(source).resolve().name}`"
-    return f"[{source}](https://huggingface.co/{source})"
+def _described(source: str | Path, data: ModelCardData) -> str:
+    if data.base_model == str(source):
+        return f"[{source}](https://huggingface.co/{source})"
+    return f"`{Path(source).resolve().name}`"
 
 
 def carry_over(source: str | Path, folder: Path, card: str = SOURCE_CARD) -> list[str]:
@@ -224,7 +225,9 @@ def carry_over(source: str | Path, folder: Path, card: str = SOURCE_CARD) -> lis
     }
     copied: list[str] = []
     for name in (CARD, *LICENSES, *([SOURCE_CARD] if card == CARD else [])):
-        path = cached_file(str(source), name, **optional)
+        path = None
+        with suppress(OSError):  # a folder that is gone, or no connection
+            path = cached_file(str(source), name, **optional)
         if path is not None:
             copied.append(card if name == CARD else name)
             shutil.copyfile(path, folder / copied[-1])
@@ -240,6 +243,8 @@ def _inherited(source: str | Path, folder: Path) -> ModelCardData:
             theirs = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     names = ("license", "license_name", "license_link", "language", "base_model")
     kept = {name: theirs[name] for name in names if name in theirs}
-    if not Path(source).exists():
-        kept["base_model"] = str(source)
+    with suppress(HFValidationError):
+        if not Path(source).exists():
+            validate_repo_id(str(source))
+            kept["base_model"] = str(source)
     return ModelCardData(**kept)
