@@ -13,8 +13,12 @@ import pytest
 import torch
 from transformers.utils.import_utils import is_serve_available
 
+from coca_attention import convert
 from coca_attention.cli import main
+from coca_attention.data import load_tokenizer
+from coca_attention.models import Roles
 from conftest import some_text, tiny_model
+from families import vanilla
 
 needs_server = pytest.mark.skipif(
     not is_serve_available(),
@@ -65,9 +69,9 @@ def serve(folder, tmp_path):
         process.wait()
 
 
-def stop(process, log):
-    """Ctrl-C."""
-    process.send_signal(signal.SIGINT)
+def stop(process, log, by=signal.SIGINT):
+    """Ctrl-C, or another signal."""
+    process.send_signal(by)
     assert process.wait(timeout=60) == 0, log.read_text()
     assert "Traceback" not in log.read_text() and "coca:" not in log.read_text()
 
@@ -137,6 +141,12 @@ def test_ctrl_c_ends_a_server_in_the_middle_of_an_answer(serve, folder, tmp_path
 
 @needs_server
 @pytest.mark.slow
+def test_sigterm_ends_a_server_too(serve, tmp_path):
+    stop(serve()[0], tmp_path / "log", signal.SIGTERM)
+
+
+@needs_server
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # uvicorn's
 def test_a_port_in_use_is_an_error(folder, capfd):
     with socket.socket() as taken:
@@ -164,6 +174,17 @@ def test_a_server_needs_a_model(words, message, capsys):
 def test_unknown_options_of_the_server_are_refused(folder, capsys):
     assert main(["serve", str(folder), "--nonsense"]) == 2
     assert "No such option '--nonsense'; see coca serve --help\n" in capsys.readouterr().err
+
+
+@needs_server
+def test_a_decay_and_continuous_batching_are_refused_before_the_server_starts(
+    folder, tmp_path, capsys
+):
+    model = convert(vanilla("Llama"), "rope", roles=Roles("g"))
+    model.save_pretrained(tmp_path / "model")
+    load_tokenizer(folder).save_pretrained(tmp_path / "model")
+    assert main(["serve", str(tmp_path / "model"), "--continuous-batching"]) == 2
+    assert "does not support a decay" in capsys.readouterr().err
 
 
 def test_a_missing_server_says_what_to_install(folder, capsys, monkeypatch):

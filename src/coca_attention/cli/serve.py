@@ -1,6 +1,7 @@
 """The command ``coca serve``."""
 
 import json
+import signal
 import sys
 from typing import Any
 
@@ -20,11 +21,20 @@ def run_serve(words: list[str]) -> None:
             _check_installed()
             return _start(["--help"])
         raise UserError("the model comes first: coca serve MODEL [--port 8000 …]")
+    from transformers import AutoConfig
+
     from coca_attention.data import load_tokenizer
+    from coca_attention.models.configuration import check_continuous_batching
 
     model, *options = words
     _check_installed()
-    if load_tokenizer(model).chat_template is None and "--chat-template-kwargs" not in options:
+    plain = load_tokenizer(model).chat_template is None
+    if "--continuous-batching" in options:
+        try:
+            check_continuous_batching(AutoConfig.from_pretrained(model, trust_remote_code=False))
+        except ValueError as error:
+            raise UserError(f"{model}: {error}") from error
+    if plain and not any(word.startswith("--chat-template-kwargs") for word in options):
         options += ["--chat-template-kwargs", json.dumps({"chat_template": PLAIN_TEMPLATE})]
         print(
             "the tokenizer has no chat template: a conversation is joined into one text, which the "
@@ -55,6 +65,8 @@ def _start(words: list[str]) -> None:
         reason = " ".join(str(error).split())
         raise UserError(f"{words[0]} cannot be served: {reason}") from error
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__ from None
         if not hasattr(error, "format_message"):
             raise
         usage: Any = error  # by the library that reads Transformers' command line
@@ -65,7 +77,8 @@ def _start(words: list[str]) -> None:
 
 
 def _wait(server: Any) -> None:
-    """Wait for Ctrl-C, then for the answers in progress; with a second one, for nothing."""
+    """Wait for Ctrl-C or SIGTERM, then for the answers in progress; a second one ends them too."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         server._thread.join()
         if not server.server.started:

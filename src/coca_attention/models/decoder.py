@@ -22,6 +22,7 @@ from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
     check_cache_kind,
+    check_continuous_batching,
     has_own_roles,
     rotation,
 )
@@ -227,27 +228,6 @@ class CollinearForCausalLM(CollinearPreTrained):
         return super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue]
 
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' continuous batching, which requires keys as wide as values.
-
-        Raises:
-            ValueError: If the model uses a half cache, has a decay, or a rule for the rotary
-                frequencies that depends on the length of the text.
-        """
-        if self.config.kv_cache == "half":
-            raise ValueError(
-                "continuous batching stores keys and values in one pool, so it does not support "
-                'keys of half the width: set config.kv_cache = "full"'
-            )
-        found = rotation(self.config)
-        if found.rule.follows_length:
-            raise ValueError(
-                "continuous batching reads several texts in one pass, so it does not support "
-                f"{found.rule.kind} scaling, which depends on the length of a text: use ntk, or "
-                "set a target length"
-            )
-        if found.decay is not None:
-            raise ValueError(
-                "continuous batching mixes the tokens of several texts, so it does not support a "
-                "decay: use generate() with a batch"
-            )
+        """Transformers' continuous batching, see `check_continuous_batching`."""
+        check_continuous_batching(self.config)
         return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore
