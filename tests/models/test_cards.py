@@ -98,6 +98,23 @@ def test_the_source_may_be_a_name_or_gone(tmp_path):
         assert ("huggingface.co/lab/first" in card.text) == bool(base_model)
 
 
+def test_the_card_of_another_head_names_its_class(tmp_path):
+    config = CONFIGS["llama-strict"]()
+    for name, auto, pipeline in (
+        (
+            "CoCALlamaForTokenClassification",
+            "AutoModelForTokenClassification",
+            "token-classification",
+        ),
+        ("CoCALlamaModel", "AutoModel", None),
+    ):
+        config.architectures = [name]
+        write_card(tmp_path, config)
+        card = ModelCard.load(tmp_path / "README.md")
+        assert f"\nmodel = {auto}.from_pretrained(" in card.text
+        assert card.data.pipeline_tag == pipeline
+
+
 def test_long_lists_of_factors_are_left_out(tmp_path):
     config = vanilla("Phi-3").config
     config.rope_parameters |= {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}

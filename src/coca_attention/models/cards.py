@@ -22,6 +22,13 @@ from coca_attention.models.portable import PackagedConfig
 
 CARD = "README.md"
 SOURCE_CARD = "SOURCE_README.md"
+PIPELINES = {
+    "CausalLM": "text-generation",
+    "MaskedLM": "fill-mask",
+    "SequenceClassification": "text-classification",
+    "TokenClassification": "token-classification",
+    "QuestionAnswering": "question-answering",
+}
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md")
 TEMPLATE = """\
 ---
@@ -51,9 +58,9 @@ pip install {{ "coca-attention" if ours else "transformers torch" }}
 ```python
 {% if ours %}import coca_attention  # registers the classes of the model
 {% endif -%}
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {{ auto }}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{{ name }}")
+model = {{ auto }}.from_pretrained("{{ name }}")
 tokenizer = AutoTokenizer.from_pretrained("{{ name }}")
 ```
 {% if ours %}
@@ -140,6 +147,7 @@ def push_card(model: Any, repo_id: str, *, token: Any = None, private: bool | No
     if model.name_or_path and path.is_file():
         content = path.read_text(encoding="utf-8")
     else:
+        model.config.architectures = [type(model).__name__]  # as saving does
         content = str(_card(model.config, repo_id, ModelCardData()))
     api.upload_file(
         path_or_fileobj=content.encode(),
@@ -159,7 +167,8 @@ def _card(
 ) -> ModelCard:
     ours = isinstance(config, PackagedConfig)
     data.library_name = "transformers"
-    data.pipeline_tag = "text-generation"
+    head = (config.architectures or ["ForCausalLM"])[0].rpartition("For")[2]
+    data.pipeline_tag = PIPELINES.get(head)
     data.tags = [*(data.tags or []), *(["coca-attention"] if ours else [])]
     if perplexity is not None:
         data.model_name = name
@@ -177,6 +186,7 @@ def _card(
         template_str=TEMPLATE,
         name=name,
         type=config.model_type,
+        auto=f"AutoModelFor{head}" if head in PIPELINES else "AutoModel",
         ours=ours,
         facts=_facts(config),
         results=None if perplexity is None else f"{perplexity:.2f}",

@@ -72,7 +72,12 @@ def replace_attention(
 
 
 class CollinearPreTrained(PackagedModel):
-    """Weight initialization shared by decoder and language model."""
+    """What decoder and language model share: initialization of weights, and the model card."""
+
+    def push_to_hub(self: Any, repo_id: str, **kwargs: Any) -> str:
+        """As in Transformers, with the card of the model's folder."""
+        push_card(self, repo_id, token=kwargs.get("token"), private=kwargs.get("private"))
+        return super().push_to_hub(repo_id, **kwargs)  # pyright: ignore
 
     def _init_weights(self: Any, module: nn.Module) -> None:
         if isinstance(module, FoldedLinear):
@@ -215,11 +220,6 @@ class CollinearForCausalLM(CollinearPreTrained):
         replace_attention(self.base_model, self.body_class)
         self.base_model.post_init()
         self.post_init()
-
-    def push_to_hub(self: Any, repo_id: str, **kwargs: Any) -> str:
-        """As in Transformers, with the card of the model's folder."""
-        push_card(self, repo_id, token=kwargs.get("token"), private=kwargs.get("private"))
-        return super().push_to_hub(repo_id, **kwargs)  # pyright: ignore
 
     def _get_static_cache_init_shape(self: Any) -> Any:
         # Transformers assumes keys as wide as values; without a shape, the first update decides.

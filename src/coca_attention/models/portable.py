@@ -7,7 +7,7 @@ code of the folder. Transformers asks for ``trust_remote_code=True`` all the sam
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.auto import modeling_auto
 
 from coca_attention.errors import UserError
 
@@ -24,7 +24,6 @@ except ImportError as error:
 
 globals().update(CLASSES)
 '''
-AUTO_CLASSES: tuple[Any, ...] = (AutoModel, AutoModelForCausalLM)
 
 
 class PackagedConfig:
@@ -61,9 +60,9 @@ def make_portable(model: Any) -> None:
             f"{type(model).__name__} is a model of Transformers itself, which loads without this "
             "package: there is nothing to export"
         )
-    classes = {"AutoConfig": type(config)} | {
-        auto.__name__: auto._model_mapping[type(config)]
-        for auto in AUTO_CLASSES
-        if type(config) in auto._model_mapping
-    }
+    classes: dict[str, type] = {"AutoConfig": type(config)}
+    for name, auto in vars(modeling_auto).items():
+        registered = getattr(auto, "_model_mapping", ())
+        if name.startswith("AutoModel") and type(config) in registered:
+            classes[name] = registered[type(config)]
     config.auto_map = {name: f"{MODULE}.{cls.__name__}" for name, cls in classes.items()}
