@@ -62,7 +62,7 @@ def make_portable(model: Any) -> None:
         )
     classes: dict[str, type] = {"AutoConfig": type(config)}
     for name, auto in vars(modeling_auto).items():
-        registered = getattr(auto, "_model_mapping", ())
+        registered: Any = getattr(auto, "_model_mapping", ())
         if name.startswith("AutoModel") and type(config) in registered:
             classes[name] = registered[type(config)]
     config.auto_map = {name: f"{MODULE}.{cls.__name__}" for name, cls in classes.items()}
