@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "layers": {"ops"},
     "models": {"fields", "settings", "lazy", "ops", "layers", "errors"},
     "testing": set(),
+    "lm_eval": set(),
     "data": {"lazy", "errors", "environment"},
     "training": {
         "settings", "lazy", "ops", "layers", "models", "data", "errors", "environment", "options",
@@ -137,6 +138,23 @@ def test_the_auto_classes_know_the_models(imports):
         "print('coca_other' in CONFIG_MAPPING, 'llama' in CONFIG_MAPPING)"
     )
     assert run(program) == f"{types}\nFalse True\n"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import coca_attention, transformers",
+        "import transformers, coca_attention",
+        "import transformers; from transformers import AutoModelForCausalLM; import coca_attention",
+    ],
+)
+def test_classes_are_found_by_name_in_transformers(imports):
+    names = ["CoCALlamaForCausalLM", "CoCAQwen2Model", "CoCAPhi3Config", "AlibiGPTNeoXForCausalLM"]
+    program = (
+        f"{imports}; print([getattr(transformers, n).__name__ for n in {names}]); "
+        "print(getattr(transformers, 'CoCAOther', None), transformers.LlamaConfig.model_type)"
+    )
+    assert run(program) == f"{names}\nNone llama\n"
 
 
 def test_unknown_names_are_refused():

@@ -12,6 +12,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from coca_attention.lazy import attach
@@ -44,7 +45,9 @@ __all__ = [
 ]
 
 AUTO_CLASSES = "transformers.models.auto.configuration_auto"
+LAZY_MODULES = "transformers.utils.import_utils"
 OWN_TYPES = ("coca_", "alibi_gpt_neox")
+OWN_CLASSES = ("CoCA", "AlibiGPTNeoX")
 
 
 __getattr__, __dir__ = attach(
@@ -64,15 +67,33 @@ class _Configurations(dict):
         return super().__contains__(key)
 
 
-def _await_use(auto: Any) -> None:
+def _await_types(auto: Any) -> None:
     auto.CONFIG_MAPPING._extra_content = _Configurations(auto.CONFIG_MAPPING._extra_content)
 
 
-class _AutoClassesFinder(importlib.abc.MetaPathFinder):
-    """Calls `_await_use` when Transformers' Auto classes are imported."""
+def _await_names(utils: Any) -> None:
+    """Let ``getattr(transformers, "CoCALlamaForCausalLM")``, as many tools do, find our classes."""
+    # On the class, because Transformers makes its own module twice.
+    find = utils._LazyModule.__getattr__
+
+    def find_or_register(module: Any, name: str) -> Any:
+        if module.__name__ == "transformers" and name.startswith(OWN_CLASSES):
+            classes = importlib.import_module("coca_attention.models").CLASSES
+            if name in classes:
+                return classes[name]
+        return find(module, name)
+
+    utils._LazyModule.__getattr__ = find_or_register
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls a function with a module when that is imported."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self.name, self.then = name, then
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != AUTO_CLASSES:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -80,15 +101,16 @@ class _AutoClassesFinder(importlib.abc.MetaPathFinder):
         if loader is not None:
             execute = loader.exec_module
 
-            def execute_and_await_use(module: Any) -> None:
+            def execute_and_then(module: Any) -> None:
                 execute(module)
-                _await_use(module)
+                self.then(module)
 
-            loader.exec_module = execute_and_await_use
+            loader.exec_module = execute_and_then
         return spec
 
 
-if AUTO_CLASSES in sys.modules:
-    _await_use(sys.modules[AUTO_CLASSES])
-else:
-    sys.meta_path.insert(0, _AutoClassesFinder())
+for _name, _then in ((LAZY_MODULES, _await_names), (AUTO_CLASSES, _await_types)):
+    if _name in sys.modules:
+        _then(sys.modules[_name])
+    else:
+        sys.meta_path.insert(0, _Finder(_name, _then))

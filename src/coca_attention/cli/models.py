@@ -69,6 +69,9 @@ class ConversionSettings:
     """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
     from_original: bool = False
     """MODEL is a checkpoint in the format of the paper's authors."""
+    portable: bool = False
+    """Add a file that lets Transformers load the folder without importing this package first, by
+    trust_remote_code=True; the package must be installed all the same."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the weights; auto keeps it."""
 
@@ -253,6 +256,28 @@ def run_convert(words: list[str]) -> None:
     print(
         f"{target}: {model.config.model_type}, {settings.form}, {parameters:,} parameters"
         + ("" if settings.from_original else "; another function than before: train it on")
+    )
+
+
+@dataclass
+class ExportSettings:
+    """How the folder is written."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the weights; auto keeps it."""
+
+
+def run_export(words: list[str]) -> None:
+    """Write a model to a folder that loads without importing this package."""
+    from coca_attention.models.conversion import export_folder
+
+    path, target, settings = parse(
+        "coca export", run_export, words, [ExportSettings], positionals=["model", "target"]
+    )
+    export_folder(path, target, dtype=settings.dtype)
+    print(
+        f"{target}: loads with trust_remote_code=True where coca-attention is installed, without "
+        "being imported; the code in the folder imports that package and nothing else"
     )
 
 

@@ -17,14 +17,17 @@ from transformers.masking_utils import (
 )
 
 from coca_attention.models.attention import CollinearAttention
+from coca_attention.models.cards import push_card
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
     check_cache_kind,
+    check_continuous_batching,
     has_own_roles,
     rotation,
 )
 from coca_attention.models.half_cache import KeyPositions
+from coca_attention.models.portable import PackagedModel
 from coca_attention.models.projections import (
     FoldedLinear,
     initial_form_parameters,
@@ -68,8 +71,13 @@ def replace_attention(
     body.rotary_emb = CoCARotary(body.config)
 
 
-class CollinearPreTrained:
-    """Weight initialization shared by decoder and language model."""
+class CollinearPreTrained(PackagedModel):
+    """What decoder and language model share: initialization of weights, and the model card."""
+
+    def push_to_hub(self: Any, repo_id: str, **kwargs: Any) -> str:
+        """As in Transformers, with the card of the model's folder."""
+        push_card(self, repo_id, token=kwargs.get("token"), private=kwargs.get("private"))
+        return super().push_to_hub(repo_id, **kwargs)  # pyright: ignore
 
     def _init_weights(self: Any, module: nn.Module) -> None:
         if isinstance(module, FoldedLinear):
@@ -221,20 +229,6 @@ class CollinearForCausalLM(CollinearPreTrained):
         return super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue]
 
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' continuous batching, which requires keys as wide as values.
-
-        Raises:
-            ValueError: If the model uses a half cache, or has a decay or max_distance.
-        """
-        if self.config.kv_cache == "half":
-            raise ValueError(
-                "continuous batching stores keys and values in one pool, so it does not support "
-                'keys of half the width: set config.kv_cache = "full"'
-            )
-        found = rotation(self.config)
-        if found.decay is not None or found.max_distance is not None:
-            raise ValueError(
-                "continuous batching mixes the tokens of several texts, so it does not support a "
-                "decay or max_distance: use generate() with a batch"
-            )
+        """Transformers' continuous batching, see `check_continuous_batching`."""
+        check_continuous_batching(self.config)
         return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore

@@ -15,6 +15,7 @@ from coca_attention.data import Document, load_or_train_tokenizer, load_tokenize
 from coca_attention.data.passkey import vocabulary_text
 from coca_attention.environment import describe_environment, write_json, write_text
 from coca_attention.errors import UserError
+from coca_attention.models.cards import write_card
 from coca_attention.models.loading import load_model
 from coca_attention.training.data import TrainingData, check_sources, load_data, training_documents
 from coca_attention.training.fit import perplexity_of, save_trained
@@ -64,6 +65,7 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
     if model is not None:
         summary = _summary(recipe, model, data, stages) | start
         with catch_write_errors(output, trainer.describe_saved):
+            write_card(output, model.config, **_card(recipe, summary))
             write_json(output / SUMMARY_FILE, summary)
     state.wait_for_everyone()
     return output
@@ -175,3 +177,19 @@ def _summary(
     if recipe.stages:
         summary["stages"] = [{k: stage[k] for k in stage if k not in curves} for stage in stages]
     return summary
+
+
+def _card(recipe: Recipe, summary: dict[str, Any]) -> dict[str, Any]:
+    """What the model card of a run says besides the model's configuration."""
+    validation = summary["validation"]
+    training = {
+        "tokens": f"{summary['tokens']:,}, in {summary['steps']:,} steps",
+        "parameters": f"{summary['parameters']:,}",
+        "seed": summary["seed"],
+        "all settings": "`recipe.yaml`; curves and versions: `training.json`",
+    }
+    return {
+        "source": recipe.model.start,
+        "training": training,
+        "perplexity": validation[-1]["perplexity"] if validation else None,
+    }

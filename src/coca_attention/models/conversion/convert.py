@@ -101,7 +101,9 @@ def convert(
     modules = family.layout.modules(body)
     _check_projections(modules)
     old: Any = model.config
-    values = {k: v for k, v in old.to_dict().items() if k not in ("model_type", "architectures")}
+    # An auto_map would name code of the original.
+    foreign = ("model_type", "architectures", "auto_map")
+    values = {k: v for k, v in old.to_dict().items() if k not in foreign}
     added: dict[str, Any] = {"coca_form": form, "coca_free_pairs": free_pairs}
     if roles is not None:
         if max_distance is not None:

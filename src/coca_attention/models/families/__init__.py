@@ -34,6 +34,9 @@ FAMILIES: tuple[Family, ...] = (
     glm4.FAMILY,
 )
 
+CLASSES: dict[str, type] = {}
+"""Registered classes by name, which are found as attributes of `transformers` too."""
+
 
 def family_of(model: Any) -> Family | None:
     """The family of a causal language model, vanilla or CoCA, or None."""
@@ -52,9 +55,14 @@ def supported_families(model: Any) -> str:
     return f"the families {names}{hint}"
 
 
-def register_family(family: Family) -> None:
-    """Register a family with Transformers' Auto classes."""
-    config = family.config
+def register(config: type, body: type, causal_lm: type) -> None:
+    """Register classes with Transformers' Auto classes, and in `CLASSES`."""
     AutoConfig.register(config.model_type, config, exist_ok=True)
-    AutoModel.register(config, family.body, exist_ok=True)
-    AutoModelForCausalLM.register(config, family.causal_lm, exist_ok=True)
+    AutoModel.register(config, body, exist_ok=True)
+    AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
+    CLASSES.update({cls.__name__: cls for cls in (config, body, causal_lm)})
+
+
+def register_family(family: Family) -> None:
+    """Register the CoCA classes of a family."""
+    register(family.config, family.body, family.causal_lm)
