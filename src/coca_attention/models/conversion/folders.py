@@ -31,6 +31,7 @@ def convert_folder(
     calibration: Tensor | None = None,
     free_pairs: int = 0,
     roles: Roles | None = None,
+    max_distance: int | None = None,
     kv_cache: str = "full",
     from_original: bool = False,
     portable: bool = False,
@@ -51,6 +52,7 @@ def convert_folder(
             most 1,024 tokens; an incomplete last text is dropped.
         free_pairs: See `convert`.
         roles: See `convert`.
+        max_distance: See `convert`.
         kv_cache: ``full`` or ``half``.
         from_original: Whether the source is in the format of the paper's authors.
         portable: Whether the folder loads without importing this package, see `make_portable`.
@@ -64,10 +66,11 @@ def convert_folder(
         UserError: If the source cannot be loaded or converted, or the target cannot be written.
     """
     target = _new_folder(source, target)
-    if from_original and (form, init, free_pairs, roles) != ("slack", "fold", 0, None):
+    given = (form, init, free_pairs, roles, max_distance)
+    if from_original and given != ("slack", "fold", 0, None, None):
         raise UserError(
             "an original checkpoint has the slack form and its own T projection: omit --form, "
-            "--init, --free-pairs and --layers"
+            "--init, --free-pairs, --layers and --max-distance"
         )
     if from_original:
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
@@ -87,15 +90,15 @@ def convert_folder(
             calibration=calibration,
             free_pairs=free_pairs,
             roles=roles,
+            max_distance=max_distance,
             kv_cache=kv_cache,
             progress=progress,
         )
     if portable:
         make_portable(model)
+    untrained = not from_original and (form != "rope" or roles is not None)
     with _writing(model, source, target) as folder:
-        write_card(
-            folder, model.config, name=target.name, source=source, untrained=not from_original
-        )
+        write_card(folder, model.config, name=target.name, source=source, untrained=untrained)
     return model
 
 
