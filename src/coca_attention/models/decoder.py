@@ -202,16 +202,22 @@ class CollinearModel(CollinearPreTrained):
         return {kind: (mask_of(kind), self.rotary_emb(like, position_ids, kind)) for kind in kinds}
 
 
-class CollinearForCausalLM(CollinearPreTrained):
-    """A causal language model with a `CollinearModel` as its decoder."""
+class CollinearHead(CollinearPreTrained):
+    """A model for a task, with a `CollinearModel` as its body."""
 
     body_class: type[CollinearModel]
 
     def __init__(self: Any, config: Any) -> None:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
-        replace_attention(self.base_model, self.body_class)
-        self.base_model.post_init()
+        # Transformers' generic heads ask AutoModel for the body.
+        if not isinstance(self.base_model, CollinearModel):
+            replace_attention(self.base_model, self.body_class)
+            self.base_model.post_init()
         self.post_init()
+
+
+class CollinearForCausalLM(CollinearHead):
+    """A causal language model with a `CollinearModel` as its decoder."""
 
     def _get_static_cache_init_shape(self: Any) -> Any:
         # Transformers assumes keys as wide as values; without a shape, the first update decides.

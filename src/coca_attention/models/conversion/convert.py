@@ -15,7 +15,7 @@ from coca_attention.models.conversion.calibration import (
     check_calibration,
 )
 from coca_attention.models.decoder import (
-    CollinearForCausalLM,
+    CollinearHead,
     CollinearModel,
     change_class,
     replace_attention,
@@ -45,7 +45,8 @@ def convert(
     computes a different function and needs further training.
 
     Args:
-        model: A loaded causal language model (or its decoder) of a supported family.
+        model: A loaded model of a supported family: language model, model with a head for
+            classification or question answering, or decoder.
         form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or
             ``magnitude``; with roles, that of the local layers, or ``rope``.
         init: Initialisation of the T projections. ``fold``: the pair means of the key projection's
@@ -73,7 +74,7 @@ def convert(
         raise UserError(f"init must be one of {', '.join(INITIALISATIONS)}; got {init!r}")
     if calibration is not None and init != "calibrated":
         raise UserError(f"calibration requires init calibrated; got init {init}")
-    if isinstance(model, CollinearForCausalLM | CollinearModel):
+    if isinstance(model, CollinearHead | CollinearModel):
         raise UserError(f"{type(model).__name__} is already a CoCA model")
     if torch.is_inference_mode_enabled():
         raise UserError(
@@ -136,12 +137,11 @@ def convert(
 def _find_family(model: Any) -> tuple[Family, type]:
     """The family of a vanilla model, and its new class."""
     for family in FAMILIES:
-        if type(model) is family.vanilla:
-            return family, family.causal_lm
-        if type(model) is family.vanilla_body:
-            return family, family.body
+        for _, vanilla, made in family.classes:
+            if type(model) is vanilla:
+                return family, made
     raise UserError(
-        f"{type(model).__name__} cannot be converted: supported are the causal language models of "
+        f"{type(model).__name__} cannot be converted: supported are the models of "
         f"{supported_families(model)}"
     )
 

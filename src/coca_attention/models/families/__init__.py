@@ -5,7 +5,7 @@ To add a family, add a file like these and a line in `FAMILIES`: see docs/extend
 
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from coca_attention.models.families import (
     cohere,
@@ -56,5 +56,5 @@ def register_family(family: Family) -> None:
     """Register a family with Transformers' Auto classes."""
     config = family.config
     AutoConfig.register(config.model_type, config, exist_ok=True)
-    AutoModel.register(config, family.body, exist_ok=True)
-    AutoModelForCausalLM.register(config, family.causal_lm, exist_ok=True)
+    for auto, _, made in family.classes:
+        auto.register(config, made, exist_ok=True)
