@@ -21,6 +21,7 @@ from coca_attention.models.decoder import (
     replace_attention,
 )
 from coca_attention.models.families import FAMILIES, Family, supported_families
+from coca_attention.models.projections import is_sharded
 from coca_attention.models.roles import Roles
 
 Initialisation = Literal["fold", "calibrated", "random"]
@@ -111,6 +112,11 @@ def convert(
             progress("converting", done, total)
 
     if init == "calibrated":
+        if is_sharded(model):
+            raise UserError(
+                "init calibrated runs the model, whose weights DeepSpeed ZeRO-3 has sharded: "
+                "convert it before sharding"
+            )
         check_calibration(calibration, config.vocab_size, modules)
         assert calibration is not None  # checked
         inputs = attention_inputs(model, modules, calibration, advance)
