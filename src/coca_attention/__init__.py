@@ -9,10 +9,9 @@ used, and the models when Transformers' Auto classes are first asked for one.
 """
 
 import importlib
-import importlib.abc
-import importlib.util
-import sys
 from typing import TYPE_CHECKING, Any
+
+from coca_attention.imports import when_imported
 
 if TYPE_CHECKING:
     from coca_attention.layers import CoCAAttention
@@ -76,27 +75,4 @@ def _await_use(auto: Any) -> None:
     auto.CONFIG_MAPPING._extra_content = _Configurations(auto.CONFIG_MAPPING._extra_content)
 
 
-class _AutoClassesFinder(importlib.abc.MetaPathFinder):
-    """Calls `_await_use` when Transformers' Auto classes are imported."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != AUTO_CLASSES:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            execute = loader.exec_module
-
-            def execute_and_await_use(module: Any) -> None:
-                execute(module)
-                _await_use(module)
-
-            loader.exec_module = execute_and_await_use
-        return spec
-
-
-if AUTO_CLASSES in sys.modules:
-    _await_use(sys.modules[AUTO_CLASSES])
-else:
-    sys.meta_path.insert(0, _AutoClassesFinder())
+when_imported(AUTO_CLASSES, _await_use)

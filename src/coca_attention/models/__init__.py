@@ -5,6 +5,8 @@ Importing this package also adds our own rope types, such as ``ntk``, to Transfo
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from coca_attention.imports import when_imported
+from coca_attention.models.adapters import add_default_targets
 from coca_attention.models.alibi import (
     AlibiGPTNeoXConfig,
     AlibiGPTNeoXForCausalLM,
@@ -23,6 +25,7 @@ from coca_attention.models.streaming import StreamingCache
 add_rope_types()
 for _family in FAMILIES:
     register_family(_family)
+when_imported("peft.utils.constants", add_default_targets)
 AutoConfig.register(AlibiGPTNeoXConfig.model_type, AlibiGPTNeoXConfig, exist_ok=True)
 AutoModel.register(AlibiGPTNeoXConfig, AlibiGPTNeoXModel, exist_ok=True)
 AutoModelForCausalLM.register(AlibiGPTNeoXConfig, AlibiGPTNeoXForCausalLM, exist_ok=True)

@@ -1,11 +1,12 @@
 """Converting a vanilla decoder to the CoCA model of its family, in place."""
 
+import gc
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, initialization
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, initialization
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import head_width, rope_parameters, training_length
@@ -47,7 +48,8 @@ def convert(
 
     Args:
         model: A loaded model of a supported family: language model, model with a head for
-            classification or question answering, or decoder.
+            classification or question answering, or decoder. A composite model, such as LLaVA,
+            has its decoder converted, and a decoder's composite model learns of it.
         form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or
             ``magnitude``; with roles, that of the local layers, or ``rope``.
         init: Initialisation of the T projections. ``fold``: the pair means of the key projection's
@@ -81,8 +83,22 @@ def convert(
         raise UserError(
             "weights created under torch.inference_mode() cannot be trained: convert outside of it"
         )
+    inner = _inner_decoder(model)
+    if inner is not None:
+        convert(
+            inner,
+            form,
+            init=init,
+            calibration=calibration,
+            free_pairs=free_pairs,
+            roles=roles,
+            kv_cache=kv_cache,
+            progress=progress,
+        )
+        return model
     family, new_class = _find_family(model)
     body: Any = model.base_model
+    owners = _owners(body) if body is model else []
     if isinstance(body, CollinearModel):
         raise UserError(
             f"the decoder of this {type(model).__name__} was converted separately: convert the "
@@ -131,6 +147,8 @@ def convert(
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
+    for owner, name in owners:
+        setattr(owner, name, config)
     replace_attention(body, family.body, prepare)
     change_class(model, new_class, config)
     # post_init sets up sharding plans and the like for the new class; keep the weights.
@@ -138,6 +156,38 @@ def convert(
         body.post_init()
         model.post_init()
     return model
+
+
+def _inner_decoder(model: Any) -> Any:
+    """The decoder of a composite model, such as LLaVA, if its family is supported."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    apart = decoder is not None and getattr(decoder, "config", None) is not model.config
+    return decoder if apart and any(type(decoder) is f.vanilla_body for f in FAMILIES) else None
+
+
+def _owners(body: Any) -> list[tuple[Any, str]]:
+    """Configurations of composite models that hold this decoder's, and their fields' names.
+
+    A module does not know what it is part of, so they are looked for among all objects.
+
+    Raises:
+        UserError: If one reads its field as a configuration of the vanilla family.
+    """
+    found = [
+        (owner, name)
+        for owner in gc.get_objects()
+        if issubclass(type(owner), PreTrainedConfig)
+        for name, value in vars(owner).items()
+        if value is body.config
+    ]
+    for owner, name in found:
+        if owner.sub_configs.get(name) is not AutoConfig:
+            raise UserError(
+                f"this {type(body).__name__} is part of a model of type {owner.model_type}, which "
+                f"always loads its {name} as {body.config.model_type}, so the converted model "
+                "could not be loaded again: convert the language model by itself"
+            )
+    return found
 
 
 def _find_family(model: Any) -> tuple[Family, type]:

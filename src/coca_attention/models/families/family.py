@@ -38,11 +38,13 @@ class Family:
         vanilla: Transformers' causal language model.
         vanilla_body: Its decoder.
         causal_lm: The CoCA class of the language model.
+        down_name: Name of the last projection of a feed-forward layer.
     """
 
     vanilla: type[PreTrainedModel]
     vanilla_body: type[PreTrainedModel]
     causal_lm: type[CollinearForCausalLM]
+    down_name: str = "down_proj"
 
     @property
     def body(self) -> type[CollinearModel]:
