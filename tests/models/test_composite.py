@@ -53,9 +53,7 @@ def test_a_converted_llava_is_saved_and_reloaded(part, tmp_path):
     pixels = torch.randn(2, 3, 28, 28)
     expected = logits(model, ids, pixel_values=pixels)
     model.save_pretrained(tmp_path)
-    loaded, info = LlavaForConditionalGeneration.from_pretrained(
-        tmp_path, output_loading_info=True
-    )
+    loaded, info = LlavaForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert torch.equal(logits(loaded.eval(), ids, pixel_values=pixels), expected)
     pads = torch.zeros(2, 3, dtype=torch.long)

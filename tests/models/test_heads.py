@@ -83,9 +83,7 @@ def test_a_head_is_trained_saved_and_reloaded(family, task, tmp_path):
     assert losses[-1] < losses[0]
     expected = outputs(model, ids)
     pads = torch.zeros(4, 3, dtype=torch.long)
-    padded = outputs(
-        model, torch.cat((pads, ids), 1), torch.cat((pads, torch.ones_like(ids)), 1)
-    )
+    padded = outputs(model, torch.cat((pads, ids), 1), torch.cat((pads, torch.ones_like(ids)), 1))
     padded = padded if task == "sequence" else padded[:, 3:]
     assert difference(padded.double(), expected.double()) < 1e-5
     model.save_pretrained(tmp_path)
@@ -125,7 +123,8 @@ def test_reward_trainer_takes_a_path(tmp_path):
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate("pad a b c d".split())}, "pad"))
+    vocabulary = {"pad": 0, "a": 1, "b": 2, "c": 3, "d": 4}
+    words = Tokenizer(models.WordLevel(vocabulary, "pad"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="pad", eos_token="d"

@@ -22,6 +22,7 @@ from coca_attention.models.configuration import (
     LOCAL,
     check_cache_kind,
     has_own_roles,
+    rope_parameters,
     rotation,
 )
 from coca_attention.models.half_cache import KeyPositions
@@ -113,7 +114,7 @@ class CollinearModel(CollinearPreTrained):
         if position_ids is None and tokens is not None and mask is not None:
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         half = self.config.kv_cache == "half" and past_key_values is not None
-        own_roles, decays = has_own_roles(self.config), rotation(self.config).decay is not None
+        own_roles, decays = has_own_roles(self.config), rope_parameters(self.config).get("decay")
         given_positions = position_ids if mask is None else None
         if tokens is not None and (half or own_roles or decays):
             if position_ids is None:

@@ -243,6 +243,20 @@ class _QueryMap(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         query, cos, sin, *ctx.settings = inputs
         ctx.save_for_backward(query, cos, sin)
+        ctx.save_for_forward(query, cos, sin)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        query, cos, sin = ctx.saved_tensors
+        interleaved, span = ctx.settings[1:3]
+        halves = []
+        for index in range(2):
+            # The rows of every pair's Jacobian are the gradients of the two members of Q'.
+            unit = torch.zeros_like(query).unflatten(-1, (2, -1))
+            unit.select(-2, index).fill_(1.0)
+            row = _query_gradient(query, unit.flatten(-2), cos, sin, *ctx.settings)
+            halves.append(sum(split_pairs(row * tangent, interleaved, span)))
+        return torch.cat(halves, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -275,6 +289,11 @@ class _KeyMap(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, cos, sin, ctx.free_pairs = inputs
         ctx.save_for_backward(cos, sin)
+        ctx.save_for_forward(cos, sin)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return _KeyMap.forward(tangent, *ctx.saved_tensors, ctx.free_pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:

@@ -80,7 +80,10 @@ class Family:
         vanilla = auto._model_mapping.get(self.vanilla_body.config_class, None)
         kinds = self.vanilla_body.__mro__
         own = next(kind for kind in kinds if PreTrainedModel in kind.__bases__)
-        prefix, task = self.causal_lm.__name__.partition("For")[0], auto.__name__.partition("For")[2]
+        prefix, task = (
+            self.causal_lm.__name__.partition("For")[0],
+            auto.__name__.partition("For")[2],
+        )
         module = self.causal_lm.__module__
         attributes = {
             "__module__": module,
