@@ -461,7 +461,7 @@ def test_shapes_may_be_symbolic(kv_heads):
     torch._dynamo.reset()
     compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="eager")
     with warnings.catch_warnings(action="ignore"):
-        traced = torch.jit.trace(attention, inputs(7))
+        traced = torch.jit.trace(attention, inputs(7), check_trace=False)
     for length in (7, 12):
         expected = attention(*inputs(length))
         for made in (exported, compiled, traced):
