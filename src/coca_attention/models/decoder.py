@@ -76,10 +76,12 @@ class CollinearPreTrained:
         if isinstance(module, FoldedLinear):
             module.init_folded(self.config.initializer_range)
             return
-        super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(module, CollinearAttention):
-            for name, initial in initial_form_parameters(module).items():
-                initialization.copy_(getattr(module.form_parameters, name), initial)
+        if not isinstance(module, CollinearAttention):
+            super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        # Its projections are modules of their own, whatever they are called in the family.
+        for name, initial in initial_form_parameters(module).items():
+            initialization.copy_(getattr(module.form_parameters, name), initial)
 
 
 class CollinearModel(CollinearPreTrained):

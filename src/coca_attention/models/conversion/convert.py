@@ -22,7 +22,7 @@ from coca_attention.models.decoder import (
     replace_attention,
 )
 from coca_attention.models.families import FAMILIES, Family, supported_families
-from coca_attention.models.projections import is_sharded
+from coca_attention.models.projections import AttentionLayout, is_sharded
 from coca_attention.models.roles import Roles
 
 Initialisation = Literal["fold", "calibrated", "random"]
@@ -105,7 +105,7 @@ def convert(
             "language model instead"
         )
     modules = family.layout.modules(body)
-    _check_projections(modules)
+    _check_projections(modules, family.layout)
     old: Any = model.config
     values = {k: v for k, v in old.to_dict().items() if k not in ("model_type", "architectures")}
     added: dict[str, Any] = {"coca_form": form, "coca_free_pairs": free_pairs}
@@ -220,12 +220,12 @@ def _role_fields(config: Any, roles: Roles, form: str, free_pairs: int) -> dict[
     )
 
 
-def _check_projections(modules: list[Any]) -> None:
+def _check_projections(modules: list[Any], layout: AttentionLayout) -> None:
     if len(set(map(id, modules))) < len(modules):
         raise UserError("layers share an attention module, which is not supported")
     for index, attention in enumerate(modules):
         for name, module in attention.named_children():
-            if not name.endswith(("proj", "query_key_value", "dense")):
+            if not (name.endswith("proj") or name in (layout.fused_name, layout.output_name)):
                 continue
             if type(module) is not nn.Linear:
                 raise UserError(

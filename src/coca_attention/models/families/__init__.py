@@ -14,6 +14,7 @@ from coca_attention.models.families import (
     gpt_neox,
     llama,
     mistral,
+    modernbert,
     olmo2,
     phi3,
     qwen2,
@@ -32,6 +33,7 @@ FAMILIES: tuple[Family, ...] = (
     gpt_neox.FAMILY,
     cohere.FAMILY,
     glm4.FAMILY,
+    modernbert.FAMILY,
 )
 
 
@@ -39,7 +41,8 @@ def family_of(model: Any) -> Family | None:
     """The family of a causal language model, vanilla or CoCA, or None."""
     for family in FAMILIES:
         # Only the exact vanilla class: a subclass may have a different attention.
-        if isinstance(model, family.causal_lm) or type(model) is family.vanilla:
+        same = isinstance(model, family.causal_lm) or type(model) is family.vanilla
+        if same and family.is_causal:
             return family
     return None
 

@@ -19,7 +19,7 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
 )
 
-from coca_attention.models.decoder import CollinearForCausalLM, CollinearHead, CollinearModel
+from coca_attention.models.decoder import CollinearHead, CollinearModel
 from coca_attention.models.projections import AttentionLayout
 
 HEADS: dict[Any, type] = {
@@ -32,24 +32,31 @@ HEADS: dict[Any, type] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A family of decoders.
+    """A family of decoders or encoders.
 
     Attributes:
-        vanilla: Transformers' causal language model.
-        vanilla_body: Its decoder.
+        vanilla: Transformers' language model, causal or, in an encoder, masked.
+        vanilla_body: Its decoder or encoder.
         causal_lm: The CoCA class of the language model.
+        auto: Auto class of the language model.
         down_name: Name of the last projection of a feed-forward layer.
     """
 
     vanilla: type[PreTrainedModel]
     vanilla_body: type[PreTrainedModel]
-    causal_lm: type[CollinearForCausalLM]
+    causal_lm: type[CollinearHead]
+    auto: Any = AutoModelForCausalLM
     down_name: str = "down_proj"
 
     @property
     def body(self) -> type[CollinearModel]:
         """The CoCA class of the decoder."""
         return self.causal_lm.body_class
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the language model is a causal one."""
+        return self.auto is AutoModelForCausalLM
 
     @property
     def config(self) -> type:
@@ -71,7 +78,7 @@ class Family:
         """All models of the family: Auto class, vanilla class if there is one, CoCA class."""
         return [
             (AutoModel, self.vanilla_body, self.body),
-            (AutoModelForCausalLM, self.vanilla, self.causal_lm),
+            (self.auto, self.vanilla, self.causal_lm),
             *(self._head(auto, generic) for auto, generic in HEADS.items()),
         ]
 
