@@ -4,8 +4,10 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 from caches import CELLS, make_cache, model_with, refusal
+from coca_attention.models.half_cache import halve_static_keys
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from families import vanilla
 
@@ -51,6 +53,24 @@ def test_cell(piece, cache, kind, monkeypatch):
         )
         assert difference(several, one) < ROUND_OFF
         assert difference(several, whole) > 1e-3
+
+
+@pytest.mark.parametrize(("kind", "piece"), [("full", "slack"), ("half", "free pairs")])
+def test_a_step_is_exported_for_executorch(kind, piece):
+    """By Transformers' recipe: a token at a time, with the cache in buffers of the program."""
+    model = model_with(piece, "quantised", kind)  # Transformers' recipe knows no windows
+    ids = some_tokens(model, batch=1, length=6)
+    model.generation_config.cache_implementation = "static"
+    module = TorchExportableModuleWithStaticCache(model, batch_size=1, max_cache_len=10)
+    if kind == "half":
+        module = halve_static_keys(module)
+    width = {"full": 8, "half": 6}[kind]
+    assert module.key_cache_1.shape == (1, 2, 10, width)
+    model.requires_grad_(False)
+    example = {"input_ids": ids[:, :1], "cache_position": torch.tensor([0])}
+    step = torch.export.export(module, (), example, strict=True).module()
+    pieces = [step(input_ids=ids[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(6)]
+    assert difference(torch.cat(pieces, 1), logits(model, ids)) < ROUND_OFF
 
 
 def quantised_error_of_rotary():
