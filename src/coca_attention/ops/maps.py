@@ -293,7 +293,8 @@ class _KeyMap(Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return _KeyMap.forward(tangent, *ctx.saved_tensors, ctx.free_pairs)
+        cos, sin = ctx.saved_tensors
+        return _KeyMap.forward(tangent, cos, sin, ctx.free_pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:

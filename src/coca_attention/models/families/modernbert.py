@@ -48,11 +48,11 @@ class CoCAModernBertAttention(CollinearAttention, ModernBertAttention):
     num_key_value_groups = 1
 
     @property
-    def layer_type(self) -> str:
+    def layer_type(self: Any) -> str:
         return self.config.layer_types[self.layer_idx]
 
     @property
-    def scaling(self) -> float:
+    def scaling(self: Any) -> float:
         return self.head_dim**-0.5
 
     def _projected(self: Any, output: Tensor) -> Tensor:
