@@ -166,7 +166,9 @@ def over_all_pairs(
 
 def _call(function: Any, *arguments: Any) -> Tensor:
     """Call a `Function`; without gradients skip `apply`, which would slow down decoding."""
-    return (function.apply if torch.is_grad_enabled() else function.forward)(*arguments)
+    if not torch.is_grad_enabled():
+        return function.forward(*arguments)
+    return (function if torch.compiler.is_compiling() else _DUAL[function]).apply(*arguments)
 
 
 def _query(
@@ -243,20 +245,6 @@ class _QueryMap(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         query, cos, sin, *ctx.settings = inputs
         ctx.save_for_backward(query, cos, sin)
-        ctx.save_for_forward(query, cos, sin)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        query, cos, sin = ctx.saved_tensors
-        interleaved, span = ctx.settings[1:3]
-        halves = []
-        for index in range(2):
-            # The rows of every pair's Jacobian are the gradients of the two members of Q'.
-            unit = torch.zeros_like(query).unflatten(-1, (2, -1))
-            unit.select(-2, index).fill_(1.0)
-            row = _query_gradient(query, unit.flatten(-2), cos, sin, *ctx.settings)
-            halves.append(sum(split_pairs(row * tangent, interleaved, span)))
-        return torch.cat(halves, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -289,12 +277,6 @@ class _KeyMap(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, cos, sin, ctx.free_pairs = inputs
         ctx.save_for_backward(cos, sin)
-        ctx.save_for_forward(cos, sin)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        cos, sin = ctx.saved_tensors
-        return _KeyMap.forward(tangent, cos, sin, ctx.free_pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -308,3 +290,42 @@ class _KeyMap(Function):
             f0, f1, c, s = (x[..., -free_pairs:] for x in (g0, g1, cos, sin))
             gradient = torch.cat((gradient, torch.addcmul(f1 * c, f0, s, value=-1)), dim=-1)
         return gradient.to(grad.dtype), None, None, None
+
+
+class _DualQueryMap(_QueryMap):
+    """With a derivative in forward mode, which torch.compile cannot trace."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _QueryMap.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:3])
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        query, cos, sin = ctx.saved_tensors
+        interleaved, span = ctx.settings[1:3]
+        halves = []
+        for index in range(2):
+            # The rows of every pair's Jacobian are the gradients of the two members of Q'.
+            unit = torch.zeros_like(query).unflatten(-1, (2, -1))
+            unit.select(-2, index).fill_(1.0)
+            row = _query_gradient(query, unit.flatten(-2), cos, sin, *ctx.settings)
+            halves.append(sum(split_pairs(row * tangent, interleaved, span)))
+        return torch.cat(halves, dim=-1)
+
+
+class _DualKeyMap(_KeyMap):
+    """With a derivative in forward mode, which torch.compile cannot trace."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _KeyMap.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[1:3])
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        cos, sin = ctx.saved_tensors
+        return _KeyMap.forward(tangent, cos, sin, ctx.free_pairs)
+
+
+_DUAL = {_QueryMap: _DualQueryMap, _KeyMap: _DualKeyMap}
