@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from coca_attention.ops import kernels
 from coca_attention.ops.forms import ScoreForm, get_form
@@ -166,9 +166,13 @@ def over_all_pairs(
 
 def _call(function: Any, *arguments: Any) -> Tensor:
     """Call a `Function`; without gradients skip `apply`, which would slow down decoding."""
-    if not torch.is_grad_enabled():
+    compiling = torch.compiler.is_compiling()
+    # `forward` on its own would lose a tangent in the Triton kernels.
+    if not torch.is_grad_enabled() and (
+        compiling or forward_ad.unpack_dual(arguments[0]).tangent is None
+    ):
         return function.forward(*arguments)
-    return (function if torch.compiler.is_compiling() else _DUAL[function]).apply(*arguments)
+    return (function if compiling else _DUAL[function]).apply(*arguments)
 
 
 def _query(
