@@ -14,15 +14,21 @@ class ReportSettings:
     """HTML file to write."""
     title: str | None = None
     """Heading of the page; by default it names what was measured."""
+    paper: bool = False
+    """Also show the paper's figures; results of its training length have them anyway."""
 
 
 def run_report(words: list[str]) -> None:
-    """Turn result files and run folders into one self-contained HTML page."""
-    from coca_attention.report import write_report
-
+    """Turn result files, or folders of runs, suites and searches, into one self-contained page."""
     split = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     paths, rest = words[:split], words[split:]
-    settings = parse("coca report RESULT …", run_report, rest, [ReportSettings])[0]
+    leading = {"RESULT …": "Result files (JSON), and folders of runs, suites and searches."}
+    settings = parse("coca report", run_report, rest, [ReportSettings], leading=leading)[0]
     if not paths:
-        raise UserError("give result files first: coca report RESULT.json … --output report.html")
-    print(f"Report: {write_report(paths, settings.output, title=settings.title)}")
+        raise UserError(
+            "give result files or folders first: coca report RESULT.json … --output report.html"
+        )
+    from coca_attention.report import write_report
+
+    page = write_report(paths, settings.output, title=settings.title, paper=settings.paper)
+    print(f"Report: {page}")

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,26 +10,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
+from coca_attention.evaluation.prompts import Prompt, PromptSettings
 from coca_attention.evaluation.task import Cell, Session, Subject
 from coca_attention.models import set_rotary_scaling, training_length
-
-
-@dataclass
-class PromptSettings:
-    """Which prompts a model answers, and how."""
-
-    lengths: list[int] = field(default_factory=lambda: [512, 1024])
-    """Prompt lengths in tokens."""
-    samples: int = 100
-    """Prompts per length."""
-    seed: int = 0
-    """Random seed of the prompts."""
-    max_new_tokens: int = 64
-    """Maximum number of tokens in an answer."""
-    batch_tokens: int = 16384
-    """Prompt tokens per batch; a batch has at least one prompt."""
-    use_cache: bool = True
-    """Whether to decode with a key/value cache; the result is the same."""
 
 
 @contextmanager
@@ -116,19 +98,6 @@ def greedy_answers(
     return tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt and the fields of its record that are known before it is answered.
-
-    Attributes:
-        ids: Token ids.
-        facts: JSON values; ``index`` is unique among the prompts of a kind and length.
-    """
-
-    ids: list[int]
-    facts: dict[str, Any]
-
-
 def answer_prompts(
     subject: Subject,
     prompts: Sequence[Prompt],
@@ -191,10 +160,3 @@ def answer_prompts(
         "seconds": round(time.perf_counter() - started, 3),
         "samples": [records[index] for index in indices],
     }
-
-
-def prompt_costs(settings: PromptSettings) -> list[int]:
-    """Tokens read for the prompts of every length; a generated token counts four times."""
-    return [
-        settings.samples * (length + 4 * settings.max_new_tokens) for length in settings.lengths
-    ]

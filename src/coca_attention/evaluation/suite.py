@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coca_attention.environment import check_writable, describe_environment, write_json
-from coca_attention.errors import UserError, error_prefix
+from coca_attention.errors import UserError
 from coca_attention.evaluation import TASKS
 from coca_attention.evaluation.journal import Journal
 from coca_attention.evaluation.task import Cell, Progress, Scaling, Session, Subject, load_subject
-from coca_attention.options import OptionParser, check_sections
+from coca_attention.options import OptionParser, check_sections, from_file
 
 RESULTS_FILE, JOURNAL_FILE = "results.json", "journal.jsonl"
 
@@ -117,12 +117,15 @@ def load_with_tasks(
         raise UserError(f"{path}: no such {kind}; the project's own are in the folder {folder}/")
     own = own_sections(theclass)
     check_sections(Path(path), kind, [*own, *TASKS])
-    with error_prefix(f"{path}: "):
-        read = parser.read([f"--{kind}={path}", *(overrides or [])])
+
+    def make(words: list[str]) -> Any:
+        read = parser.read(words)
         tasks = {name: read[name] for name in TASKS if read[name] is not None}
         loaded = theclass(**{name: read[name] for name in own}, tasks=tasks)
         loaded.check()
-    return loaded
+        return loaded
+
+    return from_file(path, [f"--{kind}={path}"], overrides or [], make)
 
 
 def own_sections(theclass: type) -> list[str]:

@@ -29,10 +29,10 @@ class CoCAModernBertConfig(CoCAConfig, ModernBertConfig):
         super().validate_architecture()
         for kind in set(self.layer_types or ()):
             found = rotation(self, kind)
-            if found.temperature is not None or found.decay is not None:
+            if any(x is not None for x in (found.temperature, found.decay, found.max_distance)):
                 raise ValueError(
-                    "temperature and decay count the tokens before a query, but in an encoder a "
-                    "query sees those after it, too: leave them out"
+                    "temperature, decay and max_distance count the tokens before a query, but in an "
+                    "encoder a query sees those after it, too: leave them out"
                 )
 
 
