@@ -31,8 +31,8 @@ class CoCAModernBertConfig(CoCAConfig, ModernBertConfig):
             found = rotation(self, kind)
             if any(x is not None for x in (found.temperature, found.decay, found.max_distance)):
                 raise ValueError(
-                    "temperature, decay and max_distance count the tokens before a query, but in an "
-                    "encoder a query sees those after it, too: leave them out"
+                    "temperature, decay and max_distance count the tokens before a query, but in "
+                    "an encoder a query sees those after it, too: leave them out"
                 )
 
 
@@ -55,8 +55,8 @@ class CoCAModernBertAttention(CollinearAttention, ModernBertAttention):
     def scaling(self: Any) -> float:
         return self.head_dim**-0.5
 
-    def _projected(self: Any, output: Tensor) -> Tensor:
-        return self.out_drop(super()._projected(output))
+    def _projected(self: Any, output: Tensor, hidden_states: Tensor) -> Tensor:
+        return self.out_drop(super()._projected(output, hidden_states))
 
 
 class CoCAModernBertModel(CollinearModel, ModernBertModel):
