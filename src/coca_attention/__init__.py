@@ -9,12 +9,9 @@ used, and the models when Transformers' Auto classes are first asked for one.
 """
 
 import importlib
-import importlib.abc
-import importlib.util
-import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from coca_attention.imports import when_imported
 from coca_attention.lazy import attach
 
 if TYPE_CHECKING:
@@ -86,31 +83,5 @@ def _await_names(utils: Any) -> None:
     utils._LazyModule.__getattr__ = find_or_register
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Calls a function with a module when that is imported."""
-
-    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
-        self.name, self.then = name, then
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            execute = loader.exec_module
-
-            def execute_and_then(module: Any) -> None:
-                execute(module)
-                self.then(module)
-
-            loader.exec_module = execute_and_then
-        return spec
-
-
-for _name, _then in ((LAZY_MODULES, _await_names), (AUTO_CLASSES, _await_types)):
-    if _name in sys.modules:
-        _then(sys.modules[_name])
-    else:
-        sys.meta_path.insert(0, _Finder(_name, _then))
+when_imported(LAZY_MODULES, _await_names)
+when_imported(AUTO_CLASSES, _await_types)

@@ -3,6 +3,10 @@
 Importing this package also adds our own rope types, such as ``ntk``, to Transformers' table.
 """
 
+from transformers import AutoModel, AutoModelForCausalLM
+
+from coca_attention.imports import when_imported
+from coca_attention.models.adapters import add_default_targets
 from coca_attention.models.alibi import (
     AlibiGPTNeoXConfig,
     AlibiGPTNeoXForCausalLM,
@@ -24,7 +28,9 @@ def register_models() -> None:
     add_rope_types()
     for family in FAMILIES:
         register_family(family)
-    register(AlibiGPTNeoXConfig, AlibiGPTNeoXModel, AlibiGPTNeoXForCausalLM)
+    when_imported("peft.utils.constants", add_default_targets)
+    alibi = [(AutoModel, AlibiGPTNeoXModel), (AutoModelForCausalLM, AlibiGPTNeoXForCausalLM)]
+    register(AlibiGPTNeoXConfig, alibi)
 
 
 register_models()

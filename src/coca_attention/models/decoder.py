@@ -24,6 +24,7 @@ from coca_attention.models.configuration import (
     check_cache_kind,
     check_continuous_batching,
     has_own_roles,
+    rope_parameters,
     rotation,
 )
 from coca_attention.models.half_cache import KeyPositions
@@ -83,10 +84,12 @@ class CollinearPreTrained(PackagedModel):
         if isinstance(module, FoldedLinear):
             module.init_folded(self.config.initializer_range)
             return
-        super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(module, CollinearAttention):
-            for name, initial in initial_form_parameters(module).items():
-                initialization.copy_(getattr(module.form_parameters, name), initial)
+        if not isinstance(module, CollinearAttention):
+            super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        # Its projections are modules of their own, whatever they are called in the family.
+        for name, initial in initial_form_parameters(module).items():
+            initialization.copy_(getattr(module.form_parameters, name), initial)
 
 
 class CollinearModel(CollinearPreTrained):
@@ -121,8 +124,8 @@ class CollinearModel(CollinearPreTrained):
         if position_ids is None and tokens is not None and mask is not None:
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         half = self.config.kv_cache == "half" and past_key_values is not None
-        own_roles, found = has_own_roles(self.config), rotation(self.config)
-        placed = half or found.decay is not None or found.max_distance is not None
+        own_roles, rope = has_own_roles(self.config), rope_parameters(self.config)
+        placed = half or bool(rope.get("decay")) or rope.get("max_distance") is not None
         given_positions = position_ids if mask is None else None
         if tokens is not None and (placed or own_roles):
             if position_ids is None:
@@ -211,16 +214,22 @@ class CollinearModel(CollinearPreTrained):
         return {kind: (mask_of(kind), self.rotary_emb(like, position_ids, kind)) for kind in kinds}
 
 
-class CollinearForCausalLM(CollinearPreTrained):
-    """A causal language model with a `CollinearModel` as its decoder."""
+class CollinearHead(CollinearPreTrained):
+    """A model for a task, with a `CollinearModel` as its body."""
 
     body_class: type[CollinearModel]
 
     def __init__(self: Any, config: Any) -> None:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
-        replace_attention(self.base_model, self.body_class)
-        self.base_model.post_init()
+        # Transformers' generic heads ask AutoModel for the body.
+        if not isinstance(self.base_model, CollinearModel):
+            replace_attention(self.base_model, self.body_class)
+            self.base_model.post_init()
         self.post_init()
+
+
+class CollinearForCausalLM(CollinearHead):
+    """A causal language model with a `CollinearModel` as its decoder."""
 
     def _get_static_cache_init_shape(self: Any) -> Any:
         # Transformers assumes keys as wide as values; without a shape, the first update decides.

@@ -1,4 +1,4 @@
-"""Loading a causal language model from a folder or by name; incomplete weights are an error."""
+"""Loading a model from a folder or by name; incomplete weights are an error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from coca_attention.errors import UserError
@@ -27,14 +28,19 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def load_model(
-    path: str | Path, *, dtype: str = "float32", device: str | None = None
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str | None = None,
+    any_head: bool = False,
 ) -> PreTrainedModel:
-    """Load a model in evaluation mode.
+    """Load a causal language model in evaluation mode.
 
     Args:
         path: Folder of a Transformers model, or a name that Transformers resolves.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
         device: ``cpu``, ``cuda``, …; default: the accelerator if available.
+        any_head: Load the class that was saved, for example a sequence classifier.
 
     Raises:
         UserError: If there is no model, its files are damaged, or weights are missing.
@@ -52,7 +58,8 @@ def load_model(
         device = accelerator.type if accelerator is not None else "cpu"
     try:
         with no_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            auto = _auto_class(path) if any_head else AutoModelForCausalLM
+            loaded: Any = auto.from_pretrained(
                 path,
                 dtype="auto" if dtype == "auto" else getattr(torch, dtype),
                 output_loading_info=True,
@@ -76,6 +83,13 @@ def load_model(
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {device!r} cannot be used: {_brief(error)}") from error
+
+
+def _auto_class(path: str) -> Any:
+    """The Auto class of the head that a folder's configuration names."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    task = (config.architectures or [""])[0].partition("For")[2]
+    return getattr(transformers, f"AutoModelFor{task}", AutoModelForCausalLM)
 
 
 def _brief(error: Exception) -> str:

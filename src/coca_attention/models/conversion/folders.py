@@ -80,7 +80,7 @@ def convert_folder(
             raise UserError(str(error)) from error
         model.config.kv_cache = kv_cache
     else:
-        model = load_model(source, dtype=dtype, device="cpu")
+        model = load_model(source, dtype=dtype, device="cpu", any_head=True)
         if calibration is not None:
             calibration = calibration_texts(calibration, model.config.get_text_config())
         model = convert(
