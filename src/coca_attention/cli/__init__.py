@@ -8,6 +8,7 @@ from coca_attention.cli.bench import run_bench
 from coca_attention.cli.console import Run
 from coca_attention.cli.evaluation import EvaluationCommands, run_analyze
 from coca_attention.cli.models import run_convert, run_generate, run_quickstart, run_train
+from coca_attention.cli.messages import show_messages
 from coca_attention.cli.report import run_report
 from coca_attention.cli.search import run_search
 from coca_attention.errors import UserError
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    show_messages()
     try:
         command, rest = _find(words)
         if command is not None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from coca_attention.cli.console import Progress, parse, parse_file, print_table
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
+from coca_attention.options import OptionParser
 
 
 @dataclass
@@ -94,11 +95,22 @@ def run_train(words: list[str]) -> None:
     if words[:1] == ["--stages.help"]:
         recipe_parser().read(words)
     usage = "coca train RECIPE.yaml [--training.steps 100 …]"
-    found = parse_file(words, run_train, recipe_parser, "recipe", usage)
+
+    def parser() -> OptionParser:
+        parser = recipe_parser()
+        parser.add_argument(
+            "--extend",
+            action="store_true",
+            help="Train the run in the output folder further, to more training.steps.",
+        )
+        return parser
+
+    found = parse_file([w for w in words if w != "--extend"], run_train, parser, "recipe", usage)
     if found is None:
         return
     recipe, overrides, folder = found
-    summary = read_summary(train(load_recipe(recipe, overrides), folder))
+    output = train(load_recipe(recipe, overrides), folder, extend="--extend" in words)
+    summary = read_summary(output)
     if not PartialState().is_main_process:
         return
     print(

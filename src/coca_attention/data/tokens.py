@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from coca_attention.data.documents import DataError, Document
 from coca_attention.data.passkey import encoder, passkey_block
+from coca_attention.environment import replace
 from coca_attention.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -95,7 +96,7 @@ def load_or_train_tokenizer(
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         tokenizer.save_pretrained(partial)
-        partial.rename(folder)
+        replace(partial, folder)
     return load_tokenizer(folder)
 
 

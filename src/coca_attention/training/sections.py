@@ -1,5 +1,6 @@
 """The sections of a recipe: what its YAML may say, with the paper's settings (§3.3) as defaults."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -36,9 +37,9 @@ def check_positive_counts(settings: Any, *names: str) -> None:
 
 
 def check_positive(settings: Any, *names: str) -> None:
-    """Raise UserError if one of the named fields is not above 0."""
+    """Raise UserError if one of the named fields is not finite and above 0."""
     for name in names:
-        if not getattr(settings, name) > 0:
+        if not 0 < getattr(settings, name) < math.inf:
             raise UserError(f"{name} must be above 0, got {getattr(settings, name)}")
 
 
@@ -312,6 +313,14 @@ class TrainingRecipe:
         for name in ("warmup_share", "final_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        for name in ("initial_learning_rate", "weight_decay", "max_grad_norm"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name} must be 0 or above, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed must be between 0 and {2**32 - 1}, got {self.seed}")
 
 
 @dataclass

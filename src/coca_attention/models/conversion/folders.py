@@ -1,6 +1,5 @@
 """Converting a model from folder to folder, atomically."""
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from coca_attention.environment import replace
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import check_cache_kind
 from coca_attention.models.conversion.calibration import calibration_texts
@@ -105,7 +105,7 @@ def convert_folder(
             tokenizer = None  # a model without a tokenizer
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        os.replace(partial, target)
+        replace(partial, target)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror or error}") from error
     finally:
