@@ -17,9 +17,10 @@ MAY_IMPORT = {
     "environment": {"errors"},
     "ops": set(),
     "layers": {"ops"},
-    "models": {"ops", "layers", "errors"},
+    "hub": {"errors"},
+    "models": {"ops", "layers", "errors", "environment", "hub"},
     "testing": set(),
-    "data": {"errors", "environment"},
+    "data": {"errors", "environment", "hub"},
     "training": {"ops", "layers", "models", "data", "errors", "environment", "options"},
     "evaluation": {
         "ops", "layers", "models", "data", "errors", "environment", "options", "intervals",

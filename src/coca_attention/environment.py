@@ -1,4 +1,4 @@
-"""The environment of a measurement (versions, hardware, command); files that are whole or absent."""
+"""The environment of a measurement: versions, hardware, command. Files that are whole or absent."""
 
 import fcntl
 import json
@@ -121,10 +121,14 @@ def replace(partial: Path, path: Path) -> None:
 
 
 @contextmanager
-def hold(path: Path) -> Iterator[None]:
+def hold(path: Path, what: Path | None = None) -> Iterator[None]:
     """Keep other processes from what a lock file stands for, in the ``with`` block.
 
     The lock ends with the process, however it ends, and the file says which process it is.
+
+    Args:
+        path: The lock file, which is removed at the end.
+        what: What it stands for; by default its folder.
 
     Raises:
         UserError: If another process holds it.
@@ -139,8 +143,8 @@ def hold(path: Path) -> Iterator[None]:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
             raise UserError(
-                f"{path.parent} is in use by {holder}: wait until it ends, or choose another "
-                "--output"
+                f"{what or path.parent} is in use by {holder}: wait until it ends, or choose "
+                "another --output"
             ) from error
         except OSError:
             break  # a file system without locks

@@ -96,6 +96,19 @@ def take_option(words: list[str], option: str) -> tuple[list[str], str | None]:
     return words, None
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key may be given once; others keep the last one without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise UserError(f"line {line}: {key.value} is given twice in one mapping")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def check_sections(path: Path, kind: str, known: list[str]) -> None:
     """Refuse unknown sections of a YAML file; the parser would ignore those without content.
 
@@ -108,8 +121,10 @@ def check_sections(path: Path, kind: str, known: list[str]) -> None:
         UserError: If the file is not readable YAML, not a mapping, or has an unknown section.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a readable {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not set(content) <= set(known):
         there = ", ".join(map(str, content)) if isinstance(content, dict) else repr(content)

@@ -20,7 +20,13 @@ from typing import IO, Any
 
 import yaml
 
-from coca_attention.environment import check_writable, describe_environment, write_json, write_text
+from coca_attention.environment import (
+    check_writable,
+    describe_environment,
+    keep_other_results,
+    write_json,
+    write_text,
+)
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.evaluation import TASKS
 from coca_attention.evaluation.suite import RESULTS_FILE, load_with_tasks, task_parser
@@ -280,6 +286,7 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
             failed = sum(cell["status"] == "failed" for cell in found)
             progress(f"trials ({failed} failed)" if failed else "trials", len(found), planned)
 
+    keep_other_results(results, "search", asdict(search))
     for number, rung in enumerate(search.rungs, start=1):
         jobs = [
             _make_job(search, number, name, options, seed, output)

@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_train import recipe, words
 from transformers import TrainerCallback
 
 from coca_attention.environment import hold
 from coca_attention.errors import UserError
 from coca_attention.training import is_finished, last_checkpoint, load_recipe, read_summary, train
-from test_train import recipe, words
 
 
 class Stop(TrainerCallback):
@@ -110,7 +110,9 @@ def test_a_checkpoint_without_checksums_that_is_damaged_is_named(text_folder, tm
     newest = tmp_path / "checkpoints" / "checkpoint-8"
     (newest / "checksums.json").unlink()
     garbage(newest / name)
-    with pytest.raises(UserError, match="checkpoint-8 cannot be read.*remove the folder") as caught:
+    with pytest.raises(
+        UserError, match=r"checkpoint-8 cannot be read.*remove the folder"
+    ) as caught:
         train(recipe(text_folder), tmp_path)
     assert "weights_only" not in str(caught.value)
 

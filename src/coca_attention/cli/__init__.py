@@ -7,11 +7,11 @@ from typing import Any
 from coca_attention.cli.bench import run_bench
 from coca_attention.cli.console import Run
 from coca_attention.cli.evaluation import EvaluationCommands, run_analyze
-from coca_attention.cli.models import run_convert, run_generate, run_quickstart, run_train
 from coca_attention.cli.messages import show_messages
+from coca_attention.cli.models import run_convert, run_generate, run_quickstart, run_train
 from coca_attention.cli.report import run_report
 from coca_attention.cli.search import run_search
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, known_problem
 
 COMMANDS: dict[str, Run | Mapping[str, Run]] = {
     "quickstart": run_quickstart,
@@ -52,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        if isinstance(error, UserError):
-            print(f"coca: error: {error}", file=sys.stderr)
+        problem = str(error) if isinstance(error, UserError) else known_problem(error)
+        if problem is not None:
+            print(f"coca: error: {' '.join(problem.split())}", file=sys.stderr)
             return 2
         print(
             f"coca: unexpected {type(error).__name__}: {' '.join(str(error).split())} (run again "

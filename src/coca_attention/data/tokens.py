@@ -15,6 +15,7 @@ from coca_attention.data.documents import DataError, Document
 from coca_attention.data.passkey import encoder, passkey_block
 from coca_attention.environment import replace
 from coca_attention.errors import UserError
+from coca_attention.hub import check_name
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000
@@ -106,9 +107,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         UserError: If it cannot be loaded.
     """
+    check_name(str(path), "tokenizer")
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file raises a plain Exception, among others
         raise UserError(f"{path}: no tokenizer could be loaded: {_first_line(error)}") from error
 
 

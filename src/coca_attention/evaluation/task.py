@@ -1,5 +1,6 @@
 """What an evaluation task is: a name, settings, and a function from a model to JSON cells."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,12 @@ def check_at_least(settings: Any, smallest: int, *names: str) -> None:
         value = getattr(settings, name)
         if value is not None and value < smallest:
             raise UserError(f"{name} must be at least {smallest}, got {value}")
+
+
+def check_scaling(kind: str, factor: float) -> None:
+    """Raise UserError unless a rotary scaling can have a factor."""
+    if kind != "none" and not 1 <= factor < math.inf:
+        raise UserError(f"the factor of a scaling must be at least 1, got {factor:g}")
 
 
 @dataclass
@@ -114,6 +121,9 @@ class Task:
         evaluate: From the model, the settings and the session to the cells.
         check: Raises UserError for settings out of range, before any model is loaded.
         cost: Tokens read for each cell, in order; for the progress bar of a suite.
+        prepare: Raises UserError for texts, prompts or sizes that do not fit a model, before any
+            weights are loaded; what it reads it keeps with `Subject.cached`. The model it receives
+            has no weights.
         scaled: Whether the rotary scaling applies. If not, a suite runs the task once per model.
     """
 
@@ -123,6 +133,7 @@ class Task:
     evaluate: Callable[[Subject, Any, Session], list[Cell]]
     check: Callable[[Any], Any] = lambda settings: None
     cost: Callable[[Any], list[int]] = lambda settings: [1]
+    prepare: Callable[[Subject, Any], Any] = lambda subject, settings: None
     scaled: bool = True
 
     def run(self, subject: Subject, settings: Any, session: Session) -> list[Cell]:

@@ -1,7 +1,8 @@
 """The needles task: prompts, scoring and evaluation."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import fmean
 
 from transformers import PreTrainedTokenizerBase
@@ -138,6 +139,11 @@ def evaluate_needles(subject: Subject, settings: NeedleSettings, session: Sessio
     return cells
 
 
+def _prepare(subject: Subject, settings: NeedleSettings) -> None:
+    for kind, length in product(settings.kinds, settings.lengths):
+        needle_prompts(subject.tokenizer, replace(settings, samples=1), kind, length)
+
+
 TASK = Task(
     "needles",
     "Needles of RULER's kinds: one or several facts in a long prompt, and chains of variables.",
@@ -145,4 +151,5 @@ TASK = Task(
     evaluate_needles,
     check_settings,
     lambda settings: prompt_costs(settings) * len(settings.kinds),
+    _prepare,
 )

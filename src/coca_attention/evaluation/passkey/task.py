@@ -1,7 +1,7 @@
 """The passkey task: prompts, scoring and evaluation."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -111,6 +111,11 @@ def evaluate_passkey(subject: Subject, settings: PasskeySettings, session: Sessi
     return cells
 
 
+def _prepare(subject: Subject, settings: PasskeySettings) -> None:
+    for length in settings.lengths:
+        passkey_prompts(subject.tokenizer, replace(settings, samples=1), length)
+
+
 TASK = Task(
     "passkey",
     "Passkey retrieval: does a model find five digits hidden in a long prompt?",
@@ -118,4 +123,5 @@ TASK = Task(
     evaluate_passkey,
     check_settings,
     prompt_costs,
+    _prepare,
 )

@@ -30,6 +30,7 @@ from coca_attention.evaluation.perplexity.score import (
 from coca_attention.evaluation.perplexity.windows import check_sizes, shared_first_target
 from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
 from coca_attention.intervals import LARGEST_EXPONENT, bootstrap_interval, perplexity
+from coca_attention.models.loading import model_without_weights
 
 
 @dataclass
@@ -342,11 +343,21 @@ def _cost(settings: PerplexitySettings) -> list[int]:
     return [cost * tokens for cost in per_token]
 
 
-def _evaluate(subject: Subject, settings: PerplexitySettings, session: Session) -> list[Cell]:
-    documents = subject.cached(
+def _documents(subject: Subject, settings: PerplexitySettings) -> list[TokenDocument]:
+    return subject.cached(
         f"text {settings}",
         lambda: load_text(settings, subject.tokenizer, at_least=tokens_needed(settings)),
     )
+
+
+def _prepare(subject: Subject, settings: PerplexitySettings) -> None:
+    if settings.key_model is not None:
+        model_without_weights(settings.key_model)
+    _documents(subject, settings)
+
+
+def _evaluate(subject: Subject, settings: PerplexitySettings, session: Session) -> list[Cell]:
+    documents = _documents(subject, settings)
     keys = subject.cached(f"keys {settings}", lambda: load_keys(settings, subject, documents))
     return evaluate_perplexity(subject, documents, settings, session, keys=keys)
 
@@ -358,4 +369,5 @@ TASK = Task(
     _evaluate,
     _check,
     _cost,
+    _prepare,
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from coca_attention.environment import replace
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, known_problem
 from coca_attention.models.configuration import check_cache_kind
 from coca_attention.models.conversion.calibration import calibration_texts
 from coca_attention.models.conversion.convert import Initialisation, convert
@@ -106,8 +106,13 @@ def convert_folder(
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         replace(partial, target)
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror or error}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        problem = known_problem(error)
+        if problem is None:
+            raise
+        raise UserError(f"{target} cannot be written: {problem}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return model
