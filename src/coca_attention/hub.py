@@ -33,16 +33,23 @@ def check_name(name: str, what: str = "model") -> None:
         raise UserError(f"{problem}it is a file; give the folder that it is in")
     if _is_path(name):
         raise UserError(f"{problem}there is no such folder; check the path (here: {Path.cwd()})")
-    from huggingface_hub import constants
+    if not go_online():
+        from huggingface_hub.constants import HF_HUB_CACHE
 
-    if constants.HF_HUB_OFFLINE or not _hub_answers():
-        copy = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-        if not copy.is_dir():
+        if not (Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir():
             raise UserError(
                 f"{problem}there is no such folder here, and the Hub cannot be asked for one of "
                 "that name (offline); check the path, or the connection"
             )
+
+
+def go_online() -> bool:
+    """Whether the Hub answers; if not, its libraries stop asking it and use their caches alone."""
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and not _hub_answers():
         constants.HF_HUB_OFFLINE = True  # otherwise every file is tried for a minute
+    return not constants.HF_HUB_OFFLINE
 
 
 def _is_path(name: str) -> bool:

@@ -239,7 +239,7 @@ def test_a_run_says_what_it_does(text_folder, tmp_path, caplog):
         ("beta2", -0.1, "beta2 must be at least 0 and below 1"),
         ("weight_decay", -1, "weight_decay must be 0 or above"),
         ("max_grad_norm", ".nan", "max_grad_norm must be 0 or above"),
-        ("learning_rate", "inf", "learning_rate must be above 0"),
+        ("learning_rate", ".inf", "learning_rate must be above 0"),
         ("initial_learning_rate", -1, "initial_learning_rate must be 0 or above"),
     ],
 )

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coca_attention.errors import UserError
+from coca_attention.hub import go_online
 
 BadLines = Literal["error", "skip"]
 
@@ -272,10 +273,15 @@ def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
         raise DataError(f"{source}: expected hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
     config = parts[1] if len(parts) == 3 else None
     split = parts[-1] if len(parts) > 1 else "train"
+    if not Path(parts[0]).is_dir():
+        go_online()
     try:
         rows = datasets.load_dataset(parts[0], config, split=split, streaming=True)
     except Exception as error:
-        raise DataError(f"{source}: the dataset cannot be opened: {error}") from error
+        raise DataError(
+            f"{source}: the dataset cannot be opened: {' '.join(str(error).split())[:300]}; check "
+            "its name, config and split, or the connection"
+        ) from error
     for number, row in enumerate(_rows(rows, source)):
         if not isinstance(row.get(text_field), str):
             texts = {name: value for name, value in row.items() if isinstance(value, str)}
