@@ -1,5 +1,6 @@
 """Command-line options and YAML from documented dataclasses; errors in one line."""
 
+import json
 import re
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -54,11 +55,26 @@ class OptionParser(ArgumentParser):
             UserError: If an option is unknown or a value is invalid, in one line.
         """
         try:
-            return self.instantiate(self.parse_args(_as_fields(words, self.types)))
+            read = self.instantiate(self.parse_args(_as_fields(words, self.types)))
+            _refuse_null(read, self.types)
+            return read
         except ArgumentError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             text = ": ".join(dict.fromkeys(lines)) or type(error).__name__
             raise UserError(f"{text}; see {self.prog} --help") from error
+
+
+def _refuse_null(read: Any, types: dict[str, Any], prefix: str = "") -> None:
+    """Raise UserError for options that are null though their type needs a value."""
+    for name, value in vars(read).items():
+        kind = types.get(prefix + name, Any)
+        if value is None and kind is not Any and type(None) not in _alternatives(kind):
+            raise UserError(f"{prefix}{name} needs a value, got null")
+        for item in value if isinstance(value, list) else ():
+            if is_dataclass(item):
+                _refuse_null(item, option_types(type(item)))
+        if is_dataclass(value):
+            _refuse_null(value, types, f"{prefix}{name}.")
 
 
 def option_types(theclass: Any, prefix: str = "") -> dict[str, Any]:
@@ -109,7 +125,7 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def check_sections(path: Path, kind: str, known: list[str]) -> None:
+def check_sections(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
     """Refuse unknown sections of a YAML file; the parser would ignore those without content.
 
     Args:
@@ -117,11 +133,15 @@ def check_sections(path: Path, kind: str, known: list[str]) -> None:
         kind: What to call it in messages.
         known: Names of its sections.
 
+    Returns:
+        The content.
+
     Raises:
         UserError: If the file is not readable YAML, not a mapping, or has an unknown section.
     """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}
+        json.dumps(content, skipkeys=True, default=str)  # ValueError if it contains itself
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -129,6 +149,7 @@ def check_sections(path: Path, kind: str, known: list[str]) -> None:
     if not isinstance(content, dict) or not set(content) <= set(known):
         there = ", ".join(map(str, content)) if isinstance(content, dict) else repr(content)
         raise UserError(f"{path}: a {kind} has the sections {', '.join(known)}; got {there}")
+    return content
 
 
 def _as_fields(words: list[str], types: dict[str, Any]) -> list[str]:

@@ -133,8 +133,10 @@ class Search:
     def _check_rung(self, rung: Rung, *, is_last: bool) -> None:
         if rung.steps < 1:
             raise UserError(f"steps must be at least 1, got {rung.steps}")
-        if not rung.seeds or len(set(rung.seeds)) < len(rung.seeds):
-            raise UserError(f"seeds must be different numbers, at least one, got {rung.seeds}")
+        if not rung.seeds or len(set(rung.seeds)) < len(rung.seeds) or min(rung.seeds) < 0:
+            raise UserError(
+                f"seeds must be different numbers from 0, at least one, got {rung.seeds}"
+            )
         if is_last and rung.keep is not None:
             raise UserError("the last rung keeps nothing: leave out keep, or add a rung")
         keep = rung.keep

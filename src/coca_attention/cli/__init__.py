@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         problem = str(error) if isinstance(error, UserError) else known_problem(error)
         if problem is not None:
-            print(f"coca: error: {' '.join(problem.split())}", file=sys.stderr)
+            text = " ".join(problem.split())
+            print(f"coca: error: {text[:1000]}{' …' * (len(text) > 1000)}", file=sys.stderr)
             return 2
         print(
             f"coca: unexpected {type(error).__name__}: {' '.join(str(error).split())} (run again "

@@ -1,5 +1,6 @@
 """Commands that evaluate a model."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -116,11 +117,12 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
     task.check(settings)
     name = loading.name or Path(path).name
     session = Session()
-    file = f"{name}-{task.name}.json"
+    plain = re.sub(r"[^\w.=+-]+", "-", name)
+    file = f"{plain}-{task.name}.json"
     if task.scaled:
         check_scaling(loading.scaling, loading.factor)
         session.scaling, session.factor = loading.scaling, loading.factor
-        file = f"{name}-{loading.scaling}-{task.name}.json"
+        file = f"{plain}-{loading.scaling}-{task.name}.json"
     output = Path(loading.output or Path("runs", "eval", file))
     check_writable(output)
     measured = {

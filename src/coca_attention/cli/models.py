@@ -127,7 +127,10 @@ def run_generate(words: list[str]) -> None:
     from transformers import TextStreamer, set_seed
 
     from coca_attention.data import load_tokenizer
+    from coca_attention.evaluation.generation import FiniteScores
+    from coca_attention.evaluation.task import check_scaling
     from coca_attention.models import load_model, set_rotary_scaling, training_length
+    from coca_attention.models.loading import check_vocabulary
     from coca_attention.models.streaming import PIECE, check_sizes, streaming
 
     path, prompt, settings = parse(
@@ -139,12 +142,20 @@ def run_generate(words: list[str]) -> None:
     )
     if settings.max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {settings.max_new_tokens}")
-    if settings.temperature < 0:
-        raise UserError(f"temperature must be 0 or above, got {settings.temperature}")
+    if settings.temperature != 0 and not 1e-3 <= settings.temperature <= 1e3:
+        raise UserError(
+            f"temperature must be 0, or between 0.001 and 1000, got {settings.temperature}"
+        )
+    if not 0 <= settings.seed < 2**32:
+        raise UserError(f"seed must be between 0 and {2**32 - 1}, got {settings.seed}")
+    if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise UserError("the prompt is not valid UTF-8 text")
+    check_scaling(settings.scaling, settings.factor)
     if settings.window is not None:
         check_sizes(settings.window, settings.sinks)
     model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
     tokenizer = load_tokenizer(path)
+    check_vocabulary(model, tokenizer)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     if inputs["input_ids"].shape[-1] == 0:
         raise UserError("the prompt has no tokens; give some text to continue")
@@ -174,6 +185,7 @@ def run_generate(words: list[str]) -> None:
             max_new_tokens=settings.max_new_tokens,
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
             streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+            logits_processor=[FiniteScores()],
             **options,
         )
 

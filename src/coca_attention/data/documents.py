@@ -27,6 +27,9 @@ from coca_attention.hub import go_online
 
 BadLines = Literal["error", "skip"]
 
+LONGEST = 2**30
+"""Characters of a document at most: a small compressed file can hold any number."""
+
 FORMATS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = ("", ".gz", ".xz", ".zst")
 SUFFIXES = tuple(kind + packed for kind in FORMATS for packed in COMPRESSIONS)
@@ -153,7 +156,13 @@ def _file_documents(files: list[Path], text_field: str, bad_lines: BadLines) -> 
         if path.stat().st_size == 0:
             raise DataError(f"{path}: the file is empty")
         if kind == ".txt":
-            text = "".join(_text_lines(path))
+            lines, length = [], 0
+            for line in _text_lines(path):
+                lines.append(line)
+                length += len(line)
+                if length >= LONGEST:
+                    raise _too_long(path)
+            text = "".join(lines)
             if not text.strip():
                 raise DataError(f"{path}: the file holds no text")
             yield Document(str(path), text)
@@ -174,12 +183,22 @@ def _open(path: Path) -> Any:
     return open(path, "rb")
 
 
+def _too_long(path: Path) -> DataError:
+    return DataError(
+        f"{path}: a document of more than {LONGEST:,} characters, which memory has to hold at "
+        "once: split it into several files or lines"
+    )
+
+
 def _text_lines(path: Path) -> Iterator[str]:
     """Lines of a text file, decompressed and decoded; DataError if it is malformed."""
     with contextlib.ExitStack() as stack:
         try:
             stream = stack.enter_context(_open(path))
-            for number, line in enumerate(io.TextIOWrapper(stream, encoding="utf-8"), start=1):
+            text = io.TextIOWrapper(stream, encoding="utf-8")
+            for number, line in enumerate(iter(lambda: text.readline(LONGEST), ""), start=1):
+                if len(line) == LONGEST:
+                    raise _too_long(path)
                 if "\0" in line:
                     raise DataError(
                         f"{path}: line {number} has a NUL byte; expected text, not binary data"
@@ -223,6 +242,8 @@ def _json_record(line: str, text_field: str) -> dict[str, Any]:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON ({error.msg}, column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("not valid JSON (nested too deeply)") from error
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, got {type(record).__name__}")
     if not isinstance(record.get(text_field), str):

@@ -21,6 +21,16 @@ END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    """Raise UserError unless a tokenizer can be trained with so many entries."""
+    if vocab_size < 257:
+        raise UserError(
+            f"vocab_size must be at least 257 (256 bytes and the end of text), got {vocab_size}"
+        )
+    if vocab_size > 10_000_000:
+        raise UserError(f"vocab_size must be at most 10 million, got {vocab_size}")
+
+
 def train_tokenizer(
     documents: Iterable[Document],
     vocab_size: int,
@@ -42,10 +52,7 @@ def train_tokenizer(
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-        raise UserError(
-            f"vocab_size must be at least 257 (256 bytes and the end of text), got {vocab_size}"
-        )
+    check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Digits(individual_digits=True)

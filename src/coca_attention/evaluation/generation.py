@@ -1,5 +1,6 @@
 """Greedy answers to prompts of one length."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,10 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from coca_attention.errors import UserError
-from coca_attention.evaluation.task import Cell, Session, Subject
+from coca_attention.evaluation.task import Cell, Session, Subject, check_at_least
 from coca_attention.models import set_rotary_scaling, training_length
 
 
@@ -31,6 +37,21 @@ class PromptSettings:
     """Prompt tokens per batch; a batch has at least one prompt."""
     use_cache: bool = True
     """Whether to decode with a key/value cache; the result is the same."""
+
+
+LONGEST = 10**8
+"""Tokens of a prompt at most."""
+
+
+def check_prompts(settings: PromptSettings) -> None:
+    """Raise UserError unless the numbers are in range."""
+    if not settings.lengths:
+        raise UserError("give at least one prompt length")
+    for length in settings.lengths:
+        if not 1 <= length <= LONGEST:
+            raise UserError(f"lengths must be between 1 and {LONGEST} tokens, got {length}")
+    check_at_least(settings, 1, "samples", "max_new_tokens", "batch_tokens")
+    check_at_least(settings, 0, "seed")
 
 
 @contextmanager
@@ -73,6 +94,19 @@ def naming_the_limit(model: Any, tokens: int) -> Iterator[None]:
         ) from error
 
 
+class FiniteScores(LogitsProcessor):
+    """Stops a generation at NaN or infinity, which would be read as a token like any other."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """The scores as they are, (B, vocabulary); UserError if one is NaN or infinite."""
+        if not (scores < math.inf).all():
+            raise UserError(
+                "the model returns NaN or infinity: its weights are damaged, or its precision "
+                "overflows (try float32)"
+            )
+        return scores
+
+
 def greedy_answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -111,7 +145,10 @@ def greedy_answers(
     prompts = prompts.to(model.device)
     with torch.inference_mode(), naming_the_limit(model, prompts.shape[1] + max_new_tokens):
         output = generate(
-            prompts, attention_mask=torch.ones_like(prompts), generation_config=settings
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            generation_config=settings,
+            logits_processor=[FiniteScores()],
         )
     return tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)
 

@@ -27,7 +27,7 @@ from coca_attention.evaluation.task import (
     check_scaling,
     load_subject,
 )
-from coca_attention.models.loading import model_without_weights
+from coca_attention.models.loading import check_vocabulary, model_without_weights
 from coca_attention.options import OptionParser, check_sections
 
 RESULTS_FILE, JOURNAL_FILE, LOCK_FILE = "results.json", "journal.jsonl", ".lock"
@@ -64,6 +64,12 @@ class Suite:
         """Raise UserError where settings contradict each other or are out of range."""
         if not self.models:
             raise UserError("a suite needs models: a name and a folder each")
+        for name, path in self.models.items():
+            if not isinstance(name, str) or not isinstance(path, str):
+                raise UserError(
+                    f"models: a name and a folder each, as text; got {name!r}: {path!r} (put "
+                    "numbers in quotes)"
+                )
         if not self.scalings:
             raise UserError("a suite needs scalings; kind: none is the model as it was saved")
         if not self.tasks:
@@ -188,6 +194,7 @@ def check_models(suite: Suite) -> dict[str, dict[str, Any]]:
             rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else path
             found[name] = by_tokenizer.setdefault(rules, {})
             subject = Subject(model_without_weights(path), tokenizer, name, _cache=found[name])
+            check_vocabulary(subject.model, tokenizer)
             for scaling in suite.scalings:
                 if scaling.models is None or name in scaling.models:
                     with rotary_scaling_for(subject.model, scaling.kind, scaling.factor, 1):

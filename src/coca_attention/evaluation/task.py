@@ -13,6 +13,7 @@ from coca_attention.errors import UserError
 from coca_attention.evaluation.journal import Journal, fingerprint
 from coca_attention.models import load_model, training_length
 from coca_attention.models.configuration import attention_of
+from coca_attention.models.loading import check_vocabulary
 
 Cell = dict[str, Any]
 """One result: plain JSON values."""
@@ -81,8 +82,10 @@ def load_subject(
 ) -> Subject:
     """Load a model and its tokenizer; arguments and errors as for `load_model`."""
     model = load_model(path, dtype=dtype, device=device)
+    tokenizer = load_tokenizer(path)
+    check_vocabulary(model, tokenizer)
     identity = f"{fingerprint(path)} {dtype}"
-    return Subject(model, load_tokenizer(path), name or Path(path).name, identity)
+    return Subject(model, tokenizer, name or Path(path).name, identity)
 
 
 @dataclass

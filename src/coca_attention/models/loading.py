@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from coca_attention.errors import UserError
@@ -84,6 +84,16 @@ def model_without_weights(path: str | Path) -> PreTrainedModel:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model.eval()
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if a tokenizer has tokens that a model has no embedding for."""
+    embeddings: Any = model.get_input_embeddings()
+    if len(tokenizer) > len(embeddings.weight):
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} entries and the model embeddings for "
+            f"{len(embeddings.weight)}: use the model's own tokenizer"
+        )
 
 
 @contextmanager

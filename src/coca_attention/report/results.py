@@ -22,7 +22,7 @@ def read_results(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: not a result file, no valid JSON ({error})") from error
         if not isinstance(content, dict) or not {"results", "training", "curve"} & set(content):
             raise UserError(

@@ -112,8 +112,15 @@ def fit(
             trainer._load_from_checkpoint(str(resume))
             trainer.state = trained
         else:
-            with no_progress_bars(), closing(trainer.progress):
-                result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+            try:
+                with no_progress_bars(), closing(trainer.progress):
+                    result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+            except UserError:
+                raise
+            except (ValueError, TypeError, ImportError) as error:
+                if not settings.trainer:
+                    raise
+                raise UserError(f"training.trainer cannot be used: {error}") from error
             seconds = result.metrics.get("train_runtime") if resume is None else None
     if trainer.state.global_step != settings.steps:
         raise UserError(

@@ -99,7 +99,10 @@ def load_recipe(path: str | Path | None = None, overrides: list[str] | None = No
     names = [item.name for item in fields(Recipe)]
     words = []
     if path is not None:
-        check_sections(Path(path), "recipe", names)
+        content = check_sections(Path(path), "recipe", names)
+        for name, value in content.items():
+            if name != "stages" and not isinstance(value, dict | None):
+                raise UserError(f"{path}: section {name} needs fields and values, got {value!r}")
         words.append(f"--recipe={path}")
     with error_prefix("" if path is None else f"{path}: "):
         read = recipe_parser().read([*words, *(overrides or [])])

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from coca_attention.data import SourceSettings
+from coca_attention.data.tokens import check_vocab_size
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.models.conversion import Initialisation
 from coca_attention.models.roles import check_letters
@@ -24,16 +25,21 @@ SIZES = (
     "decay_length",
 )  # fmt: skip
 
+LARGEST = 2**40
+"""Of any count."""
+
 Objective = Literal["next_token", "attention", "logits", "hidden_states"]
 Trained = Literal["t", "qt", "qtv", "all", "lora"]
 
 
 def check_positive_counts(settings: Any, *names: str) -> None:
-    """Raise UserError if one of the named fields is set and below 1."""
+    """Raise UserError if one of the named fields is set and below 1, or beyond any use."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
+        if value is not None and value > LARGEST:
+            raise UserError(f"{name} must be at most {LARGEST}, got {value}")
 
 
 def check_positive(settings: Any, *names: str) -> None:
@@ -106,6 +112,8 @@ class ModelRecipe:
             )
         check_positive_counts(self, "hidden_size", "num_layers", "num_heads")
         check_positive_counts(self, "num_key_value_heads", "intermediate_size", "window")
+        if self.num_layers > 10_000:
+            raise UserError(f"num_layers must be at most 10000, got {self.num_layers}")
         check_positive(self, "rope_base")
         if self.layers:
             check_letters(self.layers)
@@ -217,6 +225,8 @@ class DataRecipe(SourceSettings):
     def check(self) -> None:
         """Raise UserError if a setting is out of range or contradicts another."""
         check_positive_counts(self, "block_length", "max_tokens")
+        if self.tokenizer is None:
+            check_vocab_size(self.vocab_size)
         for name in ("held_out", "passkey_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")

@@ -138,7 +138,7 @@ def training_arguments(
         raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
     try:
         arguments = TrainingArguments(**known, **settings.trainer)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ImportError, OSError) as error:
         raise UserError(f"training.trainer: {error}") from error
     # For float32, Trainer would use the configuration of accelerate launch.
     names = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}

@@ -13,6 +13,7 @@ from coca_attention.evaluation.generation import (
     Prompt,
     PromptSettings,
     answer_prompts,
+    check_prompts,
     prompt_costs,
 )
 from coca_attention.evaluation.needles.samples import KINDS, NAMES, Kind, needle_text
@@ -84,12 +85,13 @@ def recall(answer: str, expected: list[str]) -> float:
 
 def check_settings(settings: NeedleSettings) -> None:
     """Raise UserError unless the numbers are in range."""
-    if not settings.lengths or not settings.kinds:
-        raise UserError("give at least one prompt length and one kind")
+    check_prompts(settings)
+    if not settings.kinds:
+        raise UserError("give at least one kind")
     unknown = sorted(set(settings.kinds) - set(KINDS))
     if unknown:
         raise UserError(f"unknown kinds {', '.join(unknown)}; choose from {', '.join(KINDS)}")
-    check_at_least(settings, 1, "samples", "count", "max_new_tokens", "batch_tokens")
+    check_at_least(settings, 1, "count")
     if settings.count > len(NAMES):
         raise UserError(f"count must be at most {len(NAMES)}, got {settings.count}")
 

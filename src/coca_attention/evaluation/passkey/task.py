@@ -18,6 +18,7 @@ from coca_attention.evaluation.generation import (
     Prompt,
     PromptSettings,
     answer_prompts,
+    check_prompts,
     prompt_costs,
 )
 from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
@@ -66,9 +67,8 @@ def is_hit(answer: str, key: int) -> bool:
 
 def check_settings(settings: PasskeySettings) -> None:
     """Raise UserError unless the numbers are in range."""
-    if not settings.lengths:
-        raise UserError("give at least one prompt length")
-    check_at_least(settings, 1, "samples", "max_new_tokens", "batch_tokens", "depths")
+    check_prompts(settings)
+    check_at_least(settings, 1, "depths")
 
 
 def evaluate_passkey(subject: Subject, settings: PasskeySettings, session: Session) -> list[Cell]:

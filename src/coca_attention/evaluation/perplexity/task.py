@@ -161,6 +161,7 @@ def check_settings(settings: WindowSettings) -> int:
             f"{settings.key_short}"
         )
     check_at_least(settings, 1, "batch_tokens")
+    check_at_least(settings, 0, "seed")
     return stride
 
 

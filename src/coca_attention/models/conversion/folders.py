@@ -93,6 +93,9 @@ def convert_folder(
             kv_cache=kv_cache,
             progress=progress,
         )
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise UserError(f"{source}: {name} has values that are not finite: it is damaged")
     partial = target.with_name(f".{target.name}.coca-partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
