@@ -248,8 +248,15 @@ def test_rates_and_seeds_out_of_range(text_folder, option, value, message):
         load_recipe(None, words(text_folder, **{f"--training.{option}": value}))
 
 
-def test_batches_are_checked_before_the_text_is_read(text_folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training__micro_batch_size": 3}, "multiple of micro_batch_size"),
+        ({"model__teacher": "/nowhere"}, "there is no such folder"),
+    ],
+)
+def test_what_needs_no_text_is_checked_first(text_folder, tmp_path, monkeypatch, changes, message):
     monkeypatch.setattr("coca_attention.training.run.load_data", None)
-    with pytest.raises(UserError, match="multiple of micro_batch_size"):
-        train(recipe(text_folder, training__micro_batch_size=3), tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        train(recipe(text_folder, **changes), tmp_path / "run")
     assert not (tmp_path / "run" / "recipe.yaml").exists()

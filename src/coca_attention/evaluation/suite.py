@@ -191,7 +191,8 @@ def check_models(suite: Suite) -> dict[str, dict[str, Any]]:
     for name, path in suite.models.items():
         with error_prefix(f"model {name}: "):
             tokenizer = load_tokenizer(path)
-            rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else path
+            backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+            rules = backend.to_str() if tokenizer.is_fast else path
             found[name] = by_tokenizer.setdefault(rules, {})
             subject = Subject(model_without_weights(path), tokenizer, name, _cache=found[name])
             check_vocabulary(subject.model, tokenizer)

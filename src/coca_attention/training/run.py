@@ -23,7 +23,7 @@ from coca_attention.environment import (
     write_text,
 )
 from coca_attention.errors import UserError
-from coca_attention.models.loading import load_model
+from coca_attention.models.loading import load_model, model_without_weights
 from coca_attention.training.data import TrainingData, check_sources, load_data, training_documents
 from coca_attention.training.fit import perplexity_of, save_trained
 from coca_attention.training.recipe import Recipe, as_yaml, differences, load_recipe
@@ -87,6 +87,8 @@ def train(
                 stack.enter_context(hold(output / LOCK_FILE))
                 # Before the text is read, which can take hours.
                 training_arguments(recipe.training, output, state.num_processes)
+                if recipe.model.teacher is not None:
+                    model_without_weights(recipe.model.teacher)
             claim_folder(recipe, output, extend=extend)
             if is_finished(output):
                 return output

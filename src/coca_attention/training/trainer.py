@@ -284,10 +284,11 @@ class RecipeTrainer(Trainer):
                 load_optimizer_parts(self.accelerator, self.optimizer, self.model, folder)
                 state = torch.load(folder / SCHEDULER_NAME, weights_only=True)
                 self.lr_scheduler.load_state_dict(state)
-        if isinstance(scheduler := self.lr_scheduler, LambdaLR) and self.optimizer is not None:
+        optimizer: Any = self.optimizer
+        if isinstance(scheduler := self.lr_scheduler, LambdaLR) and optimizer is not None:
             # A run that is extended goes on at the rate of the longer schedule.
             share = learning_rate_share(scheduler.last_epoch, self.settings)
-            for group, peak in zip(self.optimizer.param_groups, scheduler.base_lrs, strict=True):
+            for group, peak in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
                 group["lr"] = peak * share
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
