@@ -422,6 +422,6 @@ def test_a_full_disk_is_one_line(place):
         done = limited(words, 300)
         last = done.stderr.splitlines()[-1]
         assert done.returncode == 2 and last.startswith("coca: error: "), done.stderr
-        assert "disk space" in last
+        assert "disk space" in last and str(place.folder) in last
     again = [str(w) for w in [*perplexity()(place), "--output", journal]]
     assert main(again) == 0

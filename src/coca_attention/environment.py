@@ -107,10 +107,21 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        replace(partial, path)
+        with naming(path):
+            partial.write_text(text, encoding="utf-8")
+            replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the file's name into errors in writing it; a full disk comes without."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def replace(partial: Path, path: Path) -> None:

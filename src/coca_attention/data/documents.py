@@ -248,7 +248,8 @@ def _json_record(line: str, text_field: str) -> dict[str, Any]:
         raise ValueError(f"expected a JSON object, got {type(record).__name__}")
     if not isinstance(record.get(text_field), str):
         texts = {name: value for name, value in record.items() if isinstance(value, str)}
-        raise ValueError(f"no text in field {text_field!r}{_other_field(texts, list(record))}")
+        there = ", ".join(map(repr, record)) or "none"
+        raise ValueError(f"no text in field {text_field!r} (fields: {there}){_other_field(texts)}")
     try:
         record[text_field].encode()
     except UnicodeEncodeError as error:
@@ -267,7 +268,10 @@ def _parquet_documents(path: Path, text_field: str) -> Iterator[Document]:
     names = table.schema_arrow.names
     if text_field not in names:
         columns = {field.name: "" for field in table.schema_arrow if "string" in str(field.type)}
-        raise DataError(f"{path}: no column {text_field!r}{_other_field(columns, names)}")
+        raise DataError(
+            f"{path}: no column {text_field!r}; its columns: {', '.join(names)}"
+            f"{_other_field(columns)}"
+        )
     columns = [text_field, "id"] if "id" in names and text_field != "id" else [text_field]
     row = 0
     batches = table.iter_batches(columns=columns)
@@ -307,20 +311,19 @@ def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
         if not isinstance(row.get(text_field), str):
             texts = {name: value for name, value in row.items() if isinstance(value, str)}
             raise DataError(
-                f"{source}: row {number} has no text in {text_field!r}"
-                f"{_other_field(texts, list(row))}"
+                f"{source}: row {number} has no text in {text_field!r}; its fields: "
+                f"{', '.join(map(str, row))}{_other_field(texts)}"
             )
         yield Document(_name(row, f"{source}:{number}"), row[text_field])
 
 
-def _other_field(texts: dict[str, str], every: list[str]) -> str:
-    """What to do where the text field is missing: name the field that has the text, if any."""
-    there = f" (fields: {', '.join(map(repr, every)) or 'none'})"
+def _other_field(texts: dict[str, str]) -> str:
+    """What to do where the text field is missing: the option with the field that has the text."""
     if not texts:
-        return there
+        return ""
     usual = [name for name in ("text", "content", "body", "raw_content") if name in texts]
     field = usual[0] if usual else max(texts, key=lambda name: len(texts[name]))
-    return f"{there}: use --text-field {field} (in a recipe data.text_field)"
+    return f": use --text-field {field} (in a recipe data.text_field)"
 
 
 def _name(record: Any, otherwise: str) -> str:

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from coca_attention.environment import naming
 from coca_attention.errors import UserError
 
 
@@ -63,7 +64,7 @@ class Journal:
         if self.path is not None:
             line = json.dumps({"key": key, "value": value}, allow_nan=False) + "\n"
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8") as file:
+            with naming(self.path), open(self.path, "a", encoding="utf-8") as file:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
