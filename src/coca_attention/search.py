@@ -283,12 +283,12 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
     def save(cells: list[Cell]) -> None:
         found = [*earlier, *cells]
         content = {"results": found, "search": asdict(search), "environment": environment}
+        keep_other_results(results, "search", content["search"])
         write_json(results, content)
         if progress is not None:
             failed = sum(cell["status"] == "failed" for cell in found)
             progress(f"trials ({failed} failed)" if failed else "trials", len(found), planned)
 
-    keep_other_results(results, "search", asdict(search))
     for number, rung in enumerate(search.rungs, start=1):
         jobs = [
             _make_job(search, number, name, options, seed, output)
