@@ -149,7 +149,7 @@ def catch_read_errors(checkpoint: Path) -> Iterator[None]:
         cause = first_failure(error) if isinstance(error, CheckpointException) else error
         # What PyTorch says of a damaged file is advice to run code in it.
         safe = not isinstance(cause, UnpicklingError)
-        reason = f" ({' '.join(str(cause).split())[:200]})" if safe else ""
+        reason = f" ({' '.join(str(cause).split())[:500]})" if safe else ""
         raise UserError(
             f"{checkpoint} cannot be read{reason}: restore its files, or remove the folder to "
             "resume from the previous checkpoint"
