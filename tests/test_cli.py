@@ -1,14 +1,17 @@
 """The command line: one clear line for an error, help from the fields, whole commands."""
 
+import io
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 
-from coca_attention.cli import COMMANDS, main
+from coca_attention.cli import COMMANDS, completion, main
 from coca_attention.data import held_out, read_documents
 from coca_attention.quickstart import HELD_OUT
 from conftest import some_text, tiny_model
@@ -71,18 +74,22 @@ def test_help_comes_from_the_fields(capsys, words, options):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian"], "no command 'trian'; choose one of quickstart, train"),
+        (["trian"], "coca has no command 'trian'; did you mean train?"),
+        (["summon"], "no command 'summon'; choose one of quickstart, train"),
         (["eval", "vibes"], "coca eval has no command 'vibes'; choose one of perplexity"),
         (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe"),
         (["train", "--output", "x"], "the recipe comes first"),
-        (["quickstart", "--sizes.stepz", "3"], "--sizes.stepz"),
-        (["eval", "perplexity"], "model"),
-        (["eval", "perplexity", "nowhere", "--windows", "a,b"], "windows"),
+        (["quickstart", "--sizes.stepz", "3"], "--sizes.stepz; did you mean --sizes.steps?"),
+        (["eval", "perplexity"], "missing MODEL: usage: coca eval perplexity MODEL"),
+        (
+            ["eval", "perplexity", "nowhere", "--windows", "a,b"],
+            "--windows must be a list of",
+        ),
         (["eval", "perplexity", "nowhere", "--windows", "64", "--stride", "65"], "not exceed"),
         (["eval", "perplexity", "nowhere"], "nowhere: no model could be loaded"),
         (["generate", "nowhere", "x", "--max-new-tokens", "0"], "at least 1"),
         (["generate", "nowhere", "x", "--window", "0"], "window must be at least 1 token"),
-        (["report"], "give result files first"),
+        (["report"], "give result files or folders first"),
         (["report", "nowhere.json"], "nowhere.json: cannot be read"),
     ],
 )
@@ -92,6 +99,101 @@ def test_errors_are_one_line_and_exit_code_2(capsys, words, message):
     assert out == ""
     assert err.startswith("coca: error: ") and err.count("\n") == 1
     assert message in err
+
+
+RECIPE = str(Path(__file__).parents[1] / "recipes" / "books-5m.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", RECIPE, "--model.bdy", "llama"], "option --model.bdy; did you mean --model.bod"),
+        (
+            ["train", RECIPE, "--model.body", "llamma"],
+            "--model.body must be gpt_neox or llama, got 'llamma'; did you mean llama? (see coca",
+        ),
+        (["train", RECIPE, "--model.hidden-size", "x"], "--model.hidden-size must be a whole num"),
+        (["train", RECIPE, "--model.attention", "strickt"], "'strickt'; did you mean strict?"),
+        (["train", RECIPE, "--model.window"], "--model.window needs a value: a whole number or nu"),
+        (["train", RECIPE, "--model.temperature", "x"], "must be true, false or null, got 'x'"),
+        (["train", RECIPE, "--stages", "[{name: a, trian: t}]"], "no option 'trian'; did you mean"),
+        (["train", RECIPE, "more"], "unexpected word 'more'"),
+        (["eval", "needles", "m", "--kinds", "single,mlti-key"], "did you mean multi-key?"),
+        (["bench", "--cases", "operater"], "did you mean operator?"),
+    ],
+)
+def test_typing_errors_are_explained_and_not_blamed_on_the_file(capsys, words, message):
+    code, out, err = run(capsys, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert "books-5m" not in err and "<class" not in err and "Union" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {hiden_size: 3}", "model has no option 'hiden_size'; did you mean hidden_size?"),
+        ("model: {hidden_size: x}", "model.hidden_size must be a whole number, got 'x'"),
+        (
+            "stages: [{name: a, train: tt}]",
+            "stages.train must be t, qt, qtv, all or lora",
+        ),
+        ("model: {num_heads: 7, hidden_size: 8}", "model.hidden_size must be a multiple of num_he"),
+    ],
+)
+def test_errors_of_a_file_are_blamed_on_it(capsys, tmp_path, text, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    for more in ([], ["--training.steps", "3"]):
+        code, _, err = run(capsys, "train", path, *more)
+        assert code == 2
+        assert f"{path}: {message}" in err
+
+
+LIGHT = [
+    [], ["train", "-h"], ["eval", "perplexity", "--help"],
+    ["train", RECIPE, "--model.layers", "x"], ["train", RECIPE, "--model.body", "x"],
+    ["eval", "perplexity", "m", "--windows", "0"], ["eval", "streaming", "m", "--sinks", "-1"],
+    ["eval", "passkey", "m", "--samples", "0"], ["analyze", "m", "--passkeys", "0"],
+    ["bench", "--rounds", "0"], ["generate", "m", "p", "--temperature", "-1"],
+    ["convert", "a", "b", "--layers", "x"], ["quickstart", "--workers", "0"],
+]  # fmt: skip
+
+
+def test_help_and_usage_errors_import_nothing_heavy():
+    """They take a fraction of a second of CPU time then; torch and Transformers take seconds."""
+    program = (
+        "import sys; from coca_attention.cli import COMMANDS, completion, main\n"
+        "heavy = {'torch', 'transformers', 'matplotlib', 'accelerate', 'datasets'}\n"
+        "for command in completion.leaves(COMMANDS):\n"
+        "    completion.parser_of(command).format_help()\n"
+        "    assert not heavy & set(sys.modules), command.__doc__\n"
+        f"for words in {LIGHT!r}:\n"
+        "    try: main(words)\n"
+        "    except SystemExit: pass\n"
+        "    assert not heavy & set(sys.modules), words\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-500:]
+    assert "unexpected" not in finished.stderr
+
+
+def test_the_short_help_is_one_line_for_an_option_and_names_what_comes_first(capsys):
+    with pytest.raises(SystemExit):
+        main(["eval", "perplexity", "-h"])
+    out = capsys.readouterr().out
+    assert out.startswith("usage: coca eval perplexity MODEL [options]\n")
+    assert len(out.splitlines()) < 40 and "--windows INTEGER,…" in out
+    with pytest.raises(SystemExit):
+        main(["train", "-h"])
+    out = capsys.readouterr().out
+    assert out.startswith("usage: coca train RECIPE [options]\n") and len(out.splitlines()) < 45
+    heads = [line for line in out.splitlines() if line.endswith(":")]
+    assert heads[:2] == ["The model:", "The text:"] and heads[-1] == "Other options:"
+    with pytest.raises(SystemExit):
+        main(["eval", "suite", "--help"])
+    out = capsys.readouterr().out
+    assert "==SUPPRESS==" not in out and "<class" not in out and "ScalingSettings" not in out
 
 
 def test_debug_shows_the_traceback(capsys):
@@ -156,7 +258,7 @@ def test_a_command_that_was_stopped_resumes_from_its_journal(
     assert run(capsys, *words)[0] == 130
     assert len((tmp_path / "r.journal.jsonl").read_text().splitlines()) == 2
     monkeypatch.undo()
-    monkeypatch.setattr("coca_attention.evaluation.perplexity.task.score_documents", stopped)
+    monkeypatch.setattr("coca_attention.evaluation.perplexity.score.score_documents", stopped)
     code, _, err = run(capsys, *words)
     assert code == 0, err
     assert len(json.loads((tmp_path / "r.json").read_text())["results"]) == 2
@@ -193,6 +295,83 @@ def test_generate_continues_the_prompt(capsys, model_folder):
     assert run(capsys, *words, "--scaling", "ntk")[0] == 0
     drawn = [run(capsys, *words, "--temperature", "5", "--seed", s)[1] for s in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_generate_draws_from_the_likeliest_tokens(capsys, model_folder):
+    words = ["generate", model_folder, "alpha1 beta2", "--max-new-tokens", "5"]
+    likeliest = run(capsys, *words)[1]
+    hot = ["--temperature", "5", "--seed", "1"]
+    assert run(capsys, *words, *hot)[1] != likeliest
+    assert run(capsys, *words, *hot, "--top-k", "1")[1] == likeliest
+    assert run(capsys, *words, *hot, "--top-p", "0.0001")[1] == likeliest
+    for bad, message in (
+        (["--top-k", "1"], "set --temperature"),
+        ([*hot, "--top-p", "0"], "top_p must be above 0"),
+        ([*hot, "--top-k", "0"], "top_k must be at least 1"),
+        (["--temperature", ".nan"], "temperature must be 0, or between"),
+    ):
+        code, _, err = run(capsys, *words, *bad)
+        assert code == 2 and message in err
+
+
+def test_generate_streams_to_a_terminal_or_when_asked(capsys, model_folder, monkeypatch):
+    words = ["generate", model_folder, "alpha1 beta2", "--max-new-tokens", "5"]
+    writes = []
+
+    def record(stream):
+        write = stream.write
+        monkeypatch.setattr(stream, "write", lambda text: (writes.append(text), write(text))[1])
+
+    record(sys.stdout)
+    whole = run(capsys, *words)[1]
+    assert writes == [whole.removesuffix("\n"), "\n"]
+    writes.clear()
+    assert run(capsys, *words, "--stream")[1] == whole
+    assert len(writes) > 2 and "".join(writes) == whole
+    writes.clear()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run(capsys, *words)[1] == whole
+    assert len(writes) > 2
+
+
+def test_generate_reads_standard_input_and_chats(capsys, model_folder, tmp_path, monkeypatch):
+    words = ["generate", model_folder, "-", "--max-new-tokens", "5"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("alpha1 beta2\n"))
+    assert run(capsys, *words)[1] == run(capsys, *words[:2], "alpha1 beta2", *words[3:])[1]
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "the prompt has no tokens" in run(capsys, *words)[2]
+    words[2] = "beta2"
+    code, _, err = run(capsys, *words, "--chat")
+    assert code == 2 and "has no chat template" in err
+    folder = tmp_path / "chat"
+    shutil.copytree(model_folder, folder)
+    template = "{% for m in messages %}alpha1 {{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    answer = run(capsys, "generate", folder, *words[2:], "--chat")[1]
+    plain = run(capsys, *words[:2], "alpha1 beta2", *words[3:])[1]
+    assert plain == f"alpha1 beta2{answer}"
+
+
+def test_generate_says_so_where_the_model_returns_nan(capsys, tmp_path, tokenizer):
+    model = tiny_model("slack")
+    model.lm_head.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    code, out, err = run(capsys, "generate", tmp_path, "alpha1 beta2")
+    assert (code, out) == (2, "")
+    assert "the model returns NaN or infinity after" in err
+
+
+def test_completion_knows_commands_options_and_values(capsys):
+    for command in completion.leaves(COMMANDS):
+        assert completion.parser_of(command).options(), command.__doc__
+    pytest.importorskip("shtab")
+    code, out, err = run(capsys, "completion", "bash")
+    assert code == 0, err
+    for word in ("perplexity", "--model.body", "gpt_neox", "--output"):
+        assert word in out
+    assert "choose" not in run(capsys, "completion", "zsh")[2]
+    assert "completion is for bash" in run(capsys, "completion", "fish")[2]
 
 
 def test_generate_in_constant_memory(capsys, model_folder):

@@ -15,27 +15,36 @@ MAY_IMPORT = {
     "options": {"errors"},
     "intervals": set(),
     "environment": {"errors"},
+    "lazy": set(),
+    "settings": {"errors"},
+    "fields": set(),
+    "info": {"fields", "errors", "environment"},
     "ops": set(),
     "layers": {"ops"},
     "hub": {"errors"},
-    "models": {"ops", "layers", "errors", "environment", "hub"},
-    "testing": set(),
-    "data": {"errors", "environment", "hub"},
-    "training": {"ops", "layers", "models", "data", "errors", "environment", "options"},
-    "evaluation": {
-        "ops", "layers", "models", "data", "errors", "environment", "options", "intervals",
+    "models": {
+        "fields", "settings", "lazy", "ops", "layers", "errors", "environment", "hub",
     },
-    "analysis": {"ops", "layers", "models", "data", "errors", "environment", "intervals"},
-    "benchmarks": {"ops", "layers", "models", "testing", "errors", "environment"},
+    "testing": set(),
+    "data": {"settings", "lazy", "errors", "environment", "hub"},
+    "training": {
+        "settings", "lazy", "ops", "layers", "models", "data", "errors", "environment", "options",
+    },
+    "evaluation": {
+        "settings", "ops", "layers", "models", "data", "errors", "environment", "options",
+        "intervals",
+    },
+    "analysis": {"lazy", "ops", "layers", "models", "data", "errors", "environment", "intervals"},
+    "benchmarks": {"lazy", "ops", "layers", "models", "testing", "errors", "environment"},
     "report": {"errors", "environment", "intervals"},
     "registry": {"ops", "models", "evaluation", "benchmarks", "report", "errors"},
     "quickstart": {"models", "data", "training", "evaluation", "report", "errors", "environment"},
     "search": {"training", "evaluation", "errors", "environment", "options"},
     "cli": {
-        "models", "data", "training", "evaluation", "analysis", "benchmarks", "report",
-        "quickstart", "search", "errors", "environment", "options", "__init__",
+        "info", "settings", "models", "data", "training", "evaluation", "analysis", "benchmarks",
+        "report", "quickstart", "search", "errors", "environment", "options", "__init__",
     },
-    "__init__": {"ops", "layers", "models"},
+    "__init__": {"lazy", "ops", "layers", "models"},
 }  # fmt: skip
 OUTSIDE = {
     "ops": {"torch", "triton"},  # triton in kernels/ alone, and only where it is called

@@ -14,6 +14,8 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
+from coca_attention.lazy import attach
+
 if TYPE_CHECKING:
     from coca_attention.layers import CoCAAttention
     from coca_attention.models import convert, load_original, set_rotary_scaling
@@ -41,26 +43,16 @@ __all__ = [
     "set_rotary_scaling",
 ]
 
-_MODULES = {
-    "CoCAAttention": "layers",
-    "convert": "models",
-    "load_original": "models",
-    "set_rotary_scaling": "models",
-}
 AUTO_CLASSES = "transformers.models.auto.configuration_auto"
 OWN_TYPES = ("coca_", "alibi_gpt_neox")
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'ops')}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = attach(
+    __name__,
+    layers="CoCAAttention",
+    models="convert load_original set_rotary_scaling",
+    ops="Rotation ScoreForm coca_attention fold register_form register_rule",
+)
 
 
 class _Configurations(dict):

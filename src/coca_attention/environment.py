@@ -35,7 +35,7 @@ def describe_environment() -> dict[str, Any]:
     return {
         "versions": versions,
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor(),
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -57,7 +57,8 @@ def command_line() -> str:
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

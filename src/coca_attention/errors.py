@@ -3,8 +3,9 @@
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 
 class UserError(ValueError):
@@ -12,6 +13,18 @@ class UserError(ValueError):
 
     The message says what was expected, what was received, and what to do.
     """
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of a message about an unknown word: the nearest known one.
+
+    Args:
+        word: What was given.
+        known: What there is.
+        otherwise: The end of the message if nothing is near.
+    """
+    near = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else otherwise
 
 
 @contextmanager

@@ -13,15 +13,7 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import TrainerCallback
-
-from coca_attention.data import (
-    held_out,
-    load_or_train_tokenizer,
-    load_tokenizer,
-    read_documents,
-)
+from coca_attention.data import held_out, read_documents
 from coca_attention.environment import available_cores, describe_environment, write_json
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.evaluation.perplexity import (
@@ -32,10 +24,7 @@ from coca_attention.evaluation.perplexity import (
     tokens_needed,
 )
 from coca_attention.evaluation.task import Progress, Session, Subject
-from coca_attention.models import load_model
-from coca_attention.report import write_report
-from coca_attention.training import Recipe, read_summary, train
-from coca_attention.training.data import load_data
+from coca_attention.training import Recipe
 from coca_attention.training.sections import DataRecipe, ModelRecipe, TrainingRecipe
 
 # Fields of the model's recipe: the models of the paper by their names there, and layers with roles.
@@ -130,6 +119,11 @@ def quickstart(settings: QuickstartSettings, *, progress: Progress | None = None
     for name in MODELS:
         with error_prefix(f"{name}: "):
             _recipe(settings, name).check()
+
+    from coca_attention.data import load_or_train_tokenizer
+    from coca_attention.report import write_report
+    from coca_attention.training.data import load_data
+
     workers = min(settings.workers or available_cores(), len(MODELS))
     tokenizer = load_or_train_tokenizer(
         output / "tokenizer",
@@ -229,6 +223,8 @@ def _watch_parent(queue: Any, stop: Any) -> None:
 
 def _measure_alone(settings: QuickstartSettings, name: str, threads: int) -> Measured:
     """`_measure` in a process of the pool, whose output goes to a log file."""
+    import torch
+
     torch.set_num_threads(threads)
     with open(Path(settings.output) / f"{name}.log", "a") as log:
         for stream in (sys.stdout, sys.stderr):
@@ -238,6 +234,12 @@ def _measure_alone(settings: QuickstartSettings, name: str, threads: int) -> Mea
 
 
 def _measure(settings: QuickstartSettings, name: str, advance: Advance) -> Measured:
+    from transformers import TrainerCallback
+
+    from coca_attention.data import load_tokenizer
+    from coca_attention.models import load_model
+    from coca_attention.training import read_summary, train
+
     output, sizes = Path(settings.output), settings.sizes
 
     class Steps(TrainerCallback):

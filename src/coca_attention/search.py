@@ -32,8 +32,7 @@ from coca_attention.evaluation import TASKS
 from coca_attention.evaluation.suite import RESULTS_FILE, load_with_tasks, task_parser
 from coca_attention.evaluation.task import Cell, Progress
 from coca_attention.options import OptionParser
-from coca_attention.training import load_recipe, read_summary
-from coca_attention.training.run import claim_folder
+from coca_attention.training import load_recipe
 
 # By task: the field with a cell's size, the figure to rank by, and whether more of it is better.
 RANKED = {
@@ -193,6 +192,8 @@ class Job:
         Raises:
             UserError: If the folder has a run of another recipe.
         """
+        from coca_attention.training.run import claim_folder
+
         claim_folder(load_recipe(self.recipe, self.overrides), self.folder / "model")
         suite = {"models": {self.facts["model"]: str(self.folder / "model")}, **self.tasks}
         write_text(self.folder / "suite.yaml", yaml.safe_dump(suite, sort_keys=False))
@@ -227,6 +228,8 @@ class Job:
             if code:
                 return found | {"error": _error(log, code)}, code < 0
             if words[0] == "train":
+                from coca_attention.training import read_summary
+
                 found["training"] = _summary(read_summary(model))
         content = json.loads((evaluation / RESULTS_FILE).read_text(encoding="utf-8"))
         return found | {"status": "finished", "cells": content["results"]}, False

@@ -9,6 +9,7 @@ import torch
 from matplotlib.figure import Figure
 
 from coca_attention.analysis import AnalysisSettings, analyze
+from coca_attention.cli.console import print_table
 from coca_attention.report import angles as angles_module
 from coca_attention.report.angles import angle_sections, angle_table
 from conftest import tiny_model
@@ -104,7 +105,8 @@ def test_violations_are_told_and_not_hidden(cells, plotted):
     broken[0]["layers"][1]["decay"]["eq20"] |= {"violations": 3, "largest_ratio": 1.5}
     text = angle_sections(broken)[2].text
     assert "Eq. 20, at angles of 0: 3 violations" in text and "left side at most 1.5 of" in text
-    assert angle_table(broken)[1][0][4] == "0, 3, 0"
+    table = dict(angle_table(broken)[1])
+    assert [table[f"violations of Eq. {n}"] for n in (19, 20, 21)] == ["0", "3", "0"]
 
 
 def test_the_figures_show_the_numbers(cells, plotted):
@@ -140,12 +142,22 @@ def test_the_figures_show_the_numbers(cells, plotted):
     assert list(shifts["Slack"].get_xdata()) == [1, 100]
 
 
-def test_the_table_has_a_row_a_model(cells):
+def test_the_table_has_a_column_a_model_and_fits_a_terminal(cells, capsys, monkeypatch):
     header, rows = angle_table(cells)
-    assert [row[0] for row in rows] == list(KINDS)
-    assert all(len(row) == len(header) for row in rows)
-    assert rows[2][2] == "0.0%" and rows[0][2] != "0.0%"
-    assert [row[4] for row in rows] == ["0, 0, 0"] * 3
+    assert header[1:] == list(KINDS)
+    table = {row[0]: row[1:] for row in rows}
+    assert table["Θ > π"][2] == "0.0%" and table["Θ > π"][0] != "0.0%"
+    assert table["violations of Eq. 20"] == ["0", "0", "0"]
+    assert table["anomalous at 64 tokens"][1] == "–"  # of the slack form only what was read
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table(*angle_table(cells[:1]))
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+
+def test_without_angles_there_is_text_and_no_empty_figure(cells):
+    strict = [cell for cell in cells if cell["model"] == "Strict"]
+    section = next(s for s in angle_sections(strict) if s.title.startswith("Anomalous"))
+    assert section.figure is None and "none, since all angles are 0" in section.text
 
 
 def test_what_is_not_there_is_left_out(cells, plotted):
@@ -155,7 +167,7 @@ def test_what_is_not_there_is_left_out(cells, plotted):
         for layer in cell["layers"]:
             layer["shifts"] = []
     assert "All positions moved" not in [s.title for s in angle_sections(without)]
-    assert [row[-2:] for row in angle_table(without)[1]] == [["–", "–"]] * 3
+    assert not any("moved" in row[0] for row in angle_table(without)[1])
     empty = copy.deepcopy(cells[:1])
     angles = empty[0]["layers"][0]["angles"]
     angles["histogram"] = [[None] * 36 for _ in angles["histogram"]]

@@ -7,8 +7,15 @@ import pytest
 
 from coca_attention.report import build_report, printed_tables
 from coca_attention.report.lines import by_line, strict_minus_slack
-from coca_attention.report.passkey import distance_edges, passkey_sections
+from coca_attention.report.passkey import (
+    distance_edges,
+    passkey_findings,
+    passkey_paper,
+    passkey_sections,
+)
+from coca_attention.report.perplexity import perplexity_paper
 from coca_attention.report.results import all_cells
+from coca_attention.report.tasks import by_task
 
 
 def passkey(model, length, hits, scaling="none", factor=None, trained=512):
@@ -58,15 +65,14 @@ def section(title, cells=CELLS):
 def test_the_table_of_accuracy_has_a_row_a_line_and_a_column_a_length():
     found = section("Passkeys found, by prompt length")
     assert found.header == ["prompt length in tokens", "512", "4,096"]
-    assert found.rows == [
+    assert [[str(entry) for entry in row] for row in found.rows] == [
         ["RoFormer", "0.90", "0.30"],
         ["CoCA-Slack", "1.00", "0.50"],
         ["CoCA-Slack + NTK (4)", "–", "0.70"],
         ["CoCA-Strict", "–", "0.20"],
     ]
+    assert found.rows[0][1].small == "9 of 10; 0.10–0.90"
     assert found.figure.keys() == {"wide", "narrow"}
-    assert "10 prompts each" in found.note
-    assert section("The paper’s figures").rows[4][1:3] == ["1.00", "1.00"]
 
 
 def test_near_and_far_keys_are_counted_apart():
@@ -107,7 +113,6 @@ def test_strict_is_compared_with_slack_as_in_the_papers_table_3():
         ["CoCA-Slack, no scaling", "1.00", "0.50"],
         ["CoCA-Strict, no scaling", "–", "−0.30"],
     ]
-    assert "ntk-8: +0.0, -0.05" in found.note
 
     def compared(*rows):
         cells = [
@@ -115,7 +120,7 @@ def test_strict_is_compared_with_slack_as_in_the_papers_table_3():
              "window": window, "perplexity": value}
             for model, attention, window, value in rows
         ]  # fmt: skip
-        return strict_minus_slack(cells, "perplexity", "window", "title", {})
+        return strict_minus_slack(cells, "perplexity", "window", "title")
 
     rows = [
         ("a", "slack", 512, 20.0),
@@ -128,9 +133,54 @@ def test_strict_is_compared_with_slack_as_in_the_papers_table_3():
     assert compared(*rows, ("c", "slack", 512, 25.0)) == []  # which of the two is meant?
 
 
+def test_the_papers_figures_are_shown_where_they_compare_or_are_asked_for():
+    other = [passkey("m", 512, 3, trained=256)]
+    table, differences = passkey_paper(CELLS, asked=False)
+    assert table.rows[4][1:3] == ["1.00", "1.00"]
+    assert differences.rows[2][:3] == ["NTK (8)", "+0.0", "−0.05"]
+    assert passkey_paper(other, asked=False) == []
+    assert passkey_paper(other, asked=True) == [table, differences]
+    assert [s.title for s in perplexity_paper(CELLS, asked=False)] == [
+        "The paper’s perplexity (its Table 1, training from scratch)",
+        "The paper’s perplexity, strict minus slack (its Table 3)",
+    ]
+    assert perplexity_paper(other, asked=False) == []
+
+
+def test_findings_name_who_finds_most_then_the_others():
+    cells = [*CELLS, passkey("ALiBi", 512, 8), passkey("ALiBi", 4096, 8)]
+    cells += [passkey(model, 8192, 0) for model in ("ALiBi", "CoCA-Strict")]
+    assert passkey_findings(cells) == [
+        "At 512 tokens (the training length), share of passkeys found: CoCA-Slack 1.00 (95 % "
+        "interval 0.10 to 0.90); RoFormer 0.90; ALiBi 0.80.",
+        "At 4,096 tokens (8 × the training length), share of passkeys found: ALiBi 0.80 (95 % "
+        "interval 0.10 to 0.90); CoCA-Slack + NTK (4) 0.70; RoFormer 0.30; CoCA-Strict 0.20.",
+        "At more than 4,096 tokens, up to 8,192, none is found.",
+    ]
+    assert passkey_findings(cells[-1:]) == ["No passkey was found at any length."]
+    tied = [passkey("a", 512, 4), passkey("b", 512, 4), passkey("c", 512, 0)]
+    assert "found: a and b 0.40 (95 % interval 0.10 to 0.90); c 0.00." in passkey_findings(tied)[0]
+
+
+def test_other_prompts_are_other_results():
+    """Those of another seed or tokenizer, but not those of another length."""
+
+    def grouped(other):
+        contents = [{"results": CELLS, "file": "a"}, {"results": [other], "file": "b"}]
+        groups = by_task(all_cells(contents))["passkey"]
+        return [[cell["model"] for cell in group] for group in groups[1:]]
+
+    other = passkey("ALiBi", 512, 2)
+    assert grouped(other) == []
+    assert grouped(passkey("ALiBi", 1024, 2)) == []
+    moved = [{**sample, "distance": sample["distance"] + 1} for sample in other["samples"]]
+    assert grouped({**other, "samples": moved}) == [["ALiBi"]]
+    assert grouped({**other, "samples": other["samples"][:5]}) == [["ALiBi"]]
+
+
 def test_the_page_and_the_printed_tables():
     page = build_report([{"results": CELLS}])
-    assert "<h1>Long context</h1>" in page
+    assert "<h1>Passkey retrieval</h1>" in page
     assert page.count("Passkeys found") >= 3
     assert page.count('class="wide"') == page.count('class="narrow"') == 3
     (header, rows), *rest = printed_tables(CELLS)

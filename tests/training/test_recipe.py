@@ -9,7 +9,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from coca_attention.training import Recipe, as_yaml, load_recipe, model_config, sections
+from coca_attention.ops import FORMS
+from coca_attention.training import Recipe, as_yaml, load_recipe, model_config
 from coca_attention.training.trainer import learning_rate_share, training_arguments
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -146,7 +147,7 @@ def test_invalid_recipes_are_rejected_in_one_line(tmp_path, text, message):
 
 
 def test_the_attention_may_be_any_registered_form_and_old_names_are_explained(monkeypatch):
-    monkeypatch.setattr(sections, "FORMS", ("slack", "magnitude", "mine"))
+    monkeypatch.setitem(FORMS, "mine", FORMS["slack"])
     assert load_recipe(None, ["--model.attention", "mine"]).model.attention == "mine"
     with pytest.raises(ValueError, match=r"got 'linear'; the form linear is now called magnitude"):
         load_recipe(None, ["--model.attention", "linear"])

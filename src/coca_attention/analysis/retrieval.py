@@ -4,7 +4,7 @@ Legend: H query heads, M queries (those that predict the key's digits), T length
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.analysis.attention import LayerAttention, visit_attention
+from coca_attention.analysis.settings import RetrievalSettings, check_retrieval
 from coca_attention.data.passkey import (
     ANSWER,
     KEY_LINE,
@@ -24,21 +25,6 @@ from coca_attention.data.passkey import (
 from coca_attention.errors import UserError
 from coca_attention.intervals import mean_interval
 from coca_attention.models import training_length
-
-
-@dataclass
-class RetrievalSettings:
-    """Which passkey prompts to read."""
-
-    passkeys: list[int] = field(default_factory=list)
-    """Lengths of passkey prompts in tokens: measures where the attention of their answers goes,
-    instead of the angles on a text."""
-    prompts: int = 10
-    """Passkey prompts per length, the same as those of coca eval passkey."""
-    near: int = 32
-    """Nearest tokens, the query's own included, whose share of the attention is measured."""
-    seed: int = 0
-    """Random seed."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +44,6 @@ class Retrieval:
     fact: tuple[int, int]
     copies: Tensor
     facts: dict[str, Any]
-
-
-def check_retrieval(settings: RetrievalSettings) -> None:
-    """Raise UserError unless every value is in range."""
-    for name in ("prompts", "near"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"{name} must be at least 1, got {getattr(settings, name)}")
-    if any(length < 1 for length in settings.passkeys):
-        raise UserError(f"passkeys must each be at least 1 token, got {settings.passkeys}")
-    if len(set(settings.passkeys)) < len(settings.passkeys):
-        raise UserError(f"passkeys must not contain duplicates, got {settings.passkeys}")
 
 
 def retrievals(

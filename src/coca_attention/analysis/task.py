@@ -1,7 +1,7 @@
 """The angle analysis: from a model, token ids and settings to plain JSON values."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.analysis.capture import VANILLA, LayerHeads, form_of, visit_layers
 from coca_attention.analysis.keys import draw_pairs, pairs_by_distance, seen_keys
+from coca_attention.analysis.settings import AnalysisSettings, check_settings
 from coca_attention.analysis.shift import ScoreShift, part_energies, score_rows, visible_keys
 from coca_attention.analysis.summary import AngleSums, DecaySums, numbers
 from coca_attention.data import SourceSettings, encode_documents
@@ -21,50 +22,6 @@ from coca_attention.models import training_length
 from coca_attention.ops import get_form
 
 DEFAULT_TOKENS = 2048
-
-
-@dataclass
-class AnalysisSettings:
-    """Settings of the analysis."""
-
-    max_documents: int = 8
-    """Maximum number of documents to read."""
-    max_tokens: int | None = None
-    """Truncate documents to this many tokens; default: the training length, at most 2,048."""
-    lengths: list[int] = field(default_factory=list)
-    """Text lengths in tokens at which to count anomalous tokens and borders; default: 1, 4 and 16
-    times the training length."""
-    pairs: int = 1024
-    """(query, key) pairs sampled from every document for the angles."""
-    pairs_per_distance: int = 64
-    """(query, key) pairs sampled from every document at each distance 1, 2, 4, … for the bounds."""
-    bins: int = 36
-    """Number of bins of the angle histograms."""
-    shifts: list[int] = field(default_factory=lambda: [1, 16, 256, 4096])
-    """Shifts of all positions to compare, in tokens; may be empty."""
-    shift_queries: int = 16
-    """Queries sampled from every document for comparing scores under a shift."""
-    judged: int = 128
-    """Positions sampled from every document for comparing predictions under a shift."""
-    seed: int = 0
-    """Random seed."""
-
-
-def check_settings(settings: AnalysisSettings) -> None:
-    """Raise UserError unless every value is in range."""
-    least = {"max_documents": 1, "pairs": 1, "pairs_per_distance": 1, "bins": 2}
-    least |= {"shift_queries": 1, "judged": 1, "seed": 0}
-    for name, smallest in least.items():
-        if getattr(settings, name) < smallest:
-            raise UserError(f"{name} must be at least {smallest}, got {getattr(settings, name)}")
-    if settings.max_tokens is not None and settings.max_tokens < 2:
-        raise UserError(f"max_tokens must be at least 2, got {settings.max_tokens}")
-    for name, smallest in (("lengths", 2), ("shifts", 1)):
-        values = getattr(settings, name)
-        if any(value < smallest for value in values):
-            raise UserError(f"{name} must each be at least {smallest} tokens, got {values}")
-        if len(set(values)) < len(values):
-            raise UserError(f"{name} must not contain duplicates, got {values}")
 
 
 def read_token_ids(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from coca_attention.benchmarks.settings import BenchSettings
+from coca_attention.benchmarks.settings import TITLES, BenchSettings
 from coca_attention.benchmarks.timing import Variant
 
 
@@ -49,3 +49,4 @@ def register_case(case: Case) -> None:
     if case.name in CASES:
         raise ValueError(f"there already is a benchmark case {case.name!r}; choose another name")
     CASES[case.name] = case
+    TITLES.setdefault(case.name, case.title)

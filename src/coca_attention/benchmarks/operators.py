@@ -9,13 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from coca_attention.benchmarks.settings import BenchSettings
+from coca_attention.benchmarks.settings import CHECKED_QUERIES, BenchSettings
 from coca_attention.benchmarks.timing import Variant
 from coca_attention.ops import FORMS, Rotation, coca_attention, oracle
 
 VANILLA, CONTRACTION = "RoPE + SDPA", "paper's contraction"
-# Number of queries compared with the oracle: the last ones, which see the whole text.
-CHECKED_QUERIES = 4
 # The attention of a 7B model, for runs on a GPU.
 gpu_run = partial(BenchSettings, heads=32, head_width=128, longest_contraction=8192)
 

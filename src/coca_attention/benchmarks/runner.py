@@ -7,39 +7,12 @@ import torch
 
 from coca_attention.benchmarks import cases as _built_in  # noqa: F401 (registers the cases)
 from coca_attention.benchmarks.case import CASES, Case
-from coca_attention.benchmarks.operators import CHECKED_QUERIES
-from coca_attention.benchmarks.settings import BenchSettings
+from coca_attention.benchmarks.settings import BenchSettings, check_settings
 from coca_attention.benchmarks.timing import interleaved
 from coca_attention.errors import UserError
 
 # Largest error, relative to the largest value of the exact result, of a variant that is timed.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
-
-
-def check_settings(settings: BenchSettings) -> None:
-    """Raise UserError unless all cases are known and all numbers in range."""
-    unknown = [name for name in settings.cases if name not in CASES]
-    if unknown or not settings.cases:
-        raise UserError(f"unknown cases {unknown}; choose from {', '.join(CASES)}")
-    if not settings.lengths or min(settings.lengths) < CHECKED_QUERIES:
-        raise UserError(f"lengths must be at least {CHECKED_QUERIES}, got {settings.lengths}")
-    for name in ("batch", "heads", "head_width", "hidden_size", "layers", "rounds"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"{name} must be at least 1, got {getattr(settings, name)}")
-    if settings.threads is not None and settings.threads < 1:
-        raise UserError(f"threads must be at least 1, got {settings.threads}")
-    if settings.head_width % 2 or settings.hidden_size % settings.head_width:
-        raise UserError(
-            f"head_width must be even and divide hidden_size, got {settings.head_width} and "
-            f"{settings.hidden_size}"
-        )
-    if set(settings.roles or "l") - {"l", "g"} or (settings.window or 0) < bool(settings.roles):
-        raise UserError(
-            "roles must consist of the letters l and g, and requires a window of at least 1; got "
-            f"roles {settings.roles!r} and window {settings.window}"
-        )
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("there is no CUDA device here; use --device cpu")
 
 
 def run_benchmarks(

@@ -5,13 +5,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coca_attention.cli.bench import run_bench
+from coca_attention.cli.completion import run_completion
 from coca_attention.cli.console import Run
 from coca_attention.cli.evaluation import EvaluationCommands, run_analyze
+from coca_attention.cli.info import run_info
 from coca_attention.cli.messages import show_messages
 from coca_attention.cli.models import run_convert, run_generate, run_quickstart, run_train
 from coca_attention.cli.report import run_report
 from coca_attention.cli.search import run_search
-from coca_attention.errors import UserError, known_problem
+from coca_attention.errors import UserError, did_you_mean, known_problem
 
 COMMANDS: dict[str, Run | Mapping[str, Run]] = {
     "quickstart": run_quickstart,
@@ -23,6 +25,8 @@ COMMANDS: dict[str, Run | Mapping[str, Run]] = {
     "bench": run_bench,
     "generate": run_generate,
     "report": run_report,
+    "info": run_info,
+    "completion": run_completion,
 }
 
 
@@ -80,7 +84,8 @@ def _find(words: list[str]) -> tuple[Run | None, list[str]]:
             return None, []
         if words[0] not in table:
             raise UserError(
-                f"{' '.join(path)} has no command {words[0]!r}; choose one of {', '.join(table)}"
+                f"{' '.join(path)} has no command {words[0]!r}"
+                + did_you_mean(words[0], table, f"; choose one of {', '.join(table)}")
             )
         path.append(words[0])
         found, words = table[words[0]], words[1:]
@@ -101,5 +106,8 @@ def _overview(program: str, table: Mapping[str, Any]) -> str:
                 lines.append(f"  {prefix + name:<17} {summary}")
 
     describe("", table)
-    lines += ["", "--debug shows tracebacks. COMMAND --help lists its options."]
+    lines += [
+        "",
+        "--debug shows tracebacks. COMMAND -h lists its options, COMMAND --help explains them.",
+    ]
     return "\n".join(lines)

@@ -17,24 +17,26 @@ class OutputSettings:
 
 def run_bench(words: list[str]) -> None:
     """Time and memory compared with plain rotary attention; wrong results are not timed."""
-    from coca_attention.benchmarks import CASES, BenchSettings, check_settings, run_benchmarks
+    from coca_attention.benchmarks.settings import TITLES, BenchSettings, check_settings
     from coca_attention.environment import (
         check_writable,
         describe_environment,
         keep_other_results,
         write_json,
     )
-    from coca_attention.report import printed_tables
 
     words, kv_heads = take_option(words, "--groups")  # the former name of --kv-heads
     if kv_heads is not None:
         words = [*words, "--kv-heads", kv_heads]
-    cases = "Cases: " + "; ".join(f"{name}: {case.title}" for name, case in CASES.items())
+    cases = "Cases: " + "; ".join(f"{name}: {title}" for name, title in TITLES.items())
     sections = [BenchSettings, OutputSettings]
     settings, output = parse("coca bench", run_bench, words, sections, epilog=cases)
     check_settings(settings)
     path = Path(output.output)
     check_writable(path)
+    from coca_attention.benchmarks import run_benchmarks
+    from coca_attention.report import printed_tables
+
     with Progress() as advance:
         cells = run_benchmarks(settings, progress=advance)
     keep_other_results(path, "settings", asdict(settings))

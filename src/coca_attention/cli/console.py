@@ -1,17 +1,24 @@
 """Shared by the commands: options from documented fields, a progress bar, tables."""
 
 import logging
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coca_attention.errors import UserError
-from coca_attention.options import OptionParser, take_option
+from coca_attention.options import DESCRIBE, OptionParser, take_option
 
 log = logging.getLogger(__name__)
 
 Run = Callable[[list[str]], None]
+POSITIONALS = {
+    "model": "Folder or name of a Transformers model.",
+    "prompt": "Text to continue; - reads it from standard input.",
+    "shell": "bash, zsh or tcsh.",
+    "target": "Folder to write; it must not exist yet, or be empty.",
+}
 
 
 def parse(
@@ -21,6 +28,7 @@ def parse(
     sections: list[type],
     positionals: Sequence[str] = (),
     epilog: str | None = None,
+    leading: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Parse words into the strings of the positionals and an instance of every section.
 
@@ -31,19 +39,16 @@ def parse(
         sections: Documented dataclasses; their fields are the options.
         positionals: Names of the required words.
         epilog: Help text below the options.
+        leading: Words that the command has read itself, and their help.
 
     Raises:
         UserError: If a word is unknown or a value is invalid.
         SystemExit: After printing help.
     """
     parser = OptionParser(program, command.__doc__, epilog=epilog)
-    described = {
-        "model": "Folder or name of a Transformers model.",
-        "prompt": "Text to continue.",
-        "target": "Folder to write; it must not exist yet, or be empty.",
-    }
     for name in positionals:
-        parser.add_argument(name, type=str, help=described[name])
+        parser.add_argument(name, type=str, help=POSITIONALS[name])
+    parser.leading = dict(leading or {})
     for section in sections:
         parser.add_class_arguments(section)
     instances = parser.read(words)
@@ -56,7 +61,7 @@ def parse(
 
 def parse_file(
     words: list[str], command: Run, make_parser: Callable[[], OptionParser], kind: str, usage: str
-) -> tuple[str, list[str], Path] | None:
+) -> tuple[str, list[str], Path]:
     """Split the words of a command that takes a YAML file and overrides of it.
 
     Args:
@@ -67,21 +72,26 @@ def parse_file(
         usage: An example, for the message if the file is not the first word.
 
     Returns:
-        The file, the overrides and the output folder, by default ``runs/`` and the file's name;
-        None after printing help.
+        The file, the overrides and the output folder, by default ``runs/`` and the file's name.
 
     Raises:
         UserError: If the first word is an option.
+        SystemExit: After printing help.
     """
-    if not words or words[0] in ("-h", "--help"):
+    asked = [
+        word
+        for word in words
+        if word in ("-h", DESCRIBE) or re.fullmatch(r"--([\w.-]+\.)?help", word)
+    ]
+    if asked:
         parser = make_parser()
+        parser.leading = {kind.upper(): f"YAML file: {usage}"}
         parser.add_argument("--output", help="Folder; by default runs/NAME for NAME.yaml.")
         parser.description = command.__doc__
-        parser.print_help()
-        return None
-    path, *overrides = words
-    if path.startswith("-"):
+        parser.read(asked[:1])
+    if not words or words[0].startswith("-"):
         raise UserError(f"the {kind} comes first: {usage}")
+    path, *overrides = words
     overrides, output = take_option(overrides, "--output")
     return path, overrides, Path(output or Path("runs") / Path(path).stem)
 

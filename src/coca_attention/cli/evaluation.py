@@ -9,11 +9,8 @@ from typing import Literal
 from coca_attention.analysis import (
     AnalysisSettings,
     RetrievalSettings,
-    analyze,
-    analyze_retrieval,
     check_retrieval,
     check_settings,
-    read_token_ids,
 )
 from coca_attention.cli.console import Progress, Run, parse, parse_file, print_table
 from coca_attention.data import SourceSettings
@@ -27,7 +24,8 @@ from coca_attention.environment import (
 from coca_attention.evaluation import TASKS, Cell, Session, Subject, Task
 from coca_attention.evaluation import suite as suites
 from coca_attention.evaluation.journal import Journal, fingerprint
-from coca_attention.evaluation.task import Scaling, check_scaling, load_subject
+from coca_attention.evaluation.task import load_subject
+from coca_attention.settings import Scaling, check_scaling
 
 
 @dataclass
@@ -60,6 +58,8 @@ class AnalyzeSettings(AnalysisSettings, SourceSettings, RetrievalSettings):
 
 
 def _analyze(subject: Subject, settings: AnalyzeSettings, session: Session) -> list[Cell]:
+    from coca_attention.analysis import analyze, analyze_retrieval, read_token_ids
+
     model, tokenizer, progress = subject.model, subject.tokenizer, session.progress
     if settings.passkeys:
         return analyze_retrieval(model, tokenizer, settings, progress, name=subject.name)
@@ -110,8 +110,6 @@ def task_command(task: Task, program: str) -> Run:
 
 def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
     """Parse, check, load, evaluate what the journal does not have yet, write, print."""
-    from coca_attention.report import printed_tables
-
     sections = [task.settings, ScaledSettings if task.scaled else LoadingSettings]
     path, settings, loading = parse(program, command, words, sections, ["model"])
     task.check(settings)
@@ -139,6 +137,8 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
         environment = describe_environment()
         write_json(output, {"results": cells, "measured": measured, "environment": environment})
         session.journal.remove()
+    from coca_attention.report import printed_tables
+
     for table in printed_tables(cells):
         print_table(*table)
     print(f"Results: {output}")
@@ -149,15 +149,12 @@ run_analyze = task_command(ANALYSIS, "coca")
 
 def run_suite(words: list[str]) -> None:
     """Evaluate models x scalings x tasks from one YAML; resumes when restarted."""
-    from coca_attention.report import printed_tables, read_results
-
     usage = "coca eval suite SUITE.yaml [--passkey.samples 20]"
-    found = parse_file(words, run_suite, suites.suite_parser, "suite", usage)
-    if found is None:
-        return
-    path, overrides, folder = found
+    path, overrides, folder = parse_file(words, run_suite, suites.suite_parser, "suite", usage)
     with Progress() as advance:
         results = suites.run_suite(suites.load_suite(path, overrides), folder, progress=advance)
+    from coca_attention.report import printed_tables, read_results
+
     for table in printed_tables(read_results([results])[0]["results"]):
         print_table(*table)
     print(f"Results: {results}")

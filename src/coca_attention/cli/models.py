@@ -1,5 +1,6 @@
 """Commands that make models and let them speak."""
 
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from coca_attention.cli.console import Progress, parse, parse_file, print_table
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
 from coca_attention.options import OptionParser
+from coca_attention.settings import PIECE, check_letters, check_scaling, check_sizes
 
 
 @dataclass
@@ -19,6 +21,11 @@ class GenerateSettings:
     """Tokens to generate at most."""
     temperature: float = 0.0
     """0 takes the likeliest token every time; above, tokens are drawn."""
+    top_p: float | None = None
+    """Draw from the likeliest tokens that together have this probability; by default as the model's
+    generation_config.json says."""
+    top_k: int | None = None
+    """Draw from this many of the likeliest tokens; by default as generation_config.json says."""
     seed: int = 0
     """Seed of the draws."""
     scaling: Literal["none", "linear", "ntk"] = "none"
@@ -30,6 +37,11 @@ class GenerateSettings:
     the sinks at most the training length."""
     sinks: int = 4
     """First tokens of the text that stay in sight, with a window."""
+    chat: bool = False
+    """Put the prompt into the tokenizer's chat template, as a user's message, and print the answer
+    alone."""
+    stream: bool = False
+    """Print the text as it is made also where the output is not a terminal."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights."""
     device: str | None = None
@@ -75,11 +87,12 @@ class CalibrationSettings(SourceSettings):
 def run_quickstart(words: list[str]) -> None:
     """Train five small models and compare their perplexity on long text."""
     from coca_attention.quickstart import QuickstartSettings, quickstart
-    from coca_attention.report import printed_tables
 
     settings = parse("coca quickstart", run_quickstart, words, [QuickstartSettings])[0]
     with Progress() as advance:
         content = quickstart(settings, progress=advance)
+    from coca_attention.report import printed_tables
+
     for table in printed_tables(content["results"]):
         print_table(*table)
     output = Path(settings.output)
@@ -88,12 +101,8 @@ def run_quickstart(words: list[str]) -> None:
 
 def run_train(words: list[str]) -> None:
     """Train a model from a recipe (YAML); resumes when run again."""
-    from accelerate import PartialState
+    from coca_attention.training import load_recipe, recipe_parser
 
-    from coca_attention.training import load_recipe, read_summary, recipe_parser, train
-
-    if words[:1] == ["--stages.help"]:
-        recipe_parser().read(words)
     usage = "coca train RECIPE.yaml [--training.steps 100 …]"
 
     def parser() -> OptionParser:
@@ -105,12 +114,14 @@ def run_train(words: list[str]) -> None:
         )
         return parser
 
-    found = parse_file([w for w in words if w != "--extend"], run_train, parser, "recipe", usage)
-    if found is None:
-        return
-    recipe, overrides, folder = found
-    output = train(load_recipe(recipe, overrides), folder, extend="--extend" in words)
-    summary = read_summary(output)
+    others = [word for word in words if word != "--extend"]
+    recipe, overrides, folder = parse_file(others, run_train, parser, "recipe", usage)
+    settings = load_recipe(recipe, overrides)
+    from accelerate import PartialState
+
+    from coca_attention.training import read_summary, train
+
+    summary = read_summary(train(settings, folder, extend="--extend" in words))
     if not PartialState().is_main_process:
         return
     print(
@@ -124,15 +135,6 @@ def run_train(words: list[str]) -> None:
 
 def run_generate(words: list[str]) -> None:
     """Continue a prompt with a Transformers causal language model."""
-    from transformers import TextStreamer, set_seed
-
-    from coca_attention.data import load_tokenizer
-    from coca_attention.evaluation.generation import FiniteScores
-    from coca_attention.evaluation.task import check_scaling
-    from coca_attention.models import load_model, set_rotary_scaling, training_length
-    from coca_attention.models.loading import check_vocabulary
-    from coca_attention.models.streaming import PIECE, check_sizes, streaming
-
     path, prompt, settings = parse(
         "coca generate",
         run_generate,
@@ -140,27 +142,34 @@ def run_generate(words: list[str]) -> None:
         [GenerateSettings],
         positionals=["model", "prompt"],
     )
-    if settings.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, got {settings.max_new_tokens}")
-    if settings.temperature != 0 and not 1e-3 <= settings.temperature <= 1e3:
-        raise UserError(
-            f"temperature must be 0, or between 0.001 and 1000, got {settings.temperature}"
-        )
-    if not 0 <= settings.seed < 2**32:
-        raise UserError(f"seed must be between 0 and {2**32 - 1}, got {settings.seed}")
+    _check_generation(settings)
+    if prompt == "-":
+        prompt = _standard_input()
     if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise UserError("the prompt is not valid UTF-8 text")
-    check_scaling(settings.scaling, settings.factor)
-    if settings.window is not None:
-        check_sizes(settings.window, settings.sinks)
+    from transformers import TextStreamer, set_seed
+
+    from coca_attention.data import load_tokenizer
+    from coca_attention.evaluation.generation import FiniteScores
+    from coca_attention.models import load_model, set_rotary_scaling, training_length
+    from coca_attention.models.loading import check_vocabulary
+    from coca_attention.models.streaming import streaming
+
     model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
-    tokenizer = load_tokenizer(path)
+    tokenizer: Any = load_tokenizer(path)
     check_vocabulary(model, tokenizer)
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    if inputs["input_ids"].shape[-1] == 0:
+    if settings.chat and tokenizer.chat_template is None:
+        raise UserError(f"the tokenizer of {path} has no chat template: leave out --chat")
+    if settings.chat:
+        message = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not settings.chat)
+    inputs = inputs.to(model.device)
+    before = inputs["input_ids"].shape[-1]
+    if before == 0:
         raise UserError("the prompt has no tokens; give some text to continue")
     if settings.scaling != "none":
-        total = inputs["input_ids"].shape[-1] + settings.max_new_tokens
+        total = before + settings.max_new_tokens
         if settings.window is not None:
             total = min(total, settings.window + settings.sinks)
         length = max(total, training_length(model.config.get_text_config()) or 0)
@@ -174,27 +183,61 @@ def run_generate(words: list[str]) -> None:
     options: dict[str, Any] = {"do_sample": False}
     if settings.temperature:
         options = {"do_sample": True, "temperature": settings.temperature}
+    given = {"top_p": settings.top_p, "top_k": settings.top_k}
+    options |= {name: value for name, value in given.items() if value is not None}
+    streams = settings.stream or sys.stdout.isatty()
+    if streams:
+        options["streamer"] = TextStreamer(
+            tokenizer, skip_prompt=settings.chat, skip_special_tokens=True
+        )
     with ExitStack() as stack:
         if settings.window is not None:
             sizes = {"window": settings.window, "sinks": settings.sinks}
             options["past_key_values"] = stack.enter_context(streaming(model, **sizes))
             options["prefill_chunk_size"] = PIECE
-        model.generate(
+        ids = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
             max_new_tokens=settings.max_new_tokens,
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-            streamer=TextStreamer(tokenizer, skip_special_tokens=True),
             logits_processor=[FiniteScores()],
             **options,
+        )[0]
+    if not streams:
+        print(tokenizer.decode(ids[before if settings.chat else 0 :], skip_special_tokens=True))
+
+
+def _check_generation(settings: GenerateSettings) -> None:
+    """Raise UserError unless the settings are in range."""
+    if settings.max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {settings.max_new_tokens}")
+    if settings.temperature != 0 and not 1e-3 <= settings.temperature <= 1e3:
+        raise UserError(
+            f"temperature must be 0, or between 0.001 and 1000, got {settings.temperature}"
         )
+    if not 0 <= settings.seed < 2**32:
+        raise UserError(f"seed must be between 0 and {2**32 - 1}, got {settings.seed}")
+    check_scaling(settings.scaling, settings.factor)
+    if settings.top_p is not None and not 0 < settings.top_p <= 1:
+        raise UserError(f"top_p must be above 0 and at most 1, got {settings.top_p}")
+    if settings.top_k is not None and settings.top_k < 1:
+        raise UserError(f"top_k must be at least 1, got {settings.top_k}")
+    if not settings.temperature and (settings.top_p, settings.top_k) != (None, None):
+        raise UserError("top_p and top_k are for draws: set --temperature, for example to 1")
+    if settings.window is not None:
+        check_sizes(settings.window, settings.sinks)
+
+
+def _standard_input() -> str:
+    """The prompt from standard input, without the end of its last line."""
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"the prompt is not text in {error.encoding}: {error.reason}") from error
 
 
 def run_convert(words: list[str]) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
-    from coca_attention.models import Roles
-    from coca_attention.models.conversion import convert_folder
-
     path, target, settings, text = parse(
         "coca convert",
         run_convert,
@@ -202,11 +245,16 @@ def run_convert(words: list[str]) -> None:
         [ConversionSettings, CalibrationSettings],
         positionals=["model", "target"],
     )
-    tokens = _calibration_tokens(path, settings.init, text)
     options = vars(settings)
     layers, window = options.pop("layers"), options.pop("window")
     if window is not None and (not layers or window < 1):
         raise UserError(f"window must be at least 1 and requires layers, got {window}")
+    if layers:
+        check_letters(layers)
+    tokens = _calibration_tokens(path, settings.init, text)
+    from coca_attention.models import Roles
+    from coca_attention.models.conversion import convert_folder
+
     roles = Roles(layers, window) if layers else None
     with Progress() as progress:
         model = convert_folder(
@@ -221,10 +269,6 @@ def run_convert(words: list[str]) -> None:
 
 def _calibration_tokens(path: str, init: str, text: CalibrationSettings) -> Any:
     """Token ids (calibration_tokens,) for init calibrated, None for the others."""
-    import torch
-
-    from coca_attention.data import load_tokenizer, token_array
-
     if init != "calibrated":
         if text.source:
             raise UserError(f"--source is the text of --init calibrated; got it with init {init}")
@@ -234,6 +278,10 @@ def _calibration_tokens(path: str, init: str, text: CalibrationSettings) -> Any:
         raise UserError("--init calibrated needs text to fit on: name it by --source")
     if wanted < 2:
         raise UserError(f"calibration_tokens must be at least 2, got {wanted}")
+    import torch
+
+    from coca_attention.data import load_tokenizer, token_array
+
     found = token_array(text.documents(), load_tokenizer(path), max_tokens=wanted)
     if len(found) < wanted:
         raise UserError(

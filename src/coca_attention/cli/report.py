@@ -15,22 +15,27 @@ class ReportSettings:
     """HTML file to write."""
     title: str | None = None
     """Heading of the page; by default it names what was measured."""
+    paper: bool = False
+    """Also show the paper's figures; results of its training length have them anyway."""
 
 
 def run_report(words: list[str]) -> None:
-    """Turn result files and run folders into one self-contained HTML page."""
-    from coca_attention.report import write_report
-
+    """Turn result files, or folders of runs, suites and searches, into one self-contained page."""
     split = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     paths, rest = words[:split], words[split:]
-    settings = parse("coca report RESULT …", run_report, rest, [ReportSettings])[0]
+    leading = {"RESULT …": "Result files (JSON), and folders of runs, suites and searches."}
+    settings = parse("coca report", run_report, rest, [ReportSettings], leading=leading)[0]
     if not paths:
-        raise UserError("give result files first: coca report RESULT.json … --output report.html")
+        raise UserError(
+            "give result files or folders first: coca report RESULT.json … --output report.html"
+        )
     output = Path(settings.output)
     if output.is_file() and output.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"{output} is there and no page: choose an --output that ends in .html")
+    from coca_attention.report import write_report
+
     try:
-        written = write_report(paths, output, title=settings.title)
+        page = write_report(paths, output, title=settings.title, paper=settings.paper)
     except UserError:
         raise
     except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
@@ -38,4 +43,4 @@ def run_report(words: list[str]) -> None:
             f"{', '.join(paths)}: a result is damaged, or not of this program "
             f"({type(error).__name__}: {error})"
         ) from error
-    print(f"Report: {written}")
+    print(f"Report: {page}")

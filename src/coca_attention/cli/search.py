@@ -5,16 +5,14 @@ from coca_attention.cli.console import Progress, parse_file, print_table
 
 def run_search(words: list[str]) -> None:
     """Train and evaluate many variants of a recipe and keep the best; resumes when restarted."""
-    from coca_attention.report import printed_tables, read_results
     from coca_attention.search import load_search, search, search_parser
 
     usage = "coca search SEARCH.yaml [--workers 4]"
-    found = parse_file(words, run_search, search_parser, "search", usage)
-    if found is None:
-        return
-    path, overrides, folder = found
+    path, overrides, folder = parse_file(words, run_search, search_parser, "search", usage)
     with Progress() as advance:
         results = search(load_search(path, overrides), folder, progress=advance)
+    from coca_attention.report import printed_tables, read_results
+
     for table in printed_tables(read_results([results])[0]["results"]):
         print_table(*table)
     print(f"Results: {results}")

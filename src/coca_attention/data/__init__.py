@@ -1,23 +1,28 @@
 """From documents to tokens to blocks."""
 
-from coca_attention.data.cache import TokenText, cache_folder, tokenise
-from coca_attention.data.documents import (
-    DataError,
-    Document,
-    SourceSettings,
-    held_out,
-    read_documents,
-)
-from coca_attention.data.mixture import Mixture, apportion
-from coca_attention.data.tokens import (
-    BlockDataset,
-    PasskeyBlocks,
-    encode_documents,
-    load_or_train_tokenizer,
-    load_tokenizer,
-    token_array,
-    train_tokenizer,
-)
+from typing import TYPE_CHECKING
+
+from coca_attention.lazy import attach
+
+if TYPE_CHECKING:
+    from coca_attention.data.cache import TokenText, cache_folder, tokenise
+    from coca_attention.data.documents import (
+        DataError,
+        Document,
+        SourceSettings,
+        held_out,
+        read_documents,
+    )
+    from coca_attention.data.mixture import Mixture, apportion
+    from coca_attention.data.tokens import (
+        BlockDataset,
+        PasskeyBlocks,
+        encode_documents,
+        load_or_train_tokenizer,
+        load_tokenizer,
+        token_array,
+        train_tokenizer,
+    )
 
 __all__ = [
     "BlockDataset",
@@ -38,3 +43,14 @@ __all__ = [
     "tokenise",
     "train_tokenizer",
 ]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    cache="TokenText cache_folder tokenise",
+    documents="DataError Document SourceSettings held_out read_documents",
+    mixture="Mixture apportion",
+    tokens=(
+        "BlockDataset PasskeyBlocks encode_documents load_or_train_tokenizer load_tokenizer "
+        "token_array train_tokenizer"
+    ),
+)

@@ -16,19 +16,10 @@ from coca_attention.data.passkey import encoder, passkey_block
 from coca_attention.environment import replace
 from coca_attention.errors import UserError
 from coca_attention.hub import check_name
+from coca_attention.settings import check_vocab_size
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000
-
-
-def check_vocab_size(vocab_size: int) -> None:
-    """Raise UserError unless a tokenizer can be trained with so many entries."""
-    if vocab_size < 257:
-        raise UserError(
-            f"vocab_size must be at least 257 (256 bytes and the end of text), got {vocab_size}"
-        )
-    if vocab_size > 10_000_000:
-        raise UserError(f"vocab_size must be at most 10 million, got {vocab_size}")
 
 
 def train_tokenizer(

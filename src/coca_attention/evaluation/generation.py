@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,41 +16,9 @@ from transformers import (
 )
 
 from coca_attention.errors import UserError
-from coca_attention.evaluation.task import Cell, Session, Subject, check_at_least
+from coca_attention.evaluation.prompts import Prompt, PromptSettings
+from coca_attention.evaluation.task import Cell, Session, Subject
 from coca_attention.models import set_rotary_scaling, training_length
-
-
-@dataclass
-class PromptSettings:
-    """Which prompts a model answers, and how."""
-
-    lengths: list[int] = field(default_factory=lambda: [512, 1024])
-    """Prompt lengths in tokens."""
-    samples: int = 100
-    """Prompts per length."""
-    seed: int = 0
-    """Random seed of the prompts."""
-    max_new_tokens: int = 64
-    """Maximum number of tokens in an answer."""
-    batch_tokens: int = 16384
-    """Prompt tokens per batch; a batch has at least one prompt."""
-    use_cache: bool = True
-    """Whether to decode with a key/value cache; the result is the same."""
-
-
-LONGEST = 10**8
-"""Tokens of a prompt at most."""
-
-
-def check_prompts(settings: PromptSettings) -> None:
-    """Raise UserError unless the numbers are in range."""
-    if not settings.lengths:
-        raise UserError("give at least one prompt length")
-    for length in settings.lengths:
-        if not 1 <= length <= LONGEST:
-            raise UserError(f"lengths must be between 1 and {LONGEST} tokens, got {length}")
-    check_at_least(settings, 1, "samples", "max_new_tokens", "batch_tokens")
-    check_at_least(settings, 0, "seed")
 
 
 @contextmanager
@@ -101,8 +68,8 @@ class FiniteScores(LogitsProcessor):
         """The scores as they are, (B, vocabulary); UserError if one is NaN or infinite."""
         if not (scores < math.inf).all():
             raise UserError(
-                "the model returns NaN or infinity: its weights are damaged, or its precision "
-                "overflows (try float32)"
+                f"the model returns NaN or infinity after {input_ids.shape[-1]} tokens: its "
+                "weights are damaged, or its precision overflows (try float32)"
             )
         return scores
 
@@ -151,19 +118,6 @@ def greedy_answers(
             logits_processor=[FiniteScores()],
         )
     return tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt and the fields of its record that are known before it is answered.
-
-    Attributes:
-        ids: Token ids.
-        facts: JSON values; ``index`` is unique among the prompts of a kind and length.
-    """
-
-    ids: list[int]
-    facts: dict[str, Any]
 
 
 def answer_prompts(
@@ -228,10 +182,3 @@ def answer_prompts(
         "seconds": round(time.perf_counter() - started, 3),
         "samples": [records[index] for index in indices],
     }
-
-
-def prompt_costs(settings: PromptSettings) -> list[int]:
-    """Tokens read for the prompts of every length; a generated token counts four times."""
-    return [
-        settings.samples * (length + 4 * settings.max_new_tokens) for length in settings.lengths
-    ]

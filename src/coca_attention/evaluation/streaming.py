@@ -4,18 +4,16 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from coca_attention.data import SourceSettings, held_out, token_array
+from coca_attention.data import SourceSettings, held_out
 from coca_attention.environment import resident_megabytes
 from coca_attention.errors import UserError
-from coca_attention.evaluation.generation import rotary_scaling_for
 from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
-from coca_attention.models import training_length
-from coca_attention.models.streaming import PIECE, check_sizes, streaming
+from coca_attention.settings import PIECE, check_sizes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -46,12 +44,16 @@ def check_settings(settings: StreamingSettings) -> None:
         raise UserError(f"held_out must lie between 0 and 1, got {settings.held_out}")
 
 
-def load_stream(settings: StreamingSettings, subject: Subject) -> Tensor:
+def load_stream(settings: StreamingSettings, subject: Subject) -> "Tensor":
     """Token ids (tokens + 1,), int64: the first one is not scored.
 
     Raises:
         UserError: If the source has fewer.
     """
+    import torch
+
+    from coca_attention.data import token_array
+
     documents, wanted = settings.documents(), settings.tokens + 1
     if settings.held_out:
         documents = (d for d in documents if held_out(d, settings.held_out))
@@ -70,6 +72,8 @@ def window_of(subject: Subject, settings: StreamingSettings) -> int:
     Raises:
         UserError: If the model does not say its training length.
     """
+    from coca_attention.models import training_length
+
     if settings.window is not None:
         return settings.window
     trained = training_length(subject.model.config.get_text_config())
@@ -79,7 +83,7 @@ def window_of(subject: Subject, settings: StreamingSettings) -> int:
 
 
 def evaluate_streaming(
-    subject: Subject, tokens: Tensor, settings: StreamingSettings, session: Session
+    subject: Subject, tokens: "Tensor", settings: StreamingSettings, session: Session
 ) -> Cell:
     """Read one text from beginning to end, in constant memory.
 
@@ -97,6 +101,12 @@ def evaluate_streaming(
     Raises:
         UserError: If the model cannot be streamed, or returns NaN or infinity.
     """
+    import torch
+    import torch.nn.functional as F
+
+    from coca_attention.evaluation.generation import rotary_scaling_for
+    from coca_attention.models.streaming import streaming
+
     sinks, window = settings.sinks, window_of(subject, settings)
     factor, total = session.applied_factor, len(tokens) - 1
     label = f"{subject.name} {session.scaling} streaming"
@@ -163,11 +173,13 @@ def evaluate_streaming(
     return cell
 
 
-def _tokens(subject: Subject, settings: StreamingSettings) -> Tensor:
+def _tokens(subject: Subject, settings: StreamingSettings) -> "Tensor":
     return subject.cached(f"stream {settings}", lambda: load_stream(settings, subject))
 
 
 def _prepare(subject: Subject, settings: StreamingSettings) -> None:
+    from coca_attention.models.streaming import streaming
+
     with streaming(subject.model, window=window_of(subject, settings), sinks=settings.sinks):
         _tokens(subject, settings)
 

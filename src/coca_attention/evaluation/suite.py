@@ -6,7 +6,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from coca_attention.data import load_tokenizer
 from coca_attention.environment import (
     check_writable,
     describe_environment,
@@ -16,19 +15,10 @@ from coca_attention.environment import (
 )
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.evaluation import TASKS
-from coca_attention.evaluation.generation import rotary_scaling_for
 from coca_attention.evaluation.journal import Journal
-from coca_attention.evaluation.task import (
-    Cell,
-    Progress,
-    Scaling,
-    Session,
-    Subject,
-    check_scaling,
-    load_subject,
-)
-from coca_attention.models.loading import check_vocabulary, model_without_weights
-from coca_attention.options import OptionParser, check_sections
+from coca_attention.evaluation.task import Cell, Progress, Session, Subject, load_subject
+from coca_attention.options import OptionParser, check_sections, from_file
+from coca_attention.settings import Scaling, check_scaling
 
 RESULTS_FILE, JOURNAL_FILE, LOCK_FILE = "results.json", "journal.jsonl", ".lock"
 
@@ -141,12 +131,15 @@ def load_with_tasks(
         raise UserError(f"{path}: no such {kind}; the project's own are in the folder {folder}/")
     own = own_sections(theclass)
     check_sections(Path(path), kind, [*own, *TASKS])
-    with error_prefix(f"{path}: "):
-        read = parser.read([f"--{kind}={path}", *(overrides or [])])
+
+    def make(words: list[str]) -> Any:
+        read = parser.read(words)
         tasks = {name: read[name] for name in TASKS if read[name] is not None}
         loaded = theclass(**{name: read[name] for name in own}, tasks=tasks)
         loaded.check()
-    return loaded
+        return loaded
+
+    return from_file(path, [f"--{kind}={path}"], overrides or [], make)
 
 
 def own_sections(theclass: type) -> list[str]:
@@ -186,6 +179,10 @@ def check_models(suite: Suite) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: If a model cannot be loaded or scaled, or a text or prompt does not fit.
     """
+    from coca_attention.data import load_tokenizer
+    from coca_attention.evaluation.generation import rotary_scaling_for
+    from coca_attention.models.loading import check_vocabulary, model_without_weights
+
     by_tokenizer: dict[str, dict[str, Any]] = {}
     found = {}
     for name, path in suite.models.items():

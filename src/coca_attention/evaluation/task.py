@@ -1,25 +1,23 @@
 """What an evaluation task is: a name, settings, and a function from a model to JSON cells."""
 
-import math
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from coca_attention.data import load_tokenizer
 from coca_attention.errors import UserError
 from coca_attention.evaluation.journal import Journal, fingerprint
-from coca_attention.models import load_model, training_length
-from coca_attention.models.configuration import attention_of
-from coca_attention.models.loading import check_vocabulary
+from coca_attention.settings import Scaling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Cell = dict[str, Any]
 """One result: plain JSON values."""
 Progress = Callable[[str, int, int], Any]
 """Called with a label, the work done so far and the work in all."""
-Scaling = Literal["none", "linear", "ntk", "dynamic"]
 
 
 def check_at_least(settings: Any, smallest: int, *names: str) -> None:
@@ -28,12 +26,6 @@ def check_at_least(settings: Any, smallest: int, *names: str) -> None:
         value = getattr(settings, name)
         if value is not None and value < smallest:
             raise UserError(f"{name} must be at least {smallest}, got {value}")
-
-
-def check_scaling(kind: str, factor: float) -> None:
-    """Raise UserError unless a rotary scaling can have a factor."""
-    if kind != "none" and not 1 <= factor < math.inf:
-        raise UserError(f"the factor of a scaling must be at least 1, got {factor:g}")
 
 
 @dataclass
@@ -65,11 +57,15 @@ class Subject:
     @property
     def attention(self) -> str | None:
         """The name of a CoCA model's score form, ``rope``, ``alibi``, or None for any other."""
+        from coca_attention.models.configuration import attention_of
+
         return attention_of(self.model.config.get_text_config())
 
     @property
     def facts(self) -> Cell:
         """What every cell says about its model."""
+        from coca_attention.models import training_length
+
         return {
             "model": self.name,
             "attention": self.attention,
@@ -81,6 +77,10 @@ def load_subject(
     path: str, name: str | None = None, *, dtype: str = "float32", device: str | None = None
 ) -> Subject:
     """Load a model and its tokenizer; arguments and errors as for `load_model`."""
+    from coca_attention.data import load_tokenizer
+    from coca_attention.models import load_model
+    from coca_attention.models.loading import check_vocabulary
+
     model = load_model(path, dtype=dtype, device=device)
     tokenizer = load_tokenizer(path)
     check_vocabulary(model, tokenizer)

@@ -8,6 +8,7 @@ FlexAttention and eager attention all compute CoCA. The cache stores K' after ro
 width D (``kv_cache="full"``), or the coefficients before rotation, of width P + F (``"half"``).
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,10 +23,13 @@ from coca_attention.models.projections import (
     head_norm,
     replace_key_projection,
 )
+from coca_attention.models.rotary import Far
 from coca_attention.ops import (
     attend,
+    attend_clipped,
     attend_half,
     attend_half_at,
+    far_query_map,
     key_map,
     query_map,
     score_scale,
@@ -82,6 +86,9 @@ class CollinearAttention(nn.Module):
     """
 
     layout: ClassVar[AttentionLayout] = AttentionLayout()
+    # What Q' is divided by. Serving engines read it from the module before the first pass, so it is
+    # the same in every dtype; as a power of two it changes no score.
+    kernel_scale: ClassVar[float] = score_scale(torch.float16)
 
     def __init__(self: Any, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # pyright: ignore[reportCallIssue]
@@ -103,7 +110,7 @@ class CollinearAttention(nn.Module):
         self: Any,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor, Tensor | None, Any] | None = None,
+        position_embeddings: tuple[Tensor, Tensor, Tensor | None, Any, Far | None] | None = None,
         past_key_values: Any = None,
         layer_past: Any = None,
         key_positions: KeyPositions | None = None,
@@ -118,8 +125,8 @@ class CollinearAttention(nn.Module):
             position_embeddings: From `CoCARotary`.
             past_key_values: Cache, as most families name it.
             layer_past: Cache, as GPT-NeoX names it.
-            key_positions: With a half cache or a decay, the positions of the tokens in the cache
-                and of this pass, from `CollinearModel`.
+            key_positions: With a half cache, a decay or limited distances, the positions of the
+                tokens in the cache and of this pass, from `CollinearModel`.
             roles: Where one set of rotary parameters serves local and global layers, the mask and
                 the position embeddings of each layer type, from `CollinearModel`.
             **kwargs: Passed to the attention implementation.
@@ -131,42 +138,59 @@ class CollinearAttention(nn.Module):
             attention_mask, position_embeddings = roles[self.layer_type]
         assert position_embeddings is not None  # always passed by the decoder
         length = hidden_states.shape[1]
-        cos, sin, factor, bias = position_embeddings
+        cos, sin, factor, bias, far = position_embeddings
         config = self.config
-        query, coefficients, value = self.project(hidden_states)
-        divisor = score_scale(query.dtype)
-        query = query_map(
-            query,
-            cos,
-            sin,
+        projected, coefficients, value = self.project(hidden_states)
+        mapped = partial(
+            query_map,
+            projected,
             form=config.coca_form,
-            scale=self.scaling / divisor,
+            scale=self.scaling / self.kernel_scale,
             factor=factor,
             interleaved=self.layout.interleaved,
             free_pairs=self.free_pairs,
             parameters=getattr(self, "form_parameters", None),
         )
+        query = mapped(cos, sin)
         cache: Any = past_key_values if past_key_values is not None else layer_past
-        half = cache is not None and config.kv_cache == "half"
+        half = cache is not None and (config.kv_cache == "half" or far is not None)
         kind, first = getattr(self, "layer_type", None), 0
         if cache is not None and key_positions is not None:
             _, first = cache.get_mask_sizes(length, self.layer_idx)
         if half and cache is not None:
             check_cache_width(cache, self.layer_idx, coefficients.shape[-1])
             coefficients, value = cache.update(coefficients, value, self.layer_idx)
-            keys = coefficients.shape[-2]
+        keys = coefficients.shape[-2]
+        apart = key_positions is not None and key_positions.apart
+        if far is not None and (apart or keys <= far.max_distance):
+            far = bias = None  # both begin farther away
+        if half and cache is not None:
             # Without key_positions Transformers has created the cache, which was empty before.
-            if key_positions is not None and self._decodes(query, attention_mask):
+            if key_positions is not None and not far and self._decodes(query, attention_mask):
                 mask = attention_mask
                 if bias is not None:
                     places = key_positions.places(kind, first, keys)
                     mask = with_bias(mask, bias(*places, cos.dtype).unsqueeze(1))
                 output = self._attend_half(query, coefficients, value, key_positions, first, mask)
                 if output is not None:
-                    return self._projected(output.transpose(1, 2)), None
-            if key_positions is not None and (keys != length or key_positions.apart):
+                    return self._projected(output.transpose(1, 2), hidden_states), None
+            if key_positions is not None and (keys != length or apart):
                 query = key_positions.turned(query, kind)
                 cos, sin = key_positions.rotary(kind, first, keys)
+        if far is not None:
+            assert key_positions is not None  # always passed by the decoder
+            output, weights = self._attend_far(
+                (query, mapped(*far.tables)),
+                coefficients,
+                value,
+                (cos, sin),
+                far.max_distance,
+                key_positions,
+                first,
+                attention_mask,
+                bias,
+            )
+            return self._projected(output.transpose(1, 2), hidden_states), weights
         key = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
         if cache is not None and not half:
             check_cache_width(cache, self.layer_idx, key.shape[-1])
@@ -177,8 +201,10 @@ class CollinearAttention(nn.Module):
         sdpa = config._attn_implementation == "sdpa"
         if sdpa and no_mask and window and window < key.shape[-2]:
             # `CollinearModel` leaves out a mask that is nothing but the window.
-            output = attend(query, key, value, window=window, scale=divisor, dropout=dropout)
-            return self._projected(output.transpose(1, 2)), None
+            output = attend(
+                query, key, value, window=window, scale=self.kernel_scale, dropout=dropout
+            )
+            return self._projected(output.transpose(1, 2), hidden_states), None
         if bias is not None:
             assert key_positions is not None  # always passed by the decoder
             places = key_positions.places(kind, first, key.shape[-2])
@@ -195,12 +221,12 @@ class CollinearAttention(nn.Module):
                     value,
                     attention_mask=attention_mask,
                     is_causal=causal,
-                    scale=divisor,
+                    scale=self.kernel_scale,
                     dropout=dropout,
                     bias=bias,
                     positions=places,
                 )
-                return self._projected(output.transpose(1, 2)), None
+                return self._projected(output.transpose(1, 2), hidden_states), None
             shape = attention_mask.shape if isinstance(attention_mask, Tensor) else ()
             dense = len(shape) == 4 and shape[-1] == key.shape[-2]
             if not dense and config._attn_implementation != "eager":
@@ -219,16 +245,17 @@ class CollinearAttention(nn.Module):
             key,
             value,
             attention_mask,
-            scaling=divisor,
+            scaling=self.kernel_scale,
             dropout=dropout,
             sliding_window=window,
             **kwargs,
         )
-        return self._projected(output), weights
+        return self._projected(output, hidden_states), weights
 
-    def _projected(self: Any, output: Tensor) -> Tensor:
-        """(B, T, H, D) to (B, T, hidden)."""
-        return self.get_submodule(self.layout.output_name)(output.flatten(2).contiguous())
+    def _projected(self: Any, output: Tensor, hidden_states: Tensor) -> Tensor:
+        """(B, T, H, D), or (B * T, H * D) from a serving engine, to (B, T, hidden)."""
+        output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        return self.get_submodule(self.layout.output_name)(output)
 
     def _decodes(self: Any, query: Tensor, mask: Any) -> bool:
         """Whether to use `_attend_half` instead of the configured attention function.
@@ -240,6 +267,63 @@ class CollinearAttention(nn.Module):
             and self.config._attn_implementation == "sdpa"
             and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
             and not (self.training or torch.is_grad_enabled())
+        )
+
+    def _attend_far(
+        self: Any,
+        queries: tuple[Tensor, Tensor],
+        coefficients: Tensor,
+        value: Tensor,
+        tables: tuple[Tensor, Tensor],
+        max_distance: int,
+        key_positions: KeyPositions,
+        first: int,
+        mask: Any,
+        bias: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`attend_clipped` for Q' at the positions of the tokens and at the largest distance.
+
+        Args:
+            queries: Two of (B, H, T, D).
+            coefficients: All keys before rotation, (B, G, S, P + F).
+            value: (B, G, S, D).
+            tables: cos and sin of the keys, (1 or B, S, R/2).
+            max_distance: W.
+            key_positions: Of this pass.
+            first: First slot of the keys.
+            mask: None or a dense mask.
+            bias: `Rotation.bias` or None.
+        """
+        implementation, length = self.config._attn_implementation, queries[0].shape[-2]
+        if implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                "a model with max_distance has two scores for a query and a key, which needs the "
+                f"attention function sdpa or eager; got {implementation}"
+            )
+        kind, consecutive = getattr(self, "layer_type", None), key_positions.ends_with_pass
+        if mask is None and not consecutive and length > 1:
+            # The first queries of an empty cache with more slots.
+            coefficients, value = coefficients[..., :length, :], value[..., :length, :]
+            consecutive = True
+        keys = coefficients.shape[-2]
+        near = max(0, keys - length - max_distance + 1) if consecutive else 0
+        cos, sin = (x[:, near:keys] for x in tables)
+        query, far_query = queries
+        return attend_clipped(
+            query,
+            key_map(coefficients[..., near:, :], cos, sin, free_pairs=self.free_pairs),
+            far_query_map(far_query, self.free_pairs),
+            coefficients,
+            value,
+            max_distance=max_distance,
+            positions=key_positions.places(kind, first, keys),
+            consecutive=consecutive,
+            attention_mask=mask,
+            is_causal=mask is None,
+            scale=self.kernel_scale,
+            dropout=self.attention_dropout if self.training else 0.0,
+            bias=bias,
+            with_weights=implementation == "eager",
         )
 
     def _attend_half(
@@ -257,7 +341,7 @@ class CollinearAttention(nn.Module):
         """
         keys = coefficients.shape[-2]
         kind = getattr(self, "layer_type", None)
-        scale = score_scale(query.dtype)
+        scale = self.kernel_scale
         if compiling():
             cos, sin = key_positions.rotary(kind, first, keys)
             return attend_half_at(

@@ -7,7 +7,16 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from coca_attention.ops import RULES, Rotation, Rule, get_form
+from coca_attention.fields import (  # noqa: F401 (other modules take them from here)
+    GLOBAL,
+    LOCAL,
+    attention_of,
+    free_pairs,
+    head_width,
+    rope_parameters,
+    training_length,
+)
+from coca_attention.ops import RULES, Rotation, Rule, check_clipped_form, get_form
 
 CACHES = ("full", "half")
 # Fields of a `Rotation` besides rule, base and width: our additions to ``rope_parameters``, with
@@ -17,23 +26,8 @@ ROTATION_FIELDS = {
     "temperature": "temperature",
     "decay": "decay",
     "decay_length": "decay_length",
+    "max_distance": "max_distance",
 }
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
-"""Transformers' names for layers that see a window, and for layers that see the whole text."""
-
-
-def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
-    """The rotary parameters of a configuration, for one layer type if they differ.
-
-    Args:
-        config: A Transformers configuration.
-        layer_type: For example ``full_attention``, for families with a different rotary embedding
-            per layer type (Gemma 3).
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope and all(value is None or isinstance(value, dict) for value in rope.values()):
-        rope = rope.get(layer_type or GLOBAL) or {}
-    return rope
 
 
 def has_own_roles(config: Any) -> bool:
@@ -49,41 +43,6 @@ def has_own_roles(config: Any) -> bool:
         return False
     differ = isinstance(config.coca_free_pairs, dict) or any(n in rope for n in ROTATION_FIELDS)
     return differ or "layer_types" not in type(config).__dataclass_fields__
-
-
-def free_pairs(config: Any, layer_type: str | None = None) -> int:
-    """Free pairs F of a CoCA model's heads in layers of a type."""
-    given = config.coca_free_pairs
-    return given.get(layer_type or GLOBAL, 0) if isinstance(given, dict) else given
-
-
-def attention_of(config: Any) -> str | None:
-    """The name of a CoCA model's score form, ``rope``, ``alibi``, or None for any other model.
-
-    A CoCA model whose pairs are all free is a rotary one.
-    """
-    if hasattr(config, "coca_form"):
-        kinds = set(getattr(config, "layer_types", None) or (GLOBAL,))
-        pairs = head_width(config) // 2
-        return "rope" if all(free_pairs(config, k) == pairs for k in kinds) else config.coca_form
-    if config.model_type == "alibi_gpt_neox" or getattr(config, "alibi", False):
-        return "alibi"
-    return "rope" if getattr(config, "rope_parameters", None) else None
-
-
-def training_length(config: Any) -> int | None:
-    """Training length in tokens: the original length if set, or else ``max_position_embeddings``.
-
-    None if the configuration has neither.
-    """
-    given = rope_parameters(config).get("original_max_position_embeddings")
-    return given or getattr(config, "max_position_embeddings", None)
-
-
-def head_width(config: Any) -> int:
-    """Head width D."""
-    given = getattr(config, "head_dim", None)
-    return given or config.hidden_size // config.num_attention_heads
 
 
 def rule_of(rope_type: str) -> type[Rule]:
@@ -108,7 +67,7 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
         config: A Transformers configuration. Its rotary parameters may contain ``rope_type``,
             ``rope_theta``, ``partial_rotary_factor``, the parameters of the rule (the fields of the
             `Rule`; ``ntk`` and ``longrope`` have an optional target ``length`` in tokens), and
-            ``turning_pairs``, ``temperature``, ``decay`` and ``decay_length`` for the `Rotation`.
+            the names of `ROTATION_FIELDS` for the `Rotation`.
         layer_type: See `rope_parameters`. With one set of parameters for all layers, the rule and
             those of the `Rotation` apply to global layers alone: a local layer never sees far.
 
@@ -245,7 +204,9 @@ class CoCAConfig:
                     f"partial_rotary_factor must give an even rotary width between 2 and the head "
                     f"width {width}; got {span}"
                 )
-            rotation(self, layer_type)
+            if rotation(self, layer_type).max_distance is not None:
+                collinear = width // 2 - free_pairs(self, layer_type)
+                check_clipped_form(get_form(self.coca_form), collinear)
 
     def validate_rope(self: Any) -> None:
         """Transformers' checks of ``rope_parameters``; `rotation` checks our own rules."""

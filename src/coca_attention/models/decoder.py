@@ -113,14 +113,15 @@ class CollinearModel(CollinearPreTrained):
         if position_ids is None and tokens is not None and mask is not None:
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         half = self.config.kv_cache == "half" and past_key_values is not None
-        own_roles, decays = has_own_roles(self.config), rotation(self.config).decay is not None
+        own_roles, found = has_own_roles(self.config), rotation(self.config)
+        placed = half or found.decay is not None or found.max_distance is not None
         given_positions = position_ids if mask is None else None
-        if tokens is not None and (half or own_roles or decays):
+        if tokens is not None and (placed or own_roles):
             if position_ids is None:
                 past = 0 if past_key_values is None else past_key_values.get_seq_length()
                 steps = torch.arange(tokens.shape[1], device=tokens.device) + past
                 position_ids = steps.unsqueeze(0)
-            if (half or decays) and "key_positions" not in kwargs:
+            if placed and "key_positions" not in kwargs:
                 kwargs["key_positions"] = KeyPositions(self, past_key_values, position_ids, mask)
             if own_roles:
                 window_alone = self._window_alone(
@@ -215,7 +216,7 @@ class CollinearForCausalLM(CollinearPreTrained):
 
     def _get_static_cache_init_shape(self: Any) -> Any:
         # Transformers assumes keys as wide as values; without a shape, the first update decides.
-        if self.config.kv_cache == "half":
+        if self.config.kv_cache == "half" or rotation(self.config).max_distance is not None:
             return None
         return super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -223,16 +224,17 @@ class CollinearForCausalLM(CollinearPreTrained):
         """Transformers' continuous batching, which requires keys as wide as values.
 
         Raises:
-            ValueError: If the model uses a half cache or has a decay.
+            ValueError: If the model uses a half cache, or has a decay or max_distance.
         """
         if self.config.kv_cache == "half":
             raise ValueError(
                 "continuous batching stores keys and values in one pool, so it does not support "
                 'keys of half the width: set config.kv_cache = "full"'
             )
-        if rotation(self.config).decay is not None:
+        found = rotation(self.config)
+        if found.decay is not None or found.max_distance is not None:
             raise ValueError(
                 "continuous batching mixes the tokens of several texts, so it does not support a "
-                "decay: use generate() with a batch"
+                "decay or max_distance: use generate() with a batch"
             )
         return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore

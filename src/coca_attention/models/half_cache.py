@@ -1,4 +1,4 @@
-"""Positions of cached tokens, for half caches (coefficients before rotation) and for decays.
+"""Positions of cached tokens, for half caches (coefficients before rotation), decays and limits.
 
 Legend: B batch, T tokens of a pass, S slots of a cache.
 """
@@ -58,6 +58,8 @@ class KeyPositions:
             sizes = [cache.get_mask_sizes(length, index) for index in range(len(body.layers))]
             slots = max(keys + first for keys, first in sizes)
             start = cache.get_seq_length()  # a tensor for static caches
+        # Whether the tokens of this pass are the last slots; not so in static caches.
+        self.ends_with_pass = isinstance(start, int) and slots == start + length
         slot = torch.arange(slots, device=device)
         # Index in this pass, negative for earlier tokens. Computed here, because a static cache
         # updates its length in place.

@@ -6,14 +6,9 @@ from typing import Any
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import GLOBAL, LOCAL
+from coca_attention.settings import check_letters
 
 LETTERS = {"l": LOCAL, "g": GLOBAL}
-
-
-def check_letters(layers: str) -> None:
-    """Raise UserError unless a pattern of layers consists of `LETTERS`."""
-    if not layers or set(layers) - set(LETTERS):
-        raise UserError(f"layers must consist of the letters l and g, got {layers!r}")
 
 
 @dataclass(frozen=True)
@@ -31,6 +26,8 @@ class Roles:
         temperature: Whether queries of global layers grow with the logarithm of n.
         decay: Exponent of the power law by which attention of global layers decays; 0 is none.
         decay_length: Distance in tokens at which it begins; default: L / 8.
+        max_distance: W; in global layers, keys farther back than W tokens are scored as if W back,
+            and the decay begins there. Default: no limit.
 
     Raises:
         UserError: If a letter is unknown or a value out of range.
@@ -42,10 +39,11 @@ class Roles:
     temperature: bool = True
     decay: float = 1.0
     decay_length: float | None = None
+    max_distance: int | None = None
 
     def __post_init__(self) -> None:
         check_letters(self.layers)
-        for name, smallest in (("window", 1), ("turning_pairs", 0)):
+        for name, smallest in (("window", 1), ("turning_pairs", 0), ("max_distance", 1)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < smallest):
                 raise UserError(f"{name} must be a whole number from {smallest}, got {value}")
@@ -91,7 +89,8 @@ class Roles:
             "rope_parameters": rope_parameters
             | rotation_fields(
                 self.turning_pairs, self.temperature, self.decay, self.decay_length, length
-            ),
+            )
+            | ({} if self.max_distance is None else {"max_distance": self.max_distance}),
         }
 
 

@@ -1,12 +1,19 @@
 """Stateless rotary modules for Transformers models."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from coca_attention.models.configuration import rotation
 from coca_attention.ops.positions import join_pairs
+
+
+class Far(NamedTuple):
+    """What a layer with limited distances needs for the keys beyond: W and `far_tables`."""
+
+    max_distance: int
+    tables: tuple[Tensor, Tensor]
 
 
 class CoCARotary(nn.Module):
@@ -24,18 +31,22 @@ class CoCARotary(nn.Module):
     @torch.no_grad()
     def forward(
         self, hidden_states: Tensor, position_ids: Tensor, layer_type: str | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Any, Far | None]:
         """Tables for position_ids (B, T).
 
         Returns:
             cos and sin, each (B, T, R/2) for a rotary width R, the factor on the queries, (B, T),
-            or None, and `Rotation.bias` if the rotation has a decay, or None.
+            or None, `Rotation.bias` if the rotation has a decay, or None, and `Far` if distances
+            are limited, or None.
         """
         found = rotation(self.config, layer_type)
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         factor = found.query_factor(position_ids, dtype)
         bias = None if found.decay is None else found.bias
-        return *found.tables(position_ids, dtype), factor, bias
+        far = None
+        if found.max_distance is not None:
+            far = Far(found.max_distance, found.far_tables(position_ids.device, dtype))
+        return *found.tables(position_ids, dtype), factor, bias, far
 
 
 class VanillaRotary(CoCARotary):

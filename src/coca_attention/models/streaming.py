@@ -29,11 +29,10 @@ from coca_attention.models.families import family_of, supported_families
 from coca_attention.models.half_cache import KeyPositions, rotary_is_by_layer
 from coca_attention.ops import KeyFrames
 from coca_attention.ops.positions import apply_rotary
+from coca_attention.settings import check_sizes
 
 FOLLOW_LENGTH = ("dynamic", "longrope")
 """Rope types of Transformers whose frequencies change with the length of a pass."""
-PIECE = 64
-"""Tokens of a pass in which long prompts are read. The result does not depend on it."""
 
 
 @dataclass
@@ -255,6 +254,12 @@ class StreamingCache(Cache):
         ]
         super().__init__(layers=layers)  # pyright: ignore[reportArgumentType]
         self.kinds, self.limit = kinds, window + sinks
+        limit = rotation(config).max_distance if self.collinear else None
+        if limit is not None and self.limit > limit:
+            raise UserError(
+                f"{self.limit} tokens in sight are more than a stream of this model can hold: its "
+                f"max_distance is {limit}: choose a smaller window"
+            )
         self._prepared: tuple[tuple[int, int], dict[str, _Pass], dict[str, Any]] | None = None
         body: Any = model.base_model
         if _place not in body._forward_pre_hooks.values():
@@ -306,14 +311,6 @@ class StreamingCache(Cache):
                 one.given = _tables(body, steps, kind)
                 one.slots = _tables(body, one.positions, kind)
         return passes, arguments
-
-
-def check_sizes(window: int, sinks: int) -> None:
-    """Raise UserError unless the window has a token and the number of sinks is not negative."""
-    if window < 1:
-        raise UserError(f"the window must be at least 1 token, got {window}")
-    if sinks < 0:
-        raise UserError(f"the number of sinks must be 0 or more, got {sinks}")
 
 
 @contextmanager

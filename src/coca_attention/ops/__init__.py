@@ -7,12 +7,14 @@
 - `decoding`: one new token over a half cache.
 - `kernels`: fused Triton kernels, used on CUDA if Triton is installed.
 - `attention`: softmax attention in linear memory.
+- `clipped`: attention under clipped distances.
 - `flex`: attention under a block mask.
 - `alibi`: attention with linear biases, the paper's baseline.
 - `oracle`: the paper's equations as printed, in float64.
 """
 
 from coca_attention.ops.attention import attend, with_bias
+from coca_attention.ops.clipped import attend_clipped, check_clipped_form, far_query_map
 from coca_attention.ops.collinear import coca_attention
 from coca_attention.ops.decoding import (
     KeyFrames,
@@ -44,9 +46,12 @@ __all__ = [
     "activate",
     "apply_rotary",
     "attend",
+    "attend_clipped",
     "attend_half",
     "attend_half_at",
+    "check_clipped_form",
     "coca_attention",
+    "far_query_map",
     "fold",
     "get_form",
     "key_frames",

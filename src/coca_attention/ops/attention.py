@@ -92,7 +92,7 @@ def attend(
         unseen = max(keys - queries - window + 1, 0)
         keys -= unseen
         key, value = key[..., unseen:, :], value[..., unseen:, :]
-        attention_mask = _cut(attention_mask, slice(None), slice(unseen, None))
+        attention_mask = cut_mask(attention_mask, slice(None), slice(unseen, None))
         banded = window < keys
     masked = bias is not None or banded or attention_mask is not None
     masked = masked or (is_causal and 1 < queries < keys)
@@ -132,9 +132,9 @@ def attend(
             last = keys - queries + stop if is_causal else keys
             first = 0 if window is None else max(0, last - rows.shape[-2] - window + 1)
             seen = slice(first, last)
-            mask = _cut(attention_mask, slice(start, stop), seen)
+            mask = cut_mask(attention_mask, slice(start, stop), seen)
             if is_causal:
-                mask = _causal_mask(mask, rows.shape[-2], last - first, rows.device, window)
+                mask = causal_mask(mask, rows.shape[-2], last - first, rows.device, window)
             if bias is not None:
                 wide = torch.promote_types(rows.dtype, torch.float32)
                 added = bias(query_positions[..., start:stop], key_positions[..., seen], wide)
@@ -187,7 +187,7 @@ def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     return mask + bias
 
 
-def _cut(mask: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
+def cut_mask(mask: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
     """Part of a mask, whose last two dimensions may have length 1."""
     if mask is None:
         return None
@@ -196,7 +196,7 @@ def _cut(mask: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
     return mask if mask.shape[-1] == 1 else mask[..., columns]
 
 
-def _causal_mask(
+def causal_mask(
     mask: Tensor | None, queries: int, keys: int, device: torch.device, window: int | None = None
 ) -> Tensor:
     """Mask for the last queries of so many keys, combined with causality and a window."""
@@ -243,7 +243,7 @@ def _attend_window(
     first = min(window - past + (queries - window + past) % block, queries)
     head, query = query.split((first, queries - first), dim=-2)
     seen = past + first
-    head_mask = _causal_mask(_cut(mask, slice(first), slice(seen)), first, seen, device, window)
+    head_mask = causal_mask(cut_mask(mask, slice(first), slice(seen)), first, seen, device, window)
     outputs = [call(head, key[..., :seen, :], value[..., :seen, :], head_mask)]
     blocks = (queries - first) // block
     if blocks:
@@ -257,7 +257,7 @@ def _attend_window(
         key, value = (
             fold(x[..., start:, :].unfold(-2, width, block).transpose(-2, -1)) for x in (key, value)
         )
-        mask = _cut(mask, slice(first, None), slice(start, None))
+        mask = cut_mask(mask, slice(first, None), slice(start, None))
         if mask is not None:
             offset = torch.arange(0, blocks * block, block, device=device)[:, None]
 
@@ -269,6 +269,6 @@ def _attend_window(
             row, column = index(mask.shape[-2], block), index(mask.shape[-1], width)
             mask = mask[(None,) * (4 - mask.dim())][..., row[:, :, None], column[:, None]]
             mask = fold(mask.expand(batch, *mask.shape[1:]))
-        output = call(rows, key, value, _causal_mask(mask, block, width, device, window))
+        output = call(rows, key, value, causal_mask(mask, block, width, device, window))
         outputs.append(output.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3))
     return torch.cat(outputs, dim=-2)

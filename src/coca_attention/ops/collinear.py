@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from coca_attention.ops.attention import attend
+from coca_attention.ops.clipped import attend_clipped, check_clipped_form, far_query_map
 from coca_attention.ops.flex import attend_blocks
 from coca_attention.ops.forms import ScoreForm, get_form
 from coca_attention.ops.maps import key_map, query_map, score_scale
@@ -81,6 +82,7 @@ def coca_attention(
             "into its mask_mod"
         )
     queries, keys, width = query.shape[-2], key_coefficients.shape[-2], query.shape[-1]
+    consecutive = query_positions is None and key_positions is None
     if key_positions is None:
         key_positions = torch.arange(keys, device=query.device)
     if query_positions is None and queries > keys:
@@ -112,17 +114,45 @@ def coca_attention(
         cos, sin = (x[..., keys - queries :, :] for x in (cos, sin))
     else:
         cos, sin = rotation.tables(query_positions, wide)
-    q = query_map(
-        query,
-        cos,
-        sin,
-        factor=rotation.query_factor(query_positions, wide),
-        form=form,
-        scale=factor / divisor,
-        interleaved=interleaved,
-        free_pairs=free_pairs,
-        parameters=parameters,
-    )
+
+    def mapped(cos: Tensor, sin: Tensor) -> Tensor:
+        return query_map(
+            query,
+            cos,
+            sin,
+            factor=rotation.query_factor(query_positions, wide),
+            form=form,
+            scale=factor / divisor,
+            interleaved=interleaved,
+            free_pairs=free_pairs,
+            parameters=parameters,
+        )
+
+    q = mapped(cos, sin)
+    bias = None if rotation.decay is None else rotation.bias
+    if rotation.max_distance is not None:
+        if block_mask is not None or window is not None or not is_causal:
+            raise ValueError(
+                "max_distance requires causal attention and cannot be combined with a block_mask "
+                "or a window"
+            )
+        check_clipped_form(form, width // 2 - free_pairs)
+        if not consecutive or keys > rotation.max_distance:
+            far = mapped(*rotation.far_tables(query.device, wide))
+            return attend_clipped(
+                q,
+                k,
+                far_query_map(far, free_pairs),
+                key_coefficients,
+                value,
+                max_distance=rotation.max_distance,
+                positions=(query_positions, key_positions),
+                consecutive=consecutive,
+                attention_mask=attention_mask,
+                scale=divisor,
+                bias=bias,
+            )[0]
+        bias = None  # it begins farther away
     if block_mask is not None:
         if rotation.decay is not None:
             raise ValueError("a block_mask cannot be combined with a decay; use attention_mask")
@@ -135,7 +165,7 @@ def coca_attention(
         is_causal=is_causal,
         window=window,
         scale=divisor,
-        bias=None if rotation.decay is None else rotation.bias,
+        bias=bias,
         positions=(query_positions, key_positions),
     )
 

@@ -328,6 +328,7 @@ def coca_attention(
     is_causal: bool = True,
     scale: float | None = None,
     bias: Tensor | None = None,
+    max_distance: int | None = None,
 ) -> Tensor:
     """`coca_attention.ops.coca_attention` from the printed equations, in float64.
 
@@ -342,14 +343,25 @@ def coca_attention(
         query_positions = key_positions[keys - queries :]
     t = key_coefficients.repeat_interleave(heads // kv_heads, dim=-3)
     v = value.repeat_interleave(heads // kv_heads, dim=-3)
-    tensors = (query, t, query_positions, key_positions)
-    if t.shape[-1] > width // 2:
-        scores = free_scores(form, *tensors, theta=theta, interleaved=interleaved)
-    elif rotary_width is None or rotary_width == width:
-        scores = form_scores(form, *tensors, theta=theta, interleaved=interleaved)
-    else:
-        scores = partial_scores(
+
+    def scores_of(query: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        tensors = (query, t, query_positions, key_positions)
+        if t.shape[-1] > width // 2:
+            return free_scores(form, *tensors, theta=theta, interleaved=interleaved)
+        if rotary_width is None or rotary_width == width:
+            return form_scores(form, *tensors, theta=theta, interleaved=interleaved)
+        return partial_scores(
             form, *tensors, rotary_width=rotary_width, theta=theta, interleaved=interleaved
         )
+
+    if max_distance is None:
+        scores = scores_of(query, query_positions, key_positions)
+    else:
+        # For every query the keys that are farther away move to the largest distance.
+        rows = [
+            scores_of(query[..., [row], :], m[None], torch.maximum(key_positions, m - max_distance))
+            for row, m in enumerate(query_positions)
+        ]
+        scores = torch.cat(rows, dim=-2)
     factor = width**-0.5 if scale is None else scale
     return attention(scores, v, scale=factor, is_causal=is_causal, bias=bias)

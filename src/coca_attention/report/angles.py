@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import BoundaryNorm
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from coca_attention.report.figures import COLOURS, colours, draw
+from coca_attention.report.figures import colours, draw
 from coca_attention.report.lines import signed
-from coca_attention.report.section import Section
+from coca_attention.report.section import Section, Table
 
 DASHES = ("-", "--", ":", "-.")
 LEVELS = 10
@@ -29,8 +29,13 @@ def angle_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
         for index, cell in enumerate(cells)
         if not without_angles(cell)  # all would be in one bin
     ]
+    has_anomalies = not all(without_angles(cell) for cell in cells)
     sections.append(
-        Section("Anomalous tokens by rotary pair", _anomaly_text(cells), anomaly_figure(cells))
+        Section(
+            "Anomalous tokens by rotary pair",
+            _anomaly_text(cells),
+            anomaly_figure(cells) if has_anomalies else None,
+        )
     )
     sections += [
         Section(
@@ -46,38 +51,32 @@ def angle_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
     return sections
 
 
-def angle_table(cells: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a table, one row per model."""
-    header = ["model", "attention", "Θ > π", "anomalous at", "violations of Eq. 19, 20, 21"]
-    header += ["score change when moved", "nats when moved"]
-    rows = []
-    for cell in cells:
-        shares = [
-            f"{length:,}: {_percent(_mean(_share(cell, index)))}"
-            for index, length in shown_lengths(cell)
-        ]
-        violations = [_total(cell, name, "violations") for name in ("eq19", "eq20", "eq21")]
-        moved = nats = "–"
-        if cell["shifts"]:
-            change, shift = max(
-                (_mean(_score_changes(cell, index)) or 0.0, entry["shift"])
-                for index, entry in enumerate(cell["shifts"])
-            )
-            moved = f"{change:.2g} (by {shift:,})"
-            worst = max(cell["shifts"], key=lambda entry: abs(_nats_change(entry)))
-            nats = f"{_nats(_nats_change(worst))} (by {worst['shift']:,})"
-        rows.append(
-            [
-                cell["model"],
-                form_label(cell),
-                _percent(_mean(seen_angles(layer)["cases"]["d"] for layer in cell["layers"])),
-                "; ".join(shares),
-                ", ".join(f"{count:,}" for count in violations),
-                moved,
-                nats,
-            ]
+def angle_table(cells: Sequence[dict[str, Any]]) -> Table:
+    """A column per model: a row would be too long for a terminal."""
+    columns = [_measures(cell) for cell in cells]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(column.get(name, "–") for column in columns)] for name in names]
+    return ["angles", *(cell["model"] for cell in cells)], rows
+
+
+def _measures(cell: dict[str, Any]) -> dict[str, str]:
+    found = {
+        "attention": form_label(cell),
+        "Θ > π": _percent(_mean(seen_angles(layer)["cases"]["d"] for layer in cell["layers"])),
+    }
+    for index, length in shown_lengths(cell):
+        found[f"anomalous at {length:,} tokens"] = _percent(_mean(_share(cell, index)))
+    for check, name in (("eq19", "Eq. 19"), ("eq20", "Eq. 20"), ("eq21", "Eq. 21")):
+        found[f"violations of {name}"] = f"{_total(cell, check, 'violations'):,}"
+    if cell["shifts"]:
+        change, shift = max(
+            (_mean(_score_changes(cell, index)) or 0.0, entry["shift"])
+            for index, entry in enumerate(cell["shifts"])
         )
-    return header, rows
+        found["score change when moved"] = f"{change:.2g} (by {shift:,})"
+        worst = max(cell["shifts"], key=lambda entry: abs(_nats_change(entry)))
+        found["nats when moved"] = f"{_nats(_nats_change(worst))} (by {worst['shift']:,})"
+    return found
 
 
 def seen_angles(layer: dict[str, Any]) -> dict[str, Any]:
@@ -128,6 +127,8 @@ def angle_figure(cell: dict[str, Any], name: str) -> dict[str, str]:
             scaled,
             cmap=colormaps["cividis"],
             norm=BoundaryNorm(levels, 256),
+            edgecolor="face",
+            lw=0.3,
         )
         axes.grid(False)
         axes.axvline(180, color="white", lw=1, ls="--")
@@ -167,9 +168,9 @@ def anomaly_figure(cells: Sequence[dict[str, Any]]) -> dict[str, str]:
 def decay_figure(cell: dict[str, Any], name: str) -> dict[str, str]:
     """Scores and the bounds of Eq. 19 and 20 against the distance, averaged over layers."""
     lines = (
-        ("score", "score", COLOURS[2], "-"),
-        ("eq19", "bound for any angles (Eq. 19)", COLOURS[1], "--"),
-        ("eq20", "bound for angles of 0 (Eq. 20)", COLOURS[3], "-."),
+        ("score", "score", "-"),
+        ("eq19", "bound for any angles (Eq. 19)", "--"),
+        ("eq20", "bound for angles of 0 (Eq. 20)", "-."),
     )
     found: dict[str, dict[int, list[float]]] = {key: {} for key, *_ in lines}
     for layer in cell["layers"]:
@@ -178,14 +179,16 @@ def decay_figure(cell: dict[str, Any], name: str) -> dict[str, str]:
                 if row[key]:
                     found[key].setdefault(row["distance"], []).append(row[key])
 
+    colour = colours(label for _, label, _ in lines)
+
     def plot(axes: Axes) -> None:
-        for key, label, colour, dash in lines:
+        for key, label, dash in lines:
             points = sorted(found[key].items())
             axes.plot(
                 [distance for distance, _ in points],
                 [sum(values) / len(values) for _, values in points],
                 label=label,
-                color=colour,
+                color=colour[label],
                 ls=dash,
                 marker="o",
                 ms=3,

@@ -7,7 +7,9 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from coca_attention.report.figures import colours, draw
+from coca_attention.errors import UserError
+from coca_attention.report.figures import FAINT, colours, draw
+from coca_attention.report.groups import differ
 from coca_attention.report.section import Entry, Section, Table
 
 Cell = dict[str, Any]
@@ -113,15 +115,19 @@ def share_map(found: Cells, name: str) -> dict[str, str]:
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
 
     def plot(axes: Axes) -> None:
-        mesh = axes.pcolormesh(shares, cmap=colormaps["cividis"], vmin=0.0, vmax=1.0)
+        mesh = axes.pcolormesh(
+            shares, cmap=colormaps["cividis"], vmin=0.0, vmax=1.0, edgecolor="face", lw=0.3
+        )
         axes.grid(False)
         axes.invert_yaxis()
         for end in ends[:-1]:
             axes.axhline(end, color="white", lw=1)
-        axes.set_xticks([i + 0.5 for i in range(len(lengths))], [f"{n:,}" for n in lengths])
+        names = [f"{n:,}" for n in lengths]
+        axes.set_xticks([i + 0.5 for i in range(len(lengths))], names, rotation=30)
         middles = [end - count / 2 for end, count in zip(ends, counts, strict=True)]
         axes.set_yticks(middles, [f"layer {x['layer']}\n{_role(x)}" for x in layers])
         axes.set_xlabel("prompt length in tokens")
+        axes.set_ylabel("heads by layer")
         figure = axes.get_figure()
         assert figure is not None
         figure.colorbar(mesh, ax=axes, label="share of attention on the line with the key")
@@ -154,7 +160,7 @@ def entropy_figure(models: dict[str, Cells]) -> dict[str, str]:
                     lw=1.6,
                 )
         lengths = sorted(widest)
-        axes.plot(lengths, [widest[n] for n in lengths], label="ln n", color="#bbbbbb", lw=3)
+        axes.plot(lengths, [widest[n] for n in lengths], label="ln n", color=FAINT, lw=3)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -168,7 +174,9 @@ def entropy_figure(models: dict[str, Cells]) -> dict[str, str]:
 def _by_model(cells: Sequence[Cell]) -> dict[str, Cells]:
     models: dict[str, Cells] = {}
     for cell in cells:
-        models.setdefault(cell["model"], {})[cell["length"]] = cell
+        other = models.setdefault(cell["model"], {}).setdefault(cell["length"], cell)
+        if differ(cell, other):
+            raise UserError(f"the results hold {cell['model']} at {cell['length']} tokens twice")
     return {model: dict(sorted(found.items())) for model, found in models.items()}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from coca_attention.report.figures import COLOURS, draw
+from coca_attention.report.figures import colours, draw
 from coca_attention.report.section import Section
 
 # Titles of the cases in result files of version 0.1, which do not contain them.
@@ -28,6 +28,13 @@ SIZE_PHRASES = (
     "heads of {head_width}",
     "{kv_heads} key/value heads",
 )
+
+
+def bench_facts(cell: dict[str, Any]) -> dict[Any, Any]:
+    """The machine, and what was measured: a second measurement of it is shown apart."""
+    case = tuple(str(cell.get(n)) for n in ("case", "dtype", "device", "sizes", "batch", "length"))
+    machine = {} if cell.get("machine") is None else {"machine": cell["machine"]}
+    return {**machine, case: cell.get("variants")}
 
 
 def bench_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
@@ -125,7 +132,8 @@ def _setting(cell: dict[str, Any]) -> str:
             phrases.append(re.sub(r"^1 (.*)heads", r"1 \1head", phrase.format_map(sizes)))
             sizes = {name: size for name, size in sizes.items() if name not in names}
     phrases += [f"{name.replace('_', ' ')} {size}" for name, size in sizes.items()]
-    return ", ".join([*phrases, cell["dtype"], cell["device"]])
+    batch = [f"batches of {cell['batch']}"] if cell["batch"] > 1 else []
+    return ", ".join([*phrases, *batch, cell["dtype"], cell["device"]])
 
 
 def _note(group: Sequence[dict[str, Any]]) -> str:
@@ -149,16 +157,18 @@ def _figure(name: str, group: Sequence[dict[str, Any]]) -> dict[str, str]:
     key = "peak_megabytes" if memory else "ratio"
     lengths = sorted({cell["length"] for cell in group})
 
+    colour = colours(_variant_names(group))
+
     def plot(axes: Axes) -> None:
         highest = 0.0
-        for index, label in enumerate(_variant_names(group)):
+        for label in colour:
             cells = [cell for cell in group if label in cell["variants"]]
             values = [cell["variants"][label][key] for cell in cells]
             highest = max(highest, *values)
             axes.plot(
                 [cell["length"] for cell in cells],
                 values,
-                color=COLOURS[index % len(COLOURS)],
+                color=colour[label],
                 label=label,
                 marker="o",
                 markersize=4,

@@ -1,14 +1,15 @@
 """Cells as lines of a figure and rows of a table: one for every model and rotary scaling."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 
 from coca_attention.errors import UserError
-from coca_attention.report.figures import colours, draw
-from coca_attention.report.section import Section
+from coca_attention.report.figures import MARKERS, draw, turns
+from coca_attention.report.groups import differ
+from coca_attention.report.section import Entry, Section
 
 Cell = dict[str, Any]
 Key = tuple[str, str, float | None]
@@ -50,24 +51,41 @@ def by_line(cells: Iterable[Cell], size: str = "length") -> Lines:
         key = line_key(cell)
         other = lines.setdefault(key, {}).setdefault(cell[size], cell)
         # Two evaluations of a model can share a cell, such as that of attend-last.
-        if any(cell[name] != other[name] for name in cell.keys() & other.keys() - {"seconds"}):
+        if differ(cell, other):
+            where = " and ".join(dict.fromkeys(c["file"] for c in (other, cell) if c.get("file")))
             raise UserError(
-                f"the results hold {cell['model']} ({cell['scaling']}) at {cell[size]} tokens "
-                "twice; give result files of different models or settings"
+                f"{where or 'the results'}: {cell['model']} ({cell['scaling']}) at {cell[size]} "
+                "tokens twice with different figures; give one of them, or evaluate with --name"
             )
     models = list(dict.fromkeys(model for model, _, _ in lines))
     order = sorted(lines, key=lambda key: (models.index(key[0]), list(DASHES).index(key[1])))
     return {key: dict(sorted(lines[key].items())) for key in order}
 
 
-def length_table(lines: Lines, value: str) -> tuple[list[str], list[list[str]]]:
+def length_table(
+    lines: Lines, entry: Callable[[Cell], str | Entry]
+) -> tuple[list[str], list[list[str | Entry]]]:
     """Columns and rows: one row per line with its label, one column per prompt length."""
     lengths = sorted({length for line in lines.values() for length in line})
-    rows = []
+    rows: list[list[str | Entry]] = []
     for key, line in lines.items():
-        entries = [f"{line[length][value]:.2f}" if length in line else "–" for length in lengths]
+        entries = [entry(line[length]) if length in line else "–" for length in lengths]
         rows.append([line_label(key), *entries])
     return [f"{length:,}" for length in lengths], rows
+
+
+def prompt_counts(lines: Lines) -> str:
+    """``, 50 prompts each``: how many prompts the cells of all lines have."""
+    counts = {len(cell["samples"]) for line in lines.values() for cell in line.values()}
+    return f", {' to '.join(map(str, sorted({min(counts), max(counts)})))} prompts each"
+
+
+def prompt_facts(cell: Cell) -> dict[Any, Any]:
+    """What the figures of prompts depend on; the tokenizer shows in the distances."""
+    named = ("key", "expected", "depth", "depths", "distance", "distances")
+    facts = {n: cell[n] for n in ("seed", "depths", "count", "max_new_tokens") if n in cell}
+    prompts = [[sample.get(name) for name in named] for sample in cell.get("samples", [])]
+    return {**facts, (cell.get("kind"), cell.get("length")): prompts}
 
 
 def share_figure(
@@ -80,26 +98,27 @@ def share_figure(
         points: By line and prompt length, the share and its interval or None.
         label: Label of the vertical axis.
     """
-    colour = colours(model for model, _, _ in points)
+    style = turns(model for model, _, _ in points)
     lengths = sorted({length for line in points.values() for length in line})
 
     def plot(axes: Axes) -> None:
         for key, line in points.items():
             x = list(line)
+            colour, turn = style[key[0]]
             axes.plot(
                 x,
                 [line[length][0] for length in x],
                 label=line_label(key),
-                color=colour[key[0]],
+                color=colour,
                 ls=DASHES[key[1]],
-                marker="o",
+                marker=MARKERS[turn % len(MARKERS)],
                 ms=4,
                 lw=1.8,
             )
             intervals = [line[length][1] for length in x]
             if key[1] == "none" and all(intervals):
                 low, high = ([interval[end] for interval in intervals] for end in (0, 1))
-                axes.fill_between(x, low, high, color=colour[key[0]], alpha=0.08, lw=0)
+                axes.fill_between(x, low, high, color=colour, alpha=0.08, lw=0)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.set_ylim(-0.03, 1.03)
@@ -109,9 +128,7 @@ def share_figure(
     return draw(name, plot)
 
 
-def strict_minus_slack(
-    cells: Sequence[Cell], value: str, size: str, title: str, paper: dict[int, tuple[str, ...]]
-) -> list[Section]:
+def strict_minus_slack(cells: Sequence[Cell], value: str, size: str, title: str) -> list[Section]:
     """Strict against slack under the same scaling: the layout of the paper's Table 3.
 
     Args:
@@ -119,7 +136,6 @@ def strict_minus_slack(
         value: Field to compare.
         size: Field with the size in tokens, one column each.
         title: Heading of the section.
-        paper: The paper's differences by NTK factor.
 
     Returns:
         One section, or none unless exactly one model of each form was evaluated alike.
@@ -151,9 +167,6 @@ def strict_minus_slack(
                 *(f"{n:,}" for n in sizes),
             ],
             rows=rows,
-            note="The paper’s differences at 512 to 32,768 tokens: "
-            + "; ".join(f"ntk-{factor}: {', '.join(row)}" for factor, row in paper.items())
-            + ".",
         )
     ]
 
@@ -167,3 +180,21 @@ def _difference(slack: float | None, strict: float | None) -> str:
 def signed(value: float, digits: str) -> str:
     """A number with its sign, a minus sign for negative ones; format such as ``.2f`` or ``.1%``."""
     return f"{value:+{digits}}".replace("-", "−")
+
+
+def enumeration(names: Sequence[str]) -> str:
+    """Names as in a sentence: a, b and c."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def times_trained(lines: Lines, size: int) -> str:
+    """`` (4 × the training length)``, if all models share one."""
+    lengths = {cell.get("training_length") for line in lines.values() for cell in line.values()}
+    trained = lengths.pop() if len(lengths) == 1 else None
+    if not trained:
+        return ""
+    return (
+        " (the training length)"
+        if size == trained
+        else f" ({size / trained:g} × the training length)"
+    )

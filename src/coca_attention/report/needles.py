@@ -2,7 +2,14 @@
 
 from collections.abc import Sequence
 
-from coca_attention.report.lines import Cell, Lines, by_line, length_table, share_figure
+from coca_attention.report.lines import (
+    Cell,
+    Lines,
+    by_line,
+    length_table,
+    prompt_counts,
+    share_figure,
+)
 from coca_attention.report.section import Section, Table
 
 
@@ -10,7 +17,7 @@ def needle_sections(cells: Sequence[Cell]) -> list[Section]:
     """A figure and a table for every kind of needle."""
     sections = []
     for kind, lines in _kinds(cells).items():
-        header, rows = length_table(lines, "recall")
+        header, rows = length_table(lines, _recall)
         points = {
             key: {length: (cell["recall"], None) for length, cell in line.items()}
             for key, line in lines.items()
@@ -21,7 +28,9 @@ def needle_sections(cells: Sequence[Cell]) -> list[Section]:
                 figure=share_figure(f"needles-{kind}", points, "mean recall"),
                 header=["prompt length in tokens", *header],
                 rows=rows,
-                note="Mean share of the requested facts that the answer contains.",
+                note="Mean share of the requested facts that the answer contains"
+                + prompt_counts(lines)
+                + ".",
             )
         )
     return sections
@@ -31,9 +40,13 @@ def needle_tables(cells: Sequence[Cell]) -> list[Table]:
     """Recall by prompt length for every kind, for the terminal."""
     tables: list[Table] = []
     for kind, lines in _kinds(cells).items():
-        header, rows = length_table(lines, "recall")
+        header, rows = length_table(lines, _recall)
         tables.append(([f"{kind}: recall at", *header], rows))
     return tables
+
+
+def _recall(cell: Cell) -> str:
+    return f"{cell['recall']:.2f}"
 
 
 def _kinds(cells: Sequence[Cell]) -> dict[str, Lines]:

@@ -1,5 +1,13 @@
 """The paper's published figures, for comparison (arXiv 2309.08646v3)."""
 
+from collections.abc import Sequence
+from typing import Any
+
+from coca_attention.report.section import Section
+
+TRAINING_LENGTH = 512
+MODEL = "350 million parameters, training length 512 (arXiv 2309.08646)"
+
 # Table 1, training from scratch: perplexity on 100 PG-19 documents, stride 512, training length
 # 512. "inf" and "OOM" as printed.
 TABLE_1_WINDOWS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -35,3 +43,41 @@ TABLE_3_PASSKEY: dict[int, tuple[str, ...]] = {
     4: ("+0.0", "-0.11", "-0.38", "-0.46", "-0.38", "-0.19", "-0.02"),
     8: ("+0.0", "-0.05", "-0.34", "-0.51", "-0.4", "-0.07", "-0.01"),
 }
+
+
+def is_comparable(cells: Sequence[dict[str, Any]]) -> bool:
+    """Whether models of the paper's training length are among those measured."""
+    return any(cell.get("training_length") == TRAINING_LENGTH for cell in cells)
+
+
+def perplexity_sections() -> list[Section]:
+    """The paper's Table 1, and the part of its Table 3 about perplexity."""
+    note = (
+        f"{MODEL}, 50 billion tokens, 100 documents of PG-19, stride 512. Model sizes and texts "
+        "differ: compare the shapes, not the numbers."
+    )
+    title = "The paper’s perplexity (its Table 1, training from scratch)"
+    columns = "tokens read at once"
+    return [_table(title, columns, TABLE_1, note), _differences(columns, TABLE_3_PERPLEXITY)]
+
+
+def passkey_sections() -> list[Section]:
+    """The paper's Table 2, and the part of its Table 3 about passkeys."""
+    title = "The paper’s passkeys (its Table 2, training from scratch)"
+    columns = "prompt length in tokens"
+    table = _table(title, columns, TABLE_2, f"{MODEL}, 100 prompts each.")
+    return [table, _differences(columns, TABLE_3_PASSKEY)]
+
+
+def _table(title: str, columns: str, rows: dict[str, tuple[str, ...]], note: str = "") -> Section:
+    header = [columns, *(f"{n:,}" for n in TABLE_1_WINDOWS)]
+    return Section(title, header=header, rows=[[k, *v] for k, v in rows.items()], note=note)
+
+
+def _differences(columns: str, rows: dict[int, tuple[str, ...]]) -> Section:
+    what = "perplexity" if rows is TABLE_3_PERPLEXITY else "passkeys found"
+    named = {
+        f"NTK ({factor})": tuple(value.replace("-", "−") for value in values)
+        for factor, values in rows.items()
+    }
+    return _table(f"The paper’s {what}, strict minus slack (its Table 3)", columns, named)

@@ -10,22 +10,22 @@ from coca_attention.report.lines import (
     Cell,
     Lines,
     by_line,
+    enumeration,
     length_table,
     line_label,
     share_figure,
     strict_minus_slack,
+    times_trained,
 )
-from coca_attention.report.section import Section, Table
+from coca_attention.report.section import Entry, Section, Table
 
 LABEL = "share of passkeys found"
 
 
 def passkey_sections(cells: Sequence[Cell]) -> list[Section]:
-    """Accuracy by prompt length, distance and depth, next to the paper's figures."""
+    """Accuracy by prompt length, distance and depth, in the layouts of the paper."""
     lines = by_line(cells)
-    header, rows = length_table(lines, "accuracy")
-    samples = {len(cell["samples"]) for line in lines.values() for cell in line.values()}
-    count = " to ".join(f"{n}" for n in sorted({min(samples), max(samples)}))
+    header, rows = length_table(lines, _accuracy)
     sections = [
         Section(
             "Passkeys found, by prompt length",
@@ -39,34 +39,68 @@ def passkey_sections(cells: Sequence[Cell]) -> list[Section]:
             ),
             header=["prompt length in tokens", *header],
             rows=rows,
-            note=f"{count} prompts each; shaded: Wilson's 95 % interval, for the lines without "
-            "scaling.",
-        ),
-        Section(
-            "The paper’s figures (its Table 2, training from scratch)",
-            header=["prompt length in tokens", *(f"{n:,}" for n in paper.TABLE_1_WINDOWS)],
-            rows=[[label, *values] for label, values in paper.TABLE_2.items()],
-            note="350 million parameters, training length 512, 100 prompts each.",
+            note="Small: passkeys found of all prompts, and Wilson’s 95 % interval of the share. "
+            "Shaded: the same interval, for the lines without scaling.",
         ),
     ]
     trained = {cell["training_length"] for line in lines.values() for cell in line.values()}
     if len(trained) == 1 and (length := trained.pop()):
         sections += _distance_sections(lines, length)
     sections.append(_depth_section(lines))
-    sections += strict_minus_slack(
-        cells,
-        "accuracy",
-        "length",
-        "Strict minus slack: passkeys found",
-        paper.TABLE_3_PASSKEY,
+    return sections + strict_minus_slack(
+        cells, "accuracy", "length", "Strict minus slack: passkeys found"
     )
-    return sections
+
+
+def passkey_paper(cells: Sequence[Cell], asked: bool) -> list[Section]:
+    """The paper's Tables 2 and 3, where asked for or for models of its training length."""
+    return paper.passkey_sections() if asked or paper.is_comparable(cells) else []
 
 
 def passkey_tables(cells: Sequence[Cell]) -> list[Table]:
     """Accuracy by prompt length, for the terminal."""
-    header, rows = length_table(by_line(cells), "accuracy")
+    header, rows = length_table(by_line(cells), _accuracy)
     return [(["passkeys found at", *header], rows)]
+
+
+def passkey_findings(cells: Sequence[Cell]) -> list[str]:
+    """Who finds most, then the others: at the shortest length, and at the longest with a find."""
+    lines = by_line(cells)
+    lengths = sorted({length for line in lines.values() for length in line})
+    found = [n for n in lengths if any(line[n]["accuracy"] for line in lines.values() if n in line)]
+    if not found:
+        return ["No passkey was found at any length."]
+    sentences = [_ranking(lines, n) for n in dict.fromkeys((lengths[0], found[-1]))]
+    if found[-1] < lengths[-1]:
+        sentences.append(
+            f"At more than {found[-1]:,} tokens, up to {lengths[-1]:,}, none is found."
+        )
+    return sentences
+
+
+def _ranking(lines: Lines, length: int) -> str:
+    """The best line of every model at a length, those with most passkeys first."""
+    best: dict[str, tuple[str, Cell]] = {}
+    for key, line in lines.items():
+        if length in line and (
+            key[0] not in best or line[length]["accuracy"] > best[key[0]][1]["accuracy"]
+        ):
+            best[key[0]] = line_label(key), line[length]
+    shares: dict[float, list[str]] = {}
+    for label, cell in best.values():
+        shares.setdefault(cell["accuracy"], []).append(label)
+    ranked = sorted(shares.items(), reverse=True)
+    parts = [f"{enumeration(labels)} {share:.2f}" for share, labels in ranked]
+    low, high = next(c for _, c in best.values() if c["accuracy"] == ranked[0][0])["wilson95"]
+    where = f"At {length:,} tokens{times_trained(lines, length)}"
+    first = f"{where}, share of passkeys found: {parts[0]} (95 % interval {low:.2f} to {high:.2f})"
+    return f"{'; '.join([first, *parts[1:]])}."
+
+
+def _accuracy(cell: Cell) -> Entry:
+    hits, trials = sum(record["hit"] for record in cell["samples"]), len(cell["samples"])
+    low, high = cell["wilson95"]
+    return Entry(f"{cell['accuracy']:.2f}", f"{hits} of {trials}; {low:.2f}–{high:.2f}")
 
 
 def _distance_sections(lines: Lines, trained: int) -> list[Section]:

@@ -7,27 +7,29 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from coca_attention.intervals import DocumentScore, paired_ratio_interval
+from coca_attention.intervals import DocumentScore, paired_ratio_interval, perplexity
 from coca_attention.report import paper
-from coca_attention.report.figures import colours, draw
+from coca_attention.report.figures import INK, MARKERS, draw, turns
 from coca_attention.report.lines import (
     DASHES,
     Cell,
     Lines,
     by_line,
+    enumeration,
     line_key,
     line_label,
     signed,
     strict_minus_slack,
+    times_trained,
 )
 from coca_attention.report.section import Entry, Section, Table
 
-BASELINES = ("rope", "alibi", None)
-"""What cells call attention that is not CoCA."""
+NAMED = 8
+"""Models named after the first in a sentence."""
 
 
 def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
-    """Figure and table by window, the paper's figures, positions, key tokens, and the forms."""
+    """Figure and table by window, positions, key tokens, and the forms."""
     lines = by_line(cells, "window")
     windows = _windows(lines)
     trained = _training_length(cells)
@@ -47,17 +49,13 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
             header=["Tokens read at once", *header],
             rows=_rows(lines, windows),
             muted=[i for i, key in enumerate(lines) if key[1] == "attend-last"],
-            note="Bold: the lowest of a column. Below each figure its 95 % interval. A row “last n "
-            "tokens only” shows the perplexity of the model without any text before these: long "
-            "windows are useful only if they improve on it.",
-        ),
-        Section(
-            "The paper’s figures (its Table 1, training from scratch)",
-            header=["Tokens read at once", *(f"{window:,}" for window in paper.TABLE_1_WINDOWS)],
-            rows=[[label, *values] for label, values in paper.TABLE_1.items()],
-            note="350 million parameters, 50 billion tokens, training length 512, 100 documents of "
-            "PG-19, stride 512 (arXiv 2309.08646). Model sizes and texts differ: compare the "
-            "shapes, not the numbers.",
+            note="Bold: the lowest of a column. Below each figure its 95 % interval."
+            + (
+                " A row “last n tokens only” shows the perplexity of the model without any text "
+                "before these: long windows are useful only if they improve on it."
+                if any(key[1] == "attend-last" for key in lines)
+                else ""
+            ),
         ),
     ]
     placed = [cell for cell in cells if cell.get("by_position")]
@@ -76,8 +74,22 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
             )
         )
     return sections + strict_minus_slack(
-        cells, "perplexity", "window", "Strict minus slack: perplexity", paper.TABLE_3_PERPLEXITY
+        cells, "perplexity", "window", "Strict minus slack: perplexity"
     )
+
+
+def perplexity_facts(cell: Cell) -> dict[str, Any]:
+    """What a perplexity depends on: the documents, the tokens scored of each, the stride."""
+    facts = {name: cell[name] for name in ("targets", "text") if cell.get(name) is not None}
+    facts["documents"] = [(d["id"], d["tokens"]) for d in cell.get("documents", [])]
+    if cell.get("scaling") != "attend-last":  # has a stride of its own
+        facts["stride"] = cell.get("stride")
+    return facts
+
+
+def perplexity_paper(cells: Sequence[Cell], asked: bool) -> list[Section]:
+    """The paper's Tables 1 and 3, where asked for or for models of its training length."""
+    return paper.perplexity_sections() if asked or paper.is_comparable(cells) else []
 
 
 def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:
@@ -95,27 +107,14 @@ def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:
 
 
 def perplexity_findings(cells: Sequence[Cell]) -> list[str]:
-    """CoCA against the first rotary model, and long windows against the last tokens alone."""
+    """Who is lowest, then the others; and long windows against the last tokens alone."""
     lines = by_line(cells, "window")
-    trained = _training_length(cells)
-    # By model: name, attention, cells without scaling.
-    plain = [(key[0], _attention(line), line) for key, line in lines.items() if key[1] == "none"]
-    base, theirs = next(((m, line) for m, kind, line in plain if kind == "rope"), ("", {}))
-    if not theirs:
+    plain = {key: line for key, line in lines.items() if key[1] != "attend-last"}
+    if not plain:
         return []
-    sentences = []
-    for model, attention, line in plain:
-        shared = [window for window in theirs if window in line]
-        if attention in BASELINES or not shared:
-            continue
-        first, last = shared[0], shared[-1]
-        sentences.append(
-            f"{model} against {base}: {_change(line[first], theirs[first])} at {first:,} tokens, "
-            f"{_change(line[last], theirs[last])} at {last:,}"
-            + (f" ({last / trained:g} × the training length)" if trained else "")
-            + "."
-        )
-    longest = _windows(lines)[-1]
+    windows = _windows(lines)
+    sentences = [_ranking(plain, window) for window in dict.fromkeys((windows[0], windows[-1]))]
+    longest = windows[-1]
     alone = {key[0]: line for key, line in lines.items() if key[1] == "attend-last"}
     improved = []
     for model, line in alone.items():
@@ -128,7 +127,7 @@ def perplexity_findings(cells: Sequence[Cell]) -> list[str]:
         ]
         if better:
             improved.append(
-                f"At {longest:,} tokens the perplexity of {' and '.join(better)} is lower than "
+                f"At {longest:,} tokens the perplexity of {enumeration(better)} is lower than "
                 f"with the last {last} tokens only."
             )
     if alone and not improved:
@@ -158,11 +157,12 @@ def _position_section(cells: Sequence[Cell]) -> Section:
     """Perplexity by the number of tokens read before, for cells of one window."""
     rows = []
     for cell in cells:
-        means = [
-            None if b["nats"] is None or not b["tokens"] else b["nats"] / b["tokens"]
+        entries = [
+            "–"
+            if b["nats"] is None or not b["tokens"]
+            else f"{perplexity([DocumentScore('', b['nats'], b['tokens'])]):.1f}"
             for b in cell["by_position"]
         ]
-        entries = ["–" if mean is None else f"{math.exp(mean):.1f}" for mean in means]
         rows.append([line_label(line_key(cell)), *entries])
     ranges = [f"{b['first']:,} to {b['last']:,}" for b in cells[0]["by_position"]]
     return Section(
@@ -176,10 +176,6 @@ def _training_length(cells: Sequence[Cell]) -> int | None:
     """The training length, if all models share one."""
     lengths = {cell.get("training_length") for cell in cells}
     return lengths.pop() if len(lengths) == 1 else None
-
-
-def _attention(line: dict[int, Cell]) -> str | None:
-    return next(iter(line.values()))["attention"]
 
 
 def _windows(lines: Lines) -> list[int]:
@@ -197,13 +193,41 @@ def _value(cell: Cell) -> float:
     return math.inf if cell["perplexity"] is None else cell["perplexity"]
 
 
-def _change(mine: Cell, theirs: Cell) -> str:
-    a, b = _value(mine), _value(theirs)
-    values = f"perplexity {a:.1f} against {b:.1f}"
-    if not math.isfinite(a) or not math.isfinite(b):
-        return values
-    word = "higher" if a >= b else "lower"
-    return f"{values} ({abs(a / b - 1):.1%} {word}{_paired(mine, theirs)})"
+def _ranking(lines: Lines, window: int) -> str:
+    """The best line of every model at a window, the lowest first, and how far others are above."""
+    best: dict[str, tuple[str, Cell]] = {}
+    for key, line in lines.items():
+        if window not in line:
+            continue
+        _, cell = best.setdefault(key[0], (line_label(key), line[window]))
+        # As shown: at its training length, scaling does not make a model better.
+        if _value(line[window]) < _value(cell) and _shown(line[window]) != _shown(cell):
+            best[key[0]] = line_label(key), line[window]
+    (name, first), *others = sorted(best.values(), key=lambda found: _value(found[1]))
+    where = f"At {window:,} tokens{times_trained(lines, window)}"
+    if not math.isfinite(_value(first)):
+        return f"{where} no model has a finite perplexity."
+    if not others:
+        return f"{where} {name} has a perplexity of {_shown(first)}."
+    changes = [_change(cell, first) for _, cell in others]
+    rest = [
+        f"{label} {_shown(cell)}{change}"
+        for (label, cell), change in zip(others, changes, strict=True)
+    ]
+    if len(rest) > NAMED:
+        rest[NAMED:] = [f"{len(rest) - NAMED} more up to {_shown(others[-1][1])}"]
+    intervals = ", with 95 % intervals of the difference" if ";" in changes[0] else ""
+    return (
+        f"{where} {name} has the lowest perplexity, {_shown(first)}. The others{intervals}: "
+        f"{'; '.join(rest)}."
+    )
+
+
+def _change(mine: Cell, best: Cell) -> str:
+    a, b = _value(mine), _value(best)
+    if not math.isfinite(a):
+        return ""
+    return f" ({signed(a / b - 1, '.1%')}{_paired(mine, best)})"
 
 
 def _paired(mine: Cell, theirs: Cell) -> str:
@@ -222,24 +246,30 @@ def _paired(mine: Cell, theirs: Cell) -> str:
     if interval is None:
         return ""
     low, high = (signed(end - 1, ".1%") for end in interval)
-    return f"; 95 % interval {low} to {high}"
+    return f"; {low} to {high}"
 
 
 def _rows(lines: Lines, windows: Sequence[int]) -> list[list[str | Entry]]:
-    """Perplexity with its interval; the lowest of a column, attend-last aside, is bold."""
+    """Perplexity with its interval; bold: lowest of a column, unless all or only one are shown."""
     rows: list[list[str | Entry]] = [[line_label(key, line)] for key, line in lines.items()]
     for window in windows:
         found = [_at(line, window) for line in lines.values()]
         competing = [c for c in found if c is not None and c["scaling"] != "attend-last"]
-        best = min(map(_value, competing))
+        # As shown: a difference that is not shown is none.
+        shown = {_shown(cell): _value(cell) for cell in competing}
+        best = min(shown, key=lambda text: shown[text]) if len(shown) > 1 else None
         for cell, row in zip(found, rows, strict=True):
             if cell is None:
                 row.append("–")
                 continue
             interval = " to ".join(map(_number, cell.get("ci95") or ()))
-            bold = cell["scaling"] != "attend-last" and _value(cell) == best
-            row.append(Entry(_number(_value(cell)), interval, bold))
+            bold = cell["scaling"] != "attend-last" and _shown(cell) == best
+            row.append(Entry(_shown(cell), interval, bold))
     return rows
+
+
+def _shown(cell: Cell) -> str:
+    return _number(_value(cell))
 
 
 def _number(value: float) -> str:
@@ -253,7 +283,7 @@ def _facts(cells: Sequence[Cell]) -> list[str]:
     facts = []
     plain = [cell for cell in cells if cell["scaling"] != "attend-last"]
     for name, words in (
-        ("targets", "targets: {}"),
+        ("targets", "Targets: {}"),
         ("stride", "stride: {} tokens"),
         ("tokens", "tokens scored at every window: {:,}"),
         ("seed", "seed of the bootstrap: {}"),
@@ -262,36 +292,41 @@ def _facts(cells: Sequence[Cell]) -> list[str]:
         if len(values) == 1:
             facts.append(words.format(values[0]))
         elif name == "targets":
-            facts.append(f"targets: {' and '.join(values)}")
+            facts.append(f"Targets: {' and '.join(values)}")
         elif values:
             facts.append(f"{name}: {min(values):,} to {max(values):,}")
     counts = {len(cell["documents"]) for cell in cells}
     if len(counts) == 1:
-        facts.append(f"documents: {counts.pop()}")
+        names = [str(document["id"]) for document in cells[0]["documents"]]
+        first = ", ".join([*names[:3], *(["…"] if len(names) > 3 else [])])
+        named = "" if names[0].isdigit() else f" ({first})"
+        facts.append(f"documents: {counts.pop()}{named}")
     return facts
 
 
 def _figure(lines: Lines, training_length: int | None) -> dict[str, str]:
     """Perplexity against the tokens read at once (the paper's Figure 1), with 95 % bands."""
     windows = _windows(lines)
-    colour = colours(model for model, _, _ in lines)
+    looks = turns(model for model, _, _ in lines)
 
     def plot(axes: Axes) -> None:
         for key, line in lines.items():
             model, kind, _ = key
-            style: dict[str, Any] = {"color": colour[model], "ls": DASHES[kind]}
+            colour, turn = looks[model]
+            style: dict[str, Any] = {"color": colour, "ls": DASHES[kind]}
             style["label"] = line_label(key, line)
             values = [_value(cell) for cell in line.values()]
             if kind == "attend-last":
                 axes.plot([windows[0], windows[-1]], 2 * values, lw=1.2, **style)
                 continue
-            axes.plot(list(line), values, marker="o", ms=4, lw=1.8, **style)
+            marker = MARKERS[turn % len(MARKERS)]
+            axes.plot(list(line), values, marker=marker, ms=4, lw=1.8, **style)
             intervals = [cell.get("ci95") for cell in line.values()]
             if kind == "none" and all(intervals):
                 low, high = zip(*intervals, strict=True)
-                axes.fill_between(list(line), low, high, color=colour[model], alpha=0.08, lw=0)
+                axes.fill_between(list(line), low, high, color=colour, alpha=0.08, lw=0)
         if training_length is not None:
-            axes.axvline(training_length, color="#444444", lw=1, ls=(0, (1, 2)))
+            axes.axvline(training_length, color=INK, lw=1, ls=(0, (1, 2)))
             axes.annotate(
                 "training length",
                 (training_length, 1.0),
@@ -300,7 +335,7 @@ def _figure(lines: Lines, training_length: int | None) -> dict[str, str]:
                 textcoords="offset points",
                 va="top",
                 fontsize=8,
-                color="#444444",
+                color=INK,
             )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

@@ -1,11 +1,11 @@
 """Endless text in the report: perplexity, speed and memory by position."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 
+from coca_attention.intervals import DocumentScore, perplexity
 from coca_attention.report.figures import colours, draw
 from coca_attention.report.lines import DASHES, Cell, line_key, line_label
 from coca_attention.report.section import Section
@@ -15,9 +15,11 @@ def streaming_sections(cells: Sequence[Cell]) -> list[Section]:
     """A figure of perplexity by position; for every model a table with speed and memory."""
     colour = colours(cell["model"] for cell in cells)
     labels = [
-        f"{line_label(line_key(cell))}, {cell['sinks']} + {cell['window']} tokens in sight"
+        f"{line_label(line_key(cell))}, {cell['sinks']:,} + {cell['window']:,} tokens in sight"
         for cell in cells
     ]
+    if len(set(labels)) < len(labels):
+        labels = [f"{a}, {c['piece']:,} at a time" for a, c in zip(labels, cells, strict=True)]
 
     def plot(axes: Axes) -> None:
         for cell, label in zip(cells, labels, strict=True):
@@ -32,6 +34,7 @@ def streaming_sections(cells: Sequence[Cell]) -> list[Section]:
                 lw=1.8,
             )
         axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("tokens read")
         axes.set_ylabel("perplexity of the range that ends here")
 
@@ -58,12 +61,12 @@ def streaming_sections(cells: Sequence[Cell]) -> list[Section]:
                 label,
                 header=[label, "perplexity", "tokens/s", "memory in MB"],
                 rows=rows,
-                note=f"{cell['piece']} tokens in a pass. Memory is that of the whole process (on a "
-                "GPU, what PyTorch has reserved).",
+                note=f"Tokens in a pass: {cell['piece']:,}. Memory is that of the whole process "
+                "(on a GPU, what PyTorch has reserved).",
             )
         )
     return sections
 
 
 def _perplexity(found: dict[str, Any]) -> float:
-    return math.exp(found["nats"] / found["tokens"])
+    return perplexity([DocumentScore("", found["nats"], found["tokens"])])

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-from coca_attention.report.figures import COLOURS, colours, draw
+from coca_attention.report.figures import INK, draw, turns
 from coca_attention.report.lines import signed
 from coca_attention.report.section import Section
 
@@ -59,7 +59,7 @@ def _validation(runs: Sequence[dict[str, Any]]) -> list[Section]:
                 **styles[run["name"]],
             )
         for name, perplexity in starts.items():
-            axes.axhline(perplexity, color="#444444", lw=1, ls=(0, (1, 2)), label=f"{name} (start)")
+            axes.axhline(perplexity, color=INK, lw=1, ls=(0, (1, 2)), label=f"{name} (start)")
         if cut:
             axes.set_ylim(0.97 * min(values + list(starts.values())), cut)
         else:
@@ -160,8 +160,8 @@ def _loss_plot(
 def _styles(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """A colour for every run, and other dashes where the colours repeat."""
     return {
-        name: {"color": colour, "ls": DASHES[index // len(COLOURS) % len(DASHES)]}
-        for index, (name, colour) in enumerate(colours(run["name"] for run in runs).items())
+        name: {"color": colour, "ls": DASHES[turn % len(DASHES)]}
+        for name, (colour, turn) in turns(run["name"] for run in runs).items()
     }
 
 

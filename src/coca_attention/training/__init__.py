@@ -1,9 +1,14 @@
 """Training from recipes with Transformers' Trainer."""
 
-from coca_attention.training.model import model_config
-from coca_attention.training.recipe import Recipe, as_yaml, load_recipe, recipe_parser
-from coca_attention.training.run import is_finished, read_summary, train
-from coca_attention.training.trainer import TrainingDiverged, last_checkpoint
+from typing import TYPE_CHECKING
+
+from coca_attention.lazy import attach
+
+if TYPE_CHECKING:
+    from coca_attention.training.model import model_config
+    from coca_attention.training.recipe import Recipe, as_yaml, load_recipe, recipe_parser
+    from coca_attention.training.run import is_finished, read_summary, train
+    from coca_attention.training.trainer import TrainingDiverged, last_checkpoint
 
 __all__ = [
     "Recipe",
@@ -17,3 +22,11 @@ __all__ = [
     "recipe_parser",
     "train",
 ]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    model="model_config",
+    recipe="Recipe as_yaml load_recipe recipe_parser",
+    run="is_finished read_summary train",
+    trainer="TrainingDiverged last_checkpoint",
+)

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 
 from coca_attention.errors import UserError, error_prefix
-from coca_attention.ops import FORMS
-from coca_attention.options import OptionParser, check_sections
+from coca_attention.options import OptionParser, check_sections, from_file
+from coca_attention.settings import form_names
 from coca_attention.training.sections import (
     DataRecipe,
     ModelRecipe,
@@ -65,10 +65,10 @@ class Recipe:
     def _check_stage(self, stage: StageRecipe) -> None:
         """Raise UserError if a stage does not fit the model."""
         model = self.model
-        if stage.train in ("t", "qt", "qtv") and model.attention not in FORMS:
+        if stage.train in ("t", "qt", "qtv") and model.attention not in form_names():
             raise UserError(
                 f"train {stage.train} needs T projections, which attention {model.attention} does "
-                f"not have: train all, or choose one of {', '.join(FORMS)}"
+                f"not have: train all, or choose one of {', '.join(form_names())}"
             )
         if stage.objective != "next_token" and not (model.teacher or model.start):
             raise UserError(
@@ -97,18 +97,20 @@ def load_recipe(path: str | Path | None = None, overrides: list[str] | None = No
     if path is not None and not Path(path).is_file():
         raise UserError(f"{path}: no such recipe; the project's own are in the folder recipes/")
     names = [item.name for item in fields(Recipe)]
-    words = []
-    if path is not None:
-        content = check_sections(Path(path), "recipe", names)
-        for name, value in content.items():
-            if name != "stages" and not isinstance(value, dict | None):
-                raise UserError(f"{path}: section {name} needs fields and values, got {value!r}")
-        words.append(f"--recipe={path}")
-    with error_prefix("" if path is None else f"{path}: "):
-        read = recipe_parser().read([*words, *(overrides or [])])
+    overrides = overrides or []
+
+    def make(words: list[str]) -> Recipe:
+        read = recipe_parser().read(words)
         recipe = Recipe(**{name: read[name] for name in names})
         recipe.check()
-    return recipe
+        return recipe
+
+    if path is None:
+        return make(overrides)
+    for name, value in check_sections(Path(path), "recipe", names).items():
+        if name != "stages" and not isinstance(value, dict | None):
+            raise UserError(f"{path}: section {name} needs fields and values, got {value!r}")
+    return from_file(path, [f"--recipe={path}"], overrides, make)
 
 
 def recipe_parser() -> OptionParser:

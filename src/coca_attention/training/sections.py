@@ -8,11 +8,8 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from coca_attention.data import SourceSettings
-from coca_attention.data.tokens import check_vocab_size
-from coca_attention.errors import UserError, error_prefix
-from coca_attention.models.conversion import Initialisation
-from coca_attention.models.roles import check_letters
-from coca_attention.ops import FORMS
+from coca_attention.errors import UserError, did_you_mean, error_prefix
+from coca_attention.settings import Initialisation, check_letters, check_vocab_size, form_names
 
 # Names of the only source of a recipe without a mixture, and of the blocks of `passkey_share`.
 TEXT = "text"
@@ -104,11 +101,13 @@ class ModelRecipe:
 
     def check(self) -> None:
         """Raise UserError if a setting is out of range or contradicts another."""
-        if self.attention not in (*FORMS, *BASELINES):
+        known = (*form_names(), *BASELINES)
+        if self.attention not in known:
             renamed = "; the form linear is now called magnitude"
             raise UserError(
-                f"attention must be one of {', '.join([*FORMS, *BASELINES])}, got "
-                f"{self.attention!r}{renamed if self.attention == 'linear' else ''}"
+                f"attention must be one of {', '.join(known)}, got "
+                f"{self.attention!r}"
+                f"{renamed if self.attention == 'linear' else did_you_mean(self.attention, known)}"
             )
         check_positive_counts(self, "hidden_size", "num_layers", "num_heads")
         check_positive_counts(self, "num_key_value_heads", "intermediate_size", "window")

@@ -6,7 +6,7 @@ import torch
 
 from coca_attention.benchmarks import models
 from coca_attention.benchmarks.case import Case
-from coca_attention.benchmarks.settings import BenchSettings
+from coca_attention.benchmarks.settings import TITLES, BenchSettings
 from coca_attention.benchmarks.timing import Variant
 
 
@@ -28,7 +28,7 @@ def decoder(
 
 CASE = Case(
     "decode",
-    "One token decoded, by the length of the cache",
+    TITLES["decode"],
     partial(models.decoder_variants, decoder),
     sizes=models.MODEL_SIZES,
     gpu_runs=(models.gpu_run(lengths=[32768, 131072], kv_heads=4),),

@@ -8,7 +8,7 @@ from transformers import StaticCache
 
 from coca_attention.benchmarks import models
 from coca_attention.benchmarks.case import Case
-from coca_attention.benchmarks.settings import BenchSettings
+from coca_attention.benchmarks.settings import TITLES, BenchSettings
 from coca_attention.benchmarks.timing import Variant
 from coca_attention.testing import difference
 
@@ -45,7 +45,7 @@ def compiled_decoder(
 
 CASE = Case(
     "decode-compiled",
-    "One token decoded with torch.compile, static caches",
+    TITLES["decode-compiled"],
     make,
     sizes=models.MODEL_SIZES,
     gpu_runs=(models.gpu_run(lengths=[32768], layers=4, kv_heads=4),),

@@ -5,7 +5,7 @@ from functools import partial
 
 from coca_attention.benchmarks.case import Case
 from coca_attention.benchmarks.operators import forward_run, gpu_run, operators, random_inputs
-from coca_attention.benchmarks.settings import BenchSettings
+from coca_attention.benchmarks.settings import TITLES, BenchSettings
 from coca_attention.benchmarks.timing import Variant, peak_megabytes
 
 
@@ -28,7 +28,7 @@ def make(length: int, settings: BenchSettings) -> list[Variant]:
 
 CASE = Case(
     "memory",
-    "Memory of the operator, forward",
+    TITLES["memory"],
     make,
     "Linear or quadratic in the length, as in the paper's Table 6.",
     measure="memory",

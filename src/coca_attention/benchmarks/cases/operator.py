@@ -4,10 +4,11 @@ from functools import partial
 
 from coca_attention.benchmarks.case import Case
 from coca_attention.benchmarks.operators import forward_run, gpu_run, operator_variants
+from coca_attention.benchmarks.settings import TITLES
 
 CASE = Case(
     "operator",
-    "Operator, forward",
+    TITLES["operator"],
     partial(operator_variants, make_run=forward_run),
     "As in the paper's Figure 6.",
     gpu_runs=(

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from coca_attention import ops
 from coca_attention.benchmarks.case import Case
 from coca_attention.benchmarks.operators import VANILLA, gpu_run, random_inputs, relative_error
-from coca_attention.benchmarks.settings import BenchSettings
+from coca_attention.benchmarks.settings import TITLES, BenchSettings
 from coca_attention.benchmarks.timing import Variant
 
 COPY = "copy of as many bytes"
@@ -90,7 +90,7 @@ def half_attention(
 
 CASE = Case(
     "operator-decode",
-    "One query over a cache, attention alone",
+    TITLES["operator-decode"],
     make,
     gpu_runs=(
         gpu_run(lengths=[8192, 32768, 131072], kv_heads=8),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from coca_attention.benchmarks.case import Case
 from coca_attention.benchmarks.operators import gpu_run, operator_variants
+from coca_attention.benchmarks.settings import TITLES
 
 
 def backward_run(function: Callable[..., Tensor], tensors: dict[str, Tensor]) -> Callable[[], None]:
@@ -25,7 +26,7 @@ def backward_run(function: Callable[..., Tensor], tensors: dict[str, Tensor]) ->
 
 CASE = Case(
     "operator-training",
-    "Operator, forward and backward",
+    TITLES["operator-training"],
     partial(operator_variants, make_run=backward_run),
     gpu_runs=(gpu_run(lengths=[4096, 8192, 16384, 32768]),),
 )

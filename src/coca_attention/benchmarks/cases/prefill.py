@@ -13,7 +13,7 @@ from coca_attention.benchmarks.models import (
     model_variants,
     random_tokens,
 )
-from coca_attention.benchmarks.settings import BenchSettings
+from coca_attention.benchmarks.settings import TITLES, BenchSettings
 from coca_attention.benchmarks.timing import Variant
 
 
@@ -33,7 +33,7 @@ def make(length: int, settings: BenchSettings) -> list[Variant]:
 
 CASE = Case(
     "prefill",
-    "Prefill of a model",
+    TITLES["prefill"],
     make,
     sizes=(*MODEL_SIZES, *ROLES),
     gpu_runs=(gpu_run(lengths=[8192, 32768]),),

@@ -13,7 +13,7 @@ from coca_attention.benchmarks.models import (
     model_variants,
     random_tokens,
 )
-from coca_attention.benchmarks.settings import BenchSettings
+from coca_attention.benchmarks.settings import TITLES, BenchSettings
 from coca_attention.benchmarks.timing import Variant
 
 
@@ -36,7 +36,7 @@ def make(length: int, settings: BenchSettings) -> list[Variant]:
 
 CASE = Case(
     "training",
-    "Training step of a model",
+    TITLES["training"],
     make,
     sizes=(*MODEL_SIZES, *ROLES),
     gpu_runs=(gpu_run(lengths=[2048, 8192], batch=2),),

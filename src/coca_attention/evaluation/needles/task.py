@@ -4,21 +4,22 @@ import re
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import fmean
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from coca_attention.data.passkey import encoder, leading_special_tokens
 from coca_attention.errors import UserError
-from coca_attention.evaluation.generation import (
+from coca_attention.evaluation.needles.samples import KINDS, NAMES, Kind, needle_text
+from coca_attention.evaluation.prompts import (
     Prompt,
     PromptSettings,
-    answer_prompts,
     check_prompts,
     prompt_costs,
 )
-from coca_attention.evaluation.needles.samples import KINDS, NAMES, Kind, needle_text
 from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
 from coca_attention.intervals import wilson_interval
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -36,7 +37,7 @@ class NeedleSettings(PromptSettings):
 
 
 def needle_prompts(
-    tokenizer: PreTrainedTokenizerBase, settings: NeedleSettings, kind: Kind, length: int
+    tokenizer: "PreTrainedTokenizerBase", settings: NeedleSettings, kind: Kind, length: int
 ) -> list[Prompt]:
     """The prompts of one kind and length; tokenizer, settings and seed determine them.
 
@@ -105,6 +106,8 @@ def evaluate_needles(subject: Subject, settings: NeedleSettings, session: Sessio
         One cell per kind and length: the mean recall, the share of complete answers with its
         Wilson interval, and the record of every sample.
     """
+    from coca_attention.evaluation.generation import answer_prompts
+
     check_settings(settings)
     prompts = {
         (kind, length): needle_prompts(subject.tokenizer, settings, kind, length)

@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from coca_attention.data.passkey import (
     KEY_LINE,
@@ -14,15 +14,17 @@ from coca_attention.data.passkey import (
     passkey_text,
 )
 from coca_attention.errors import UserError
-from coca_attention.evaluation.generation import (
+from coca_attention.evaluation.prompts import (
     Prompt,
     PromptSettings,
-    answer_prompts,
     check_prompts,
     prompt_costs,
 )
 from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
 from coca_attention.intervals import wilson_interval
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -34,7 +36,7 @@ class PasskeySettings(PromptSettings):
 
 
 def passkey_prompts(
-    tokenizer: PreTrainedTokenizerBase, settings: PasskeySettings, length: int
+    tokenizer: "PreTrainedTokenizerBase", settings: PasskeySettings, length: int
 ) -> list[Prompt]:
     """The prompts of one length; tokenizer, settings and seed determine them.
 
@@ -86,6 +88,8 @@ def evaluate_passkey(subject: Subject, settings: PasskeySettings, session: Sessi
         UserError: If a setting is out of range, a prompt does not fit, or the model does not
             support the scaling or cannot read that many tokens.
     """
+    from coca_attention.evaluation.generation import answer_prompts
+
     check_settings(settings)
     prompts = {
         length: passkey_prompts(subject.tokenizer, settings, length) for length in settings.lengths

@@ -6,31 +6,19 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
-
-from coca_attention.data import SourceSettings, encode_documents, held_out
+from coca_attention.data import SourceSettings, held_out
 from coca_attention.errors import UserError
-from coca_attention.evaluation.generation import rotary_scaling_for
-from coca_attention.evaluation.perplexity.keys import (
-    fingerprint,
-    key_nats,
-    key_tokens,
-    load_evaluator,
-)
-from coca_attention.evaluation.perplexity.score import (
-    TokenDocument,
-    TokenScores,
-    by_tokens_read,
-    score_documents,
-)
 from coca_attention.evaluation.perplexity.windows import check_sizes, shared_first_target
 from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
 from coca_attention.intervals import LARGEST_EXPONENT, bootstrap_interval, perplexity
-from coca_attention.models.loading import model_without_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from coca_attention.evaluation.perplexity.score import TokenDocument
 
 
 @dataclass
@@ -91,8 +79,8 @@ def check_text(settings: TextSettings, at_least: int) -> None:
 
 
 def load_text(
-    settings: TextSettings, tokenizer: PreTrainedTokenizerBase, *, at_least: int
-) -> list[TokenDocument]:
+    settings: TextSettings, tokenizer: "PreTrainedTokenizerBase", *, at_least: int
+) -> "list[TokenDocument]":
     """Tokenised documents of a source.
 
     Args:
@@ -103,6 +91,11 @@ def load_text(
     Raises:
         UserError: If a document is shorter and ``skip_short`` is off, or no document is left.
     """
+    import torch
+
+    from coca_attention.data import encode_documents
+    from coca_attention.evaluation.perplexity.score import TokenDocument
+
     check_text(settings, at_least)
     documents = settings.documents()
     if settings.held_out:
@@ -166,8 +159,8 @@ def check_settings(settings: WindowSettings) -> int:
 
 
 def load_keys(
-    settings: WindowSettings, subject: Subject, documents: Sequence[TokenDocument]
-) -> list[Tensor] | None:
+    settings: WindowSettings, subject: Subject, documents: "Sequence[TokenDocument]"
+) -> "list[Tensor] | None":
     """The key tokens that ``settings.key_model`` finds; None without one.
 
     Args:
@@ -181,6 +174,8 @@ def load_keys(
     Raises:
         UserError: If the evaluator cannot be loaded, has another tokenizer, or finds no key token.
     """
+    from coca_attention.evaluation.perplexity.keys import key_tokens, load_evaluator
+
     if settings.key_model is None:
         return None
     stride, window = check_settings(settings), max(settings.windows)
@@ -209,11 +204,11 @@ def load_keys(
 
 def evaluate_perplexity(
     subject: Subject,
-    documents: Sequence[TokenDocument],
+    documents: "Sequence[TokenDocument]",
     settings: WindowSettings,
     session: Session,
     *,
-    keys: Sequence[Tensor] | None = None,
+    keys: "Sequence[Tensor] | None" = None,
 ) -> list[Cell]:
     """Perplexity at every window size.
 
@@ -232,6 +227,14 @@ def evaluate_perplexity(
         UserError: If the sizes do not fit, a document is too short, or the model does not support
             the scaling.
     """
+    from coca_attention.evaluation.generation import rotary_scaling_for
+    from coca_attention.evaluation.perplexity.keys import fingerprint, key_nats
+    from coca_attention.evaluation.perplexity.score import (
+        TokenScores,
+        by_tokens_read,
+        score_documents,
+    )
+
     stride = check_settings(settings)
     if not documents:
         raise UserError("no documents to score")
@@ -303,6 +306,7 @@ def evaluate_perplexity(
             "window": window,
             "stride": run_stride,
             "targets": settings.targets,
+            "text": text,
             "perplexity": _number(perplexity(scores)),
             "ci95": list(interval) if interval else None,
             "nats": _number(sum(score.nats for score in scores)),
@@ -344,7 +348,7 @@ def _cost(settings: PerplexitySettings) -> list[int]:
     return [cost * tokens for cost in per_token]
 
 
-def _documents(subject: Subject, settings: PerplexitySettings) -> list[TokenDocument]:
+def _documents(subject: Subject, settings: PerplexitySettings) -> "list[TokenDocument]":
     return subject.cached(
         f"text {settings}",
         lambda: load_text(settings, subject.tokenizer, at_least=tokens_needed(settings)),
@@ -353,6 +357,8 @@ def _documents(subject: Subject, settings: PerplexitySettings) -> list[TokenDocu
 
 def _prepare(subject: Subject, settings: PerplexitySettings) -> None:
     if settings.key_model is not None:
+        from coca_attention.models.loading import model_without_weights
+
         model_without_weights(settings.key_model)
     _documents(subject, settings)
 

@@ -1,14 +1,19 @@
 """Converting a vanilla decoder to the CoCA model of its family, in place."""
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import head_width, rope_parameters, training_length
+from coca_attention.models.configuration import (
+    GLOBAL,
+    head_width,
+    rope_parameters,
+    training_length,
+)
 from coca_attention.models.conversion.calibration import (
     attention_inputs,
     calibrate_t_projection,
@@ -22,8 +27,10 @@ from coca_attention.models.decoder import (
 )
 from coca_attention.models.families import FAMILIES, Family, supported_families
 from coca_attention.models.roles import Roles
+from coca_attention.settings import Initialisation
 
-Initialisation = Literal["fold", "calibrated", "random"]
+DECAY = 1.0
+"""Exponent of the decay beyond ``max_distance``, with a decay length of L / 8."""
 INITIALISATIONS: tuple[str, ...] = get_args(Initialisation)
 
 
@@ -35,6 +42,7 @@ def convert(
     calibration: Tensor | None = None,
     free_pairs: int = 0,
     roles: Roles | None = None,
+    max_distance: int | None = None,
     kv_cache: str = "full",
     progress: Callable[[str, int, int], Any] | None = None,
 ) -> PreTrainedModel:
@@ -47,7 +55,8 @@ def convert(
     Args:
         model: A loaded causal language model (or its decoder) of a supported family.
         form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or
-            ``magnitude``; with roles, that of the local layers, or ``rope``.
+            ``magnitude``; with roles, that of the local layers. ``rope`` keeps rotary attention:
+            without roles it limits distances alone, and nothing changes within the training length.
         init: Initialisation of the T projections. ``fold``: the pair means of the key projection's
             rows, so that t_j is the ReLU of the mean of key pair j. ``calibrated``: fitted to the
             model's own scores on the calibration texts (`calibration.py`), for models without a
@@ -58,6 +67,9 @@ def convert(
             of them free the model computes what it did before.
         roles: Which layers become local and which global; by default the family's own. Not for
             families with rotary parameters of their own per layer type.
+        max_distance: W; in layers that see the whole text, keys farther back than W tokens are
+            scored as if W back, and their weight falls with `DECAY` (docs/conversion.md). Default:
+            the training length L for ``rope`` without roles, or else no limit.
         kv_cache: ``full`` or ``half``, see `CoCAConfig`.
         progress: Called with a label, the number of calibration texts read and layers converted so
             far, and their total.
@@ -92,7 +104,16 @@ def convert(
     values = {k: v for k, v in old.to_dict().items() if k not in ("model_type", "architectures")}
     added: dict[str, Any] = {"coca_form": form, "coca_free_pairs": free_pairs}
     if roles is not None:
+        if max_distance is not None:
+            raise UserError("roles determine the largest distance: set max_distance there")
         added = _role_fields(old.get_text_config(), roles, form, free_pairs)
+    elif form == "rope" or max_distance is not None:
+        added |= _limit_fields(old.get_text_config(), max_distance)
+    if form == "rope" and roles is None:
+        if free_pairs:
+            raise UserError("all pairs are free with form rope: leave out free_pairs")
+        # The form of a model whose pairs are all free does not matter.
+        added |= {"coca_form": "strict", "coca_free_pairs": head_width(old.get_text_config()) // 2}
     try:
         config = family.config.from_dict({**values, **added, "kv_cache": kv_cache})
     except Exception as error:
@@ -162,6 +183,23 @@ def _role_fields(config: Any, roles: Roles, form: str, free_pairs: int) -> dict[
         length=length,
         rope_parameters=rope,
     )
+
+
+def _limit_fields(config: Any, max_distance: int | None) -> dict[str, Any]:
+    length, rope = training_length(config), config.rope_parameters or {}
+    if length is None:
+        raise UserError(
+            f"a limit of distances needs a training length; {config.model_type} has no "
+            "max_position_embeddings"
+        )
+    added = {
+        "max_distance": max_distance or length,
+        "decay": DECAY,
+        "decay_length": length / 8,
+    }
+    if rope_parameters(config) is rope:
+        return {"rope_parameters": rope | added}
+    return {"rope_parameters": rope | {GLOBAL: rope[GLOBAL] | added}}
 
 
 def _check_projections(modules: list[Any]) -> None:

@@ -35,6 +35,9 @@ class Rotation:
             (1 + n / decay_length)^-c, so that every doubling of the distance costs the same:
             ``bias``. 0 and the default are no decay.
         decay_length: Distance in tokens at which the decay begins.
+        max_distance: W; keys farther back than W tokens are scored as if W back, so that no angle
+            is larger than W theta_j, and the decay counts the tokens beyond W alone: up to a
+            distance of W nothing changes. Scores must depend on distances alone. Default: no limit.
     """
 
     width: int
@@ -44,6 +47,7 @@ class Rotation:
     temperature: int | None = None
     decay: float | None = None
     decay_length: float = 64.0
+    max_distance: int | None = None
 
     def __post_init__(self) -> None:
         check_width(self.width, "rotary width")
@@ -61,6 +65,13 @@ class Rotation:
             raise ValueError(f"decay must be 0 or above, got {self.decay}")
         if not 0 < self.decay_length < math.inf:
             raise ValueError(f"decay_length must be above 0 tokens, got {self.decay_length}")
+        if self.max_distance is not None and self.max_distance < 1:
+            raise ValueError(f"max_distance must be at least 1 token, got {self.max_distance}")
+        if self.max_distance is not None and self.rule.follows_length:
+            raise ValueError(
+                f"max_distance keeps angles within the training length, so it cannot be combined "
+                f"with the scaling rule {self.rule.rope_type}, which follows the text's length"
+            )
 
     def frequencies(self) -> Tensor:
         """theta of shape (R/2,), float64, in radians per token.
@@ -98,6 +109,15 @@ class Rotation:
         magnitude = self.rule.magnitude
         return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
+    def far_tables(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Table:
+        """cos and sin for a query at position max_distance whose keys are at position 0.
+
+        Returns:
+            cos and sin, each (1, R/2), times the rule's magnitude, which those keys lack.
+        """
+        cos, sin = self.tables(torch.tensor([self.max_distance], device=device), dtype)
+        return cos * self.rule.magnitude, sin * self.rule.magnitude
+
     def query_factor(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """Factor on the query at every position, or None if there is no temperature.
 
@@ -116,7 +136,9 @@ class Rotation:
     def bias(
         self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """The decay as an addend of the scaled scores: -decay * ln(1 + (m - n) / decay_length).
+        """The decay as an addend of the scaled scores: -decay * ln(1 + d / decay_length).
+
+        d is the distance m - n, or how much of it lies beyond ``max_distance``.
 
         Args:
             query_positions: m, (..., T).
@@ -128,4 +150,5 @@ class Rotation:
         """
         assert self.decay is not None, "this rotation has no decay"
         distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
+        distance = distance - (self.max_distance or 0)
         return -self.decay * (distance.clamp(min=0).to(dtype) / self.decay_length).log1p()

@@ -1,0 +1,55 @@
+"""What the fields of a Transformers configuration say, read without Transformers."""
+
+from typing import Any
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+"""Transformers' names for layers that see a window, and for layers that see the whole text."""
+
+
+def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
+    """The rotary parameters of a configuration, for one layer type if they differ.
+
+    Args:
+        config: A Transformers configuration.
+        layer_type: For example ``full_attention``, for families with a different rotary embedding
+            per layer type (Gemma 3).
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope and all(value is None or isinstance(value, dict) for value in rope.values()):
+        rope = rope.get(layer_type or GLOBAL) or {}
+    return rope
+
+
+def free_pairs(config: Any, layer_type: str | None = None) -> int:
+    """Free pairs F of a CoCA model's heads in layers of a type."""
+    given = config.coca_free_pairs
+    return given.get(layer_type or GLOBAL, 0) if isinstance(given, dict) else given
+
+
+def attention_of(config: Any) -> str | None:
+    """The name of a CoCA model's score form, ``rope``, ``alibi``, or None for any other model.
+
+    A CoCA model whose pairs are all free is a rotary one.
+    """
+    if hasattr(config, "coca_form"):
+        kinds = set(getattr(config, "layer_types", None) or (GLOBAL,))
+        pairs = head_width(config) // 2
+        return "rope" if all(free_pairs(config, k) == pairs for k in kinds) else config.coca_form
+    if config.model_type == "alibi_gpt_neox" or getattr(config, "alibi", False):
+        return "alibi"
+    return "rope" if getattr(config, "rope_parameters", None) else None
+
+
+def training_length(config: Any) -> int | None:
+    """Training length in tokens: the original length if set, or else ``max_position_embeddings``.
+
+    None if the configuration has neither.
+    """
+    given = rope_parameters(config).get("original_max_position_embeddings")
+    return given or getattr(config, "max_position_embeddings", None)
+
+
+def head_width(config: Any) -> int:
+    """Head width D."""
+    given = getattr(config, "head_dim", None)
+    return given or config.hidden_size // config.num_attention_heads

@@ -1,0 +1,146 @@
+"""Attention under clipped distances: a key farther back than W tokens is scored as if W back.
+
+Within W tokens nothing changes, and no angle is ever larger than W theta_j (Su, 2023, "ReRoPE").
+
+Legend: B batch, T query length, S key length, N the keys that may be near, H query heads, G
+key/value heads, D head width, P = D/2 rotary pairs, F free pairs.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from coca_attention.ops.attention import causal_mask, cut_mask, with_bias
+from coca_attention.ops.forms import ScoreForm
+
+# Scores that are in memory at once: 256 MB in float32.
+MAX_SCORES = 2**26
+
+
+def attend_clipped(
+    query: Tensor,
+    key: Tensor,
+    far_query: Tensor,
+    far_key: Tensor,
+    value: Tensor,
+    *,
+    max_distance: int,
+    positions: tuple[Tensor, Tensor],
+    consecutive: bool = True,
+    attention_mask: Tensor | None = None,
+    is_causal: bool = True,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+    bias: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None,
+    with_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """softmax(scale * scores + mask + bias) V, with scores Q' K'^T up to a distance of W.
+
+    Beyond, they are those at the distance W: far_query · far_key. Scores are formed in blocks of
+    queries, in float32 or wider.
+
+    Args:
+        query: Q' at the queries' positions, (B, H, T, D).
+        key: K' of the last N keys at their positions, (B, G, N, D). All other keys must be at least
+            W before every query.
+        far_query: `far_query_map`, (B, H, T, P + F).
+        far_key: The coefficients of all keys, (B, G, S, P + F), which are K' at position 0.
+        value: (B, G, S, Dv).
+        max_distance: W.
+        positions: Of the queries, (T,) or (B, T), and of all keys, (S,) or (B, S).
+        consecutive: Whether positions are consecutive wherever a query sees a key, so that keys
+            that are W before it by index need no near score.
+        attention_mask: Boolean (True = may attend) or additive, broadcastable to (B, H, T, S).
+        is_causal: Whether query i sees only keys 0 … S - T + i.
+        scale: Multiplies the scores.
+        dropout: Probability of dropping an attention weight.
+        bias: See `attend`.
+        with_weights: Whether to return the attention weights.
+
+    Returns:
+        (B, H, T, Dv), and the weights (B, H, T, S) or None.
+    """
+    batch, heads, queries = query.shape[:3]
+    groups, keys = far_key.shape[1:3]
+    near_from = keys - key.shape[-2]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    query_positions, key_positions = positions
+
+    def scores_of(rows: Tensor, columns: Tensor) -> Tensor:
+        """(B, H, t, D) and (B, G, s, D) to (B, H, t, s)."""
+        grouped = rows.to(wide).reshape(batch, groups, -1, rows.shape[-1])
+        found = grouped @ columns.to(wide).transpose(-2, -1)
+        return found.view(batch, heads, -1, columns.shape[-2])
+
+    def block(rows: Tensor, far_rows: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
+        stop = start + rows.shape[-2]
+        last = keys - queries + stop if is_causal else keys
+        places = query_positions[..., start:stop], key_positions[..., :last]
+        first = near_from
+        if consecutive:
+            first = max(first, keys - queries + start - max_distance + 1)
+        distance = places[0].unsqueeze(-1) - places[1][..., first:].unsqueeze(-2)
+        if distance.dim() == 3:
+            distance = distance.unsqueeze(1)
+        scores = scores_of(far_rows, far_key[..., :last, :])
+        near = scores_of(rows, key[..., first - near_from : last - near_from, :])
+        near = torch.where(distance < max_distance, near, scores[..., first:])
+        scores = torch.cat((scores[..., :first], near), dim=-1) * scale
+        mask = cut_mask(attention_mask, slice(start, stop), slice(last))
+        if is_causal:
+            mask = causal_mask(mask, stop - start, last, rows.device)
+        if bias is not None:
+            added = bias(*places, wide)
+            mask = with_bias(mask, added.unsqueeze(1) if added.dim() == 3 else added)
+        # The lowest number instead of -inf, whose softmax over a whole row has no gradient.
+        lowest = torch.finfo(wide).min
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, lowest)
+        elif mask is not None:
+            scores = (scores + mask).clamp(min=lowest)
+        blind = scores.amax(-1, keepdim=True) <= lowest / 2
+        weights = scores.softmax(-1).masked_fill(blind, 0.0).to(value.dtype)
+        grouped = F.dropout(weights, dropout).view(batch, groups, -1, last)
+        output = (grouped @ value[..., :last, :]).view(batch, heads, stop - start, -1)
+        return output, F.pad(weights, (0, keys - last)) if with_weights else None
+
+    size = max(1, min(queries, MAX_SCORES // (batch * heads * keys)))
+    pieces = [
+        (query[..., start : start + size, :], far_query[..., start : start + size, :], start)
+        for start in range(0, queries, size)
+    ]
+    if torch.is_grad_enabled() and len(pieces) > 1:
+        # Otherwise the backward pass would keep all scores.
+        found = [checkpoint(block, *piece, use_reentrant=False) for piece in pieces]
+    else:
+        found = [block(*piece) for piece in pieces]
+    outputs, weights = zip(*found, strict=True)
+    return torch.cat(outputs, dim=-2), torch.cat(weights, dim=-2) if with_weights else None
+
+
+def far_query_map(query: Tensor, free_pairs: int) -> Tensor:
+    """What a query at position W multiplies in coefficients, as keys at position 0.
+
+    There the second member of a collinear pair's key is 0.
+
+    Args:
+        query: Q' at position W, (..., D).
+        free_pairs: F.
+
+    Returns:
+        (..., P + F).
+    """
+    width = query.shape[-1]
+    return torch.cat((query[..., : width // 2], query[..., width - free_pairs :]), dim=-1)
+
+
+def check_clipped_form(form: ScoreForm, collinear_pairs: int) -> None:
+    """Raise ValueError if scores of collinear pairs depend on more than the distance."""
+    if collinear_pairs and not form.shift_invariant:
+        raise ValueError(
+            f"max_distance needs scores that depend on distances alone; those of form {form.name} "
+            "depend on both positions: use strict or magnitude, or make all pairs free"
+        )

@@ -1,0 +1,172 @@
+"""What serving engines ask of a model, by an imitation of the Transformers backend of vLLM 0.33.
+
+The engine makes the decoder by ``AutoModel.from_config``, finds the one attention call in the
+source of the attention classes, evaluates its ``scaling=`` on each module, and gives the module an
+attention of its own. That one keeps the keys and values of every text and applies the window of the
+layer; a pass holds pieces of several texts in one row, told apart by their positions, without a
+mask.
+"""
+
+import ast
+import inspect
+import textwrap
+
+import pytest
+import torch
+from transformers import AutoModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from coca_attention import convert
+from coca_attention.models import Roles
+from coca_attention.models.configuration import head_width
+from coca_attention.models.families import FAMILIES as RECORDS
+from coca_attention.testing import difference, some_tokens
+from families import FAMILIES, collinear, vanilla
+
+# Tokens of each text that a pass reads: prompts together, a prompt in pieces, single tokens.
+PASSES = [(5, 9), (7, 1), (0, 6), (1, 1), (1, 1)]
+
+
+def scaling_of(cls):
+    """The attribute of self that the one attention call in a class passes as its scaling."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))
+    functions = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and "ALL_ATTENTION_FUNCTIONS" in ast.unparse(node.value)
+        for target in node.targets
+    }
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in functions
+    ]
+    assert len(calls) == 1
+    (scaling,) = [word.value for word in calls[0].keywords if word.arg == "scaling"]
+    assert isinstance(scaling, ast.Attribute) and ast.unparse(scaling.value) == "self"
+    return scaling.attr
+
+
+class PagedAttention:
+    """Attention of one layer, with the keys and values of all texts."""
+
+    def __init__(self, module, config, index):
+        heads = config.num_attention_heads
+        self.heads = heads, getattr(config, "num_key_value_heads", None) or heads
+        self.width = head_width(config)
+        self.scale = float(getattr(module, scaling_of(type(module))))
+        kinds = getattr(config, "layer_types", None)
+        local = kinds is None or kinds[index] == "sliding_attention"
+        self.window = getattr(config, "sliding_window", None) if local else None
+        self.cache = {}
+
+    def __call__(self, query, key, value, sizes):
+        """Tensors (tokens, heads * width); sizes: of each text in them."""
+        outputs = []
+        for text, rows in enumerate(
+            zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
+        ):
+            past = self.cache.get(text, rows[1:])
+            if text in self.cache:
+                past = [torch.cat(pair) for pair in zip(past, rows[1:], strict=True)]
+            self.cache[text] = past
+            q = rows[0].unflatten(-1, (self.heads[0], self.width)).transpose(0, 1)
+            repeats = self.heads[0] // self.heads[1]
+            k, v = (
+                x.unflatten(-1, (-1, self.width)).transpose(0, 1).repeat_interleave(repeats, 0)
+                for x in past
+            )
+            scores = q @ k.transpose(-2, -1) * self.scale
+            places = torch.arange(k.shape[1])
+            distance = places - places[k.shape[1] - q.shape[1] :, None]
+            hidden = distance > 0
+            if self.window is not None:
+                hidden |= distance <= -self.window
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            outputs.append((weights @ v).transpose(0, 1).flatten(1))
+        return torch.cat(outputs)
+
+
+class Engine:
+    def __init__(self, model):
+        model.config._attn_implementation = "engine"
+        self.body = AutoModel.from_config(model.config, dtype=torch.float32).double().eval()
+        self.body.load_state_dict(model.base_model.state_dict())
+        config = self.body.config
+        for index, module in enumerate(self.body.attention_class.layout.modules(self.body)):
+            module.attn = PagedAttention(module, config, index)
+
+    @torch.no_grad()
+    def read(self, texts):
+        """Hidden states of texts, read in `PASSES`."""
+        done, found = [0] * len(texts), [[] for _ in texts]
+        for sizes in PASSES:
+            spans = [range(start, start + n) for start, n in zip(done, sizes, strict=True)]
+            ids = torch.cat([text[list(span)] for text, span in zip(texts, spans, strict=True)])
+            Engine.sizes = list(sizes)
+            states = self.body(
+                input_ids=ids[None],
+                position_ids=torch.tensor([[place for span in spans for place in span]]),
+                use_cache=False,
+                return_dict=False,
+            )[0][0]
+            for rows, piece in zip(found, states.split(list(sizes)), strict=True):
+                rows.append(piece)
+            done = [start + n for start, n in zip(done, sizes, strict=True)]
+        return [torch.cat(rows) for rows in found]
+
+
+def engine_attention(module, query, key, value, attention_mask, **_):
+    assert attention_mask is None
+    flat = (x.transpose(1, 2).reshape(query.shape[2], -1) for x in (query, key, value))
+    return module.attn(*flat, sizes=Engine.sizes), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("engine", engine_attention)
+
+
+def assert_same_in_an_engine(model):
+    model = model.double().eval()
+    lengths = [sum(sizes) for sizes in zip(*PASSES, strict=True)]
+    texts = [some_tokens(model, batch=1, length=n, seed=n)[0] for n in lengths]
+    with torch.no_grad():
+        wanted = [model.base_model(text[None]).last_hidden_state[0] for text in texts]
+    for ours, theirs in zip(Engine(model).read(texts), wanted, strict=True):
+        assert difference(ours, theirs) < 1e-10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_in_an_engine(family):
+    assert_same_in_an_engine(collinear(family))
+
+
+@pytest.mark.parametrize("form", ["strict", "magnitude"])
+@pytest.mark.parametrize("family", ["Llama", "GPT-NeoX"])
+def test_every_form_in_an_engine(family, form):
+    assert_same_in_an_engine(convert(vanilla(family), form, free_pairs=1))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_roles_and_temperature_in_an_engine(family):
+    roles = Roles("lg", window=4, turning_pairs=2, temperature=True, decay=0.0)
+    assert_same_in_an_engine(convert(vanilla(family), "rope", roles=roles))
+
+
+def test_a_half_cache_is_a_full_one_in_an_engine():
+    model = convert(vanilla("Llama"), kv_cache="half")
+    assert_same_in_an_engine(model)
+
+
+def test_a_decay_is_refused_by_an_engine():
+    model = convert(vanilla("Llama"), "rope", roles=Roles("lg", window=4))
+    with pytest.raises(ValueError, match="sdpa or eager; got engine"):
+        assert_same_in_an_engine(model)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.config.model_type)
+def test_engines_take_the_classes_for_compatible(record):
+    assert record.causal_lm.is_backend_compatible()
+    assert record.causal_lm._can_set_attn_implementation()
+    assert scaling_of(record.body.attention_class) == "kernel_scale"

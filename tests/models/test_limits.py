@@ -1,0 +1,128 @@
+"""Rotary models with limited distances: unchanged within the limit, and bounded beyond."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coca_attention import convert
+from coca_attention.errors import UserError
+from coca_attention.models import Roles, StreamingCache
+from coca_attention.models.configuration import attention_of, rotation
+from coca_attention.ops import coca_attention
+from coca_attention.testing import assert_consistent, difference, logits, some_tokens
+from families import FAMILIES, vanilla
+
+LIMIT = 11
+# Without and with layer types; pairs (2j, 2j + 1), partial rotary; a fused projection.
+VARIED = ["Llama", "Qwen2", "GLM-4", "GPT-NeoX"]
+
+
+def limited(family, form="rope", **changes):
+    changes.setdefault("max_distance", LIMIT)
+    return convert(vanilla(family), form, **changes).double().eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_changes_within_the_training_length(family, tmp_path):
+    model = vanilla(family).double().eval()
+    ids = some_tokens(model, length=64)
+    before = logits(model, ids)
+    assert convert(model, "rope") is model
+    assert attention_of(model.config) == "rope"
+    assert rotation(model.config, "full_attention").max_distance == 64
+    assert difference(logits(model, ids), before) < 1e-6
+    model.float().save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    longer = some_tokens(model, length=80)
+    assert difference(logits(again, longer), logits(model, longer)) < 1e-6
+
+
+@pytest.mark.parametrize("family", VARIED)
+@pytest.mark.parametrize(("form", "cache"), [("rope", "full"), ("strict", "half")])
+def test_every_way_of_reading_gives_the_same(family, form, cache):
+    model = limited(family, form, kv_cache=cache)
+    ids = some_tokens(model, length=40)
+    assert_consistent(model, ids)
+    outputs = [
+        model.generate(ids, max_new_tokens=12, do_sample=False, **options)
+        for options in ({"use_cache": False}, {}, {"cache_implementation": "static"})
+    ]
+    assert all(torch.equal(outputs[0], output) for output in outputs[1:])
+    found = logits(model, ids)
+    model.set_attn_implementation("eager")
+    assert difference(logits(model, ids), found) < 1e-9
+
+
+@pytest.mark.parametrize("family", VARIED)
+def test_a_layer_is_the_operator(family):
+    model, calls = limited(family, "magnitude"), []
+    ids = some_tokens(model, length=30)
+    layer = model.base_model.attention_class.layout.modules(model.base_model)[-1]
+    output = layer.get_submodule(layer.layout.output_name)
+    layer.register_forward_pre_hook(
+        lambda m, a, k: calls.append(a[0] if a else k["hidden_states"]), with_kwargs=True
+    )
+    output.register_forward_pre_hook(lambda m, a: calls.append(a[0]))
+    logits(model, ids)
+    with torch.no_grad():
+        q, t, v = layer.project(calls[0])
+        expected = coca_attention(
+            q,
+            t,
+            v,
+            form="magnitude",
+            rotation=rotation(model.config, getattr(layer, "layer_type", None)),
+            interleaved=layer.layout.interleaved,
+            scale=layer.scaling,
+        )
+    assert rotation(model.config).max_distance == LIMIT
+    assert difference(calls[1], expected.transpose(1, 2).flatten(2)) < 1e-12
+
+
+@pytest.mark.parametrize("family", VARIED)
+def test_it_compiles_in_one_graph_and_trains(family):
+    model = limited(family).float()
+    ids = some_tokens(model, length=20)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        found = compiled(input_ids=ids, use_cache=False).logits
+    assert difference(found, logits(model, ids)) < 1e-4
+    model.train().gradient_checkpointing_enable()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert all(w.grad.abs().max() > 0 for n, w in model.named_parameters() if "proj" in n)
+
+
+def test_far_text_has_bounded_influence_and_is_seen():
+    model = limited("Llama")
+    ids = some_tokens(model, length=60)
+    changed = ids.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 90 + 3
+    assert (logits(model, changed) - logits(model, ids)).abs()[:, -1].max() > 1e-9
+
+
+def test_a_stream_stays_within_the_limit():
+    model = limited("Llama", max_distance=16, kv_cache="half")
+    plain = vanilla("Llama").double().eval()
+    ids = some_tokens(model, batch=1, length=40)
+    found = [
+        m(ids, past_key_values=StreamingCache(m, window=12, sinks=4)).logits for m in (model, plain)
+    ]
+    assert difference(*found) < 1e-6
+    with pytest.raises(UserError, match=r"17 tokens in sight are more.*max_distance is 16"):
+        StreamingCache(model, window=13, sinks=4)
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(UserError, match="those of form slack depend on both positions"):
+        limited("Llama", "slack")
+    with pytest.raises(UserError, match="roles determine the largest distance"):
+        limited("Llama", roles=Roles("lg"))
+    with pytest.raises(UserError, match="all pairs are free with form rope"):
+        limited("Llama", free_pairs=2)
+    model = limited("Llama").float()
+    with pytest.raises(ValueError, match="a decay or max_distance: use generate"):
+        model.init_continuous_batching()
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="sdpa or eager; got flex_attention"):
+        model(some_tokens(model), use_cache=False)

@@ -1,0 +1,70 @@
+"""What a built package contains, and that it runs where nothing else of this project is."""
+
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+import coca_attention
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_versions_agree_and_the_changelog_has_a_section_for_this_one():
+    assert PROJECT["version"] == coca_attention.__version__
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## \[(.*?)\]", changes, re.M)
+    development = ".dev" in coca_attention.__version__
+    assert sections[0] == ("Unreleased" if development else coca_attention.__version__)
+    kinds = set(re.findall(r"^### (.*)", changes, re.M))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_every_public_name_can_be_imported_and_is_listed():
+    lazy = ["", ".analysis", ".benchmarks", ".data", ".training"]
+    program = (
+        "import importlib\n"
+        f"for name in {lazy!r}:\n"
+        "    module = importlib.import_module('coca_attention' + name)\n"
+        "    missing = [x for x in module.__all__ if x not in dir(module)]\n"
+        "    assert not missing, missing\n"
+        "    for x in module.__all__: getattr(module, x)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_the_built_package_runs_alone(tmp_path, kind):
+    pytest.importorskip("build")
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "-o", tmp_path, ROOT]
+    subprocess.run(build, check=True, capture_output=True)
+    (package,) = tmp_path.glob("coca_attention-*")
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    purelib = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+        check=True, capture_output=True, text=True,
+    ).stdout.strip()  # fmt: skip
+    # The dependencies, without this project: its own path is added by a .pth file, which is not
+    # read in a folder that another .pth file names.
+    Path(purelib, "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+    subprocess.run(
+        [python, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", package],
+        check=True,
+    )
+    program = "import coca_attention, importlib.resources as r; print(coca_attention.__file__)"
+    program += "; print((r.files('coca_attention') / 'py.typed').is_file())"
+    program += "; print((r.files('coca_attention') / 'report/page.html.j2').is_file())"
+    shown = subprocess.run([python, "-c", program], check=True, capture_output=True, text=True)
+    file, *there = shown.stdout.split()
+    assert file.startswith(str(tmp_path)) and there == ["True", "True"]
+    coca = tmp_path / "venv" / "bin" / "coca"
+    assert "usage: coca" in subprocess.run([coca, "--help"], capture_output=True, text=True).stdout
