@@ -479,7 +479,7 @@ def test_the_installed_program_runs():
         [sys.executable, "-m", "coca_attention.cli", "report"], capture_output=True, text=True
     )
     assert finished.returncode == 2
-    assert finished.stderr.startswith("coca: error: give result files first")
+    assert finished.stderr.startswith("coca: error: give result files or folders first")
 
 
 def test_analyze_measures_angles_or_answers(capsys, model_folder, text_folder, tmp_path):

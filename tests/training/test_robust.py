@@ -81,7 +81,12 @@ def test_a_damaged_checkpoint_is_passed_over(
     caplog.clear()
     seen = Record()
     train(recipe(text_folder), tmp_path, callbacks=[seen])
-    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    ours = "coca_attention.training.trainer"
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == ours and record.levelno == logging.WARNING
+    ]
     assert said == [
         f"{folder}: checkpoint-8 cannot be used ({problem}); training goes on from checkpoint-4"
     ]

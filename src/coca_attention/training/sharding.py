@@ -145,7 +145,7 @@ def catch_read_errors(checkpoint: Path) -> Iterator[None]:
             yield
     except (UserError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
         cause = first_failure(error) if isinstance(error, CheckpointException) else error
         # What PyTorch says of a damaged file is advice to run code in it.
         safe = not isinstance(cause, UnpicklingError)
