@@ -46,7 +46,7 @@ def _files(path: Path) -> list[Path]:
 def _is_result_file(file: Path) -> bool:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and bool(KINDS & set(content))
 
@@ -56,7 +56,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a result file, no valid JSON ({error})") from error
     if not isinstance(content, dict) or not KINDS & set(content):
         raise UserError(

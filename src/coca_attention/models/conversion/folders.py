@@ -1,6 +1,5 @@
 """Converting a model from folder to folder, atomically."""
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from coca_attention.errors import UserError
+from coca_attention.environment import replace
+from coca_attention.errors import UserError, known_problem
 from coca_attention.models.cards import CARD, carry_over, write_card
 from coca_attention.models.configuration import check_cache_kind
 from coca_attention.models.conversion.calibration import calibration_texts
@@ -94,6 +94,9 @@ def convert_folder(
             kv_cache=kv_cache,
             progress=progress,
         )
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise UserError(f"{source}: {name} has values that are not finite: it is damaged")
     if portable:
         make_portable(model)
     untrained = not from_original and (form != "rope" or roles is not None)
@@ -158,8 +161,13 @@ def _writing(model: Any, source: str | Path, target: Path) -> Iterator[Path]:
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         yield partial
-        os.replace(partial, target)
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror or error}") from error
+        replace(partial, target)
+    except UserError:
+        raise
+    except Exception as error:
+        problem = known_problem(error)
+        if problem is None:
+            raise
+        raise UserError(f"{target} cannot be written: {problem}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
