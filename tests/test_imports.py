@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "coca_attention"
 # Each part may import itself and what stands in its row.
 MAY_IMPORT = {
     "errors": set(),
+    "imports": set(),
     "options": {"errors"},
     "intervals": set(),
     "environment": {"errors"},
@@ -23,9 +24,10 @@ MAY_IMPORT = {
     "layers": {"ops"},
     "hub": {"errors"},
     "models": {
-        "fields", "settings", "lazy", "ops", "layers", "errors", "environment", "hub",
+        "fields", "settings", "lazy", "imports", "ops", "layers", "errors", "environment", "hub",
     },
     "testing": set(),
+    "lm_eval": set(),
     "data": {"settings", "lazy", "errors", "environment", "hub"},
     "training": {
         "settings", "lazy", "ops", "layers", "models", "data", "errors", "environment", "options",
@@ -44,7 +46,7 @@ MAY_IMPORT = {
         "info", "settings", "models", "data", "training", "evaluation", "analysis", "benchmarks",
         "report", "quickstart", "search", "errors", "environment", "options", "__init__",
     },
-    "__init__": {"lazy", "ops", "layers", "models"},
+    "__init__": {"lazy", "imports", "ops", "layers", "models"},
 }  # fmt: skip
 OUTSIDE = {
     "ops": {"torch", "triton"},  # triton in kernels/ alone, and only where it is called
@@ -140,6 +142,23 @@ def test_the_auto_classes_know_the_models(imports):
         "print('coca_other' in CONFIG_MAPPING, 'llama' in CONFIG_MAPPING)"
     )
     assert run(program) == f"{types}\nFalse True\n"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import coca_attention, transformers",
+        "import transformers, coca_attention",
+        "import transformers; from transformers import AutoModelForCausalLM; import coca_attention",
+    ],
+)
+def test_classes_are_found_by_name_in_transformers(imports):
+    names = ["CoCALlamaForCausalLM", "CoCAQwen2Model", "CoCAPhi3Config", "AlibiGPTNeoXForCausalLM"]
+    program = (
+        f"{imports}; print([getattr(transformers, n).__name__ for n in {names}]); "
+        "print(getattr(transformers, 'CoCAOther', None), transformers.LlamaConfig.model_type)"
+    )
+    assert run(program) == f"{names}\nNone llama\n"
 
 
 def test_unknown_names_are_refused():

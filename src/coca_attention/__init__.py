@@ -9,11 +9,9 @@ used, and the models when Transformers' Auto classes are first asked for one.
 """
 
 import importlib
-import importlib.abc
-import importlib.util
-import sys
 from typing import TYPE_CHECKING, Any
 
+from coca_attention.imports import when_imported
 from coca_attention.lazy import attach
 
 if TYPE_CHECKING:
@@ -44,7 +42,9 @@ __all__ = [
 ]
 
 AUTO_CLASSES = "transformers.models.auto.configuration_auto"
+LAZY_MODULES = "transformers.utils.import_utils"
 OWN_TYPES = ("coca_", "alibi_gpt_neox")
+OWN_CLASSES = ("CoCA", "AlibiGPTNeoX")
 
 
 __getattr__, __dir__ = attach(
@@ -64,31 +64,24 @@ class _Configurations(dict):
         return super().__contains__(key)
 
 
-def _await_use(auto: Any) -> None:
+def _await_types(auto: Any) -> None:
     auto.CONFIG_MAPPING._extra_content = _Configurations(auto.CONFIG_MAPPING._extra_content)
 
 
-class _AutoClassesFinder(importlib.abc.MetaPathFinder):
-    """Calls `_await_use` when Transformers' Auto classes are imported."""
+def _await_names(utils: Any) -> None:
+    """Let ``getattr(transformers, "CoCALlamaForCausalLM")``, as many tools do, find our classes."""
+    # On the class, because Transformers makes its own module twice.
+    find = utils._LazyModule.__getattr__
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != AUTO_CLASSES:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            execute = loader.exec_module
+    def find_or_register(module: Any, name: str) -> Any:
+        if module.__name__ == "transformers" and name.startswith(OWN_CLASSES):
+            classes = importlib.import_module("coca_attention.models").CLASSES
+            if name in classes:
+                return classes[name]
+        return find(module, name)
 
-            def execute_and_await_use(module: Any) -> None:
-                execute(module)
-                _await_use(module)
-
-            loader.exec_module = execute_and_await_use
-        return spec
+    utils._LazyModule.__getattr__ = find_or_register
 
 
-if AUTO_CLASSES in sys.modules:
-    _await_use(sys.modules[AUTO_CLASSES])
-else:
-    sys.meta_path.insert(0, _AutoClassesFinder())
+when_imported(LAZY_MODULES, _await_names)
+when_imported(AUTO_CLASSES, _await_types)

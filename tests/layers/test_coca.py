@@ -135,3 +135,10 @@ def test_a_decay_with_a_cache_is_that_of_one_pass():
     assert (pieces - whole).abs().max() < 1e-12
     attention.rotation = Rotation(16)
     assert (attention(x) - whole).abs().max() > 1e-3
+
+
+def test_weights_are_made_on_a_device_in_a_dtype():
+    layer = CoCAAttention(16, 2, bias=True, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
+    x = torch.randn(1, 3, 16, dtype=torch.float64)
+    assert CoCAAttention(16, 2, dtype=torch.float64)(x).dtype == torch.float64

@@ -1,19 +1,22 @@
-"""What serving engines ask of a model, by an imitation of the Transformers backend of vLLM 0.33.
+"""What serving engines ask of a model: imitations of the backends of vLLM 0.33 and SGLang 0.5.23.
 
-The engine makes the decoder by ``AutoModel.from_config``, finds the one attention call in the
-source of the attention classes, evaluates its ``scaling=`` on each module, and gives the module an
-attention of its own. That one keeps the keys and values of every text and applies the window of the
-layer; a pass holds pieces of several texts in one row, told apart by their positions, without a
-mask.
+An engine makes the decoder by ``AutoModel.from_config`` and an attention of its own for every
+layer, which keeps the keys and values of every text and applies the window of the layer. A pass
+holds pieces of several texts in one row, told apart by their positions, without a mask. vLLM finds
+the one attention call in the source of the attention class and evaluates its ``scaling=`` on each
+module beforehand; SGLang passes its attentions as an argument and takes the scaling from the call.
 """
 
 import ast
+import importlib
 import inspect
 import textwrap
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention import convert
@@ -52,18 +55,20 @@ def scaling_of(cls):
 class PagedAttention:
     """Attention of one layer, with the keys and values of all texts."""
 
-    def __init__(self, module, config, index):
+    def __init__(self, config, index, engine):
         heads = config.num_attention_heads
         self.heads = heads, getattr(config, "num_key_value_heads", None) or heads
         self.width = head_width(config)
-        self.scale = float(getattr(module, scaling_of(type(module))))
         kinds = getattr(config, "layer_types", None)
-        local = kinds is None or kinds[index] == "sliding_attention"
+        local = engine == "vllm" if kinds is None else kinds[index] == "sliding_attention"
         self.window = getattr(config, "sliding_window", None) if local else None
         self.cache = {}
 
-    def __call__(self, query, key, value, sizes):
-        """Tensors (tokens, heads * width); sizes: of each text in them."""
+    def __call__(self, query, key, value, scale, sizes):
+        """Tensors (1, heads, tokens, width) to (tokens, heads * width); sizes: of each text."""
+        query, key, value = (
+            x.transpose(1, 2).reshape(query.shape[2], -1) for x in (query, key, value)
+        )
         outputs = []
         for text, rows in enumerate(
             zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
@@ -78,7 +83,7 @@ class PagedAttention:
                 x.unflatten(-1, (-1, self.width)).transpose(0, 1).repeat_interleave(repeats, 0)
                 for x in past
             )
-            scores = q @ k.transpose(-2, -1) * self.scale
+            scores = q @ k.transpose(-2, -1) * scale
             places = torch.arange(k.shape[1])
             distance = places - places[k.shape[1] - q.shape[1] :, None]
             hidden = distance > 0
@@ -90,13 +95,17 @@ class PagedAttention:
 
 
 class Engine:
-    def __init__(self, model):
-        model.config._attn_implementation = "engine"
+    def __init__(self, model, engine):
+        model.config._attn_implementation = engine
         self.body = AutoModel.from_config(model.config, dtype=torch.float32).double().eval()
         self.body.load_state_dict(model.base_model.state_dict())
-        config = self.body.config
-        for index, module in enumerate(self.body.attention_class.layout.modules(self.body)):
-            module.attn = PagedAttention(module, config, index)
+        modules = self.body.attention_class.layout.modules(self.body)
+        attentions = {i: PagedAttention(self.body.config, i, engine) for i in range(len(modules))}
+        self.arguments = {"attention_instances": attentions} if engine == "sglang" else {}
+        for attention, module in zip(attentions.values(), modules, strict=True):
+            if engine == "vllm":
+                module.attn = attention
+                module.attn_scale = float(getattr(module, scaling_of(type(module))))
 
     @torch.no_grad()
     def read(self, texts):
@@ -111,6 +120,7 @@ class Engine:
                 position_ids=torch.tensor([[place for span in spans for place in span]]),
                 use_cache=False,
                 return_dict=False,
+                **self.arguments,
             )[0][0]
             for rows, piece in zip(found, states.split(list(sizes)), strict=True):
                 rows.append(piece)
@@ -118,28 +128,40 @@ class Engine:
         return [torch.cat(rows) for rows in found]
 
 
-def engine_attention(module, query, key, value, attention_mask, **_):
+def vllm_attention(module, query, key, value, attention_mask, **_):
     assert attention_mask is None
-    flat = (x.transpose(1, 2).reshape(query.shape[2], -1) for x in (query, key, value))
-    return module.attn(*flat, sizes=Engine.sizes), None
+    return module.attn(query, key, value, module.attn_scale, Engine.sizes), None
 
 
-ALL_ATTENTION_FUNCTIONS.register("engine", engine_attention)
+def sglang_attention(module, query, key, value, attention_mask, scaling, attention_instances, **_):
+    assert attention_mask is None
+    attention = attention_instances[module.layer_idx]
+    return attention(query, key, value, scaling, Engine.sizes), None
 
 
-def assert_same_in_an_engine(model):
+ALL_ATTENTION_FUNCTIONS.register("vllm", vllm_attention)
+ALL_ATTENTION_FUNCTIONS.register("sglang", sglang_attention)
+
+
+def assert_same_in_an_engine(model, engine="vllm"):
     model = model.double().eval()
     lengths = [sum(sizes) for sizes in zip(*PASSES, strict=True)]
     texts = [some_tokens(model, batch=1, length=n, seed=n)[0] for n in lengths]
     with torch.no_grad():
         wanted = [model.base_model(text[None]).last_hidden_state[0] for text in texts]
-    for ours, theirs in zip(Engine(model).read(texts), wanted, strict=True):
+    for ours, theirs in zip(Engine(model, engine).read(texts), wanted, strict=True):
         assert difference(ours, theirs) < 1e-10
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_in_an_engine(family):
-    assert_same_in_an_engine(collinear(family))
+def test_every_family_in_vllm(family):
+    assert_same_in_an_engine(collinear(family), "vllm")
+
+
+# SGLang applies a window to the layers that `layer_types` names, and Mistral and Phi-3 have none.
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"Mistral", "Phi-3"}))
+def test_families_in_sglang(family):
+    assert_same_in_an_engine(collinear(family), "sglang")
 
 
 @pytest.mark.parametrize("form", ["strict", "magnitude"])
@@ -161,7 +183,7 @@ def test_a_half_cache_is_a_full_one_in_an_engine():
 
 def test_a_decay_is_refused_by_an_engine():
     model = convert(vanilla("Llama"), "rope", roles=Roles("lg", window=4))
-    with pytest.raises(ValueError, match="sdpa or eager; got engine"):
+    with pytest.raises(ValueError, match="sdpa or eager; got vllm"):
         assert_same_in_an_engine(model)
 
 
@@ -170,3 +192,12 @@ def test_engines_take_the_classes_for_compatible(record):
     assert record.causal_lm.is_backend_compatible()
     assert record.causal_lm._can_set_attn_implementation()
     assert scaling_of(record.body.attention_class) == "kernel_scale"
+
+
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "sglang.srt.plugins"])
+def test_engines_register_the_models_by_an_entry_point(group):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    ((_, value),) = project["entry-points"][group].items()
+    module, _, name = value.partition(":")
+    getattr(importlib.import_module(module), name)()
+    assert AutoConfig.for_model("coca_llama").model_type == "coca_llama"

@@ -13,6 +13,7 @@ from transformers import (
     pipeline,
 )
 
+from coca_attention.models import set_rotary_scaling
 from coca_attention.models.attention import eager_attention
 from coca_attention.ops import attend_half
 from coca_attention.testing import difference, logits, some_tokens
@@ -354,6 +355,13 @@ def test_continuous_batching_is_refused_with_a_half_cache():
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
     with pytest.raises(ValueError, match=r'continuous batching.*kv_cache = "full"'):
         model.generate_batch([[3, 4, 5]], generation_config=settings, progress_bar=False)
+
+
+def test_continuous_batching_is_refused_where_frequencies_follow_the_length():
+    model = collinear("Llama")
+    set_rotary_scaling(model, "dynamic", factor=2.0)
+    with pytest.raises(ValueError, match="does not support dynamic scaling"):
+        model.init_continuous_batching()
 
 
 def test_switching_the_kind_of_cache_is_refused():

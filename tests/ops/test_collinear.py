@@ -1,5 +1,7 @@
 """`coca_attention` compared with the paper's equations."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -438,3 +440,30 @@ def test_mixed_dtypes_are_refused():
     q, t, v = inputs()
     with pytest.raises(TypeError, match="one floating dtype"):
         coca_attention(q, t.float(), v)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_shapes_may_be_symbolic(kv_heads):
+    """Compiled and exported with dynamic lengths and heads, and traced, in one graph."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, t, value):
+            return coca_attention(query, t, value)
+
+    def inputs(length):
+        torch.manual_seed(length)
+        shapes = (4, length, 16), (kv_heads, length, 8), (kv_heads, length, 16)
+        return tuple(torch.rand(1, *shape) for shape in shapes)
+
+    attention = Attention()
+    dynamic = tuple({1: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO} for _ in range(3))
+    exported = torch.export.export(attention, inputs(7), dynamic_shapes=dynamic).module()
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="eager")
+    with warnings.catch_warnings(action="ignore"):
+        traced = torch.jit.trace(attention, inputs(7), check_trace=False)
+    for length in (7, 12):
+        expected = attention(*inputs(length))
+        for made in (exported, compiled, traced):
+            if made is not traced or length == 7:
+                assert torch.allclose(made(*inputs(length)), expected, atol=1e-6)

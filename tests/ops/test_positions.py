@@ -1,15 +1,27 @@
 """Rotary frequencies, scaling rules and rotation."""
 
+import importlib
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from coca_attention.ops import RULES, UNSCALED, Rotation, Rule, apply_rotary, make_rule, oracle
+from coca_attention.ops import (
+    RULES,
+    UNSCALED,
+    Rotation,
+    Rule,
+    apply_rotary,
+    key_frames,
+    make_rule,
+    oracle,
+)
 from coca_attention.ops.positions import (
     NTK,
     DynamicNTK,
@@ -262,3 +274,42 @@ def test_pairs_that_do_not_turn_and_the_temperature():
     factor = rotation.query_factor(torch.tensor([0, 6, 62]), torch.float64)
     assert factor.tolist() == pytest.approx([1 / 3, 1.0, 2.0])  # ln(n + 1) / ln 8
     assert Rotation(8).query_factor(torch.arange(3)) is None
+
+
+def test_frequencies_are_made_once_for_a_device(monkeypatch):
+    made = []
+    frequencies = Rotation.frequencies
+    monkeypatch.setattr(Rotation, "frequencies", lambda x: made.append(x) or frequencies(x))
+    found = [Rotation(24, base=123.0).angles(torch.arange(n)) for n in (3, 5)]
+    assert len(made) == 1
+    expected = torch.arange(5).double().unsqueeze(-1) * frequencies(Rotation(24, base=123.0))
+    assert torch.equal(found[1], expected)
+    # Neither traced tensors nor those of inference mode are kept for later passes.
+    with FakeTensorMode():
+        assert isinstance(Rotation(24, base=124.0).angles(torch.arange(3)), FakeTensor)
+    with torch.inference_mode():
+        Rotation(24, base=124.0).angles(torch.arange(3))
+    angles = Rotation(24, base=124.0).angles(torch.ones(3, requires_grad=True))
+    assert type(angles) is torch.Tensor and angles.requires_grad
+
+
+def test_devices_without_float64_make_none(monkeypatch):
+    """On MPS float64 is an error; here the CPU plays that device."""
+    rotation = Rotation(8)
+    expected = rotation.tables(torch.arange(40))
+
+    class Wide(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            assert not isinstance(made, torch.Tensor) or made.dtype != torch.float64, function
+            return made
+
+    module = importlib.import_module(Rotation.__module__)
+    monkeypatch.setattr(module, "NO_FLOAT64", ("cpu",))
+    rotation.angles(torch.arange(1))  # frequencies are formed in float64 on the CPU, once
+    with Wide():
+        found = rotation.tables(torch.arange(40))
+        frames = key_frames(torch.tensor([3]), 37, rotation, tile=16, pairs=4)
+    for ours, exact in zip(found, expected, strict=True):
+        assert (ours - exact).abs().max() < 1e-5
+    assert frames.cos.dtype == torch.float32

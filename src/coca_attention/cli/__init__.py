@@ -10,15 +10,24 @@ from coca_attention.cli.console import Run
 from coca_attention.cli.evaluation import EvaluationCommands, run_analyze
 from coca_attention.cli.info import run_info
 from coca_attention.cli.messages import show_messages
-from coca_attention.cli.models import run_convert, run_generate, run_quickstart, run_train
+from coca_attention.cli.models import (
+    run_convert,
+    run_export,
+    run_generate,
+    run_quickstart,
+    run_train,
+)
 from coca_attention.cli.report import run_report
 from coca_attention.cli.search import run_search
+from coca_attention.cli.serve import run_serve
 from coca_attention.errors import UserError, did_you_mean, known_problem
 
 COMMANDS: dict[str, Run | Mapping[str, Run]] = {
     "quickstart": run_quickstart,
     "train": run_train,
     "convert": run_convert,
+    "export": run_export,
+    "serve": run_serve,
     "eval": EvaluationCommands(),
     "search": run_search,
     "analyze": run_analyze,

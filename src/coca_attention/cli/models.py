@@ -54,7 +54,8 @@ class ConversionSettings:
 
     form: str = "slack"
     """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (our own); with layers,
-    that of the local layers, or rope."""
+    that of the local layers. rope keeps rotary attention; without layers it limits distances and
+    changes nothing within the training length."""
     init: Literal["fold", "calibrated", "random"] = "fold"
     """T projections: the pair means of the key projections, fitted to the scores of the model on
     some text, or drawn."""
@@ -65,10 +66,16 @@ class ConversionSettings:
     default the roles that the model has."""
     window: int | None = None
     """Tokens that a local layer sees; by default an eighth of the training length."""
+    max_distance: int | None = None
+    """Keys farther back than this many tokens are scored as if this far back; by default the
+    training length for rope without layers, and no limit for other forms."""
     kv_cache: Literal["full", "half"] = "full"
     """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
     from_original: bool = False
     """MODEL is a checkpoint in the format of the paper's authors."""
+    portable: bool = False
+    """Add a file that lets Transformers load the folder without importing this package first, by
+    trust_remote_code=True; the package must be installed all the same."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the weights; auto keeps it."""
 
@@ -253,6 +260,7 @@ def run_convert(words: list[str]) -> None:
         check_letters(layers)
     tokens = _calibration_tokens(path, settings.init, text)
     from coca_attention.models import Roles
+    from coca_attention.models.configuration import rotation
     from coca_attention.models.conversion import convert_folder
 
     roles = Roles(layers, window) if layers else None
@@ -261,9 +269,33 @@ def run_convert(words: list[str]) -> None:
             path, target, **options, roles=roles, calibration=tokens, progress=progress
         )
     parameters = sum(p.numel() for p in model.parameters())
+    note = "; another function than before: train it on"
+    if settings.form == "rope" and not layers:
+        note = f"; the same as before up to {rotation(model.config).max_distance:,} tokens"
+    if settings.from_original:
+        note = ""
+    print(f"{target}: {model.config.model_type}, {settings.form}, {parameters:,} parameters{note}")
+
+
+@dataclass
+class ExportSettings:
+    """How the folder is written."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the weights; auto keeps it."""
+
+
+def run_export(words: list[str]) -> None:
+    """Write a model to a folder that loads without importing this package."""
+    path, target, settings = parse(
+        "coca export", run_export, words, [ExportSettings], positionals=["model", "target"]
+    )
+    from coca_attention.models.conversion import export_folder
+
+    export_folder(path, target, dtype=settings.dtype)
     print(
-        f"{target}: {model.config.model_type}, {settings.form}, {parameters:,} parameters"
-        + ("" if settings.from_original else "; another function than before: train it on")
+        f"{target}: loads with trust_remote_code=True where coca-attention is installed, without "
+        "being imported; the code in the folder imports that package and nothing else"
     )
 
 

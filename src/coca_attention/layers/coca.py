@@ -95,6 +95,8 @@ class CoCAAttention(nn.Module):
         window: Keys that a token sees in causal attention, its own included; default: all.
         free_pairs: F; the last F pairs of every head are scored by ordinary rotary attention.
         layer_idx: Layer of the cache that this module writes to; required to use a cache.
+        device: Device of the weights; default: PyTorch's.
+        dtype: dtype of the weights; default: PyTorch's.
 
     Raises:
         ValueError: If the sizes do not divide or the head width is odd.
@@ -119,6 +121,8 @@ class CoCAAttention(nn.Module):
         window: int | None = None,
         free_pairs: int = 0,
         layer_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
@@ -144,12 +148,15 @@ class CoCAAttention(nn.Module):
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, kv_heads, head_dim
         self.window = window
         self.free_pairs, self.dropout, self.layer_idx = free_pairs, dropout, layer_idx
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
-        self.t_proj = nn.Linear(hidden_size, kv_heads * (head_dim // 2 + free_pairs), bias=bias)
-        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
+        width, coefficients = num_heads * head_dim, kv_heads * (head_dim // 2 + free_pairs)
+        settings: Any = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, width, **settings)
+        self.t_proj = nn.Linear(hidden_size, coefficients, **settings)
+        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, **settings)
+        self.o_proj = nn.Linear(width, hidden_size, **settings)
+        learned = self.form.initial_parameters(num_heads, head_dim // 2 - free_pairs)
         self.form_parameters = nn.ParameterDict(
-            self.form.initial_parameters(num_heads, head_dim // 2 - free_pairs)
+            {name: x.to(self.q_proj.weight) for name, x in learned.items()}
         )
         # The mean of two rows has 1/√2 of the standard deviation of a single row.
         with torch.no_grad():

@@ -3,8 +3,10 @@
 Importing this package also adds our own rope types, such as ``ntk``, to Transformers' table.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
+from coca_attention.imports import when_imported
+from coca_attention.models.adapters import add_default_targets
 from coca_attention.models.alibi import (
     AlibiGPTNeoXConfig,
     AlibiGPTNeoXForCausalLM,
@@ -12,7 +14,7 @@ from coca_attention.models.alibi import (
 )
 from coca_attention.models.configuration import add_rope_types, training_length
 from coca_attention.models.conversion import convert, load_original
-from coca_attention.models.families import FAMILIES, register_family
+from coca_attention.models.families import CLASSES, FAMILIES, register, register_family
 from coca_attention.models.families.gpt_neox import CoCAGPTNeoXConfig, CoCAGPTNeoXForCausalLM
 from coca_attention.models.families.llama import CoCALlamaConfig, CoCALlamaForCausalLM
 from coca_attention.models.loading import load_model
@@ -20,14 +22,21 @@ from coca_attention.models.roles import Roles
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.streaming import StreamingCache
 
-add_rope_types()
-for _family in FAMILIES:
-    register_family(_family)
-AutoConfig.register(AlibiGPTNeoXConfig.model_type, AlibiGPTNeoXConfig, exist_ok=True)
-AutoModel.register(AlibiGPTNeoXConfig, AlibiGPTNeoXModel, exist_ok=True)
-AutoModelForCausalLM.register(AlibiGPTNeoXConfig, AlibiGPTNeoXForCausalLM, exist_ok=True)
+
+def register_models() -> None:
+    """Register all classes with Transformers: done on import, and what engines call as a plugin."""
+    add_rope_types()
+    for family in FAMILIES:
+        register_family(family)
+    when_imported("peft.utils.constants", add_default_targets)
+    alibi = [(AutoModel, AlibiGPTNeoXModel), (AutoModelForCausalLM, AlibiGPTNeoXForCausalLM)]
+    register(AlibiGPTNeoXConfig, alibi)
+
+
+register_models()
 
 __all__ = [
+    "CLASSES",
     "AlibiGPTNeoXConfig",
     "AlibiGPTNeoXForCausalLM",
     "CoCAGPTNeoXConfig",
@@ -39,6 +48,7 @@ __all__ = [
     "convert",
     "load_model",
     "load_original",
+    "register_models",
     "set_rotary_scaling",
     "training_length",
 ]

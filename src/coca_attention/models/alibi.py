@@ -14,11 +14,12 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
     eager_attention_forward,
 )
 
+from coca_attention.models.portable import PackagedConfig, PackagedModel
 from coca_attention.ops import alibi
 
 
 @strict
-class AlibiGPTNeoXConfig(GPTNeoXConfig):
+class AlibiGPTNeoXConfig(PackagedConfig, GPTNeoXConfig):
     """GPT-NeoX with linear biases instead of rotary embedding.
 
     ``max_position_embeddings`` is the training length in tokens; ``rope_parameters`` are unused.
@@ -73,7 +74,7 @@ class NoRotary(nn.Module):
         return None
 
 
-class AlibiGPTNeoXPreTrainedModel(GPTNeoXPreTrainedModel):
+class AlibiGPTNeoXPreTrainedModel(PackagedModel, GPTNeoXPreTrainedModel):
     config: AlibiGPTNeoXConfig
     _can_record_outputs = {"hidden_states": GPTNeoXLayer, "attentions": AlibiGPTNeoXAttention}
 

@@ -16,6 +16,7 @@ from coca_attention.fields import (  # noqa: F401 (other modules take them from 
     rope_parameters,
     training_length,
 )
+from coca_attention.models.portable import PackagedConfig
 from coca_attention.ops import RULES, Rotation, Rule, check_clipped_form, get_form
 
 CACHES = ("full", "half")
@@ -132,8 +133,34 @@ def check_cache_kind(kind: str) -> None:
         raise ValueError(f"kv_cache must be one of {', '.join(CACHES)}; got {kind!r}")
 
 
+def check_continuous_batching(config: Any) -> None:
+    """Raise ValueError if the cache or the rotation of a CoCA model rules out continuous batching.
+
+    It stores keys and values in one pool and reads tokens of several texts in one pass.
+    """
+    if not hasattr(config, "coca_form"):
+        return
+    found = rotation(config)
+    if config.kv_cache == "half":
+        raise ValueError(
+            "continuous batching stores keys and values in one pool, so it does not support "
+            'keys of half the width: set config.kv_cache = "full"'
+        )
+    if found.rule.follows_length:
+        raise ValueError(
+            "continuous batching reads several texts in one pass, so it does not support "
+            f"{found.rule.kind} scaling, which depends on the length of a text: use ntk, or set a "
+            "target length"
+        )
+    if found.decay is not None or found.max_distance is not None:
+        raise ValueError(
+            "continuous batching mixes the tokens of several texts, so it does not support a "
+            "decay or max_distance: use generate() with a batch"
+        )
+
+
 @dataclass(kw_only=True, repr=False)
-class CoCAConfig:
+class CoCAConfig(PackagedConfig):
     """Fields that CoCA adds to a family's configuration; a mixin placed before the family's class.
 
     ``max_position_embeddings`` is the training length in tokens; ``rope_parameters`` contains the

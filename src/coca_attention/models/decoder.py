@@ -17,14 +17,18 @@ from transformers.masking_utils import (
 )
 
 from coca_attention.models.attention import CollinearAttention
+from coca_attention.models.cards import push_card
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
     check_cache_kind,
+    check_continuous_batching,
     has_own_roles,
+    rope_parameters,
     rotation,
 )
 from coca_attention.models.half_cache import KeyPositions
+from coca_attention.models.portable import PackagedModel
 from coca_attention.models.projections import (
     FoldedLinear,
     initial_form_parameters,
@@ -68,17 +72,24 @@ def replace_attention(
     body.rotary_emb = CoCARotary(body.config)
 
 
-class CollinearPreTrained:
-    """Weight initialization shared by decoder and language model."""
+class CollinearPreTrained(PackagedModel):
+    """What decoder and language model share: initialization of weights, and the model card."""
+
+    def push_to_hub(self: Any, repo_id: str, **kwargs: Any) -> str:
+        """As in Transformers, with the card of the model's folder."""
+        push_card(self, repo_id, token=kwargs.get("token"), private=kwargs.get("private"))
+        return super().push_to_hub(repo_id, **kwargs)  # pyright: ignore
 
     def _init_weights(self: Any, module: nn.Module) -> None:
         if isinstance(module, FoldedLinear):
             module.init_folded(self.config.initializer_range)
             return
-        super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(module, CollinearAttention):
-            for name, initial in initial_form_parameters(module).items():
-                initialization.copy_(getattr(module.form_parameters, name), initial)
+        if not isinstance(module, CollinearAttention):
+            super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        # Its projections are modules of their own, whatever they are called in the family.
+        for name, initial in initial_form_parameters(module).items():
+            initialization.copy_(getattr(module.form_parameters, name), initial)
 
 
 class CollinearModel(CollinearPreTrained):
@@ -113,8 +124,8 @@ class CollinearModel(CollinearPreTrained):
         if position_ids is None and tokens is not None and mask is not None:
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         half = self.config.kv_cache == "half" and past_key_values is not None
-        own_roles, found = has_own_roles(self.config), rotation(self.config)
-        placed = half or found.decay is not None or found.max_distance is not None
+        own_roles, rope = has_own_roles(self.config), rope_parameters(self.config)
+        placed = half or bool(rope.get("decay")) or rope.get("max_distance") is not None
         given_positions = position_ids if mask is None else None
         if tokens is not None and (placed or own_roles):
             if position_ids is None:
@@ -203,16 +214,22 @@ class CollinearModel(CollinearPreTrained):
         return {kind: (mask_of(kind), self.rotary_emb(like, position_ids, kind)) for kind in kinds}
 
 
-class CollinearForCausalLM(CollinearPreTrained):
-    """A causal language model with a `CollinearModel` as its decoder."""
+class CollinearHead(CollinearPreTrained):
+    """A model for a task, with a `CollinearModel` as its body."""
 
     body_class: type[CollinearModel]
 
     def __init__(self: Any, config: Any) -> None:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
-        replace_attention(self.base_model, self.body_class)
-        self.base_model.post_init()
+        # Transformers' generic heads ask AutoModel for the body.
+        if not isinstance(self.base_model, CollinearModel):
+            replace_attention(self.base_model, self.body_class)
+            self.base_model.post_init()
         self.post_init()
+
+
+class CollinearForCausalLM(CollinearHead):
+    """A causal language model with a `CollinearModel` as its decoder."""
 
     def _get_static_cache_init_shape(self: Any) -> Any:
         # Transformers assumes keys as wide as values; without a shape, the first update decides.
@@ -221,20 +238,6 @@ class CollinearForCausalLM(CollinearPreTrained):
         return super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue]
 
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' continuous batching, which requires keys as wide as values.
-
-        Raises:
-            ValueError: If the model uses a half cache, or has a decay or max_distance.
-        """
-        if self.config.kv_cache == "half":
-            raise ValueError(
-                "continuous batching stores keys and values in one pool, so it does not support "
-                'keys of half the width: set config.kv_cache = "full"'
-            )
-        found = rotation(self.config)
-        if found.decay is not None or found.max_distance is not None:
-            raise ValueError(
-                "continuous batching mixes the tokens of several texts, so it does not support a "
-                "decay or max_distance: use generate() with a batch"
-            )
+        """Transformers' continuous batching, see `check_continuous_batching`."""
+        check_continuous_batching(self.config)
         return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore

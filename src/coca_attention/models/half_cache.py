@@ -146,3 +146,23 @@ def rotary_is_by_layer(config: Any) -> bool:
     """Whether the configuration has separate rotary parameters per layer type."""
     nested = rope_parameters(config) is not (config.rope_parameters or {})
     return nested or has_own_roles(config)
+
+
+def halve_static_keys(module: Any) -> Any:
+    """Give a module prepared by Transformers for ExecuTorch the keys of a half cache, in place.
+
+    Transformers makes all keys of its static cache as wide as the values before it exports.
+
+    Args:
+        module: A `TorchExportableModuleWithStaticCache` of a CoCA model with ``kv_cache="half"``.
+
+    Returns:
+        The same module.
+    """
+    body = module.model.base_model
+    for index, attention in enumerate(body.attention_class.layout.modules(body)):
+        layer = module.static_cache.layers[index]
+        width = attention.head_dim // 2 + attention.free_pairs
+        layer.keys = layer.keys[..., :width].clone()
+        module.register_buffer(f"key_cache_{index}", layer.keys, persistent=False)
+    return module

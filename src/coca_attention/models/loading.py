@@ -1,4 +1,4 @@
-"""Loading a causal language model from a folder or by name; incomplete weights are an error."""
+"""Loading a model from a folder or by name; incomplete weights are an error."""
 
 import logging
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -30,14 +31,19 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def load_model(
-    path: str | Path, *, dtype: str = "float32", device: str | None = None
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str | None = None,
+    any_head: bool = False,
 ) -> PreTrainedModel:
-    """Load a model in evaluation mode.
+    """Load a causal language model in evaluation mode.
 
     Args:
         path: Folder of a Transformers model, or a name that Transformers resolves.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
         device: ``cpu``, ``cuda``, …; default: the accelerator if available.
+        any_head: Load the class that was saved, for example a sequence classifier.
 
     Raises:
         UserError: If there is no model, its files are damaged, or weights are missing.
@@ -47,7 +53,8 @@ def load_model(
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
     with _naming(path), no_progress_bars():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        auto = _auto_class(path) if any_head else AutoModelForCausalLM
+        loaded: Any = auto.from_pretrained(
             path,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             output_loading_info=True,
@@ -122,6 +129,13 @@ def _naming(path: str) -> Iterator[None]:
 
 def _count(model: PreTrainedModel) -> str:
     return f"{sum(p.numel() for p in model.parameters()):,}"
+
+
+def _auto_class(path: str) -> Any:
+    """The Auto class of the head that a folder's configuration names."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    task = (config.architectures or [""])[0].partition("For")[2]
+    return getattr(transformers, f"AutoModelFor{task}", AutoModelForCausalLM)
 
 
 def _brief(error: Exception) -> str:

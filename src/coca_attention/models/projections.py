@@ -5,7 +5,9 @@ free pairs.
 """
 
 import copy
+import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +111,19 @@ def project_rotary(
     return heads(query, "q_norm"), heads(key, "k_norm")
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether DeepSpeed ZeRO-3 has left this process only shards of a module's parameters."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def _gathered(module: nn.Module) -> AbstractContextManager[Any]:
+    """A context in which the parameters of a module are whole, also under DeepSpeed ZeRO-3."""
+    if not is_sharded(module):
+        return nullcontext()
+    zero: Any = importlib.import_module("deepspeed").zero
+    return zero.GatheredParameters([p for p in module.parameters() if hasattr(p, "ds_id")])
+
+
 def separate_projections(attention: Any, layout: AttentionLayout) -> None:
     """Replace the fused projection of a module, if it has one, by q_proj, k_proj and v_proj."""
     if layout.split_fused is None:
@@ -128,6 +143,18 @@ def replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None 
         prepare: Called with the module while it has both projections, to change the initial T.
             By default T is initialised with the pair means of the key projection's rows.
     """
+    given = list(attention.parameters())
+    names = (attention.layout.fused_name, "k_proj", "k_norm")
+    read = nn.ModuleList(x for n in names if n and (x := getattr(attention, n, None)) is not None)
+    with _gathered(read):
+        _replace_key_projection(attention, prepare)
+    if is_sharded(read):
+        added = [p for p in attention.parameters() if all(p is not other for other in given)]
+        sharded: Any = next(iter(read.parameters()))
+        sharded.convert_to_zero_parameters(param_list=added)
+
+
+def _replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None) -> None:
     layout = attention.layout
     attention.free_pairs = free_pairs(attention.config, getattr(attention, "layer_type", None))
     separate_projections(attention, layout)
@@ -135,7 +162,7 @@ def replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None 
         attention.k_proj, lambda x: fold_heads(attention, x), FoldedLinear
     )
     attention.t_proj.free_pairs = attention.free_pairs
-    attention.t_proj.kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
+    attention.t_proj.kv_heads = attention.k_proj.out_features // attention.head_dim
     if prepare is not None:
         prepare(attention)
     del attention.k_proj
@@ -174,11 +201,13 @@ def _from_rows(
         rows: Maps its outputs, along the last dimension, to those of the new projection.
         kind: Class of the new projection.
     """
-    new = kind(projection.in_features, 1, bias=False, device="meta")
+    new = kind.__new__(kind)
+    nn.Module.__init__(new)  # that of Linear draws weights, and under ZeRO-3 it shards them
     for name in ("weight", "bias"):
         parameter = getattr(projection, name)
         if parameter is not None:
             value = rows(parameter.detach().t()).t().clone(memory_format=torch.contiguous_format)
-            setattr(new, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
-    new.out_features = new.weight.shape[0]
+            parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        new.register_parameter(name, parameter)
+    new.in_features, new.out_features = projection.in_features, len(new.weight)
     return new

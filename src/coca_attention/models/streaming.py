@@ -178,9 +178,8 @@ class StreamPositions(KeyPositions):
         if ("turn", kind) not in self.tables:
             config = self.body.config
             found = rotation(config, kind if rotary_is_by_layer(config) else None)
-            theta = found.frequencies().to(self.excess.device)
-            theta = F.pad(theta, (0, query.shape[-1] // 2 - len(theta)))
-            angles = self.excess.to(theta.dtype).unsqueeze(-1) * theta
+            angles = found.angles(self.excess)
+            angles = F.pad(angles, (0, query.shape[-1] // 2 - angles.shape[-1]))
             wide = torch.promote_types(query.dtype, torch.float32)
             self.tables["turn", kind] = angles.cos().to(wide), angles.sin().to(wide)
         return apply_rotary(query, *self.tables["turn", kind])

@@ -96,9 +96,12 @@ def attend(
         banded = window < keys
     masked = bias is not None or banded or attention_mask is not None
     masked = masked or (is_causal and 1 < queries < keys)
-    if kv_heads != heads and not _fuses_grouped_heads(query, masked):
-        key = key.repeat_interleave(heads // kv_heads, dim=-3)
-        value = value.repeat_interleave(heads // kv_heads, dim=-3)
+    grouped = False  # the comparison itself is not a bool under dynamic shapes
+    if kv_heads != heads:
+        grouped = _fuses_grouped_heads(query, masked)
+        if not grouped:
+            key = key.repeat_interleave(heads // kv_heads, dim=-3)
+            value = value.repeat_interleave(heads // kv_heads, dim=-3)
 
     def call(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False
@@ -111,7 +114,7 @@ def attend(
             dropout_p=dropout,
             is_causal=causal,
             scale=scale,
-            enable_gqa=key.shape[-3] != heads,
+            enable_gqa=grouped,
         )
 
     if banded and window is not None:

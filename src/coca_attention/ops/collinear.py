@@ -18,7 +18,7 @@ from coca_attention.ops.clipped import attend_clipped, check_clipped_form, far_q
 from coca_attention.ops.flex import attend_blocks
 from coca_attention.ops.forms import ScoreForm, get_form
 from coca_attention.ops.maps import key_map, query_map, score_scale
-from coca_attention.ops.positions import Rotation, check_width
+from coca_attention.ops.positions import UNSCALED, Rotation, check_width
 
 
 def coca_attention(
@@ -105,7 +105,7 @@ def coca_attention(
     wide = torch.promote_types(query.dtype, torch.float32)
     factor = width**-0.5 if scale is None else scale
     divisor = score_scale(query.dtype)
-    rotation = Rotation(width) if rotation is None else rotation
+    rotation = Rotation(width, rule=UNSCALED) if rotation is None else rotation
     free_pairs = key_coefficients.shape[-1] - width // 2
     cos, sin = rotation.tables(key_positions, wide)
     k = key_map(key_coefficients, cos, sin, free_pairs=free_pairs)

@@ -89,12 +89,11 @@ def key_frames(
         free_pairs: F.
         dtype: dtype of the tables, float32 or wider.
     """
-    device = first_position.device
-    theta, magnitude = rotation.frequencies().to(device), rotation.rule.magnitude
+    device, magnitude = first_position.device, rotation.rule.magnitude
     starts = torch.arange(0, length, tile, device=device)
-    angles = (first_position.unsqueeze(-1) + starts).to(theta.dtype).unsqueeze(-1) * theta
-    inside = torch.arange(tile, device=device).to(theta.dtype).unsqueeze(-1) * theta
-    missing = (0, pairs - theta.shape[0])
+    angles = rotation.angles(first_position.unsqueeze(-1) + starts)
+    inside = rotation.angles(torch.arange(tile, device=device))
+    missing = (0, pairs - angles.shape[-1])
     angles = F.pad(angles, missing)
     first = F.pad(inside.cos() * magnitude, missing, value=1.0)
     second = F.pad(inside.sin() * magnitude, missing)

@@ -76,14 +76,18 @@ def _load_start(
             "leave out data.tokenizer to use the model's own"
         )
     found, wanted = attention_of(model.config) or "rope", recipe.attention
-    if found != wanted:
+    if found == wanted == "rope" and not hasattr(model.config, "coca_form"):
+        if recipe.max_distance is not None:
+            convert(model, "rope", max_distance=recipe.max_distance)
+    elif found != wanted:
         if found != "rope" or wanted not in FORMS:
             raise UserError(
                 f"{start} has attention {found}, which cannot be converted to {wanted}: set "
                 f"model.attention to {found}, or start from a rotary model"
             )
         texts = _calibration_texts(blocks) if recipe.init == "calibrated" else None
-        convert(model, wanted, init=recipe.init, calibration=texts)  # pyright: ignore
+        limit = recipe.max_distance
+        convert(model, wanted, init=recipe.init, calibration=texts, max_distance=limit)
     return model
 
 
@@ -194,7 +198,7 @@ def _attention_fields(
     if model.layers:
         given = {
             name: getattr(model, name)
-            for name in ("turning_pairs", "temperature", "decay")
+            for name in ("turning_pairs", "temperature", "decay", "max_distance")
             if getattr(model, name) is not None
         }
         roles = Roles(model.layers, model.window, decay_length=model.decay_length, **given)
@@ -212,6 +216,8 @@ def _attention_fields(
         model.decay_length,
         length,
     )
+    if model.max_distance is not None:
+        added["max_distance"] = model.max_distance
     rotary = model.attention == "rope"
     return {
         "coca_form": "strict" if rotary else model.attention,

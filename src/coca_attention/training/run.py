@@ -23,6 +23,7 @@ from coca_attention.environment import (
     write_text,
 )
 from coca_attention.errors import UserError
+from coca_attention.models.cards import write_card
 from coca_attention.models.loading import load_model, model_without_weights
 from coca_attention.training.data import TrainingData, check_sources, load_data, training_documents
 from coca_attention.training.fit import perplexity_of, save_trained
@@ -108,6 +109,7 @@ def train(
             if (output / EXTENDED_FILE).is_file():
                 summary["extended_from"] = read_json(output / EXTENDED_FILE)
             with catch_write_errors(output, trainer.describe_saved):
+                write_card(output, model.config, **_card(recipe, summary))
                 write_json(output / SUMMARY_FILE, summary)
         state.wait_for_everyone()
     return output
@@ -254,3 +256,19 @@ def _summary(
     if recipe.stages:
         summary["stages"] = [{k: stage[k] for k in stage if k not in curves} for stage in stages]
     return summary
+
+
+def _card(recipe: Recipe, summary: dict[str, Any]) -> dict[str, Any]:
+    """What the model card of a run says besides the model's configuration."""
+    validation = summary["validation"]
+    training = {
+        "tokens": f"{summary['tokens']:,}, in {summary['steps']:,} steps",
+        "parameters": f"{summary['parameters']:,}",
+        "seed": summary["seed"],
+        "all settings": "`recipe.yaml`; curves and versions: `training.json`",
+    }
+    return {
+        "source": recipe.model.start,
+        "training": training,
+        "perplexity": validation[-1]["perplexity"] if validation else None,
+    }

@@ -86,6 +86,10 @@ class ModelRecipe:
     whole text; 0 is none. By default 1 with layers, and 0 without."""
     decay_length: float | None = None
     """Distance in tokens at which it begins; by default an eighth of the training length."""
+    max_distance: int | None = None
+    """Keys farther back than this many tokens are scored as if this far back, in layers that see
+    the whole text, and a decay begins there: a rotary start does not change within this distance.
+    By default no limit."""
     start: str | None = None
     """Folder or name of a trained Transformers model to start from instead of random weights. Its
     sizes and its tokenizer are used. A rotary model is converted if attention names a CoCA form; a
@@ -111,6 +115,7 @@ class ModelRecipe:
             )
         check_positive_counts(self, "hidden_size", "num_layers", "num_heads")
         check_positive_counts(self, "num_key_value_heads", "intermediate_size", "window")
+        check_positive_counts(self, "max_distance")
         if self.num_layers > 10_000:
             raise UserError(f"num_layers must be at most 10000, got {self.num_layers}")
         check_positive(self, "rope_base")
@@ -126,6 +131,15 @@ class ModelRecipe:
         if self.attention == "alibi" and (self.temperature or self.decay or self.turning_pairs):
             raise UserError(
                 "attention alibi has no turning_pairs, temperature or decay: leave them out"
+            )
+        if (
+            self.max_distance is not None
+            and self.attention in ("alibi", "slack")
+            and not self.layers
+        ):
+            raise UserError(
+                "max_distance needs scores that depend on the distance of rotary pairs alone, got "
+                f"attention {self.attention}: use rope, strict or magnitude"
             )
         if self.window is not None and not self.layers:
             raise UserError(f"window is for local layers: set layers, got window {self.window}")

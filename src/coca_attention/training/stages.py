@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from coca_attention.environment import read_json, write_json
 from coca_attention.errors import UserError
+from coca_attention.models.cards import write_card
 from coca_attention.models.configuration import attention_of
 from coca_attention.models.loading import load_model
 from coca_attention.training.data import TrainingData
@@ -73,8 +74,15 @@ def train_stages(
         folder = output / "stages" / stage.name
         if not (folder / STAGE_FILE).is_file():
             trainer, summary = train(stage, blocks, folder, before)
-            if save_trained(trainer, tokenizer, folder) is not None:
+            model = save_trained(trainer, tokenizer, folder)
+            if model is not None:
                 with catch_write_errors(folder, trainer.describe_saved):
+                    write_card(
+                        folder,
+                        model.config,
+                        source=recipe.model.start,
+                        training={f"stage {stage.name}": "`stage.json`"},
+                    )
                     write_json(folder / STAGE_FILE, summary)
             del trainer
             state.wait_for_everyone()

@@ -1,11 +1,12 @@
 """Converting a vanilla decoder to the CoCA model of its family, in place."""
 
+import gc
 from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, initialization
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, initialization
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import (
@@ -20,12 +21,13 @@ from coca_attention.models.conversion.calibration import (
     check_calibration,
 )
 from coca_attention.models.decoder import (
-    CollinearForCausalLM,
+    CollinearHead,
     CollinearModel,
     change_class,
     replace_attention,
 )
 from coca_attention.models.families import FAMILIES, Family, supported_families
+from coca_attention.models.projections import AttentionLayout, is_sharded
 from coca_attention.models.roles import Roles
 from coca_attention.settings import Initialisation
 
@@ -53,7 +55,9 @@ def convert(
     computes a different function and needs further training.
 
     Args:
-        model: A loaded causal language model (or its decoder) of a supported family.
+        model: A loaded model of a supported family: language model, model with a head for
+            classification or question answering, or decoder. A composite model, such as LLaVA,
+            has its decoder converted, and a decoder's composite model learns of it.
         form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or
             ``magnitude``; with roles, that of the local layers. ``rope`` keeps rotary attention:
             without roles it limits distances alone, and nothing changes within the training length.
@@ -85,23 +89,40 @@ def convert(
         raise UserError(f"init must be one of {', '.join(INITIALISATIONS)}; got {init!r}")
     if calibration is not None and init != "calibrated":
         raise UserError(f"calibration requires init calibrated; got init {init}")
-    if isinstance(model, CollinearForCausalLM | CollinearModel):
+    if isinstance(model, CollinearHead | CollinearModel):
         raise UserError(f"{type(model).__name__} is already a CoCA model")
     if torch.is_inference_mode_enabled():
         raise UserError(
             "weights created under torch.inference_mode() cannot be trained: convert outside of it"
         )
+    inner = _inner_decoder(model)
+    if inner is not None:
+        convert(
+            inner,
+            form,
+            init=init,
+            calibration=calibration,
+            free_pairs=free_pairs,
+            roles=roles,
+            max_distance=max_distance,
+            kv_cache=kv_cache,
+            progress=progress,
+        )
+        return model
     family, new_class = _find_family(model)
     body: Any = model.base_model
+    owners = _owners(body) if body is model else []
     if isinstance(body, CollinearModel):
         raise UserError(
             f"the decoder of this {type(model).__name__} was converted separately: convert the "
             "language model instead"
         )
     modules = family.layout.modules(body)
-    _check_projections(modules)
+    _check_projections(modules, family.layout)
     old: Any = model.config
-    values = {k: v for k, v in old.to_dict().items() if k not in ("model_type", "architectures")}
+    # An auto_map would name code of the original.
+    foreign = ("model_type", "architectures", "auto_map")
+    values = {k: v for k, v in old.to_dict().items() if k not in foreign}
     added: dict[str, Any] = {"coca_form": form, "coca_free_pairs": free_pairs}
     if roles is not None:
         if max_distance is not None:
@@ -131,6 +152,11 @@ def convert(
             progress("converting", done, total)
 
     if init == "calibrated":
+        if is_sharded(model):
+            raise UserError(
+                "init calibrated runs the model, whose weights DeepSpeed ZeRO-3 has sharded: "
+                "convert it before sharding"
+            )
         check_calibration(calibration, config.vocab_size, modules)
         assert calibration is not None  # checked
         inputs = attention_inputs(model, modules, calibration, advance)
@@ -145,6 +171,8 @@ def convert(
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
+    for owner, name in owners:
+        setattr(owner, name, config)
     replace_attention(body, family.body, prepare)
     change_class(model, new_class, config)
     # post_init sets up sharding plans and the like for the new class; keep the weights.
@@ -154,15 +182,46 @@ def convert(
     return model
 
 
+def _inner_decoder(model: Any) -> Any:
+    """The decoder of a composite model, such as LLaVA, if its family is supported."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    apart = decoder is not None and getattr(decoder, "config", None) is not model.config
+    return decoder if apart and any(type(decoder) is f.vanilla_body for f in FAMILIES) else None
+
+
+def _owners(body: Any) -> list[tuple[Any, str]]:
+    """Configurations of composite models that hold this decoder's, and their fields' names.
+
+    A module does not know what it is part of, so they are looked for among all objects.
+
+    Raises:
+        UserError: If one reads its field as a configuration of the vanilla family.
+    """
+    found = [
+        (owner, name)
+        for owner in gc.get_objects()
+        if issubclass(type(owner), PreTrainedConfig)
+        for name, value in vars(owner).items()
+        if value is body.config
+    ]
+    for owner, name in found:
+        if owner.sub_configs.get(name) is not AutoConfig:
+            raise UserError(
+                f"this {type(body).__name__} is part of a model of type {owner.model_type}, which "
+                f"always loads its {name} as {body.config.model_type}, so the converted model "
+                "could not be loaded again: convert the language model by itself"
+            )
+    return found
+
+
 def _find_family(model: Any) -> tuple[Family, type]:
     """The family of a vanilla model, and its new class."""
     for family in FAMILIES:
-        if type(model) is family.vanilla:
-            return family, family.causal_lm
-        if type(model) is family.vanilla_body:
-            return family, family.body
+        for _, vanilla, made in family.classes:
+            if type(model) is vanilla:
+                return family, made
     raise UserError(
-        f"{type(model).__name__} cannot be converted: supported are the causal language models of "
+        f"{type(model).__name__} cannot be converted: supported are the models of "
         f"{supported_families(model)}"
     )
 
@@ -202,12 +261,12 @@ def _limit_fields(config: Any, max_distance: int | None) -> dict[str, Any]:
     return {"rope_parameters": rope | {GLOBAL: rope[GLOBAL] | added}}
 
 
-def _check_projections(modules: list[Any]) -> None:
+def _check_projections(modules: list[Any], layout: AttentionLayout) -> None:
     if len(set(map(id, modules))) < len(modules):
         raise UserError("layers share an attention module, which is not supported")
     for index, attention in enumerate(modules):
         for name, module in attention.named_children():
-            if not name.endswith(("proj", "query_key_value", "dense")):
+            if not (name.endswith("proj") or name in (layout.fused_name, layout.output_name)):
                 continue
             if type(module) is not nn.Linear:
                 raise UserError(

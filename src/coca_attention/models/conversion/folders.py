@@ -1,7 +1,8 @@
 """Converting a model from folder to folder, atomically."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from coca_attention.environment import replace
 from coca_attention.errors import UserError, known_problem
+from coca_attention.models.cards import CARD, carry_over, write_card
 from coca_attention.models.configuration import check_cache_kind
 from coca_attention.models.conversion.calibration import calibration_texts
 from coca_attention.models.conversion.convert import Initialisation, convert
 from coca_attention.models.conversion.original import load_original
 from coca_attention.models.loading import load_model, no_progress_bars
+from coca_attention.models.portable import make_portable
 from coca_attention.models.roles import Roles
 
 
@@ -28,12 +31,14 @@ def convert_folder(
     calibration: Tensor | None = None,
     free_pairs: int = 0,
     roles: Roles | None = None,
+    max_distance: int | None = None,
     kv_cache: str = "full",
     from_original: bool = False,
+    portable: bool = False,
     dtype: str = "auto",
     progress: Callable[[str, int, int], Any] | None = None,
 ) -> PreTrainedModel:
-    """`convert` or `load_original` from folder to folder, including the tokenizer.
+    """`convert` or `load_original` from folder to folder, including tokenizer and model card.
 
     The result is written to a temporary folder next to the target, which is renamed when complete,
     so an interruption leaves no partial model. The source is not changed.
@@ -47,8 +52,10 @@ def convert_folder(
             most 1,024 tokens; an incomplete last text is dropped.
         free_pairs: See `convert`.
         roles: See `convert`.
+        max_distance: See `convert`.
         kv_cache: ``full`` or ``half``.
         from_original: Whether the source is in the format of the paper's authors.
+        portable: Whether the folder loads without importing this package, see `make_portable`.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
         progress: As for `convert`.
 
@@ -58,19 +65,12 @@ def convert_folder(
     Raises:
         UserError: If the source cannot be loaded or converted, or the target cannot be written.
     """
-    target = Path(target).resolve()
-    if target in (Path.cwd(), *Path.cwd().parents):
-        raise UserError(f"{target} is or contains the current folder: name a new folder")
-    if Path(source).is_dir() and Path(source).resolve() in target.parents:
-        raise UserError(
-            f"{target} is inside the source, which must not change: name another folder"
-        )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists and is not empty: name another folder, or remove it")
-    if from_original and (form, init, free_pairs, roles) != ("slack", "fold", 0, None):
+    target = _new_folder(source, target)
+    given = (form, init, free_pairs, roles, max_distance)
+    if from_original and given != ("slack", "fold", 0, None, None):
         raise UserError(
             "an original checkpoint has the slack form and its own T projection: omit --form, "
-            "--init, --free-pairs and --layers"
+            "--init, --free-pairs, --layers and --max-distance"
         )
     if from_original:
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
@@ -80,7 +80,7 @@ def convert_folder(
             raise UserError(str(error)) from error
         model.config.kv_cache = kv_cache
     else:
-        model = load_model(source, dtype=dtype, device="cpu")
+        model = load_model(source, dtype=dtype, device="cpu", any_head=True)
         if calibration is not None:
             calibration = calibration_texts(calibration, model.config.get_text_config())
         model = convert(
@@ -90,9 +90,61 @@ def convert_folder(
             calibration=calibration,
             free_pairs=free_pairs,
             roles=roles,
+            max_distance=max_distance,
             kv_cache=kv_cache,
             progress=progress,
         )
+    if portable:
+        make_portable(model)
+    untrained = not from_original and (form != "rope" or roles is not None)
+    with _writing(model, source, target) as folder:
+        write_card(folder, model.config, name=target.name, source=source, untrained=untrained)
+    return model
+
+
+def export_folder(
+    source: str | Path, target: str | Path, *, dtype: str = "auto"
+) -> PreTrainedModel:
+    """Write a CoCA model to a folder that loads without importing this package.
+
+    Args:
+        source: Folder of the model (or its name).
+        target: Folder to write; must not exist or be empty.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: If the source cannot be loaded or is a model of Transformers itself, or the
+            target cannot be written.
+    """
+    target = _new_folder(source, target)
+    model = load_model(source, dtype=dtype, device="cpu")
+    make_portable(model)
+    with _writing(model, source, target) as folder:
+        if CARD not in carry_over(source, folder, CARD):
+            write_card(folder, model.config, name=target.name)
+    return model
+
+
+def _new_folder(source: str | Path, target: str | Path) -> Path:
+    """The full path of a folder that may be written."""
+    target = Path(target).resolve()
+    if target in (Path.cwd(), *Path.cwd().parents):
+        raise UserError(f"{target} is or contains the current folder: name a new folder")
+    if Path(source).is_dir() and Path(source).resolve() in target.parents:
+        raise UserError(
+            f"{target} is inside the source, which must not change: name another folder"
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists and is not empty: name another folder, or remove it")
+    return target
+
+
+@contextmanager
+def _writing(model: Any, source: str | Path, target: Path) -> Iterator[Path]:
+    """A temporary folder with the model and its tokenizer, which becomes the target on leaving."""
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise UserError(f"{source}: {name} has values that are not finite: it is damaged")
@@ -108,6 +160,7 @@ def convert_folder(
             tokenizer = None  # a model without a tokenizer
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        yield partial
         replace(partial, target)
     except UserError:
         raise
@@ -118,4 +171,3 @@ def convert_folder(
         raise UserError(f"{target} cannot be written: {problem}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return model

@@ -3,9 +3,10 @@
 To add a family, add a file like these and a line in `FAMILIES`: see docs/extending.md.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from coca_attention.models.families import (
     cohere,
@@ -14,6 +15,7 @@ from coca_attention.models.families import (
     gpt_neox,
     llama,
     mistral,
+    modernbert,
     olmo2,
     phi3,
     qwen2,
@@ -32,14 +34,19 @@ FAMILIES: tuple[Family, ...] = (
     gpt_neox.FAMILY,
     cohere.FAMILY,
     glm4.FAMILY,
+    modernbert.FAMILY,
 )
+
+CLASSES: dict[str, type] = {}
+"""Registered classes by name, which are found as attributes of `transformers` too."""
 
 
 def family_of(model: Any) -> Family | None:
     """The family of a causal language model, vanilla or CoCA, or None."""
     for family in FAMILIES:
         # Only the exact vanilla class: a subclass may have a different attention.
-        if isinstance(model, family.causal_lm) or type(model) is family.vanilla:
+        same = isinstance(model, family.causal_lm) or type(model) is family.vanilla
+        if same and family.is_causal:
             return family
     return None
 
@@ -52,9 +59,20 @@ def supported_families(model: Any) -> str:
     return f"the families {names}{hint}"
 
 
-def register_family(family: Family) -> None:
-    """Register a family with Transformers' Auto classes."""
-    config = family.config
+def register(config: Any, classes: Iterable[tuple[Any, type]]) -> None:
+    """Register classes with Transformers' Auto classes, and in `CLASSES`.
+
+    Args:
+        config: The configuration.
+        classes: Pairs of an Auto class and a model class.
+    """
     AutoConfig.register(config.model_type, config, exist_ok=True)
-    AutoModel.register(config, family.body, exist_ok=True)
-    AutoModelForCausalLM.register(config, family.causal_lm, exist_ok=True)
+    CLASSES[config.__name__] = config
+    for auto, made in classes:
+        auto.register(config, made, exist_ok=True)
+        CLASSES[made.__name__] = made
+
+
+def register_family(family: Family) -> None:
+    """Register the CoCA classes of a family."""
+    register(family.config, [(auto, made) for auto, _, made in family.classes])

@@ -76,4 +76,4 @@ class CoCAGPTNeoXForCausalLM(CollinearForCausalLM, GPTNeoXForCausalLM):
     body_class = CoCAGPTNeoXModel
 
 
-FAMILY = Family(GPTNeoXForCausalLM, GPTNeoXModel, CoCAGPTNeoXForCausalLM)
+FAMILY = Family(GPTNeoXForCausalLM, GPTNeoXModel, CoCAGPTNeoXForCausalLM, down_name="dense_4h_to_h")

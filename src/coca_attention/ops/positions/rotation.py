@@ -5,6 +5,7 @@ Legend: B batch, T positions, R rotary width, m a query's position, n a key's.
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from coca_attention.ops.positions.pairs import check_width
 from coca_attention.ops.positions.rules import UNSCALED, Rule
 
+NO_FLOAT64 = ("mps",)
 Table = tuple[Tensor, Tensor]
 """cos and sin of the angles of every rotated pair, each (..., T, R/2)."""
 
@@ -88,11 +90,27 @@ class Rotation:
         """The rotation for a text of ``length`` tokens."""
         return replace(self, rule=self.rule.for_length(length))
 
+    def angles(self, positions: Tensor) -> Tensor:
+        """Angle of every rotated pair, in float64, or in float32 on devices without it.
+
+        At position 100,000 the error of a float32 angle is already 0.004 radians.
+
+        Args:
+            positions: Positions, any shape (..., T), integer or floating.
+
+        Returns:
+            (..., T, R/2), in radians.
+        """
+        dtype = torch.float32 if positions.device.type in NO_FLOAT64 else torch.float64
+        tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if tracing or type(positions) is not Tensor:
+            theta = self.frequencies().to(positions.device, dtype)
+        else:
+            theta = _frequencies(self, positions.device, dtype)
+        return positions.to(dtype).unsqueeze(-1) * theta
+
     def tables(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Table:
         """cos and sin of the angle of every rotated pair.
-
-        Angles are computed in float64 (float32 on devices without it): at position 100,000 the
-        error of a float32 angle is already 0.004 radians.
 
         Args:
             positions: Positions, any shape (..., T), integer or floating.
@@ -103,10 +121,7 @@ class Rotation:
         """
         if self.rule.follows_length:
             return self.for_length(int(positions.max().item()) + 1).tables(positions, dtype)
-        angle_dtype = torch.float32 if positions.device.type == "mps" else torch.float64
-        theta = self.frequencies().to(positions.device, angle_dtype)
-        angles = positions.to(angle_dtype).unsqueeze(-1) * theta
-        magnitude = self.rule.magnitude
+        angles, magnitude = self.angles(positions), self.rule.magnitude
         return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
     def far_tables(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Table:
@@ -152,3 +167,10 @@ class Rotation:
         distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
         distance = distance - (self.max_distance or 0)
         return -self.decay * (distance.clamp(min=0).to(dtype) / self.decay_length).log1p()
+
+
+@lru_cache(maxsize=64)
+def _frequencies(rotation: Rotation, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """theta on a device. Kept, because every copy to a GPU makes the processor wait for it."""
+    with torch.inference_mode(False):
+        return rotation.frequencies().to(device, dtype)

@@ -1,0 +1,260 @@
+"""Model cards: the README.md of a model folder, in the format of the Hugging Face Hub."""
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from transformers.utils import cached_file
+
+from coca_attention.models.configuration import (
+    GLOBAL,
+    attention_of,
+    free_pairs,
+    head_width,
+    rope_parameters,
+    training_length,
+)
+from coca_attention.models.portable import PackagedConfig
+
+CARD = "README.md"
+SOURCE_CARD = "SOURCE_README.md"
+PIPELINES = {
+    "CausalLM": "text-generation",
+    "MaskedLM": "fill-mask",
+    "SequenceClassification": "text-classification",
+    "TokenClassification": "token-classification",
+    "QuestionAnswering": "question-answering",
+}
+LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md")
+TEMPLATE = """\
+---
+{{ card_data }}
+---
+
+# {{ name }}
+
+A language model of type `{{ type }}`{% if base %}, made from {{ base }}{% endif %}.
+{%- if ours %}
+Its attention is that of [Collinear Constrained Attention](https://arxiv.org/abs/2309.08646), in the
+package coca-attention.
+{%- endif %}
+
+| | |
+|---|---|
+{%- for label, value in facts %}
+| {{ label }} | {{ value }} |
+{%- endfor %}
+
+## Use
+
+```sh
+pip install {{ "coca-attention" if ours else "transformers torch" }}
+```
+
+```python
+{% if ours %}import coca_attention  # registers the classes of the model
+{% endif -%}
+from transformers import {{ auto }}, AutoTokenizer
+
+model = {{ auto }}.from_pretrained("{{ name }}")
+tokenizer = AutoTokenizer.from_pretrained("{{ name }}")
+```
+{% if ours %}
+Without the import, Transformers does not know the type `{{ type }}` and advises to upgrade it,
+which does not help. Where nothing can be imported, `coca export` writes a folder with a
+`modeling_coca.py`, which `trust_remote_code=True` loads: that file imports the package and nothing
+else.
+{% endif %}
+{%- if untrained %}
+## Training
+
+The conversion changed what the model computes: it needs further training before it is of use.
+{% elif training %}
+## Training
+
+{% for label, value in training -%}
+- {{ label }}: {{ value }}
+{% endfor -%}
+{% endif %}
+{%- if results %}
+## Evaluation
+
+Perplexity on blocks of the training text that were held out, measured at the end of training:
+{{ results }}. For anything else: `coca eval`.
+{% endif %}
+{%- if source_files %}
+## Terms
+
+From the model that this one was made from: {{ source_files }}.
+{% elif not license %}
+## Terms
+
+No license is named. Name one in this file before you publish the model.
+{% endif %}"""
+
+
+def write_card(
+    folder: str | Path,
+    config: Any,
+    *,
+    name: str | None = None,
+    source: str | Path | None = None,
+    training: dict[str, Any] | None = None,
+    perplexity: float | None = None,
+    untrained: bool = False,
+) -> None:
+    """Write the card of a model, and carry over card and license of the model that it is made from.
+
+    Args:
+        folder: Folder of the model.
+        config: Configuration of the model.
+        name: Name of the model; default: that of the folder.
+        source: Folder or name of the model that it was made from.
+        training: What to say about the training, by label.
+        perplexity: On the validation blocks of the run.
+        untrained: Whether the model was converted and not trained since.
+    """
+    folder = Path(folder)
+    copied = [] if source is None else carry_over(source, folder)
+    data = ModelCardData() if source is None else _inherited(source, folder)
+    card = _card(
+        config,
+        name or folder.resolve().name,
+        data,
+        base=None if source is None else _described(source, data),
+        training=list((training or {}).items()),
+        perplexity=perplexity,
+        untrained=untrained,
+        source_files=", ".join(f"[{name}]({name})" for name in copied),
+    )
+    card.save(folder / CARD)
+
+
+def push_card(model: Any, repo_id: str, *, token: Any = None, private: bool | None = None) -> None:
+    """Upload a model's card to the Hub unless there is one: that of its folder, or a new one.
+
+    Transformers' own ``push_to_hub`` keeps a card that is there, or else writes a generic one.
+    """
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if api.file_exists(repo_id, CARD):
+        return
+    path = Path(str(model.name_or_path or "")) / CARD
+    if model.name_or_path and path.is_file():
+        content = path.read_text(encoding="utf-8")
+    else:
+        model.config.architectures = [type(model).__name__]  # as saving does
+        content = str(_card(model.config, repo_id, ModelCardData()))
+    api.upload_file(
+        path_or_fileobj=content.encode(),
+        path_in_repo=CARD,
+        repo_id=repo_id,
+        commit_message="Model card",
+    )
+
+
+def _card(
+    config: Any,
+    name: str,
+    data: ModelCardData,
+    *,
+    perplexity: float | None = None,
+    **about: Any,
+) -> ModelCard:
+    ours = isinstance(config, PackagedConfig)
+    data.library_name = "transformers"
+    head = (config.architectures or ["ForCausalLM"])[0].rpartition("For")[2]
+    data.pipeline_tag = PIPELINES.get(head)
+    data.tags = [*(data.tags or []), *(["coca-attention"] if ours else [])]
+    if perplexity is not None:
+        data.model_name = name
+        data.eval_results = [
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="held-out",
+                dataset_name="held-out blocks of the training text",
+                metric_type="perplexity",
+                metric_value=round(perplexity, 4),
+            )
+        ]
+    return ModelCard.from_template(
+        data,
+        template_str=TEMPLATE,
+        name=name,
+        type=config.model_type,
+        auto=f"AutoModelFor{head}" if head in PIPELINES else "AutoModel",
+        ours=ours,
+        facts=_facts(config),
+        results=None if perplexity is None else f"{perplexity:.2f}",
+        **about,
+    )
+
+
+def _facts(config: Any) -> list[tuple[str, str]]:
+    """What the configuration says about attention and positions, by label."""
+    config = config.get_text_config()
+    rope, form = dict(rope_parameters(config)), attention_of(config)
+    kinds = getattr(config, "layer_types", None)
+    found: list[tuple[str, Any]] = [("attention", form)]
+    if hasattr(config, "coca_form"):
+        free, pairs = free_pairs(config), head_width(config) // 2
+        if form != "rope" and free:
+            found.append(("free rotary pairs", f"{free} of {pairs} in layers that see all"))
+        found.append(("cache", config.kv_cache))
+    if rope and form != "alibi":
+        kind = rope.pop("rope_type", "default")
+        given = ", ".join(f"{n} {x}" for n, x in rope.items() if not isinstance(x, list | None))
+        found.append(("rotation", f"{kind}, {given}"))
+    if kinds:
+        roles = "".join("g" if kind == GLOBAL else "l" for kind in kinds)
+        found.append(("layers", f"{roles} (g: sees the whole text, l: a window)"))
+    if getattr(config, "sliding_window", None):
+        found.append(("window", f"{config.sliding_window:,} tokens"))
+    length = training_length(config)
+    if length:
+        found.append(("training length", f"{length:,} tokens"))
+    return [(label, str(value)) for label, value in found if value is not None]
+
+
+def _described(source: str | Path, data: ModelCardData) -> str:
+    if data.base_model == str(source):
+        return f"[{source}](https://huggingface.co/{source})"
+    return f"`{Path(source).resolve().name}`"
+
+
+def carry_over(source: str | Path, folder: Path, card: str = SOURCE_CARD) -> list[str]:
+    """Copy a model's card, under the name given, and its licenses; the names of what there was."""
+    optional: dict[str, Any] = {
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    copied: list[str] = []
+    for name in (CARD, *LICENSES, *([SOURCE_CARD] if card == CARD else [])):
+        path = None
+        with suppress(OSError):  # a folder that is gone, or no connection
+            path = cached_file(str(source), name, **optional)
+        if path is not None:
+            copied.append(card if name == CARD else name)
+            shutil.copyfile(path, folder / copied[-1])
+    return copied
+
+
+def _inherited(source: str | Path, folder: Path) -> ModelCardData:
+    """Metadata from the card of the source, which `carry_over` has copied to the folder."""
+    theirs: dict[str, Any] = {}
+    if (folder / SOURCE_CARD).is_file():
+        text = (folder / SOURCE_CARD).read_text(encoding="utf-8", errors="replace")
+        with suppress(ValueError, yaml.YAMLError):  # a card without readable metadata
+            theirs = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    names = ("license", "license_name", "license_link", "language", "base_model")
+    kept = {name: theirs[name] for name in names if name in theirs}
+    with suppress(HFValidationError):
+        if not Path(source).exists():
+            validate_repo_id(str(source))
+            kept["base_model"] = str(source)
+    return ModelCardData(**kept)

@@ -1,0 +1,75 @@
+"""The pieces of attention and the caches in the table of docs/families.md."""
+
+from transformers import DynamicCache, QuantizedCache, StaticCache
+
+from coca_attention import convert
+from coca_attention.models import StreamingCache
+from coca_attention.models.configuration import GLOBAL, LOCAL
+from families import vanilla
+
+# Name in the table: form, settings of `convert`, additions to the rotary parameters.
+PIECES = {
+    "slack": ("slack", {}, {}),
+    "strict": ("strict", {}, {}),
+    "magnitude": ("magnitude", {}, {}),
+    "free pairs": ("slack", {"free_pairs": 2}, {}),
+    "all pairs free": ("strict", {"free_pairs": 4}, {}),
+    "pairs that do not turn": ("strict", {}, {"turning_pairs": 1}),
+    "temperature": ("slack", {}, {"temperature": 16}),
+    "decay": ("strict", {}, {"decay": 1.5, "decay_length": 4.0}),
+    "roles": (
+        "slack",
+        {"free_pairs": {LOCAL: 0, GLOBAL: 4}},
+        {"turning_pairs": 0, "temperature": 16, "decay": 1.5, "decay_length": 4.0},
+    ),
+}
+CACHES = ["growing", "sliding", "static", "offloaded", "quantised", "streaming"]
+KINDS = ["full", "half"]
+CELLS = [(piece, cache, kind) for piece in PIECES for cache in CACHES for kind in KINDS]
+
+
+def refusal(piece: str, cache: str, kind: str) -> str | None:
+    """A part of the error where a combination does not work."""
+    if cache == "streaming" and kind == "full":
+        return 'set model.config.kv_cache = "half"'
+    if cache == "quantised" and piece == "roles":
+        return "only full attention layers"
+    return None
+
+
+def model_with(piece: str, cache: str, kind: str):
+    """A model of two layers, in float64: a local and a global one where the cache allows it."""
+    form, settings, rotary = PIECES[piece]
+    local = cache != "quantised" or piece == "roles"
+    model = vanilla("Qwen2", **({} if local else {"layer_types": None, "use_sliding_window": None}))
+    model.config.rope_parameters |= rotary
+    return convert(model, form, kv_cache=kind, **settings).double().eval()
+
+
+def make_cache(name: str, model, length: int):
+    """An empty cache for a text of so many tokens."""
+    config = model.config
+    if name == "growing":
+        return DynamicCache()
+    if name == "sliding":
+        return DynamicCache(config=config)
+    if name == "static":
+        return StaticCache(config=config, max_cache_len=length + 3)
+    if name == "offloaded":
+        return DynamicCache(config=config, offloading=True)
+    if name == "quantised":
+        return QuantizedCache("fp8", config)
+    return StreamingCache(model, window=length, sinks=2)
+
+
+def table(passed: set[tuple[str, str, str]]) -> str:
+    """The table as Markdown: the kinds of cached keys whose tests passed."""
+    lines = ["| | " + " | ".join(CACHES) + " |", "|---|" + "---|" * len(CACHES)]
+    for piece in PIECES:
+        cells = []
+        for cache in CACHES:
+            works = [k for k in KINDS if refusal(piece, cache, k) is None]
+            works = [k for k in works if (piece, cache, k) in passed]
+            cells.append(", ".join(works) or "–")
+        lines.append(f"| {piece} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,80 @@
+"""Every piece of attention with every cache: one test per cell of the table in docs/families.md."""
+
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+
+from caches import CELLS, make_cache, model_with, refusal
+from coca_attention.models.half_cache import halve_static_keys
+from coca_attention.testing import decoded_logits, difference, logits, some_tokens
+from families import vanilla
+
+ROUND_OFF = 1e-12  # float64, relative to the largest logit
+
+
+def without_a_gpu(monkeypatch):
+    """Offloading copies layers in a stream of the GPU; here the copies happen at once."""
+    if torch.cuda.is_available():
+        return
+    stream = MagicMock()
+    monkeypatch.setattr(torch, "Stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: stream)
+
+
+@pytest.mark.parametrize(("piece", "cache", "kind"), CELLS)
+def test_cell(piece, cache, kind, monkeypatch):
+    """Read in pieces, the logits are those of one pass; or an error says what to do."""
+    model = model_with(piece, cache, kind)
+    ids = some_tokens(model)
+    message = refusal(piece, cache, kind)
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            make_cache(cache, model, ids.shape[1])
+        return
+    if cache == "offloaded":
+        without_a_gpu(monkeypatch)
+    made = make_cache(cache, model, ids.shape[1])
+    whole = logits(model, ids)
+    error = difference(decoded_logits(model, ids, made), whole)
+    if cache == "quantised":
+        # Rounding to 8 bits costs what it costs a model without CoCA, about 0.04 of a logit.
+        assert 1e-3 < error < 2.5 * quantised_error_of_rotary()
+        return
+    assert error < ROUND_OFF
+    if cache in ("growing", "sliding"):
+        width = made.layers[0].keys.shape[-1]
+        assert (width == 8) is (kind == "full" or piece == "all pairs free")
+    if cache == "streaming":
+        # Past its window a stream gives the same whatever the pieces in which it is read.
+        one, several = (
+            decoded_logits(model, ids, make_cache(cache, model, 9), first) for first in (1, 12)
+        )
+        assert difference(several, one) < ROUND_OFF
+        assert difference(several, whole) > 1e-3
+
+
+@pytest.mark.parametrize(("kind", "piece"), [("full", "slack"), ("half", "free pairs")])
+def test_a_step_is_exported_for_executorch(kind, piece):
+    """By Transformers' recipe: a token at a time, with the cache in buffers of the program."""
+    model = model_with(piece, "quantised", kind)  # Transformers' recipe knows no windows
+    ids = some_tokens(model, batch=1, length=6)
+    model.generation_config.cache_implementation = "static"
+    module = TorchExportableModuleWithStaticCache(model, batch_size=1, max_cache_len=10)
+    if kind == "half":
+        module = halve_static_keys(module)
+    width = {"full": 8, "half": 6}[kind]
+    assert module.key_cache_1.shape == (1, 2, 10, width)
+    model.requires_grad_(False)
+    example = {"input_ids": ids[:, :1], "cache_position": torch.tensor([0])}
+    step = torch.export.export(module, (), example, strict=True).module()
+    pieces = [step(input_ids=ids[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(6)]
+    assert difference(torch.cat(pieces, 1), logits(model, ids)) < ROUND_OFF
+
+
+def quantised_error_of_rotary():
+    model = vanilla("Qwen2", layer_types=None, use_sliding_window=None).double()
+    ids = some_tokens(model)
+    made = make_cache("quantised", model, ids.shape[1])
+    return difference(decoded_logits(model, ids, made), logits(model, ids))

@@ -1,0 +1,181 @@
+"""Encoders: ModernBERT sees both directions, in local layers a window."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from coca_attention import convert
+from coca_attention.cli import main
+from coca_attention.errors import UserError
+from coca_attention.models import Roles, StreamingCache
+from coca_attention.models.configuration import LOCAL, rotation
+from coca_attention.ops import FORMS, oracle
+from coca_attention.testing import difference, logits, some_tokens
+
+MASK, ROUND_OFF = 3, 1e-12
+SETTINGS = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "local_attention": 8,
+    "layer_types": ["full_attention", LOCAL, LOCAL, "full_attention"],
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+}
+
+
+def vanilla(auto=AutoModelForMaskedLM, **changes):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("modernbert", **{**SETTINGS, **changes})
+    model = auto.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(6.0)
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_weights_match_the_oracle_in_both_directions(form):
+    model = convert(vanilla(), form).double()
+    ids = some_tokens(model)
+    by_sdpa = logits(model, ids)
+    model.set_attn_implementation("eager")
+    inputs = {}
+    for layer in model.model.layers:
+        layer.attn.register_forward_pre_hook(lambda m, args: inputs.update({m: args[0]}))
+    with torch.no_grad():
+        output = model(ids, output_attentions=True)
+    assert difference(output.logits, by_sdpa) < ROUND_OFF
+    positions = torch.arange(ids.shape[1])
+    distance = (positions.unsqueeze(-1) - positions).abs()
+    for layer, weights in zip(model.model.layers, output.attentions, strict=True):
+        attention = layer.attn
+        with torch.no_grad():
+            q, t, _ = attention.project(inputs[attention])
+        theta = rotation(model.config, attention.layer_type).frequencies()
+        scores = oracle.SCORES[form](q, t, positions, positions, theta=theta) * 8**-0.5
+        if attention.layer_type == LOCAL:
+            scores = scores.masked_fill(distance > 4, float("-inf"))
+        assert (weights - scores.softmax(-1)).abs().max() < 1e-9
+        assert weights.triu(1).max() > 0.05  # tokens after the query are seen
+
+
+def test_with_all_pairs_free_the_model_is_the_rotary_one():
+    model = vanilla().double()
+    ids = some_tokens(model)
+    expected = logits(copy.deepcopy(model), ids)
+    # Transformers' own rotary tables are in float32.
+    assert difference(logits(convert(model, free_pairs=4), ids), expected) < 1e-5
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("form", ["slack", "strict"])
+def test_padding_changes_nothing(form, side):
+    model = convert(vanilla(), form).double()
+    ids = some_tokens(model)
+    pads = torch.zeros(2, 5, dtype=torch.long)
+    order = (pads, ids) if side == "left" else (ids, pads)
+    mask = torch.cat([torch.ones_like(x) if x is ids else x for x in order], 1)
+    padded = logits(model, torch.cat(order, 1), attention_mask=mask)
+    padded = padded[:, 5:] if side == "left" else padded[:, :-5]
+    assert difference(padded, logits(model, ids)) < ROUND_OFF
+
+
+def masked(ids):
+    hidden = torch.zeros_like(ids, dtype=torch.bool)
+    hidden[:, ::4] = True
+    return ids.masked_fill(hidden, MASK), ids.masked_fill(~hidden, -100)
+
+
+def test_masked_tokens_are_learned_saved_and_reloaded(tmp_path):
+    model = convert(vanilla(), "strict").train()
+    ids, labels = masked(some_tokens(model, batch=4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(20):
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        assert all(w.grad is not None for n, w in model.named_parameters() if "t_proj" in n)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    model.eval().save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    assert type(loaded) is type(model) and loaded.config.coca_form == "strict"
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    body = AutoModel.from_pretrained(tmp_path).eval()  # for embeddings of texts
+    with torch.no_grad():
+        assert torch.equal(body(ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize(
+    "auto",
+    [
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+        AutoModelForQuestionAnswering,
+    ],
+)
+def test_heads(auto, tmp_path):
+    model = convert(vanilla(auto), "strict").eval()
+    ids = some_tokens(model)
+    model.save_pretrained(tmp_path)
+    loaded = auto.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        ours, theirs = model(ids)[0], loaded(ids)[0]
+    assert type(loaded) is type(model) and torch.equal(ours, theirs)
+    assert auto.from_config(model.config).config.model_type == "coca_modernbert"
+
+
+def test_the_command_converts_an_encoder(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    model = vanilla()
+    model.save_pretrained(source)
+    assert main(["convert", str(source), str(target)]) == 0
+    ids = some_tokens(model)
+    loaded = AutoModelForMaskedLM.from_pretrained(target).eval()
+    assert torch.equal(logits(loaded, ids), logits(convert(model), ids))
+
+
+def test_what_is_for_causal_models_is_refused():
+    model = vanilla()
+    with pytest.raises(UserError, match="roles need a training length and one set"):
+        convert(model, roles=Roles("lg"))
+    rope = copy.deepcopy(model.config.rope_parameters)
+    rope["full_attention"]["temperature"] = 16
+    model.config.rope_parameters = rope
+    with pytest.raises(UserError, match="max_distance count the tokens before a query"):
+        convert(model)
+    model = convert(vanilla(), kv_cache="half")
+    with pytest.raises(UserError, match="cannot read a stream"):
+        StreamingCache(model, window=8)
+
+
+def test_default_targets_of_adapters():
+    model = convert(vanilla())
+    for settings, targets in (
+        (peft.LoraConfig(), {"q_proj", "t_proj", "v_proj"}),
+        (peft.IA3Config(), {"t_proj", "v_proj", "Wo"}),
+    ):
+        adapted = peft.get_peft_model(copy.deepcopy(model), settings)
+        names = adapted.targeted_module_names
+        assert {name.split(".")[-1] for name in names} == targets
+        assert not any(name.endswith("attn.Wo") for name in names)
