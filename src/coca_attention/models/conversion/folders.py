@@ -94,9 +94,6 @@ def convert_folder(
             kv_cache=kv_cache,
             progress=progress,
         )
-    for name, weight in model.named_parameters():
-        if not torch.isfinite(weight).all():
-            raise UserError(f"{source}: {name} has values that are not finite: it is damaged")
     if portable:
         make_portable(model)
     untrained = not from_original and (form != "rope" or roles is not None)
@@ -148,6 +145,9 @@ def _new_folder(source: str | Path, target: str | Path) -> Path:
 @contextmanager
 def _writing(model: Any, source: str | Path, target: Path) -> Iterator[Path]:
     """A temporary folder with the model and its tokenizer, which becomes the target on leaving."""
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise UserError(f"{source}: {name} has values that are not finite: it is damaged")
     partial = target.with_name(f".{target.name}.coca-partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
