@@ -8,7 +8,8 @@ from coca_attention import convert
 from coca_attention.cli import main
 from coca_attention.models import Roles, set_rotary_scaling
 from coca_attention.testing import difference, logits, some_tokens
-from conftest import tiny_model
+from coca_attention.data import Document, train_tokenizer
+from conftest import some_text, tiny_model
 from families import collinear, vanilla
 
 gguf = pytest.importorskip("gguf")
@@ -99,9 +100,7 @@ def run(file, ids):
         collinear, squares = t[..., :still], (first**2 + second**2)[..., :still]
         if file["form"] == "slack":
             ones = np.ones_like(q[..., :free])
-            factor = np.concatenate(
-                (first[..., :still], ones, second[..., :still], ones), -1
-            )
+            factor = np.concatenate((first[..., :still], ones, second[..., :still], ones), -1)
             query, half = factor * rope(q, divisors), collinear
         else:
             size = squares if file["form"] == "strict" else np.sqrt(squares)
@@ -129,7 +128,9 @@ def run(file, ids):
         x = x + linear(output, f"{block}.attn_output")
         h = norm(x, f"{block}.ffn_norm")
         gate = linear(h, f"{block}.ffn_gate")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"{block}.ffn_up"), f"{block}.ffn_down")
+        x = x + linear(
+            gate / (1 + np.exp(-gate)) * linear(h, f"{block}.ffn_up"), f"{block}.ffn_down"
+        )
     output = "output" if "output.weight" in tensors else "token_embd"
     return linear(norm(x, "output_norm"), output)
 
@@ -159,7 +160,9 @@ def test_settings_and_types(tmp_path, tokenizer):
     assert np.array_equal(file.tensors["blk.1.attn_k.weight"], weight.half().float().numpy())
     assert file.fields["tokenizer.ggml.pre"] == "gpt-2"
     tokens = file.fields["tokenizer.ggml.tokens"]
-    assert tokens == tokenizer.convert_ids_to_tokens(range(300))
+    size = len(tokenizer)
+    assert tokens[:size] == tokenizer.convert_ids_to_tokens(range(size))
+    assert tokens[-1] == "[PAD299]"
     assert len(file.fields["tokenizer.ggml.merges"]) > 10
 
 
@@ -198,3 +201,36 @@ def test_a_file_is_not_overwritten(tmp_path, capsys):
     assert main(["export", str(tmp_path), str(target), "--gguf"]) == 2
     assert "model.gguf exists: name a new file" in capsys.readouterr().err
     assert target.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_gives_the_logits(name, tmp_path):
+    """Prompt and single tokens, where the bindings were built with docs/llama-cpp.patch."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python with our patch")
+    model = MODELS[name]().eval()
+    exported(model, tmp_path)
+    ids = some_tokens(model, batch=1, length=40)
+    ours = logits(model, ids)
+    exact = logits(model.double(), ids)
+    # 0: float32 keys and values; the default is float16.
+    settings = {"n_ctx": 64, "type_k": 0, "type_v": 0, "logits_all": True, "verbose": False}
+    engine = llama_cpp.Llama(str(tmp_path / "model.gguf"), flash_attn=False, **settings)
+    engine.eval(ids[0, :30].tolist())
+    for token in ids[0, 30:].tolist():
+        engine.eval([token])
+    found = torch.from_numpy(engine.scores[:40].copy())[None]
+    assert difference(found, exact) < 4 * difference(ours, exact)
+
+
+@pytest.mark.parametrize("split_digits", [False, True])
+def test_llama_cpp_splits_text_alike(split_digits, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python with our patch")
+    text = some_text(3000)
+    tokenizer = train_tokenizer([Document("a", text)], 300, split_digits=split_digits)
+    tokenizer.save_pretrained(tmp_path / "model")
+    file = exported(tiny_model("llama-slack"), tmp_path)
+    assert file.fields["tokenizer.ggml.pre"] == ("smollm" if split_digits else "gpt-2")
+    engine = llama_cpp.Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False)
+    text = text[:500] + " It's 1234 naïve  tokens,\n\n\tno?<|endoftext|>x"
+    found = engine.tokenize(text.encode(), add_bos=False, special=True)
+    assert found == tokenizer(text, add_special_tokens=False).input_ids

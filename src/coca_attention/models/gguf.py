@@ -62,7 +62,9 @@ def export_gguf(source: str | Path, target: str | Path, *, dtype: str = "auto") 
     try:
         gguf: Any = importlib.import_module("gguf")
     except ImportError as error:
-        raise UserError("this needs the package gguf: pip install 'coca-attention[gguf]'") from error
+        raise UserError(
+            "this needs the package gguf: pip install 'coca-attention[gguf]'"
+        ) from error
     target = Path(target)
     if target.exists():
         raise UserError(f"{target} exists: name a new file")
@@ -108,11 +110,11 @@ def check_supported(config: Any) -> None:
         "partial rotary": found.width != head_width(config),
         f"{found.rule.kind} scaling, which follows the length of the text (use ntk, or set a target "
         "length)": found.rule.follows_length,
-        "a decay, a bias on scores that llama.cpp cannot add (make the model with decay 0)": (
-            found.decay is not None
-        ),
         "max_distance, which needs two scores for a query and a key": (
             found.max_distance is not None
+        ),
+        "a decay, a bias on scores that llama.cpp cannot add (make the model with decay 0)": (
+            found.decay is not None
         ),
     }
     for what, present in reasons.items():
@@ -187,18 +189,16 @@ def _add_tokenizer(writer: Any, source: str | Path, config: Any) -> bool:
     if pre_tokenizer is None:
         writer.add_tokenizer_model("none")
         return False
-    names = [f"[PAD{i}]" for i in range(config.vocab_size)]
-    types = [UNUSED] * config.vocab_size
-    for name, i in state["model"]["vocab"].items():
-        names[i], types[i] = name, NORMAL
+    known = {i: (name, NORMAL) for name, i in state["model"]["vocab"].items()}
     for added in state["added_tokens"]:
-        names[added["id"]] = added["content"]
-        types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+        kind = CONTROL if added["special"] else USER_DEFINED
+        known[added["id"]] = added["content"], kind
+    tokens = [known.get(i, (f"[PAD{i}]", UNUSED)) for i in range(config.vocab_size)]
     merges = [m if isinstance(m, str) else " ".join(m) for m in state["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer)
-    writer.add_token_list(names)
-    writer.add_token_types(types)
+    writer.add_token_list([name for name, _ in tokens])
+    writer.add_token_types([kind for _, kind in tokens])
     writer.add_token_merges(merges)
     for role in ("bos", "eos", "pad"):
         index = getattr(tokenizer, f"{role}_token_id")
