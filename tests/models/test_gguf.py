@@ -6,9 +6,9 @@ import torch
 
 from coca_attention import convert
 from coca_attention.cli import main
+from coca_attention.data import Document, train_tokenizer
 from coca_attention.models import Roles, set_rotary_scaling
 from coca_attention.testing import difference, logits, some_tokens
-from coca_attention.data import Document, train_tokenizer
 from conftest import some_text, tiny_model
 from families import collinear, vanilla
 
@@ -182,7 +182,7 @@ def test_bfloat16_and_no_tokenizer(tmp_path, capsys):
         (lambda: collinear("Qwen2"), "Llama family (coca_llama); this is a coca_qwen2"),
         (lambda: convert(vanilla("Llama"), "rope"), "max_distance, which needs two scores"),
         (lambda: convert(vanilla("Llama"), roles=Roles("lg", window=4)), "a decay, a bias on"),
-        (lambda: scaled("dynamic", factor=2.0), "dynamic scaling, which follows the length"),
+        (lambda: scaled("dynamic", factor=2.0), "dynamic scaling, which follows the text's length"),
         (lambda: collinear("Llama", hidden_act="gelu"), "the activation gelu"),
     ],
     ids=["family", "max_distance", "decay", "dynamic", "activation"],

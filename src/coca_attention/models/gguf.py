@@ -108,8 +108,9 @@ def check_supported(config: Any) -> None:
         ),
         f"the activation {config.hidden_act} in place of silu": config.hidden_act != "silu",
         "partial rotary": found.width != head_width(config),
-        f"{found.rule.kind} scaling, which follows the length of the text (use ntk, or set a target "
-        "length)": found.rule.follows_length,
+        f"{found.rule.kind} scaling, which follows the text's length (use ntk, or set a length)": (
+            found.rule.follows_length
+        ),
         "max_distance, which needs two scores for a query and a key": (
             found.max_distance is not None
         ),
