@@ -181,6 +181,7 @@ def _add_tensors(gguf: Any, writer: Any, model: Any) -> None:
 
 def _add_tokenizer(writer: Any, source: str | Path, config: Any) -> bool:
     """Add a byte-level BPE tokenizer; returns whether the model has one."""
+    tokenizer: Any = None
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
         state = json.loads(tokenizer.backend_tokenizer.to_str())
