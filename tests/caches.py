@@ -17,6 +17,7 @@ PIECES = {
     "pairs that do not turn": ("strict", {}, {"turning_pairs": 1}),
     "temperature": ("slack", {}, {"temperature": 16}),
     "decay": ("strict", {}, {"decay": 1.5, "decay_length": 4.0}),
+    "max_distance": ("strict", {"max_distance": 11}, {}),
     "roles": (
         "slack",
         {"free_pairs": {LOCAL: 0, GLOBAL: 4}},

@@ -187,6 +187,15 @@ def test_a_decay_is_refused_by_an_engine():
         assert_same_in_an_engine(model)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("form", ["rope", "strict"])
+def test_limited_distances_are_refused_by_an_engine(form, engine):
+    """Also in texts within the limit, where a longer one could follow."""
+    model = convert(vanilla("Llama"), form, max_distance=64)
+    with pytest.raises(ValueError, match=f"sdpa or eager; got {engine}"):
+        assert_same_in_an_engine(model, engine)
+
+
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.config.model_type)
 def test_engines_take_the_classes_for_compatible(record):
     assert record.causal_lm.is_backend_compatible()

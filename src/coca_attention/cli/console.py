@@ -17,7 +17,7 @@ POSITIONALS = {
     "model": "Folder or name of a Transformers model.",
     "prompt": "Text to continue; - reads it from standard input.",
     "shell": "bash, zsh or tcsh.",
-    "target": "Folder to write; it must not exist yet, or be empty.",
+    "target": "Folder (or file, with --gguf) to write; it must not exist yet, or be empty.",
 }
 
 

@@ -283,13 +283,23 @@ class ExportSettings:
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the weights; auto keeps it."""
+    gguf: bool = False
+    """Write a file for llama.cpp instead, TARGET, of the architecture that docs/llama-cpp.md
+    describes; for the Llama family."""
 
 
 def run_export(words: list[str]) -> None:
-    """Write a model to a folder that loads without importing this package."""
+    """Write a model to a folder that loads without importing this package, or to a GGUF file."""
     path, target, settings = parse(
         "coca export", run_export, words, [ExportSettings], positionals=["model", "target"]
     )
+    if settings.gguf:
+        from coca_attention.models.gguf import ARCHITECTURE, export_gguf
+
+        known = export_gguf(path, target, dtype=settings.dtype)
+        note = "" if known else "; without a tokenizer: only byte-level BPE ones are supported"
+        print(f"{target}: architecture {ARCHITECTURE}, for llama.cpp with the patch in docs{note}")
+        return
     from coca_attention.models.conversion import export_folder
 
     export_folder(path, target, dtype=settings.dtype)

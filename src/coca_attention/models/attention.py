@@ -37,6 +37,21 @@ from coca_attention.ops import (
     with_bias,
 )
 
+NO_LIMITS = (
+    "a model with max_distance has two scores for a query and a key, which needs the attention "
+    "function sdpa or eager; got {}"
+)
+
+
+def _sees_all_keys(implementation: str) -> bool:
+    """Whether an attention function gets all keys; those of serving engines keep them themselves.
+
+    Within the largest distance the others can attend as usual, in training for example.
+    """
+    known = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+    from_hub = "/" in implementation and not implementation.startswith("paged|")
+    return implementation in known or from_hub
+
 
 def eager_attention(
     module: nn.Module,
@@ -162,6 +177,8 @@ class CollinearAttention(nn.Module):
             coefficients, value = cache.update(coefficients, value, self.layer_idx)
         keys = coefficients.shape[-2]
         apart = key_positions is not None and key_positions.apart
+        if far is not None and not _sees_all_keys(config._attn_implementation):
+            raise ValueError(NO_LIMITS.format(config._attn_implementation))
         if far is not None and (apart or keys <= far.max_distance):
             far = bias = None  # both begin farther away
         if half and cache is not None:
@@ -296,10 +313,7 @@ class CollinearAttention(nn.Module):
         """
         implementation, length = self.config._attn_implementation, queries[0].shape[-2]
         if implementation not in ("sdpa", "eager"):
-            raise ValueError(
-                "a model with max_distance has two scores for a query and a key, which needs the "
-                f"attention function sdpa or eager; got {implementation}"
-            )
+            raise ValueError(NO_LIMITS.format(implementation))
         kind, consecutive = getattr(self, "layer_type", None), key_positions.ends_with_pass
         if mask is None and not consecutive and length > 1:
             # The first queries of an empty cache with more slots.
