@@ -51,7 +51,7 @@ def test_coca_commands_run(workplace, capsys):
         if line.startswith("coca ")
     ]
     kinds = {command[1] for command in commands}
-    assert kinds == {"train", "eval", "analyze", "generate", "report"}
+    assert kinds == {"train", "eval", "analyze", "generate", "report", "info"}
     for command in commands:
         if command[1] == "train":
             recipe = Path(__file__).parents[1] / command[2]
