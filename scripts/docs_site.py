@@ -60,6 +60,11 @@ def on_page_markdown(markdown: str, page, **_) -> str:
     return LINK.sub(replace, markdown)
 
 
+def on_post_page(output: str, **_) -> str:
+    """Name the theme's search dialog, for screen readers."""
+    return output.replace('role="dialog">', 'role="dialog" aria-label="Search">', 1)
+
+
 def on_post_build(config) -> None:
     """Warn, which is an error in strict mode, of dead links and of requests to other hosts."""
     site = Path(config.site_dir)
