@@ -45,7 +45,7 @@ lint: $(READY)
 
 # Strict: a warning, a dead link or a request to another host is an error.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 package: $(READY)
 	$(BIN)/python -m build --no-isolation

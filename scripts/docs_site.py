@@ -1,9 +1,9 @@
 """Hooks of MkDocs: a site of the repository's own files, in which every link leads somewhere.
 
 Pages keep their paths in the repository, so the links that work there work in the site. What a page
-links to becomes part of it: a folder is a list of its files, a source file a page that shows it, and
-report pages and result files are copied. The finished site is checked for dead links and for anything
-that a browser would fetch from elsewhere.
+links to becomes part of it: a folder is a list of its files, a source file a page that shows it,
+and report pages and result files are copied. The finished site is checked for dead links and for
+anything that a browser would fetch from elsewhere.
 """
 
 import json

@@ -65,15 +65,15 @@ def parse_only(monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_parse(page, parse_only, capsys, tmp_path):
-    files = {"runs/e/suite.yaml": block for kind, block in blocks(page) if kind == "yaml"}
+    suites = [block for kind, block in blocks(page) if kind == "yaml"]
     for words in commands(page):
         if words[0] == "serve":
             assert not words[1].startswith("-")  # tests/test_serve.py has the rest
             continue
         for position, word in enumerate(words):
-            if word in files:
+            if word == "runs/e/suite.yaml":
                 words[position] = str(tmp_path / "suite.yaml")
-                Path(words[position]).write_text(files[word], encoding="utf-8")
+                Path(words[position]).write_text(suites[0], encoding="utf-8")
             elif re.fullmatch("runs/.*/recipe.yaml", word):  # of a run that is not there
                 words[position] = "recipes/books-5m.yaml"
         try:
@@ -91,8 +91,9 @@ def test_python_of_the_tutorials_is_valid():
 
 
 SMALL_RUN = [
-    "--model.hidden-size=16", "--model.num-heads=2", "--data.vocab-size=300", "--data.max-tokens=20000",
-    "--training.steps=2", "--training.global-batch-size=4", "--training.micro-batch-size=4",
+    "--model.hidden-size=16", "--model.num-heads=2", "--data.vocab-size=300",
+    "--data.max-tokens=20000", "--training.steps=2", "--training.global-batch-size=4",
+    "--training.micro-batch-size=4",
     "--training.report-to=[]", "--training.precision=float32", "--validation.batches=1",
 ]  # fmt: skip
 SMALL_STAGES = [
@@ -158,7 +159,7 @@ def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
     site = tmp_path / "site"
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", site]
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site]
     made = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert made.returncode == 0, made.stdout + made.stderr
     reference = site / "docs" / "reference"
@@ -182,7 +183,9 @@ def test_the_forge_runs_what_the_project_runs():
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     workflows = {path.stem: path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")}
     assert targets(workflows["tests"]) == targets(run)
-    assert set().union(*map(targets, workflows.values())) <= targets((ROOT / "Makefile").read_text())
+    assert set().union(*map(targets, workflows.values())) <= targets(
+        (ROOT / "Makefile").read_text()
+    )
     jobs = yaml.safe_load(workflows["tests"])["jobs"]
     classified = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     assert jobs["tests"]["strategy"]["matrix"]["python"] == classified
