@@ -153,12 +153,11 @@ def _notebook(notebook: dict) -> str:
             parts.append(source)
             continue
         parts.append(f"```python\n{source}\n```")
+        said = "".join("".join(output.get("text", "")) for output in cell["outputs"])
+        if said:
+            parts.append(f"```text\n{said.rstrip()}\n```")
         for output in cell["outputs"]:
-            data = output.get("data", {})
-            if "image/png" in data:
-                image = "".join(data["image/png"]).replace("\n", "")
-                parts.append(f"![{cell['metadata']['alt']}](data:image/png;base64,{image})")
-            else:
-                text = "".join(output.get("text") or data["text/plain"])
-                parts.append(f"```text\n{text.rstrip()}\n```")
+            if image := output.get("data", {}).get("image/png"):
+                alt, code = cell["metadata"]["alt"], "".join(image).replace("\n", "")
+                parts.append(f"![{alt}](data:image/png;base64,{code})")
     return "\n\n".join(parts) + "\n"
