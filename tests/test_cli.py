@@ -55,7 +55,16 @@ def test_the_fields_of_a_stage_have_help(capsys):
     ("words", "options"),
     [
         (["quickstart"], ["--output", "--sizes.steps", "Optimizer steps of each model"]),
-        (["train"], ["--training.steps", "--model.attention", "AdamW's weight decay", "--output"]),
+        (
+            ["train"],
+            [
+                "--training.steps",
+                "--model.attention",
+                "AdamW's weight decay",
+                "--extend Train",
+                "--output",
+            ],
+        ),
         (["eval", "perplexity"], ["--windows", "--attend-last", "Random seed of the bootstrap"]),
         (["generate"], ["--max-new-tokens", "prompt", "Tokens to generate at most"]),
         (["report"], ["--title", "HTML file to write"]),
@@ -89,7 +98,7 @@ def test_help_comes_from_the_fields(capsys, words, options):
         (["eval", "perplexity", "nowhere"], "nowhere: no model could be loaded"),
         (["generate", "nowhere", "x", "--max-new-tokens", "0"], "at least 1"),
         (["generate", "nowhere", "x", "--window", "0"], "window must be at least 1 token"),
-        (["report"], "give result files first"),
+        (["report"], "give result files or folders first"),
         (["report", "nowhere.json"], "nowhere.json: cannot be read"),
     ],
 )
@@ -308,7 +317,7 @@ def test_generate_draws_from_the_likeliest_tokens(capsys, model_folder):
         (["--top-k", "1"], "set --temperature"),
         ([*hot, "--top-p", "0"], "top_p must be above 0"),
         ([*hot, "--top-k", "0"], "top_k must be at least 1"),
-        (["--temperature", ".nan"], "temperature must be 0 or above"),
+        (["--temperature", ".nan"], "temperature must be 0, or between"),
     ):
         code, _, err = run(capsys, *words, *bad)
         assert code == 2 and message in err
@@ -359,7 +368,7 @@ def test_generate_says_so_where_the_model_returns_nan(capsys, tmp_path, tokenize
     tokenizer.save_pretrained(tmp_path)
     code, out, err = run(capsys, "generate", tmp_path, "alpha1 beta2")
     assert (code, out) == (2, "")
-    assert "the model returns NaN after" in err
+    assert "the model returns NaN or infinity after" in err
 
 
 def test_completion_knows_commands_options_and_values(capsys):
@@ -479,7 +488,7 @@ def test_the_installed_program_runs():
         [sys.executable, "-m", "coca_attention.cli", "report"], capture_output=True, text=True
     )
     assert finished.returncode == 2
-    assert finished.stderr.startswith("coca: error: give result files first")
+    assert finished.stderr.startswith("coca: error: give result files or folders first")
 
 
 def test_analyze_measures_angles_or_answers(capsys, model_folder, text_folder, tmp_path):

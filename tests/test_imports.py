@@ -22,10 +22,13 @@ MAY_IMPORT = {
     "info": {"fields", "errors", "environment"},
     "ops": set(),
     "layers": {"ops"},
-    "models": {"fields", "settings", "lazy", "imports", "ops", "layers", "errors"},
+    "hub": {"errors"},
+    "models": {
+        "fields", "settings", "lazy", "imports", "ops", "layers", "errors", "environment", "hub",
+    },
     "testing": set(),
     "lm_eval": set(),
-    "data": {"lazy", "errors", "environment"},
+    "data": {"settings", "lazy", "errors", "environment", "hub"},
     "training": {
         "settings", "lazy", "ops", "layers", "models", "data", "errors", "environment", "options",
     },

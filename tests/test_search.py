@@ -243,7 +243,7 @@ def test_a_rung_keeps_a_share_or_a_number(keep, remaining):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"recipe": None}, "needs recipe"),
+        ({"recipe": None}, "recipe needs a value"),
         ({"recipe": "nowhere.yaml"}, r"nowhere\.yaml: no such recipe"),
         ({"rungs": []}, "needs rungs"),
         ({"rank": {}}, "needs rank"),

@@ -1,16 +1,22 @@
-"""The environment of a measurement (versions, hardware, command), and atomic file writes."""
+"""The environment of a measurement: versions, hardware, command. Files that are whole or absent."""
 
+import fcntl
 import json
+import logging
 import os
 import platform
 import resource
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from coca_attention.errors import UserError
+
+log = logging.getLogger(__name__)
 
 PACKAGES = ("coca-attention", "torch", "transformers", "tokenizers", "accelerate", "numpy")
 
@@ -77,15 +83,116 @@ def resident_megabytes(field: str = "VmRSS") -> float:
     return largest * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder and everything in it, is on the disk."""
+    for each in [*path.rglob("*"), path] if path.is_dir() else [path]:
+        if each.is_dir():
+            sync_folder(each)
+        else:
+            with open(each, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some file systems cannot
+            os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: it is complete or does not exist."""
+    """Write a file atomically: it is complete and on the disk, or does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        with naming(path):
+            partial.write_text(text, encoding="utf-8")
+            replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the file's name into errors in writing it; a full disk comes without."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def replace(partial: Path, path: Path) -> None:
+    """Move a finished file or folder to its place, on the disk before and after."""
+    sync(partial)
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def hold(path: Path, what: Path | None = None) -> Iterator[None]:
+    """Keep other processes from what a lock file stands for, in the ``with`` block.
+
+    The lock ends with the process, however it ends, and the file says which process it is.
+
+    Args:
+        path: The lock file, which is removed at the end.
+        what: What it stands for; by default its folder.
+
+    Raises:
+        UserError: If another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as it is held)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            with file:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+            raise UserError(
+                f"{what or path.parent} is in use by {holder}: wait until it ends, or choose "
+                "another --output"
+            ) from error
+        except OSError:
+            break  # a file system without locks
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            break
+        file.close()  # of a process that has just ended, and removed it
+    with file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()} ({command_line()})")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def keep_other_results(path: Path, field: str, value: Any) -> None:
+    """Before a result file is written: move one of another measurement to a free name beside it.
+
+    Args:
+        path: The file that will be written.
+        field: Field of its content that says what was measured.
+        value: The field's new value; a file with the same one may be replaced.
+    """
+    if not path.is_file():
+        return
+    try:
+        if json.loads(path.read_text(encoding="utf-8"))[field] == json.loads(json.dumps(value)):
+            return
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass  # of an earlier version, damaged, or no result file at all
+    number = 1
+    while (kept := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(kept)
+    log.warning("%s held another measurement, which is now %s", path, kept)
 
 
 def check_writable(path: Path) -> None:
@@ -102,6 +209,22 @@ def check_writable(path: Path) -> None:
         raise UserError(f"{path.parent} cannot be created: {error.strerror}") from error
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"{path.parent} is not writable; choose another file")
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file that this package wrote.
+
+    Raises:
+        UserError: If it is missing or damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path} is damaged: restore it, or remove it to have it written again"
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

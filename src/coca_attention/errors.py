@@ -1,5 +1,8 @@
 """The exception that the command line reports in one line, with exit code 2."""
 
+import errno
+import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -35,3 +38,39 @@ def error_prefix(prefix: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise type(error)(f"{prefix}{error}") from error
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def known_problem(error: BaseException) -> str | None:
+    """One line for an exception whose cause lies outside the program, or None.
+
+    Full disks, missing permissions and a lack of memory come as many types: OSError, MemoryError,
+    and from PyTorch, safetensors and tokenizers as RuntimeError or a plain Exception with a text.
+
+    Args:
+        error: Any exception.
+    """
+    text = " ".join(str(error).split())[:300]
+    if isinstance(error, MemoryError) or re.search(r"out of memory|can't allocate memory", text):
+        return (
+            f"there is not enough memory ({text or 'MemoryError'}): use smaller batches, shorter "
+            "texts or a smaller model"
+        )
+    number = error.errno if isinstance(error, OSError) else None
+    if found := re.search(r"os error (\d+)", text):  # Rust's wording
+        number = int(found[1])
+    if number is None:
+        if not re.search(r"inline_container|PytorchStreamWriter|iostream error", text):
+            return None
+        return f"a file cannot be written ({text}): free disk space, then run the command again"
+    path = getattr(error, "filename", None)
+    where = f"{os.fsdecode(path)}: " if isinstance(path, str | bytes | os.PathLike) else ""
+    reason = f"{where}{os.strerror(number)}"
+    if number in FULL:
+        return f"{reason}: free disk space, then run the same command again; what is done is kept"
+    if number in FORBIDDEN:
+        return f"{reason}: choose another folder, or change its permissions"
+    return f"{reason}: check the path and run the command again"

@@ -1,5 +1,6 @@
 """Command-line options and YAML from documented dataclasses; help; errors in one line."""
 
+import json
 import re
 import shutil
 import textwrap
@@ -116,7 +117,7 @@ class OptionParser(ArgumentParser):
             return _entry("-h, --help", "Show a short help (-h) or this one (--help).", short)
         if action.dest == "print_config":
             return _entry(name, "Print the settings as YAML and exit.", short)
-        if not (kind is bool and default is False):
+        if not (kind is bool and default is False) and action.nargs != 0:
             name += f" {_placeholder(kind or str)}"
         if is_dataclass(_item(kind)):
             text += f" {_name(action)}.help lists the fields."
@@ -149,7 +150,9 @@ class OptionParser(ArgumentParser):
                 fields_of.add_class_arguments(kind, name)
                 self._print_and_exit(fields_of.format_help())
         try:
-            return self.instantiate(self.parse_args(_as_fields(words, self.types)))
+            read = self.instantiate(self.parse_args(_as_fields(words, self.types)))
+            _refuse_null(read, self.types)
+            return read
         except ArgumentError as error:
             raise UserError(f"{self._explain(str(error), words)} (see {self.prog} -h)") from error
 
@@ -294,6 +297,19 @@ def _in_words(kind: Any) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+def _refuse_null(read: Any, types: dict[str, Any], prefix: str = "") -> None:
+    """Raise UserError for options that are null though their type needs a value."""
+    for name, value in vars(read).items():
+        kind = types.get(prefix + name, Any)
+        if value is None and kind is not Any and type(None) not in _alternatives(kind):
+            raise UserError(f"{prefix}{name} needs a value, got null")
+        for item in value if isinstance(value, list) else ():
+            if is_dataclass(item):
+                _refuse_null(item, option_types(type(item)))
+        if is_dataclass(value):
+            _refuse_null(value, types, f"{prefix}{name}.")
+
+
 def option_types(theclass: Any, prefix: str = "") -> dict[str, Any]:
     """Type of every option of a dataclass, those of nested dataclasses as ``section.field``."""
     found: dict[str, Any] = {}
@@ -329,7 +345,20 @@ def take_option(words: list[str], option: str) -> tuple[list[str], str | None]:
     return words, None
 
 
-def check_sections(path: Path, kind: str, known: list[str]) -> None:
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key may be given once; others keep the last one without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise UserError(f"line {line}: {key.value} is given twice in one mapping")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def check_sections(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
     """Refuse unknown sections of a YAML file; the parser would ignore those without content.
 
     Args:
@@ -337,16 +366,23 @@ def check_sections(path: Path, kind: str, known: list[str]) -> None:
         kind: What to call it in messages.
         known: Names of its sections.
 
+    Returns:
+        The content.
+
     Raises:
         UserError: If the file is not readable YAML, not a mapping, or has an unknown section.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}
+        json.dumps(content, skipkeys=True, default=str)  # ValueError if it contains itself
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a readable {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not set(content) <= set(known):
         there = ", ".join(map(str, content)) if isinstance(content, dict) else repr(content)
         raise UserError(f"{path}: a {kind} has the sections {', '.join(known)}; got {there}")
+    return content
 
 
 def from_file(

@@ -20,7 +20,13 @@ from typing import IO, Any
 
 import yaml
 
-from coca_attention.environment import check_writable, describe_environment, write_json, write_text
+from coca_attention.environment import (
+    check_writable,
+    describe_environment,
+    keep_other_results,
+    write_json,
+    write_text,
+)
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.evaluation import TASKS
 from coca_attention.evaluation.suite import RESULTS_FILE, load_with_tasks, task_parser
@@ -126,8 +132,10 @@ class Search:
     def _check_rung(self, rung: Rung, *, is_last: bool) -> None:
         if rung.steps < 1:
             raise UserError(f"steps must be at least 1, got {rung.steps}")
-        if not rung.seeds or len(set(rung.seeds)) < len(rung.seeds):
-            raise UserError(f"seeds must be different numbers, at least one, got {rung.seeds}")
+        if not rung.seeds or len(set(rung.seeds)) < len(rung.seeds) or min(rung.seeds) < 0:
+            raise UserError(
+                f"seeds must be different numbers from 0, at least one, got {rung.seeds}"
+            )
         if is_last and rung.keep is not None:
             raise UserError("the last rung keeps nothing: leave out keep, or add a rung")
         keep = rung.keep
@@ -278,6 +286,7 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
     def save(cells: list[Cell]) -> None:
         found = [*earlier, *cells]
         content = {"results": found, "search": asdict(search), "environment": environment}
+        keep_other_results(results, "search", content["search"])
         write_json(results, content)
         if progress is not None:
             failed = sum(cell["status"] == "failed" for cell in found)

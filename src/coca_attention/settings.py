@@ -1,5 +1,6 @@
 """What the settings of several parts share. Modules of settings import neither torch nor models."""
 
+import math
 import sys
 from typing import Literal
 
@@ -21,6 +22,12 @@ def form_names() -> tuple[str, ...]:
     return BUILT_IN_FORMS if forms is None else tuple(forms.FORMS)
 
 
+def check_scaling(kind: str, factor: float) -> None:
+    """Raise UserError unless a rotary scaling can have a factor."""
+    if kind != "none" and not 1 <= factor < math.inf:
+        raise UserError(f"the factor of a scaling must be at least 1, got {factor:g}")
+
+
 def check_letters(layers: str) -> None:
     """Raise UserError unless a pattern of layers consists of l (local) and g (global)."""
     if not layers or set(layers) - set("lg"):
@@ -33,3 +40,13 @@ def check_sizes(window: int, sinks: int) -> None:
         raise UserError(f"the window must be at least 1 token, got {window}")
     if sinks < 0:
         raise UserError(f"the number of sinks must be 0 or more, got {sinks}")
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Raise UserError unless a tokenizer can be trained with so many entries."""
+    if vocab_size < 257:
+        raise UserError(
+            f"vocab_size must be at least 257 (256 bytes and the end of text), got {vocab_size}"
+        )
+    if vocab_size > 10_000_000:
+        raise UserError(f"vocab_size must be at most 10 million, got {vocab_size}")

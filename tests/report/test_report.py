@@ -336,6 +336,11 @@ def test_folders_are_read_for_what_is_in_them(tmp_path):
     assert names(tmp_path / "several", file) == ["a.json", "b.json"]
     (tmp_path / "suite" / "training.json").write_text(json.dumps(TRAINING))
     assert names(tmp_path / "suite") == ["training.json", "results.json"]
+    # Kept from a shorter run and from another measurement; named alone, they are read.
+    (tmp_path / "suite" / "training-2.json").write_text(json.dumps(TRAINING))
+    earlier = written(tmp_path, "suite/results-1.json", CELLS)
+    assert names(tmp_path / "suite") == ["training.json", "results.json"]
+    assert names(earlier) == ["results-1.json"]
     (tmp_path / "suite" / "results.json").write_text("{")
     with pytest.raises(ValueError, match="no valid JSON"):
         read_results([tmp_path / "suite"])

@@ -26,7 +26,7 @@ from coca_attention.testing import difference, logits, some_tokens
 from coca_attention.training import last_checkpoint, load_recipe, read_summary, train
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import check_layers, check_options
-from coca_attention.training.trainer import catch_write_errors, training_arguments
+from coca_attention.training.trainer import catch_write_errors, problem_of, training_arguments
 from conftest import VOCABULARY, tiny_model
 from families import FAMILIES, vanilla
 
@@ -246,7 +246,10 @@ def test_one_process_resumes_a_checkpoint_of_two(runs, recipes, tmp_path):
 
 def test_a_missing_part_is_named(runs, recipes, tmp_path):
     output = unfinished(runs / "two-scratch", tmp_path / "run", 20)
-    (output / "checkpoints" / "checkpoint-10" / "optimizer_0" / "__1_0.distcp").unlink()
+    checkpoint = output / "checkpoints" / "checkpoint-10"
+    (checkpoint / "optimizer_0" / "__1_0.distcp").unlink()
+    assert problem_of(checkpoint) == "optimizer_0/__1_0.distcp is missing"
+    (checkpoint / "checksums.json").unlink()  # as written by earlier versions
     with pytest.raises(UserError, match=r"checkpoint-10 cannot be read .*__1_0.distcp.*the folder"):
         train(load_recipe(recipes / "scratch.yaml"), output)
 

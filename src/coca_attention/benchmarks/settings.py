@@ -70,6 +70,8 @@ def check_settings(settings: BenchSettings) -> None:
     for name in ("batch", "heads", "head_width", "hidden_size", "layers", "rounds"):
         if getattr(settings, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(settings, name)}")
+    if settings.threads is not None and settings.threads < 1:
+        raise UserError(f"threads must be at least 1, got {settings.threads}")
     if settings.head_width % 2 or settings.hidden_size % settings.head_width:
         raise UserError(
             f"head_width must be even and divide hidden_size, got {settings.head_width} and "

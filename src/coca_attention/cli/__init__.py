@@ -9,6 +9,7 @@ from coca_attention.cli.completion import run_completion
 from coca_attention.cli.console import Run
 from coca_attention.cli.evaluation import EvaluationCommands, run_analyze
 from coca_attention.cli.info import run_info
+from coca_attention.cli.messages import show_messages
 from coca_attention.cli.models import (
     run_convert,
     run_export,
@@ -19,7 +20,7 @@ from coca_attention.cli.models import (
 from coca_attention.cli.report import run_report
 from coca_attention.cli.search import run_search
 from coca_attention.cli.serve import run_serve
-from coca_attention.errors import UserError, did_you_mean
+from coca_attention.errors import UserError, did_you_mean, known_problem
 
 COMMANDS: dict[str, Run | Mapping[str, Run]] = {
     "quickstart": run_quickstart,
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    show_messages()
     try:
         command, rest = _find(words)
         if command is not None:
@@ -63,8 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        if isinstance(error, UserError):
-            print(f"coca: error: {error}", file=sys.stderr)
+        problem = str(error) if isinstance(error, UserError) else known_problem(error)
+        if problem is not None:
+            text = " ".join(problem.split())
+            print(f"coca: error: {text[:1000]}{' …' * (len(text) > 1000)}", file=sys.stderr)
             return 2
         print(
             f"coca: unexpected {type(error).__name__}: {' '.join(str(error).split())} (run again "

@@ -1,6 +1,6 @@
 """The command ``coca bench``."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coca_attention.cli.console import Progress, parse, print_table
@@ -18,7 +18,12 @@ class OutputSettings:
 def run_bench(words: list[str]) -> None:
     """Time and memory compared with plain rotary attention; wrong results are not timed."""
     from coca_attention.benchmarks.settings import TITLES, BenchSettings, check_settings
-    from coca_attention.environment import check_writable, describe_environment, write_json
+    from coca_attention.environment import (
+        check_writable,
+        describe_environment,
+        keep_other_results,
+        write_json,
+    )
 
     words, kv_heads = take_option(words, "--groups")  # the former name of --kv-heads
     if kv_heads is not None:
@@ -34,7 +39,9 @@ def run_bench(words: list[str]) -> None:
 
     with Progress() as advance:
         cells = run_benchmarks(settings, progress=advance)
-    write_json(path, {"results": cells, "environment": describe_environment()})
+    keep_other_results(path, "settings", asdict(settings))
+    content = {"settings": asdict(settings), "environment": describe_environment()}
+    write_json(path, {"results": cells, **content})
     for table in printed_tables(cells):
         print_table(*table)
     print(f"Results: {path}")

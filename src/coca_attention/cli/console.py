@@ -1,12 +1,16 @@
 """Shared by the commands: options from documented fields, a progress bar, tables."""
 
+import logging
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coca_attention.errors import UserError
 from coca_attention.options import DESCRIBE, OptionParser, take_option
+
+log = logging.getLogger(__name__)
 
 Run = Callable[[list[str]], None]
 POSITIONALS = {
@@ -93,7 +97,12 @@ def parse_file(
 
 
 class Progress:
-    """A progress bar, used as a function of (label, done, total)."""
+    """A progress bar, used as a function of (label, done, total).
+
+    Where the output is not a terminal, it is a line per label, and one for every minute.
+    """
+
+    said: tuple[str, float] = ("", 0.0)
 
     def __enter__(self) -> Callable[[str, int, int], None]:
         from rich.console import Console
@@ -111,6 +120,12 @@ class Progress:
         return self.advance
 
     def advance(self, label: str, done: int, total: int) -> None:
+        if not self.bar.console.is_terminal:
+            name, at = self.said
+            if label != name or time.monotonic() - at >= 60:
+                self.said = (label, time.monotonic())
+                log.info("%s: %s of %s", label, f"{done:,}", f"{total:,}")
+            return
         # Started here and not on entering: during training, Trainer shows a bar of its own.
         self.bar.start()
         self.bar.update(self.task, description=label, completed=done, total=total)

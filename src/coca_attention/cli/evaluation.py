@@ -1,7 +1,8 @@
 """Commands that evaluate a model."""
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,11 +14,18 @@ from coca_attention.analysis import (
 )
 from coca_attention.cli.console import Progress, Run, parse, parse_file, print_table
 from coca_attention.data import SourceSettings
-from coca_attention.environment import check_writable, describe_environment, write_json
+from coca_attention.environment import (
+    check_writable,
+    describe_environment,
+    hold,
+    keep_other_results,
+    write_json,
+)
 from coca_attention.evaluation import TASKS, Cell, Session, Subject, Task
 from coca_attention.evaluation import suite as suites
-from coca_attention.evaluation.journal import Journal
-from coca_attention.evaluation.task import Scaling, load_subject
+from coca_attention.evaluation.journal import Journal, fingerprint
+from coca_attention.evaluation.task import load_subject
+from coca_attention.settings import Scaling, check_scaling
 
 
 @dataclass
@@ -107,20 +115,30 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
     task.check(settings)
     name = loading.name or Path(path).name
     session = Session()
-    file = f"{name}-{task.name}.json"
+    plain = re.sub(r"[^\w.=+-]+", "-", name)
+    file = f"{plain}-{task.name}.json"
     if task.scaled:
+        check_scaling(loading.scaling, loading.factor)
         session.scaling, session.factor = loading.scaling, loading.factor
-        file = f"{name}-{loading.scaling}-{task.name}.json"
+        file = f"{plain}-{loading.scaling}-{task.name}.json"
     output = Path(loading.output or Path("runs", "eval", file))
     check_writable(output)
-    session.journal = Journal(output.with_suffix(".journal.jsonl"))
-    subject = load_subject(path, name, dtype=loading.dtype, device=loading.device)
-    with Progress() as session.progress:
-        cells = task.run(subject, settings, session)
-    write_json(output, {"results": cells, "environment": describe_environment()})
+    measured = {
+        "model": [name, path, fingerprint(path), loading.dtype],
+        "scaling": [session.scaling, session.applied_factor],
+        task.name: asdict(settings),
+    }
+    with hold(output.with_name(f".{output.name}.lock"), output):
+        session.journal = Journal(output.with_suffix(".journal.jsonl"))
+        subject = load_subject(path, name, dtype=loading.dtype, device=loading.device)
+        with Progress() as session.progress:
+            cells = task.run(subject, settings, session)
+        keep_other_results(output, "measured", measured)
+        environment = describe_environment()
+        write_json(output, {"results": cells, "measured": measured, "environment": environment})
+        session.journal.remove()
     from coca_attention.report import printed_tables
 
-    session.journal.remove()
     for table in printed_tables(cells):
         print_table(*table)
     print(f"Results: {output}")

@@ -1,6 +1,5 @@
 """Commands that make models and let them speak."""
 
-import math
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from typing import Any, Literal
 from coca_attention.cli.console import Progress, parse, parse_file, print_table
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
-from coca_attention.settings import PIECE, check_letters, check_sizes
+from coca_attention.options import OptionParser
+from coca_attention.settings import PIECE, check_letters, check_scaling, check_sizes
 
 
 @dataclass
@@ -111,13 +111,24 @@ def run_train(words: list[str]) -> None:
     from coca_attention.training import load_recipe, recipe_parser
 
     usage = "coca train RECIPE.yaml [--training.steps 100 …]"
-    recipe, overrides, folder = parse_file(words, run_train, recipe_parser, "recipe", usage)
+
+    def parser() -> OptionParser:
+        parser = recipe_parser()
+        parser.add_argument(
+            "--extend",
+            action="store_true",
+            help="Train the run in the output folder further, to more training.steps.",
+        )
+        return parser
+
+    others = [word for word in words if word != "--extend"]
+    recipe, overrides, folder = parse_file(others, run_train, parser, "recipe", usage)
     settings = load_recipe(recipe, overrides)
     from accelerate import PartialState
 
     from coca_attention.training import read_summary, train
 
-    summary = read_summary(train(settings, folder))
+    summary = read_summary(train(settings, folder, extend="--extend" in words))
     if not PartialState().is_main_process:
         return
     print(
@@ -141,14 +152,19 @@ def run_generate(words: list[str]) -> None:
     _check_generation(settings)
     if prompt == "-":
         prompt = _standard_input()
-    from transformers import LogitsProcessorList, TextStreamer, set_seed
+    if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise UserError("the prompt is not valid UTF-8 text")
+    from transformers import TextStreamer, set_seed
 
     from coca_attention.data import load_tokenizer
+    from coca_attention.evaluation.generation import FiniteScores
     from coca_attention.models import load_model, set_rotary_scaling, training_length
+    from coca_attention.models.loading import check_vocabulary
     from coca_attention.models.streaming import streaming
 
     model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
     tokenizer: Any = load_tokenizer(path)
+    check_vocabulary(model, tokenizer)
     if settings.chat and tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {path} has no chat template: leave out --chat")
     if settings.chat:
@@ -191,7 +207,7 @@ def run_generate(words: list[str]) -> None:
             attention_mask=inputs["attention_mask"],
             max_new_tokens=settings.max_new_tokens,
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-            logits_processor=LogitsProcessorList([_refuse_nan]),
+            logits_processor=[FiniteScores()],
             **options,
         )[0]
     if not streams:
@@ -202,8 +218,13 @@ def _check_generation(settings: GenerateSettings) -> None:
     """Raise UserError unless the settings are in range."""
     if settings.max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {settings.max_new_tokens}")
-    if not 0 <= settings.temperature < math.inf:
-        raise UserError(f"temperature must be 0 or above, got {settings.temperature}")
+    if settings.temperature != 0 and not 1e-3 <= settings.temperature <= 1e3:
+        raise UserError(
+            f"temperature must be 0, or between 0.001 and 1000, got {settings.temperature}"
+        )
+    if not 0 <= settings.seed < 2**32:
+        raise UserError(f"seed must be between 0 and {2**32 - 1}, got {settings.seed}")
+    check_scaling(settings.scaling, settings.factor)
     if settings.top_p is not None and not 0 < settings.top_p <= 1:
         raise UserError(f"top_p must be above 0 and at most 1, got {settings.top_p}")
     if settings.top_k is not None and settings.top_k < 1:
@@ -220,16 +241,6 @@ def _standard_input() -> str:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"the prompt is not text in {error.encoding}: {error.reason}") from error
-
-
-def _refuse_nan(input_ids: Any, scores: Any) -> Any:
-    """A logits processor that ends the text where the model returns NaN, which would be token 0."""
-    if scores.isnan().any():
-        raise UserError(
-            f"the model returns NaN after {input_ids.shape[-1]} tokens: its weights are damaged, "
-            "or its precision overflows (try --dtype float32)"
-        )
-    return scores
 
 
 def run_convert(words: list[str]) -> None:

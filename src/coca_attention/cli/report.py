@@ -1,6 +1,7 @@
 """The command that writes the report page."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from coca_attention.cli.console import parse
 from coca_attention.errors import UserError
@@ -28,7 +29,18 @@ def run_report(words: list[str]) -> None:
         raise UserError(
             "give result files or folders first: coca report RESULT.json … --output report.html"
         )
+    output = Path(settings.output)
+    if output.is_file() and output.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"{output} is there and no page: choose an --output that ends in .html")
     from coca_attention.report import write_report
 
-    page = write_report(paths, settings.output, title=settings.title, paper=settings.paper)
+    try:
+        page = write_report(paths, output, title=settings.title, paper=settings.paper)
+    except UserError:
+        raise
+    except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
+        raise UserError(
+            f"{', '.join(paths)}: a result is damaged, or not of this program "
+            f"({type(error).__name__}: {error})"
+        ) from error
     print(f"Report: {page}")

@@ -23,8 +23,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coca_attention.errors import UserError
+from coca_attention.hub import go_online
 
 BadLines = Literal["error", "skip"]
+
+LONGEST = 2**30
+"""Characters of a document at most: a small compressed file can hold any number."""
 
 FORMATS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = ("", ".gz", ".xz", ".zst")
@@ -152,7 +156,13 @@ def _file_documents(files: list[Path], text_field: str, bad_lines: BadLines) -> 
         if path.stat().st_size == 0:
             raise DataError(f"{path}: the file is empty")
         if kind == ".txt":
-            text = "".join(_text_lines(path))
+            lines, length = [], 0
+            for line in _text_lines(path):
+                lines.append(line)
+                length += len(line)
+                if length >= LONGEST:
+                    raise _too_long(path)
+            text = "".join(lines)
             if not text.strip():
                 raise DataError(f"{path}: the file holds no text")
             yield Document(str(path), text)
@@ -173,12 +183,22 @@ def _open(path: Path) -> Any:
     return open(path, "rb")
 
 
+def _too_long(path: Path) -> DataError:
+    return DataError(
+        f"{path}: a document of more than {LONGEST:,} characters, which memory has to hold at "
+        "once: split it into several files or lines"
+    )
+
+
 def _text_lines(path: Path) -> Iterator[str]:
     """Lines of a text file, decompressed and decoded; DataError if it is malformed."""
     with contextlib.ExitStack() as stack:
         try:
             stream = stack.enter_context(_open(path))
-            for number, line in enumerate(io.TextIOWrapper(stream, encoding="utf-8"), start=1):
+            text = io.TextIOWrapper(stream, encoding="utf-8")
+            for number, line in enumerate(iter(lambda: text.readline(LONGEST), ""), start=1):
+                if len(line) == LONGEST:
+                    raise _too_long(path)
                 if "\0" in line:
                     raise DataError(
                         f"{path}: line {number} has a NUL byte; expected text, not binary data"
@@ -222,11 +242,14 @@ def _json_record(line: str, text_field: str) -> dict[str, Any]:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON ({error.msg}, column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("not valid JSON (nested too deeply)") from error
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, got {type(record).__name__}")
     if not isinstance(record.get(text_field), str):
+        texts = {name: value for name, value in record.items() if isinstance(value, str)}
         there = ", ".join(map(repr, record)) or "none"
-        raise ValueError(f"no text in field {text_field!r} (fields: {there})")
+        raise ValueError(f"no text in field {text_field!r} (fields: {there}){_other_field(texts)}")
     try:
         record[text_field].encode()
     except UnicodeEncodeError as error:
@@ -244,7 +267,11 @@ def _parquet_documents(path: Path, text_field: str) -> Iterator[Document]:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
     names = table.schema_arrow.names
     if text_field not in names:
-        raise DataError(f"{path}: no column {text_field!r}; its columns: {', '.join(names)}")
+        columns = {field.name: "" for field in table.schema_arrow if "string" in str(field.type)}
+        raise DataError(
+            f"{path}: no column {text_field!r}; its columns: {', '.join(names)}"
+            f"{_other_field(columns)}"
+        )
     columns = [text_field, "id"] if "id" in names and text_field != "id" else [text_field]
     row = 0
     batches = table.iter_batches(columns=columns)
@@ -271,17 +298,32 @@ def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
         raise DataError(f"{source}: expected hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
     config = parts[1] if len(parts) == 3 else None
     split = parts[-1] if len(parts) > 1 else "train"
+    if not Path(parts[0]).is_dir():
+        go_online()
     try:
         rows = datasets.load_dataset(parts[0], config, split=split, streaming=True)
     except Exception as error:
-        raise DataError(f"{source}: the dataset cannot be opened: {error}") from error
+        raise DataError(
+            f"{source}: the dataset cannot be opened: {' '.join(str(error).split())[:300]}; check "
+            "its name, config and split, or the connection"
+        ) from error
     for number, row in enumerate(_rows(rows, source)):
         if not isinstance(row.get(text_field), str):
+            texts = {name: value for name, value in row.items() if isinstance(value, str)}
             raise DataError(
                 f"{source}: row {number} has no text in {text_field!r}; its fields: "
-                f"{', '.join(map(str, row))}"
+                f"{', '.join(map(str, row))}{_other_field(texts)}"
             )
         yield Document(_name(row, f"{source}:{number}"), row[text_field])
+
+
+def _other_field(texts: dict[str, str]) -> str:
+    """What to do where the text field is missing: the option with the field that has the text."""
+    if not texts:
+        return ""
+    usual = [name for name in ("text", "content", "body", "raw_content") if name in texts]
+    field = usual[0] if usual else max(texts, key=lambda name: len(texts[name]))
+    return f": use --text-field {field} (in a recipe data.text_field)"
 
 
 def _name(record: Any, otherwise: str) -> str:

@@ -13,7 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from coca_attention.data.documents import DataError, Document
 from coca_attention.data.passkey import encoder, passkey_block
+from coca_attention.environment import replace
 from coca_attention.errors import UserError
+from coca_attention.hub import check_name
+from coca_attention.settings import check_vocab_size
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000
@@ -40,10 +43,7 @@ def train_tokenizer(
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-        raise UserError(
-            f"vocab_size must be at least 257 (256 bytes and the end of text), got {vocab_size}"
-        )
+    check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -95,7 +95,7 @@ def load_or_train_tokenizer(
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         tokenizer.save_pretrained(partial)
-        partial.rename(folder)
+        replace(partial, folder)
     return load_tokenizer(folder)
 
 
@@ -105,9 +105,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         UserError: If it cannot be loaded.
     """
+    check_name(str(path), "tokenizer")
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file raises a plain Exception, among others
         raise UserError(f"{path}: no tokenizer could be loaded: {_first_line(error)}") from error
 
 

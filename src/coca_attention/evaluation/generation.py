@@ -1,5 +1,6 @@
 """Greedy answers to prompts of one length."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from coca_attention.errors import UserError
 from coca_attention.evaluation.prompts import Prompt, PromptSettings
@@ -55,6 +61,19 @@ def naming_the_limit(model: Any, tokens: int) -> Iterator[None]:
         ) from error
 
 
+class FiniteScores(LogitsProcessor):
+    """Stops a generation at NaN or infinity, which would be read as a token like any other."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """The scores as they are, (B, vocabulary); UserError if one is NaN or infinite."""
+        if not (scores < math.inf).all():
+            raise UserError(
+                f"the model returns NaN or infinity after {input_ids.shape[-1]} tokens: its "
+                "weights are damaged, or its precision overflows (try float32)"
+            )
+        return scores
+
+
 def greedy_answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -93,7 +112,10 @@ def greedy_answers(
     prompts = prompts.to(model.device)
     with torch.inference_mode(), naming_the_limit(model, prompts.shape[1] + max_new_tokens):
         output = generate(
-            prompts, attention_mask=torch.ones_like(prompts), generation_config=settings
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            generation_config=settings,
+            logits_processor=[FiniteScores()],
         )
     return tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)
 

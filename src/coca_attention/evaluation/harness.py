@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from yaml import YAMLError
+
 from coca_attention.errors import UserError
 from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
 
@@ -80,10 +82,13 @@ def evaluate_harness(subject: Subject, settings: HarnessSettings, session: Sessi
         ]
 
     # Reading the harness' thousands of task files takes ten seconds: avoided where possible.
-    manager = TaskManager(include_path=settings.include_path, include_defaults=False)
-    if unknown_to(manager):
-        manager = TaskManager(include_path=settings.include_path)
-    unknown = unknown_to(manager)
+    try:
+        manager = TaskManager(include_path=settings.include_path, include_defaults=False)
+        if unknown_to(manager):
+            manager = TaskManager(include_path=settings.include_path)
+        unknown = unknown_to(manager)
+    except Exception as error:
+        raise UserError(f"a task file cannot be read: {' '.join(str(error).split())}") from error
     if unknown:
         raise UserError(
             f"the harness has no task {', '.join(unknown)}; list its tasks with: lm-eval ls tasks "
@@ -111,7 +116,7 @@ def evaluate_harness(subject: Subject, settings: HarnessSettings, session: Sessi
             torch_random_seed=settings.seed,
             fewshot_random_seed=settings.seed,
         )
-    except (ConnectionError, OSError, ValueError) as error:
+    except (ConnectionError, OSError, ValueError, YAMLError) as error:
         raise UserError(
             f"the harness could not run {', '.join(settings.tasks)}: "
             f"{' '.join(str(error).split())[:300]}"

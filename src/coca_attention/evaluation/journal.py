@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from coca_attention.environment import naming
 from coca_attention.errors import UserError
 
 
@@ -26,6 +27,7 @@ class Journal:
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
         self._values: dict[str, Any] = {}
+        self._used: set[str] = set()
         if self.path is not None and self.path.exists():
             self._read(self.path)
 
@@ -39,10 +41,10 @@ class Journal:
             try:
                 entry = json.loads(line)
                 self._values[_text(entry["key"])] = entry["value"]
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UserError(
-                    f"{path}: line {number} is damaged ({error!r}); delete the file to repeat the "
-                    "whole evaluation, or the line to repeat that part"
+                    f"{path}: line {number} is damaged; delete the file to repeat the whole "
+                    "evaluation, or the line to repeat that part"
                 ) from error
         if whole < len(content):
             # An incomplete last line: the process was killed while writing it.
@@ -54,6 +56,7 @@ class Journal:
 
     def get(self, key: Any) -> Any:
         """The value of a key, or None."""
+        self._used.add(_text(key))
         return self._values.get(_text(key))
 
     def put(self, key: Any, value: Any) -> None:
@@ -61,15 +64,16 @@ class Journal:
         if self.path is not None:
             line = json.dumps({"key": key, "value": value}, allow_nan=False) + "\n"
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8") as file:
+            with naming(self.path), open(self.path, "a", encoding="utf-8") as file:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
+        self._used.add(_text(key))
         self._values[_text(key)] = value
 
     def remove(self) -> None:
-        """Delete the file, once its values are in a result file."""
-        if self.path is not None:
+        """Delete the file, once its values are in a result file; not if others are in it too."""
+        if self.path is not None and set(self._values) <= self._used:
             self.path.unlink(missing_ok=True)
 
 

@@ -3,6 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from coca_attention.errors import UserError
+from coca_attention.evaluation.task import check_at_least
+
+LONGEST = 10**8
+"""Tokens of a prompt at most."""
+
 
 @dataclass
 class PromptSettings:
@@ -33,6 +39,17 @@ class Prompt:
 
     ids: list[int]
     facts: dict[str, Any]
+
+
+def check_prompts(settings: PromptSettings) -> None:
+    """Raise UserError unless the numbers are in range."""
+    if not settings.lengths:
+        raise UserError("give at least one prompt length")
+    for length in settings.lengths:
+        if not 1 <= length <= LONGEST:
+            raise UserError(f"lengths must be between 1 and {LONGEST} tokens, got {length}")
+    check_at_least(settings, 1, "samples", "max_new_tokens", "batch_tokens")
+    check_at_least(settings, 0, "seed")
 
 
 def prompt_costs(settings: PromptSettings) -> list[int]:

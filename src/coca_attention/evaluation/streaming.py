@@ -66,6 +66,22 @@ def load_stream(settings: StreamingSettings, subject: Subject) -> "Tensor":
     return torch.from_numpy(found.astype("int64"))
 
 
+def window_of(subject: Subject, settings: StreamingSettings) -> int:
+    """The window of the settings, or the model's training length without the sinks.
+
+    Raises:
+        UserError: If the model does not say its training length.
+    """
+    from coca_attention.models import training_length
+
+    if settings.window is not None:
+        return settings.window
+    trained = training_length(subject.model.config.get_text_config())
+    if trained is None or trained <= settings.sinks:
+        raise UserError("the model does not say its training length: set --window")
+    return trained - settings.sinks
+
+
 def evaluate_streaming(
     subject: Subject, tokens: "Tensor", settings: StreamingSettings, session: Session
 ) -> Cell:
@@ -89,15 +105,9 @@ def evaluate_streaming(
     import torch.nn.functional as F
 
     from coca_attention.evaluation.generation import rotary_scaling_for
-    from coca_attention.models import training_length
     from coca_attention.models.streaming import streaming
 
-    sinks, window = settings.sinks, settings.window
-    if window is None:
-        trained = training_length(subject.model.config.get_text_config())
-        if trained is None or trained <= sinks:
-            raise UserError("the model does not say its training length: set --window")
-        window = trained - sinks
+    sinks, window = settings.sinks, window_of(subject, settings)
     factor, total = session.applied_factor, len(tokens) - 1
     label = f"{subject.name} {session.scaling} streaming"
     about = {**asdict(settings), "window": window}
@@ -163,8 +173,19 @@ def evaluate_streaming(
     return cell
 
 
+def _tokens(subject: Subject, settings: StreamingSettings) -> "Tensor":
+    return subject.cached(f"stream {settings}", lambda: load_stream(settings, subject))
+
+
+def _prepare(subject: Subject, settings: StreamingSettings) -> None:
+    from coca_attention.models.streaming import streaming
+
+    with streaming(subject.model, window=window_of(subject, settings), sinks=settings.sinks):
+        _tokens(subject, settings)
+
+
 def _evaluate(subject: Subject, settings: StreamingSettings, session: Session) -> list[Cell]:
-    tokens = subject.cached(f"stream {settings}", lambda: load_stream(settings, subject))
+    tokens = _tokens(subject, settings)
     return [evaluate_streaming(subject, tokens, settings, session)]
 
 
@@ -175,4 +196,5 @@ TASK = Task(
     _evaluate,
     check_settings,
     lambda settings: [settings.tokens],
+    _prepare,
 )

@@ -6,14 +6,21 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from coca_attention.environment import check_writable, describe_environment, write_json
-from coca_attention.errors import UserError
+from coca_attention.environment import (
+    check_writable,
+    describe_environment,
+    hold,
+    keep_other_results,
+    write_json,
+)
+from coca_attention.errors import UserError, error_prefix
 from coca_attention.evaluation import TASKS
 from coca_attention.evaluation.journal import Journal
-from coca_attention.evaluation.task import Cell, Progress, Scaling, Session, Subject, load_subject
+from coca_attention.evaluation.task import Cell, Progress, Session, Subject, load_subject
 from coca_attention.options import OptionParser, check_sections, from_file
+from coca_attention.settings import Scaling, check_scaling
 
-RESULTS_FILE, JOURNAL_FILE = "results.json", "journal.jsonl"
+RESULTS_FILE, JOURNAL_FILE, LOCK_FILE = "results.json", "journal.jsonl", ".lock"
 
 
 @dataclass
@@ -47,11 +54,18 @@ class Suite:
         """Raise UserError where settings contradict each other or are out of range."""
         if not self.models:
             raise UserError("a suite needs models: a name and a folder each")
+        for name, path in self.models.items():
+            if not isinstance(name, str) or not isinstance(path, str):
+                raise UserError(
+                    f"models: a name and a folder each, as text; got {name!r}: {path!r} (put "
+                    "numbers in quotes)"
+                )
         if not self.scalings:
             raise UserError("a suite needs scalings; kind: none is the model as it was saved")
         if not self.tasks:
             raise UserError(f"a suite needs a task: one or more of {', '.join(TASKS)}")
         for scaling in self.scalings:
+            check_scaling(scaling.kind, scaling.factor)
             unknown = sorted(set(scaling.models or []) - set(self.models))
             if unknown:
                 raise UserError(
@@ -151,7 +165,46 @@ def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = N
     output = Path(output)
     results = output / RESULTS_FILE
     check_writable(results)
-    journal = Journal(output / JOURNAL_FILE)
+    with hold(output / LOCK_FILE):
+        return _run(suite, results, Journal(output / JOURNAL_FILE), progress)
+
+
+def check_models(suite: Suite) -> dict[str, dict[str, Any]]:
+    """Find out, before hours of work, whether every model, scaling and task can be done.
+
+    Returns:
+        By model, what the tasks have read for it (`Subject.cached`): the same object for models
+        with the same tokenizer.
+
+    Raises:
+        UserError: If a model cannot be loaded or scaled, or a text or prompt does not fit.
+    """
+    from coca_attention.data import load_tokenizer
+    from coca_attention.evaluation.generation import rotary_scaling_for
+    from coca_attention.models.loading import check_vocabulary, model_without_weights
+
+    by_tokenizer: dict[str, dict[str, Any]] = {}
+    found = {}
+    for name, path in suite.models.items():
+        with error_prefix(f"model {name}: "):
+            tokenizer = load_tokenizer(path)
+            backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+            rules = backend.to_str() if tokenizer.is_fast else path
+            found[name] = by_tokenizer.setdefault(rules, {})
+            subject = Subject(model_without_weights(path), tokenizer, name, _cache=found[name])
+            check_vocabulary(subject.model, tokenizer)
+            for scaling in suite.scalings:
+                if scaling.models is None or name in scaling.models:
+                    with rotary_scaling_for(subject.model, scaling.kind, scaling.factor, 1):
+                        pass
+            for task, settings in suite.tasks.items():
+                with error_prefix(f"{task}: "):
+                    TASKS[task].prepare(subject, settings)
+    return found
+
+
+def _run(suite: Suite, results: Path, journal: Journal, progress: Progress | None) -> Path:
+    prepared = check_models(suite)
     jobs = []
     for name in suite.models:
         scalings = [s for s in suite.scalings if s.models is None or name in s.models]
@@ -166,6 +219,7 @@ def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = N
             subject = None  # frees the previous model before the next one is loaded
             path = suite.models[name]
             subject = load_subject(path, name, dtype=suite.dtype, device=suite.device)
+            subject._cache = prepared[name]
         session = Session(scaling.kind, scaling.factor, journal)
         if progress is not None:
             session.progress = _within(progress, costs[number], before[number], before[-1])
@@ -175,6 +229,7 @@ def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = N
     settings = {name: vars(suite)[name] for name in own_sections(Suite)}
     settings["scalings"] = [asdict(scaling) for scaling in suite.scalings]
     settings |= {name: asdict(task) for name, task in suite.tasks.items()}
+    keep_other_results(results, "suite", settings)
     write_json(
         results, {"results": cells, "suite": settings, "environment": describe_environment()}
     )

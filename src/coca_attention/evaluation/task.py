@@ -79,10 +79,13 @@ def load_subject(
     """Load a model and its tokenizer; arguments and errors as for `load_model`."""
     from coca_attention.data import load_tokenizer
     from coca_attention.models import load_model
+    from coca_attention.models.loading import check_vocabulary
 
     model = load_model(path, dtype=dtype, device=device)
+    tokenizer = load_tokenizer(path)
+    check_vocabulary(model, tokenizer)
     identity = f"{fingerprint(path)} {dtype}"
-    return Subject(model, load_tokenizer(path), name or Path(path).name, identity)
+    return Subject(model, tokenizer, name or Path(path).name, identity)
 
 
 @dataclass
@@ -121,6 +124,9 @@ class Task:
         evaluate: From the model, the settings and the session to the cells.
         check: Raises UserError for settings out of range, before any model is loaded.
         cost: Tokens read for each cell, in order; for the progress bar of a suite.
+        prepare: Raises UserError for texts, prompts or sizes that do not fit a model, before any
+            weights are loaded; what it reads it keeps with `Subject.cached`. The model it receives
+            has no weights.
         scaled: Whether the rotary scaling applies. If not, a suite runs the task once per model.
     """
 
@@ -130,6 +136,7 @@ class Task:
     evaluate: Callable[[Subject, Any, Session], list[Cell]]
     check: Callable[[Any], Any] = lambda settings: None
     cost: Callable[[Any], list[int]] = lambda settings: [1]
+    prepare: Callable[[Subject, Any], Any] = lambda subject, settings: None
     scaled: bool = True
 
     def run(self, subject: Subject, settings: Any, session: Session) -> list[Cell]:

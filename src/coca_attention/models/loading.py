@@ -1,5 +1,6 @@
 """Loading a model from a folder or by name; incomplete weights are an error."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,24 +8,26 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from coca_attention.errors import UserError
+from coca_attention.hub import check_name
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Disable Transformers' progress bars for reading and writing files."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
 
 
 def load_model(
@@ -46,32 +49,18 @@ def load_model(
         UserError: If there is no model, its files are damaged, or weights are missing.
     """
     path = str(path)
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        hint = (
-            "; its training has not finished: run coca train again with the same recipe"
-            if (Path(path) / "recipe.yaml").is_file()
-            else ""
-        )
-        raise UserError(f"{path}: not a model folder, it has no config.json{hint}")
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
-    try:
-        with no_progress_bars():
-            auto = _auto_class(path) if any_head else AutoModelForCausalLM
-            loaded: Any = auto.from_pretrained(
-                path,
-                dtype="auto" if dtype == "auto" else getattr(torch, dtype),
-                output_loading_info=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-            )
-    except SafetensorError as error:
-        raise UserError(
-            f"{path}: a weight file is damaged or truncated ({error}); copy or save it again"
-        ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
-        raise UserError(f"{path}: no model could be loaded: {_brief(error)}") from error
+    with _naming(path), no_progress_bars():
+        auto = _auto_class(path) if any_head else AutoModelForCausalLM
+        loaded: Any = auto.from_pretrained(
+            path,
+            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
@@ -80,9 +69,66 @@ def load_model(
             f"example {missing[0]}, and would be random"
         )
     try:
-        return model.to(device).eval()
+        model = model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {device!r} cannot be used: {_brief(error)}") from error
+    log.info("%s: %s, %s parameters on %s", path, type(model).__name__, _count(model), device)
+    return model
+
+
+def model_without_weights(path: str | Path) -> PreTrainedModel:
+    """A model on the meta device, to find out in a moment whether it can be loaded and used.
+
+    Raises:
+        UserError: As `load_model`, except for what only reading the weights shows.
+    """
+    path = str(path)
+    with _naming(path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        for file in sorted(Path(path).glob("*.safetensors")):
+            with safe_open(file, "pt"):  # checks the size
+                pass
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return model.eval()
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if a tokenizer has tokens that a model has no embedding for."""
+    embeddings: Any = model.get_input_embeddings()
+    if len(tokenizer) > len(embeddings.weight):
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} entries and the model embeddings for "
+            f"{len(embeddings.weight)}: use the model's own tokenizer"
+        )
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Check the folder, and turn errors in loading from it into UserErrors."""
+    check_name(path)
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        hint = (
+            "; its training has not finished: run coca train again with the same recipe"
+            if (Path(path) / "recipe.yaml").is_file()
+            else ""
+        )
+        raise UserError(f"{path}: not a model folder, it has no config.json{hint}")
+    try:
+        yield
+    except SafetensorError as error:
+        raise UserError(
+            f"{path}: a weight file is damaged or truncated ({error}); copy or save it again"
+        ) from error
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        # Whatever a configuration says, Transformers believes, until something breaks.
+        raise UserError(f"{path}: no model could be loaded: {_brief(error)}") from error
+
+
+def _count(model: PreTrainedModel) -> str:
+    return f"{sum(p.numel() for p in model.parameters()):,}"
 
 
 def _auto_class(path: str) -> Any:
@@ -93,5 +139,5 @@ def _auto_class(path: str) -> Any:
 
 
 def _brief(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) < 300 else text[:300] + " …"

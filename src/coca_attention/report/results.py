@@ -1,6 +1,7 @@
 """Reading result files."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ def read_results(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
 
     Args:
         paths: Result files; or folders: of a run, a suite, a search or the quickstart, or with
-            result files in them. A file that is named twice is read once.
+            result files in them. A file that is named twice is read once. Numbered files beside
+            ``results.json`` and ``training.json``, of earlier measurements, are left out.
 
     Returns:
         The contents, each with the path of its file as ``file``.
@@ -33,7 +35,13 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     found = [path / name for name in IN_FOLDERS if (path / name).is_file()]
-    others = [file for file in sorted(path.glob("*.json")) if file not in found]
+    # Not those that were kept beside them: of a shorter run, or of another measurement.
+    names = "|".join(file.stem for file in found)
+    others = [
+        file
+        for file in sorted(path.glob("*.json"))
+        if not re.fullmatch(rf"({names})(-\d+)?", file.stem)
+    ]
     found += [file for file in others if _is_result_file(file)]
     if not found:
         raise UserError(
@@ -46,7 +54,7 @@ def _files(path: Path) -> list[Path]:
 def _is_result_file(file: Path) -> bool:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and bool(KINDS & set(content))
 
@@ -56,7 +64,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a result file, no valid JSON ({error})") from error
     if not isinstance(content, dict) or not KINDS & set(content):
         raise UserError(

@@ -51,6 +51,11 @@ class TrainingData:
         """Whether `blocks` are those of the whole run in training order."""
         return isinstance(self.blocks, Mixture)
 
+    def describe(self) -> str:
+        """The tokens of every text and how often they are read, in a few words."""
+        counts = (f"{name} {text['tokens']:,} tokens" for name, text in self.fingerprint.items())
+        return f"{', '.join(counts)}; {max(self.epochs.values()):.2f} passes"
+
 
 def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
     """Tokenise the texts of a recipe, or find them in the cache, and cut them into blocks.

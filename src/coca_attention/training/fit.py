@@ -1,10 +1,10 @@
 """One Trainer run in one folder: resumes when restarted; saves the model atomically."""
 
+import logging
 import math
-import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from transformers import (
     set_seed,
 )
 
+from coca_attention.environment import replace
 from coca_attention.errors import UserError
 from coca_attention.models.loading import no_progress_bars
+from coca_attention.training.model import parameter_counts
 from coca_attention.training.objectives import Loss
 from coca_attention.training.sections import TrainingRecipe
-from coca_attention.training.sharding import check_kind
+from coca_attention.training.sharding import catch_read_errors, check_kind
 from coca_attention.training.trainer import (
     STATE_FILE,
     RecipeTrainer,
@@ -30,6 +32,8 @@ from coca_attention.training.trainer import (
     last_checkpoint,
     training_arguments,
 )
+
+log = logging.getLogger(__name__)
 
 
 def fit(
@@ -69,11 +73,17 @@ def fit(
     state = PartialState()
     set_seed(settings.seed)
     # One process chooses, as others may see an older state of a network file system.
-    resume = broadcast_object_list([last_checkpoint(folder / "checkpoints")])[0]
-    trained = None if resume is None else TrainerState.load_from_json(str(resume / STATE_FILE))
+    found = last_checkpoint(folder / "checkpoints", say=True) if state.is_main_process else None
+    resume = broadcast_object_list([found])[0]
+    trained = None
+    if resume is not None:
+        with catch_read_errors(resume):
+            trained = TrainerState.load_from_json(str(resume / STATE_FILE))
     # After a kill between the last step and the end, Trainer would do another step.
     done = trained is not None and trained.global_step >= settings.steps
     model = make()
+    if state.is_main_process:
+        _announce(settings, folder, model, 0 if trained is None else trained.global_step)
     arguments = training_arguments(
         settings, folder, state.num_processes, validate_every=validate_every
     )
@@ -93,7 +103,7 @@ def fit(
             )
         except UserError:
             raise
-        except (ValueError, ImportError) as error:
+        except (ValueError, ImportError, RuntimeError) as error:
             raise UserError(f"the Trainer rejects these settings: {error}") from error
         if resume is not None:
             check_kind(resume, sharded=trainer.shards is not None)
@@ -102,8 +112,15 @@ def fit(
             trainer._load_from_checkpoint(str(resume))
             trainer.state = trained
         else:
-            with no_progress_bars():
-                result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+            try:
+                with no_progress_bars(), closing(trainer.progress):
+                    result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+            except UserError:
+                raise
+            except (ValueError, TypeError, ImportError) as error:
+                if not settings.trainer:
+                    raise
+                raise UserError(f"training.trainer cannot be used: {error}") from error
             seconds = result.metrics.get("train_runtime") if resume is None else None
     if trainer.state.global_step != settings.steps:
         raise UserError(
@@ -111,6 +128,22 @@ def fit(
             "same command again to resume"
         )
     return trainer, seconds
+
+
+def _announce(settings: TrainingRecipe, folder: Path, model: PreTrainedModel, step: int) -> None:
+    """Say what is about to be trained, where, and from which step."""
+    trained, every = parameter_counts(model)
+    begin = f"resuming from step {step:,}" if step else "from the first step"
+    log.info(
+        "%s: %s parameters%s on %s, %s steps of %s blocks, %s",
+        folder,
+        f"{every:,}",
+        "" if trained == every else f" ({trained:,} of them trained)",
+        PartialState().device,
+        f"{settings.steps:,}",
+        f"{settings.global_batch_size:,}",
+        begin,
+    )
 
 
 def perplexity_of(
@@ -170,7 +203,7 @@ def save_trained(
         )  # a pickle; recipe.yaml has all settings
         tokenizer.save_pretrained(partial)
         for path in partial.iterdir():
-            os.replace(path, folder / path.name)
+            replace(path, folder / path.name)
         partial.rmdir()
     return model
 

@@ -107,7 +107,9 @@ def load_recipe(path: str | Path | None = None, overrides: list[str] | None = No
 
     if path is None:
         return make(overrides)
-    check_sections(Path(path), "recipe", names)
+    for name, value in check_sections(Path(path), "recipe", names).items():
+        if name != "stages" and not isinstance(value, dict | None):
+            raise UserError(f"{path}: section {name} needs fields and values, got {value!r}")
     return from_file(path, [f"--recipe={path}"], overrides, make)
 
 

@@ -1,7 +1,8 @@
 """`train`: from a recipe to an ordinary Transformers folder; resumes when restarted."""
 
-import json
+import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -13,23 +14,46 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from coca_attention.data import Document, load_or_train_tokenizer, load_tokenizer
 from coca_attention.data.passkey import vocabulary_text
-from coca_attention.environment import describe_environment, write_json, write_text
+from coca_attention.environment import (
+    check_writable,
+    describe_environment,
+    hold,
+    read_json,
+    write_json,
+    write_text,
+)
 from coca_attention.errors import UserError
 from coca_attention.models.cards import write_card
-from coca_attention.models.loading import load_model
+from coca_attention.models.loading import load_model, model_without_weights
 from coca_attention.training.data import TrainingData, check_sources, load_data, training_documents
 from coca_attention.training.fit import perplexity_of, save_trained
 from coca_attention.training.recipe import Recipe, as_yaml, differences, load_recipe
 from coca_attention.training.sections import TEXT
 from coca_attention.training.stages import join_curves, train_stages
-from coca_attention.training.trainer import catch_write_errors
+from coca_attention.training.trainer import (
+    catch_write_errors,
+    last_checkpoint,
+    training_arguments,
+)
+
+log = logging.getLogger(__name__)
 
 RECIPE_FILE = "recipe.yaml"
 # Written last: a run folder that has it is finished.
 SUMMARY_FILE = "training.json"
+# While a process trains.
+LOCK_FILE = ".lock"
+# The steps that the run had before each extension.
+EXTENDED_FILE = "extended.json"
 
 
-def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCallback] = ()) -> Path:
+def train(
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    extend: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Path:
     """Train a model, or resume an interrupted run of the same recipe.
 
     Args:
@@ -37,37 +61,57 @@ def train(recipe: Recipe, output: str | Path, *, callbacks: Sequence[TrainerCall
         output: Folder of the run. At the end it holds the model, the tokenizer, the recipe with
             all defaults, and ``training.json`` (curves, tokens, seconds, recipe, versions,
             hardware, stages).
+        extend: Whether the recipe may have more steps than the run in the folder, which then goes
+            on from its last checkpoint. The learning rate continues at the value that the longer
+            schedule has for the next step.
         callbacks: Further Trainer callbacks.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: If the folder holds a run of another recipe, or the data cannot be used.
+        UserError: If the folder holds a run of another recipe or is in use, or the data cannot be
+            used.
         TrainingDiverged: If the loss or a weight is no longer finite.
     """
     recipe.check()
     output = Path(output)
+    if output.exists() and not output.is_dir():
+        raise UserError(f"{output} is a file; choose another --output")
     if not is_finished(output):
         check_sources(recipe)
     state = PartialState(cpu=not torch.accelerator.is_available())
-    with state.main_process_first():
-        claim_folder(recipe, output)
-        if is_finished(output):
-            return output
-        tokenizer = _load_tokenizer(recipe, output)
-    data = load_data(recipe, tokenizer)
-    with state.main_process_first():
-        check_same_text(data.fingerprint, output)
-    start = _measure_start(recipe, data, output)
-    trainer, stages = train_stages(recipe, data, tokenizer, output, callbacks=callbacks)
-    model = save_trained(trainer, tokenizer, output)
-    if model is not None:
-        summary = _summary(recipe, model, data, stages) | start
-        with catch_write_errors(output, trainer.describe_saved):
-            write_card(output, model.config, **_card(recipe, summary))
-            write_json(output / SUMMARY_FILE, summary)
-    state.wait_for_everyone()
+    with ExitStack() as stack:
+        with state.main_process_first():
+            if state.is_main_process and (extend or not is_finished(output)):
+                check_writable(output / RECIPE_FILE)
+                stack.enter_context(hold(output / LOCK_FILE))
+                # Before the text is read, which can take hours.
+                training_arguments(recipe.training, output, state.num_processes)
+                if recipe.model.teacher is not None:
+                    model_without_weights(recipe.model.teacher)
+            claim_folder(recipe, output, extend=extend)
+            if is_finished(output):
+                return output
+            if state.is_main_process:
+                log.info("%s: reading the text", output)
+            tokenizer = _load_tokenizer(recipe, output)
+        data = load_data(recipe, tokenizer)
+        if state.is_main_process:
+            log.info("%s: %s", output, data.describe())
+        with state.main_process_first():
+            check_same_text(data.fingerprint, output)
+        start = _measure_start(recipe, data, output)
+        trainer, stages = train_stages(recipe, data, tokenizer, output, callbacks=callbacks)
+        model = save_trained(trainer, tokenizer, output)
+        if model is not None:
+            summary = _summary(recipe, model, data, stages) | start
+            if (output / EXTENDED_FILE).is_file():
+                summary["extended_from"] = read_json(output / EXTENDED_FILE)
+            with catch_write_errors(output, trainer.describe_saved):
+                write_card(output, model.config, **_card(recipe, summary))
+                write_json(output / SUMMARY_FILE, summary)
+        state.wait_for_everyone()
     return output
 
 
@@ -81,23 +125,38 @@ def check_same_text(fingerprint: dict[str, Any], output: Path) -> None:
     path = output / "text.json"
     if not path.is_file():
         write_json(path, found)
-    elif json.loads(path.read_text(encoding="utf-8")) != found:
+    elif read_json(path) != found:
         raise UserError(
             f"{output}: the training text has changed since this run was started (its fingerprint "
             f"is in {path}); restore the text, or choose another --output"
         )
 
 
-def claim_folder(recipe: Recipe, output: Path) -> None:
+def claim_folder(recipe: Recipe, output: Path, *, extend: bool = False) -> None:
     """Write the recipe into a run folder, or compare it with the one there.
+
+    Args:
+        recipe: The run.
+        output: Its folder.
+        extend: As for `train`.
 
     Raises:
         UserError: If the folder belongs to another recipe or to something else.
     """
     path = output / RECIPE_FILE
     if path.is_file():
+        found = load_recipe(path)
         # The folder of the token cache has no influence on the tokens.
-        changed = [n for n in differences(load_recipe(path), recipe) if n != "data.cache"]
+        changed = [n for n in differences(found, recipe) if n != "data.cache"]
+        before, after = found.training.steps, recipe.training.steps
+        if changed == ["training.steps"] and before < after and not recipe.stages:
+            if extend:
+                _extend(recipe, output, before)
+                return
+            raise UserError(
+                f"{output} holds a run of {before:,} steps: add --extend to train it to {after:,}, "
+                "or choose another --output"
+            )
         if changed:
             raise UserError(
                 f"{output} holds a run of another recipe (different: {', '.join(changed)}); choose "
@@ -106,10 +165,30 @@ def claim_folder(recipe: Recipe, output: Path) -> None:
         return
     # A start that was killed may have left partial files.
     there = output.iterdir() if output.is_dir() else []
-    others = [path for path in there if not path.name.endswith(".partial")]
+    others = [p for p in there if not p.name.endswith(".partial") and p.name != LOCK_FILE]
     if others or (output.exists() and not output.is_dir()):
         raise UserError(f"{output} exists and is not a run folder; choose another --output")
     write_text(path, as_yaml(recipe))
+
+
+def _extend(recipe: Recipe, output: Path, before: int) -> None:
+    """Make a run of so many steps, finished or not, the unfinished run of a longer recipe."""
+    if any(s.source.startswith("hf:") and not s.max_tokens for s in recipe.data.mixture.values()):
+        raise UserError(
+            f"{output} cannot be extended: of a stream in a mixture only what the run needs is "
+            "read. Start a new run from its model (model.start)"
+        )
+    if last_checkpoint(output / "checkpoints") is None:
+        raise UserError(
+            f"{output} has no whole checkpoint to go on from: start a new run from its model "
+            "(model.start)"
+        )
+    path = output / EXTENDED_FILE
+    earlier = read_json(path) if path.is_file() else []
+    write_json(path, [*(steps for steps in earlier if steps < before), before])
+    if is_finished(output):
+        (output / SUMMARY_FILE).rename(output / f"training-{before}.json")
+    write_text(output / RECIPE_FILE, as_yaml(recipe))
 
 
 def is_finished(output: str | Path) -> bool:
@@ -119,7 +198,7 @@ def is_finished(output: str | Path) -> bool:
 
 def read_summary(output: str | Path) -> dict[str, Any]:
     """The ``training.json`` of a finished run folder."""
-    return json.loads((Path(output) / SUMMARY_FILE).read_text(encoding="utf-8"))
+    return read_json(Path(output) / SUMMARY_FILE)
 
 
 def _load_tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
@@ -152,7 +231,7 @@ def _measure_start(recipe: Recipe, data: TrainingData, output: Path) -> dict[str
         if PartialState().is_main_process:
             write_json(path, {"name": Path(name).name, "perplexity": found})
         PartialState().wait_for_everyone()
-    return {"start": json.loads(path.read_text(encoding="utf-8"))}
+    return {"start": read_json(path)}
 
 
 def _summary(

@@ -1,5 +1,6 @@
 """The sections of a recipe: what its YAML may say, with the paper's settings (§3.3) as defaults."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,7 +9,7 @@ from typing import Any, Literal
 
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError, did_you_mean, error_prefix
-from coca_attention.settings import Initialisation, check_letters, form_names
+from coca_attention.settings import Initialisation, check_letters, check_vocab_size, form_names
 
 # Names of the only source of a recipe without a mixture, and of the blocks of `passkey_share`.
 TEXT = "text"
@@ -21,22 +22,27 @@ SIZES = (
     "decay_length",
 )  # fmt: skip
 
+LARGEST = 2**40
+"""Of any count."""
+
 Objective = Literal["next_token", "attention", "logits", "hidden_states"]
 Trained = Literal["t", "qt", "qtv", "all", "lora"]
 
 
 def check_positive_counts(settings: Any, *names: str) -> None:
-    """Raise UserError if one of the named fields is set and below 1."""
+    """Raise UserError if one of the named fields is set and below 1, or beyond any use."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
+        if value is not None and value > LARGEST:
+            raise UserError(f"{name} must be at most {LARGEST}, got {value}")
 
 
 def check_positive(settings: Any, *names: str) -> None:
-    """Raise UserError if one of the named fields is not above 0."""
+    """Raise UserError if one of the named fields is not finite and above 0."""
     for name in names:
-        if not getattr(settings, name) > 0:
+        if not 0 < getattr(settings, name) < math.inf:
             raise UserError(f"{name} must be above 0, got {getattr(settings, name)}")
 
 
@@ -110,6 +116,8 @@ class ModelRecipe:
         check_positive_counts(self, "hidden_size", "num_layers", "num_heads")
         check_positive_counts(self, "num_key_value_heads", "intermediate_size", "window")
         check_positive_counts(self, "max_distance")
+        if self.num_layers > 10_000:
+            raise UserError(f"num_layers must be at most 10000, got {self.num_layers}")
         check_positive(self, "rope_base")
         if self.layers:
             check_letters(self.layers)
@@ -230,6 +238,8 @@ class DataRecipe(SourceSettings):
     def check(self) -> None:
         """Raise UserError if a setting is out of range or contradicts another."""
         check_positive_counts(self, "block_length", "max_tokens")
+        if self.tokenizer is None:
+            check_vocab_size(self.vocab_size)
         for name in ("held_out", "passkey_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
@@ -326,6 +336,14 @@ class TrainingRecipe:
         for name in ("warmup_share", "final_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        for name in ("initial_learning_rate", "weight_decay", "max_grad_norm"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name} must be 0 or above, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed must be between 0 and {2**32 - 1}, got {self.seed}")
 
 
 @dataclass

@@ -10,8 +10,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import (
     AutocastKwargs,
@@ -136,15 +138,21 @@ def check_kind(checkpoint: Path, sharded: bool) -> None:
 
 @contextmanager
 def catch_read_errors(checkpoint: Path) -> Iterator[None]:
-    """Turn errors in reading a part of a checkpoint into a UserError."""
+    """Turn errors in reading a checkpoint into a UserError."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
-    except CheckpointException as error:
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        cause = first_failure(error) if isinstance(error, CheckpointException) else error
+        # What PyTorch says of a damaged file is advice to run code in it.
+        safe = not isinstance(cause, UnpicklingError)
+        reason = f" ({' '.join(str(cause).split())[:500]})" if safe else ""
         raise UserError(
-            f"{checkpoint} cannot be read ({first_failure(error)}): restore its files, or remove "
-            "the folder to resume from the previous checkpoint"
+            f"{checkpoint} cannot be read{reason}: restore its files, or remove the folder to "
+            "resume from the previous checkpoint"
         ) from error
 
 

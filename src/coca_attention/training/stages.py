@@ -9,7 +9,6 @@ of the last finished stage.
 A recipe without stages is a single stage in the run folder itself.
 """
 
-import json
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from accelerate import PartialState
 from torch.utils.data import Dataset, Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from coca_attention.environment import write_json
+from coca_attention.environment import read_json, write_json
 from coca_attention.errors import UserError
 from coca_attention.models.cards import write_card
 from coca_attention.models.configuration import attention_of
@@ -90,7 +89,7 @@ def train_stages(
         if state.is_main_process:
             # Their optimizer states, twice as large as the weights, are no longer needed.
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        summaries.append(json.loads((folder / STAGE_FILE).read_text(encoding="utf-8")))
+        summaries.append(read_json(folder / STAGE_FILE))
         before = folder
     stage, blocks = last
     folder = output / "stages" / stage.name if recipe.stages else output

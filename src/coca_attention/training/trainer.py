@@ -1,7 +1,13 @@
 """Transformers' Trainer with the paper's schedule, a stop at NaN, and reliable checkpoints."""
 
+import hashlib
 import json
+import logging
+import math
 import re
+import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -15,11 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from coca_attention.environment import sync, sync_folder, write_json
 from coca_attention.errors import UserError
 from coca_attention.training.model import parameter_counts
 from coca_attention.training.objectives import Loss
@@ -35,7 +42,11 @@ from coca_attention.training.sharding import (
     prepare_sharding,
 )
 
+log = logging.getLogger(__name__)
+
 STATE_FILE = "trainer_state.json"
+# Written last: size and SHA-256 of every file of a checkpoint.
+CHECKSUM_FILE = "checksums.json"
 # In the messages of PyTorch's file writer, which reports a full disk as a RuntimeError.
 WRITER = "inline_container|PytorchStreamWriter|iostream"
 
@@ -103,7 +114,7 @@ def training_arguments(
         "seed": settings.seed,
         "data_seed": settings.seed,
         "save_steps": settings.save_every,
-        "save_total_limit": settings.keep_checkpoints,
+        "save_total_limit": None,  # `_save_checkpoint` removes old ones
         "logging_steps": settings.log_every,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
@@ -127,7 +138,7 @@ def training_arguments(
         raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
     try:
         arguments = TrainingArguments(**known, **settings.trainer)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ImportError, OSError) as error:
         raise UserError(f"training.trainer: {error}") from error
     # For float32, Trainer would use the configuration of accelerate launch.
     names = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
@@ -155,8 +166,9 @@ class RecipeTrainer(Trainer):
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
         self.remove_callback(ProgressCallback)
+        self.progress = QuietProgress() if sys.stderr.isatty() else ProgressLines()
         if not self.args.disable_tqdm:
-            self.add_callback(QuietProgress())
+            self.add_callback(self.progress)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -202,12 +214,27 @@ class RecipeTrainer(Trainer):
         return loss
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with catch_write_errors(Path(str(self.args.output_dir)), self.describe_saved):
+        folder = Path(str(self.args.output_dir))
+        checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with catch_write_errors(folder, self.describe_saved):
+            if self.is_world_process_zero():
+                # What is left of it was incomplete or damaged.
+                shutil.rmtree(checkpoint, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
             super()._save_checkpoint(*args, **kwargs)
+            if self.is_world_process_zero():
+                sync(checkpoint / STATE_FILE)
+                write_json(checkpoint / CHECKSUM_FILE, {"files": checksums(checkpoint)})
+                sync_folder(folder)
+                # Not by Trainer, which would remove others before this one is on the disk.
+                for path in sorted_checkpoints(folder)[self.settings.keep_checkpoints :]:
+                    if str(path) != self.state.best_model_checkpoint:
+                        shutil.rmtree(path, ignore_errors=True)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        # The file that the first process writes next marks the checkpoint as complete.
+        sync(Path(output_dir))
+        # The files that the first process writes next mark the checkpoint as complete.
         self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -238,6 +265,13 @@ class RecipeTrainer(Trainer):
             else:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # Tied weights are saved once, so the others of their names are always missing.
+        tied: Any = getattr(self.model, "all_tied_weights_keys", {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        for name in [*missing, *load_result.unexpected_keys][:1]:
+            raise ValueError(f"{name} is in one of checkpoint and model only")
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
@@ -245,11 +279,21 @@ class RecipeTrainer(Trainer):
         with catch_read_errors(folder):
             if self.shards is not None or not is_sharded(folder):
                 super()._load_optimizer_and_scheduler(checkpoint)
-                return
-            assert self.optimizer is not None and self.lr_scheduler is not None  # made before
-            load_optimizer_parts(self.accelerator, self.optimizer, self.model, folder)
-            state = torch.load(folder / SCHEDULER_NAME, weights_only=True)
-            self.lr_scheduler.load_state_dict(state)
+            else:
+                assert self.optimizer is not None and self.lr_scheduler is not None  # made before
+                load_optimizer_parts(self.accelerator, self.optimizer, self.model, folder)
+                state = torch.load(folder / SCHEDULER_NAME, weights_only=True)
+                self.lr_scheduler.load_state_dict(state)
+        optimizer: Any = self.optimizer
+        if isinstance(scheduler := self.lr_scheduler, LambdaLR) and optimizer is not None:
+            # A run that is extended goes on at the rate of the longer schedule.
+            share = learning_rate_share(scheduler.last_epoch, self.settings)
+            for group, peak in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
+                group["lr"] = peak * share
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with catch_read_errors(Path(checkpoint or "")):
+            super()._load_rng_state(checkpoint)
 
     def _diverged(self, what: str) -> TrainingDiverged:
         return TrainingDiverged(
@@ -300,20 +344,97 @@ class QuietProgress(ProgressCallback):
         if self.training_bar is not None and logs and "loss" in logs:
             self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
 
+    def close(self) -> None:
+        """End the bars, so that what is printed next has a line of its own."""
+        for bar in (self.prediction_bar, self.training_bar):
+            if bar is not None:
+                bar.close()
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """The latest complete checkpoint, or None.
 
-    The first process writes ``trainer_state.json`` last, after all others have written their parts,
-    so in an incomplete checkpoint it is missing or truncated.
+class ProgressLines(TrainerCallback):
+    """In place of the bar where the output is not a terminal: a line now and then."""
+
+    seconds = 10.0
+
+    def __init__(self) -> None:
+        self.said = -math.inf
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        now = time.monotonic()
+        late = now - self.said >= self.seconds or state.global_step >= state.max_steps
+        if state.is_world_process_zero and logs and "loss" in logs and late:
+            self.said = now
+            step, steps = f"{state.global_step:,}", f"{state.max_steps:,}"
+            log.info("step %s of %s, loss %.3f", step, steps, float(logs["loss"]))
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def checksums(folder: Path) -> dict[str, list[Any]]:
+    """Size and SHA-256 of every file in a folder, by its path in the folder."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != CHECKSUM_FILE and not name.endswith(".partial"):
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[name] = [path.stat().st_size, digest]
+    return found
+
+
+def sorted_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, whole or not, the newest first."""
+    steps = {
+        path: int(step)
+        for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if (step := path.name.rpartition("-")[2]).isdecimal() and path.is_dir()
+    }
+    return sorted(steps, key=steps.__getitem__, reverse=True)
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """Why a checkpoint is not whole, or None.
+
+    The first process writes ``trainer_state.json`` after all others have written their parts, and
+    ``checksums.json`` last; checkpoints of earlier versions have none.
     """
-    best: tuple[int, Path] | None = None
-    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        try:
-            state = json.loads((path / STATE_FILE).read_text())
-            step = int(state["global_step"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if best is None or step > best[0]:
-            best = (step, path)
-    return best[1] if best else None
+    try:
+        int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
+    except FileNotFoundError:
+        return "it is incomplete"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return f"{STATE_FILE} is damaged"
+    path = checkpoint / CHECKSUM_FILE
+    if not path.is_file():
+        return None
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))["files"]
+        found = checksums(checkpoint)
+        for name, value in known.items():
+            if found.get(name) != value:
+                return f"{name} is {'damaged' if name in found else 'missing'}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{CHECKSUM_FILE} is damaged"
+    return None
+
+
+def last_checkpoint(folder: Path, *, say: bool = False) -> Path | None:
+    """The latest whole checkpoint, or None.
+
+    Args:
+        folder: The folder of the checkpoints.
+        say: Whether to log which later ones are not whole.
+    """
+    problems: list[str] = []
+    found = None
+    for path in sorted_checkpoints(folder):
+        problem = problem_of(path)
+        if problem is None:
+            found = path
+            break
+        problems.append(f"{path.name} cannot be used ({problem})")
+    if say and problems:
+        then = f"goes on from {found.name}" if found else "starts again at the first step"
+        log.warning("%s: %s; training %s", folder, ", ".join(problems), then)
+    return found

@@ -1,14 +1,20 @@
 """The needles task: prompts, scoring and evaluation."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from coca_attention.data.passkey import encoder, leading_special_tokens
 from coca_attention.errors import UserError
 from coca_attention.evaluation.needles.samples import KINDS, NAMES, Kind, needle_text
-from coca_attention.evaluation.prompts import Prompt, PromptSettings, prompt_costs
+from coca_attention.evaluation.prompts import (
+    Prompt,
+    PromptSettings,
+    check_prompts,
+    prompt_costs,
+)
 from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
 from coca_attention.intervals import wilson_interval
 
@@ -80,12 +86,13 @@ def recall(answer: str, expected: list[str]) -> float:
 
 def check_settings(settings: NeedleSettings) -> None:
     """Raise UserError unless the numbers are in range."""
-    if not settings.lengths or not settings.kinds:
-        raise UserError("give at least one prompt length and one kind")
+    check_prompts(settings)
+    if not settings.kinds:
+        raise UserError("give at least one kind")
     unknown = sorted(set(settings.kinds) - set(KINDS))
     if unknown:
         raise UserError(f"unknown kinds {', '.join(unknown)}; choose from {', '.join(KINDS)}")
-    check_at_least(settings, 1, "samples", "count", "max_new_tokens", "batch_tokens")
+    check_at_least(settings, 1, "count")
     if settings.count > len(NAMES):
         raise UserError(f"count must be at most {len(NAMES)}, got {settings.count}")
 
@@ -137,6 +144,11 @@ def evaluate_needles(subject: Subject, settings: NeedleSettings, session: Sessio
     return cells
 
 
+def _prepare(subject: Subject, settings: NeedleSettings) -> None:
+    for kind, length in product(settings.kinds, settings.lengths):
+        needle_prompts(subject.tokenizer, replace(settings, samples=1), kind, length)
+
+
 TASK = Task(
     "needles",
     "Needles of RULER's kinds: one or several facts in a long prompt, and chains of variables.",
@@ -144,4 +156,5 @@ TASK = Task(
     evaluate_needles,
     check_settings,
     lambda settings: prompt_costs(settings) * len(settings.kinds),
+    _prepare,
 )

@@ -1,7 +1,7 @@
 """The passkey task: prompts, scoring and evaluation."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,12 @@ from coca_attention.data.passkey import (
     passkey_text,
 )
 from coca_attention.errors import UserError
-from coca_attention.evaluation.prompts import Prompt, PromptSettings, prompt_costs
+from coca_attention.evaluation.prompts import (
+    Prompt,
+    PromptSettings,
+    check_prompts,
+    prompt_costs,
+)
 from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
 from coca_attention.intervals import wilson_interval
 
@@ -64,9 +69,8 @@ def is_hit(answer: str, key: int) -> bool:
 
 def check_settings(settings: PasskeySettings) -> None:
     """Raise UserError unless the numbers are in range."""
-    if not settings.lengths:
-        raise UserError("give at least one prompt length")
-    check_at_least(settings, 1, "samples", "max_new_tokens", "batch_tokens", "depths")
+    check_prompts(settings)
+    check_at_least(settings, 1, "depths")
 
 
 def evaluate_passkey(subject: Subject, settings: PasskeySettings, session: Session) -> list[Cell]:
@@ -111,6 +115,11 @@ def evaluate_passkey(subject: Subject, settings: PasskeySettings, session: Sessi
     return cells
 
 
+def _prepare(subject: Subject, settings: PasskeySettings) -> None:
+    for length in settings.lengths:
+        passkey_prompts(subject.tokenizer, replace(settings, samples=1), length)
+
+
 TASK = Task(
     "passkey",
     "Passkey retrieval: does a model find five digits hidden in a long prompt?",
@@ -118,4 +127,5 @@ TASK = Task(
     evaluate_passkey,
     check_settings,
     prompt_costs,
+    _prepare,
 )

@@ -154,6 +154,7 @@ def check_settings(settings: WindowSettings) -> int:
             f"{settings.key_short}"
         )
     check_at_least(settings, 1, "batch_tokens")
+    check_at_least(settings, 0, "seed")
     return stride
 
 
@@ -347,11 +348,23 @@ def _cost(settings: PerplexitySettings) -> list[int]:
     return [cost * tokens for cost in per_token]
 
 
-def _evaluate(subject: Subject, settings: PerplexitySettings, session: Session) -> list[Cell]:
-    documents = subject.cached(
+def _documents(subject: Subject, settings: PerplexitySettings) -> "list[TokenDocument]":
+    return subject.cached(
         f"text {settings}",
         lambda: load_text(settings, subject.tokenizer, at_least=tokens_needed(settings)),
     )
+
+
+def _prepare(subject: Subject, settings: PerplexitySettings) -> None:
+    if settings.key_model is not None:
+        from coca_attention.models.loading import model_without_weights
+
+        model_without_weights(settings.key_model)
+    _documents(subject, settings)
+
+
+def _evaluate(subject: Subject, settings: PerplexitySettings, session: Session) -> list[Cell]:
+    documents = _documents(subject, settings)
     keys = subject.cached(f"keys {settings}", lambda: load_keys(settings, subject, documents))
     return evaluate_perplexity(subject, documents, settings, session, keys=keys)
 
@@ -363,4 +376,5 @@ TASK = Task(
     _evaluate,
     _check,
     _cost,
+    _prepare,
 )

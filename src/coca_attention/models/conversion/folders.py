@@ -1,6 +1,5 @@
 """Converting a model from folder to folder, atomically."""
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from coca_attention.errors import UserError
+from coca_attention.environment import replace
+from coca_attention.errors import UserError, known_problem
 from coca_attention.models.cards import CARD, carry_over, write_card
 from coca_attention.models.configuration import check_cache_kind
 from coca_attention.models.conversion.calibration import calibration_texts
@@ -145,6 +145,9 @@ def _new_folder(source: str | Path, target: str | Path) -> Path:
 @contextmanager
 def _writing(model: Any, source: str | Path, target: Path) -> Iterator[Path]:
     """A temporary folder with the model and its tokenizer, which becomes the target on leaving."""
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise UserError(f"{source}: {name} has values that are not finite: it is damaged")
     partial = target.with_name(f".{target.name}.coca-partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -158,8 +161,13 @@ def _writing(model: Any, source: str | Path, target: Path) -> Iterator[Path]:
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         yield partial
-        os.replace(partial, target)
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror or error}") from error
+        replace(partial, target)
+    except UserError:
+        raise
+    except Exception as error:
+        problem = known_problem(error)
+        if problem is None:
+            raise
+        raise UserError(f"{target} cannot be written: {problem}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
