@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup quickstart test test-slow gpu-check lint clean
+.PHONY: help setup quickstart test test-slow gpu-check lint docs package clean
 
 help:
 	@echo "make setup       virtual environment in .venv with everything the project needs"
@@ -13,6 +13,8 @@ help:
 	@echo "make test-slow   the tests that take minutes"
 	@echo "make gpu-check   GPU tests and benchmarks, with the packages of \$$(PYTHON); no set-up, no network"
 	@echo "make lint        formatting, lint rules and types"
+	@echo "make docs        the documentation site, in build/site"
+	@echo "make package     wheel and source archive, in dist"
 
 setup: $(READY)
 
@@ -40,6 +42,13 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+
+# Strict: a warning, a dead link or a request to another host is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+package: $(READY)
+	$(BIN)/python -m build --no-isolation
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -34,6 +34,7 @@ class Case:
 
 
 CASES: dict[str, Case] = {}
+"""Registered cases by name: ``coca bench --cases NAME``."""
 
 
 def register_case(case: Case) -> None:

@@ -65,6 +65,7 @@ class ScoreForm:
 
 
 FORMS: dict[str, ScoreForm] = {}
+"""Registered score forms by name."""
 RENAMED = {"linear": "magnitude"}
 
 

@@ -121,7 +121,9 @@ class Rule:
 
 
 UNSCALED = Rule()
+"""Frequencies as in training."""
 RULES: dict[str, type[Rule]] = {Rule.kind: Rule}
+"""Registered rules by the name that `set_rotary_scaling` takes."""
 
 
 RuleType = TypeVar("RuleType", bound=type[Rule])
