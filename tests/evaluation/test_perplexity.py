@@ -26,6 +26,7 @@ from coca_attention.evaluation.perplexity.score import (
     TokenDocument,
     TokenScores,
     by_tokens_read,
+    equal_ranges,
     score_documents,
 )
 from coca_attention.evaluation.perplexity.windows import sliding_windows
@@ -327,7 +328,7 @@ def test_positions_count_what_was_read_before_each_token(batch_tokens):
         assert not scored[0] and scored[1:].all() and score.nats[0].isnan()
         assert torch.allclose(score.nats[1:], score.read[1:].float(), rtol=1e-5)
         assert score.nats[1:].sum().item() == pytest.approx(total.nats, rel=1e-5)
-    buckets = by_tokens_read(scores, 8, 4)
+    buckets = by_tokens_read(scores, equal_ranges(8, 4))
     assert [(b["first"], b["last"]) for b in buckets] == [(1, 2), (3, 4), (5, 6), (7, 8)]
     assert sum(b["tokens"] for b in buckets) == 39 + 22
     for b in buckets:
@@ -404,15 +405,15 @@ def test_an_evaluator_shares_the_tokenizer_and_knows_more_from_far_away(tmp_path
 
     def keys(name, **changes):
         settings = WindowSettings([64], key_model=str(tmp_path / name), key_short=8, **changes)
-        return load_keys(settings, subject, documents)
+        return load_keys(settings, subject, documents, Session())
 
     with pytest.raises(ValueError, match="has another tokenizer"):
         keys("other")
-    assert load_keys(WindowSettings([64]), subject, documents) is None
+    assert load_keys(WindowSettings([64]), subject, documents, Session()) is None
     with torch.no_grad():
         model.lm_head.weight.zero_()
     model.save_pretrained(tmp_path / "same")
     with pytest.raises(ValueError, match="choose an evaluator that uses long context"):
         keys("same", stride=16)
     with pytest.raises(ValueError, match="key_short must be at least 1"):
-        load_keys(WindowSettings([8], key_model="x", key_short=8), subject, documents)
+        load_keys(WindowSettings([8], key_model="x", key_short=8), subject, documents, Session())

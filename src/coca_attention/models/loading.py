@@ -76,7 +76,7 @@ def load_model(
     return model
 
 
-def model_without_weights(path: str | Path) -> PreTrainedModel:
+def model_without_weights(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     """A model on the meta device, to find out in a moment whether it can be loaded and used.
 
     Raises:
@@ -90,7 +90,7 @@ def model_without_weights(path: str | Path) -> PreTrainedModel:
                 pass
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return model.eval()
+    return model.to(getattr(torch, dtype)).eval()
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
