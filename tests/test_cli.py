@@ -55,7 +55,16 @@ def test_the_fields_of_a_stage_have_help(capsys):
     ("words", "options"),
     [
         (["quickstart"], ["--output", "--sizes.steps", "Optimizer steps of each model"]),
-        (["train"], ["--training.steps", "--model.attention", "AdamW's weight decay", "--output"]),
+        (
+            ["train"],
+            [
+                "--training.steps",
+                "--model.attention",
+                "AdamW's weight decay",
+                "--extend Train",
+                "--output",
+            ],
+        ),
         (["eval", "perplexity"], ["--windows", "--attend-last", "Random seed of the bootstrap"]),
         (["generate"], ["--max-new-tokens", "prompt", "Tokens to generate at most"]),
         (["report"], ["--title", "HTML file to write"]),

@@ -229,7 +229,7 @@ def test_a_failed_calibration_writes_nothing(
         (["nowhere"], "no model could be loaded"),
         (
             ["SOURCE", "--from-original", "--form", "strict"],
-            "omit --form, --init, --free-pairs and",
+            "omit --form, --init, --free-pairs, --layers and",
         ),
         (["SOURCE", "--from-original"], "no weights"),
     ],

@@ -27,7 +27,8 @@ def inputs(free: int, queries: int = 23, keys: int = 29):
 def test_agrees_with_the_oracle(form, free, interleaved, block, monkeypatch):
     q, t, v = inputs(free)
     if block:
-        monkeypatch.setattr(clipped, "MAX_SCORES", block * 2 * 4 * 29)
+        monkeypatch.setattr(clipped, "CPU_SCORES", 1)
+        monkeypatch.setattr(clipped, "MIN_ROWS", block)
     rotation = Rotation(WIDTH, max_distance=LIMIT)
     options = {"form": form, "interleaved": interleaved}
     ours = coca_attention(q, t, v, rotation=rotation, **options)
@@ -96,7 +97,8 @@ def test_gradients(block, monkeypatch):
     q, t, v = inputs(3, queries=6, keys=8)
     t = t + 0.1 * t.sign()  # away from the kink of the ReLU's range
     if block:
-        monkeypatch.setattr(clipped, "MAX_SCORES", block * 2 * 4 * 8)
+        monkeypatch.setattr(clipped, "CPU_SCORES", 1)
+        monkeypatch.setattr(clipped, "MIN_ROWS", block)
     rotation = Rotation(WIDTH, max_distance=3, decay=1.0, decay_length=2.0)
     tensors = [x[:1, :2].clone().requires_grad_() for x in (q, t, v)]
     assert torch.autograd.gradcheck(

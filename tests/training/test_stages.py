@@ -267,8 +267,8 @@ def test_lora_without_peft_is_rejected(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "stage", "message"),
     [
-        ({}, {"train": "k"}, "'train':: Expected"),
-        ({}, {"objective": "perplexity"}, "'objective':: Expected"),
+        ({}, {"train": "k"}, "stages.train must be t, qt"),
+        ({}, {"objective": "perplexity"}, "stages.objective must be next"),
         ({}, {"stepz": 3}, "stepz"),
         ({}, {"name": "../x"}, "stage '../x': name is also"),
         ({}, {"steps": 0}, "stage 'x': steps must be at least 1"),

@@ -58,4 +58,6 @@ def parser_of(command: Run) -> OptionParser:
         command([DESCRIBE])
     except Described as found:
         return found.parser
+    except UserError:
+        pass  # coca serve, whose options are those of Transformers' server
     return OptionParser()

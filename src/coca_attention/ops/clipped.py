@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from coca_attention.ops.attention import causal_mask, cut_mask, with_bias
 from coca_attention.ops.forms import ScoreForm
 
-# Scores that are in memory at once: 256 MB in float32.
-MAX_SCORES = 2**26
+# Scores in a block of queries. On a CPU they should stay in its cache: a quarter of these, or four
+# times as many, take longer. On other devices memory alone limits them (256 MB in float32).
+CPU_SCORES, SCORES = 2**21, 2**26
+MIN_ROWS = 32
 
 
 def attend_clipped(
@@ -108,7 +110,8 @@ def attend_clipped(
         output = (grouped @ value[..., :last, :]).view(batch, heads, stop - start, -1)
         return output, F.pad(weights, (0, keys - last)) if with_weights else None
 
-    size = max(1, min(queries, MAX_SCORES // (batch * heads * keys)))
+    scores = CPU_SCORES if query.device.type == "cpu" else SCORES
+    size = min(queries, max(MIN_ROWS, scores // (batch * heads * keys)))
     pieces = [
         (query[..., start : start + size, :], far_query[..., start : start + size, :], start)
         for start in range(0, queries, size)
