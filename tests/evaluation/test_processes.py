@@ -1,4 +1,4 @@
-"""A suite that several processes share: the same results, and a killed one costs its piece alone."""
+"""A suite that processes share: the same results, and a killed one costs its piece alone."""
 
 import json
 import os
@@ -125,18 +125,54 @@ def test_the_next_start_goes_on_after_all_were_killed(suite, alone, tmp_path):
     assert len(lines) == len({json.dumps(json.loads(line)["key"]) for line in lines})
 
 
-@pytest.mark.slow
-def test_under_torchrun(suite, alone, tmp_path):
+def torchrun(suite, output, *words):
+    """Run two processes as users start them."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "coca_attention.cli", "eval", "suite", str(suite), *words]
     done = subprocess.run(
-        [sys.executable, *launch, "-m", "coca_attention.cli", "eval", "suite", str(suite),
-         "--output", str(tmp_path / "out")],
+        [sys.executable, *command, "--output", str(output)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Results:") == 1
-    assert results(tmp_path / "out" / "results.json") == alone
+    return results(output / "results.json")
+
+
+@pytest.mark.slow
+def test_under_torchrun(suite, alone, tmp_path):
+    assert torchrun(suite, tmp_path / "out") == alone
+
+
+def close(value, other):
+    """Equal but for numbers, which may differ by rounding; a sum of a thousand nats in float32."""
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(close(value[k], other[k]) for k in value)
+    if isinstance(value, list):
+        return len(value) == len(other) and all(map(close, value, other))
+    return value == pytest.approx(other, rel=1e-5) if isinstance(value, float) else value == other
+
+
+def test_a_model_that_is_split_over_processes(suite, alone, tmp_path):
+    """Tensor parallelism: half the heads in each of two processes, collinear and rotary."""
+    words = ["--device=tensor-parallel", "--streaming=null"]
+    found = torchrun(suite, tmp_path / "out", *words)
+    assert close(found, [cell for cell in alone if cell["task"] != "streaming"])
+    lines = (tmp_path / "out" / "journal.jsonl").read_text().splitlines()
+    (tmp_path / "out" / "journal.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    assert torchrun(suite, tmp_path / "out", *words) == found
+    with pytest.raises(ValueError, match="needs several processes"):
+        run_suite(load_suite(suite, ["--device=tensor-parallel"]), tmp_path / "out")
+
+
+def test_layers_over_all_devices(suite, alone, tmp_path, monkeypatch):
+    wanted = load_suite(suite, ["--device=auto"])
+    assert results(run_suite(wanted, tmp_path)) == alone
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="one process on each machine"):
+        run_suite(wanted, tmp_path)
 
 
 def test_claims_end_with_their_process(tmp_path):
@@ -170,7 +206,7 @@ def test_file_systems_without_locks_serve_one_process(tmp_path, monkeypatch):
     alone = Claims(tmp_path / "a", alone=True)
     assert alone.take("a")
     alone.release("a")
-    with pytest.raises(ValueError, match="cannot be locked here .*another file system"):
+    with pytest.raises(ValueError, match=r"cannot be locked here .*another file system"):
         Claims(tmp_path / "b", alone=False).take("a")
 
 

@@ -23,13 +23,16 @@ class Journal:
     Args:
         path: The file; without one, values are kept in memory only.
 
+    Attributes:
+        values: By the text of their keys (`key_text`).
+
     Raises:
         UserError: If the file cannot be read or is damaged other than in its last line.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
-        self._values: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
         self._seconds: dict[str, float] = {}
         self._used: set[str] = set()
         self._bytes = self._lines = 0  # read so far
@@ -58,7 +61,7 @@ class Journal:
             try:
                 entry = json.loads(line)
                 text = key_text(entry["key"])
-                self._values[text] = entry["value"]
+                self.values[text] = entry["value"]
                 self._seconds[text] = entry.get("seconds", 0.0)
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UserError(
@@ -76,17 +79,17 @@ class Journal:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self.values)
 
     def has(self, text: str) -> bool:
         """Whether there is a value; the key is given as `key_text` writes it."""
         self._used.add(text)
-        return text in self._values
+        return text in self.values
 
     def get(self, key: Any) -> Any:
         """The value of a key, or None."""
         self._used.add(key_text(key))
-        return self._values.get(key_text(key))
+        return self.values.get(key_text(key))
 
     def put(self, key: Any, value: Any) -> None:
         """Store a value; it is on disk when this returns."""
@@ -112,7 +115,7 @@ class Journal:
         for key, value in entries:
             text = key_text(key)
             self._used.add(text)
-            self._values[text], self._seconds[text] = value, each
+            self.values[text], self._seconds[text] = value, each
 
     def seconds(self, text: str) -> float:
         """The time that a value took; its key is given as `key_text` writes it."""
@@ -120,7 +123,7 @@ class Journal:
 
     def remove(self) -> None:
         """Delete the file, once its values are in a result file; not if others are in it too."""
-        if self.path is not None and set(self._values) <= self._used:
+        if self.path is not None and set(self.values) <= self._used:
             self.path.unlink(missing_ok=True)
 
 

@@ -4,6 +4,7 @@ The processes never wait for one another in a collective operation: a piece is c
 one byte of a file, which the system releases when its process ends, however it ends.
 """
 
+import atexit
 import errno
 import fcntl
 import hashlib
@@ -213,11 +214,47 @@ def local_device(device: str | None) -> str | None:
 
     Args:
         device: As for `load_model`; one with a number, and the CPU, are returned as they are.
+
+    Raises:
+        UserError: If several processes of a machine are to use all of its accelerators.
     """
     import torch
 
+    if device == "auto" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            "device auto uses all accelerators of a machine: start one process on each machine"
+        )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if processes() == 1 or accelerator is None or device not in (None, accelerator.type):
         return device
     number = int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count()
     return f"{accelerator.type}:{number}"
+
+
+def join(path: Path) -> Journal:
+    """The journal of processes that make the same calls, each with a part of one model.
+
+    The first process reads and writes the file; the others begin with its values in memory, so
+    that all miss the same pieces.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UserError: If this is no launch of several processes.
+    """
+    import torch.distributed as dist
+
+    if processes() == 1:
+        raise UserError(
+            "tensor parallelism needs several processes: torchrun --nproc-per-node N -m "
+            "coca_attention.cli eval suite SUITE"
+        )
+    if not dist.is_initialized():
+        dist.init_process_group()
+        atexit.register(dist.destroy_process_group)
+    journal = Journal(path if rank() == 0 else None)
+    values = [journal.values]
+    dist.broadcast_object_list(values)
+    journal.values = values[0]
+    return journal

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from coca_attention.evaluation.pieces import (
     Claims,
     Piece,
     Progress,
+    join,
     local_device,
     processes,
     rank,
@@ -27,7 +28,7 @@ from coca_attention.evaluation.pieces import (
 )
 from coca_attention.evaluation.task import Part, Session, Subject, identity_of, load_subject
 from coca_attention.options import OptionParser, check_sections, from_file
-from coca_attention.settings import Scaling, check_scaling
+from coca_attention.settings import TENSOR_PARALLEL, Scaling, check_scaling
 
 RESULTS_FILE, JOURNAL_FILE, CLAIMS_FILE = "results.json", "journal.jsonl", ".claims"
 
@@ -57,7 +58,8 @@ class Suite:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights."""
     device: str | None = None
-    """cpu, cuda, …; by default the accelerator if there is one."""
+    """cpu, cuda, …; by default the accelerator if there is one. auto spreads a model over all GPUs
+    of one process, tensor-parallel over all processes of a launch."""
 
     def check(self) -> None:
         """Raise UserError where settings contradict each other or are out of range."""
@@ -189,11 +191,15 @@ def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = N
     output = Path(output)
     results = output / RESULTS_FILE
     check_writable(results)
-    journal = Journal(output / JOURNAL_FILE)
-    claims = Claims(output / CLAIMS_FILE, alone=processes() == 1)
+    if suite.device == TENSOR_PARALLEL:
+        journal, claims = join(output / JOURNAL_FILE), None
+        first = 0
+    else:
+        journal = Journal(output / JOURNAL_FILE)
+        claims = Claims(output / CLAIMS_FILE, alone=processes() == 1)
+        # Processes begin with models of their own, so that few have to load several.
+        first = rank() % len(suite.models)
     jobs = plan_suite(suite, journal, claims)
-    # Processes begin with models of their own, so that few have to load several.
-    first = rank() % len(suite.models)
     names = [*suite.models][first:] + [*suite.models][:first]
     pieces = [piece for job in jobs for part in job.parts for piece in part.pieces]
     longest_first = sorted(pieces, key=lambda piece: -piece.cost)
@@ -206,9 +212,10 @@ def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = N
         wait=rank() == 0,
     )
     if rank() == 0:
-        with claims.hold(RESULTS_FILE):
+        with claims.hold(RESULTS_FILE) if claims else nullcontext():
             _write(suite, jobs, results)
-    claims.close()
+    if claims:
+        claims.close()
     return results
 
 

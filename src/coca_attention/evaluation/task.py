@@ -113,7 +113,7 @@ class Session:
     progress: Progress = lambda label, done, total: None
     claims: Claims | None = None
 
-    def finish(self, parts: "list[Part]") -> list[Cell]:
+    def finish(self, parts: list[Part]) -> list[Cell]:
         """The cells of parts, one after the other; what the journal does not have is computed."""
         cells = []
         for part in parts:
