@@ -155,6 +155,7 @@ def close(value, other):
     return value == pytest.approx(other, rel=1e-5) if isinstance(value, float) else value == other
 
 
+@pytest.mark.slow
 def test_a_model_that_is_split_over_processes(suite, alone, tmp_path):
     """Tensor parallelism: half the heads in each of two processes, collinear and rotary."""
     words = ["--device=tensor-parallel", "--streaming=null"]
