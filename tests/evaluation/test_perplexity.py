@@ -26,9 +26,12 @@ from coca_attention.evaluation.perplexity.score import (
     TokenDocument,
     TokenScores,
     by_tokens_read,
+    equal_ranges,
     score_documents,
 )
+from coca_attention.evaluation.perplexity.task import check_settings
 from coca_attention.evaluation.perplexity.windows import sliding_windows
+from coca_attention.evaluation.pieces import cut
 from coca_attention.intervals import perplexity
 from coca_attention.models import set_rotary_scaling
 from conftest import VOCABULARY, some_text, tiny_model
@@ -327,7 +330,7 @@ def test_positions_count_what_was_read_before_each_token(batch_tokens):
         assert not scored[0] and scored[1:].all() and score.nats[0].isnan()
         assert torch.allclose(score.nats[1:], score.read[1:].float(), rtol=1e-5)
         assert score.nats[1:].sum().item() == pytest.approx(total.nats, rel=1e-5)
-    buckets = by_tokens_read(scores, 8, 4)
+    buckets = by_tokens_read(scores, equal_ranges(8, 4))
     assert [(b["first"], b["last"]) for b in buckets] == [(1, 2), (3, 4), (5, 6), (7, 8)]
     assert sum(b["tokens"] for b in buckets) == 39 + 22
     for b in buckets:
@@ -404,15 +407,51 @@ def test_an_evaluator_shares_the_tokenizer_and_knows_more_from_far_away(tmp_path
 
     def keys(name, **changes):
         settings = WindowSettings([64], key_model=str(tmp_path / name), key_short=8, **changes)
-        return load_keys(settings, subject, documents)
+        return load_keys(settings, subject, documents, Session())
 
     with pytest.raises(ValueError, match="has another tokenizer"):
         keys("other")
-    assert load_keys(WindowSettings([64]), subject, documents) is None
+    assert load_keys(WindowSettings([64]), subject, documents, Session()) is None
     with torch.no_grad():
         model.lm_head.weight.zero_()
     model.save_pretrained(tmp_path / "same")
     with pytest.raises(ValueError, match="choose an evaluator that uses long context"):
         keys("same", stride=16)
     with pytest.raises(ValueError, match="key_short must be at least 1"):
-        load_keys(WindowSettings([8], key_model="x", key_short=8), subject, documents)
+        load_keys(WindowSettings([8], key_model="x", key_short=8), subject, documents, Session())
+
+
+@pytest.mark.parametrize("kind", ["rope", "slack"])
+def test_one_pass_scores_the_beginning_by_what_was_read(kind, monkeypatch):
+    """Ranges that end at the windows, from one forward pass over every document."""
+    model, read = tiny_model(kind), []
+    documents = documents_of()
+    model.register_forward_pre_hook(lambda _, __, kwargs: read.append(kwargs["input_ids"].shape),
+                                    with_kwargs=True)  # fmt: skip
+    wanted = WindowSettings([16, 48, 32], targets="one-pass", batch_tokens=1)
+    (cell,) = evaluate_perplexity(model, documents, wanted)
+    assert read == [(1, 48)] * len(documents)
+    assert (cell["window"], cell["targets"]) == (48, "one-pass")
+    ranges = cell["by_position"]
+    assert [(r["first"], r["last"]) for r in ranges] == [(1, 16), (17, 32), (33, 48)]
+    assert [r["tokens"] for r in ranges] == [16 * len(documents)] * 3
+    # The same tokens with everything before them, one document at a time.
+    nats = torch.zeros(3, dtype=torch.float64)
+    for document in documents:
+        ids = document.tokens[:49].unsqueeze(0)
+        with torch.no_grad():
+            logits = model(input_ids=ids[:, :-1]).logits[0]
+        losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+        nats += losses.double().view(3, 16).sum(1)
+    assert [r["nats"] for r in ranges] == pytest.approx(nats.tolist(), rel=1e-6)
+    assert cell["nats"] == pytest.approx(nats.sum().item(), rel=1e-6)
+    # Pieces of any size add up to the same, key tokens included.
+    keys = [torch.arange(len(document.tokens)) % 3 == 0 for document in documents]
+    (whole,) = evaluate_perplexity(model, documents, wanted, keys=keys)
+    monkeypatch.setattr("coca_attention.evaluation.perplexity.task.cut", lambda c: cut(c, 48))
+    (parts,) = evaluate_perplexity(model, documents, wanted, keys=keys)
+    assert {**parts, "seconds": 0} == {**whole, "seconds": 0}
+    assert parts["key_tokens"] == 16 * len(documents)
+    for changes in ({"stride": 8}, {"positions": 4}):
+        with pytest.raises(ValueError, match="neither stride nor positions"):
+            check_settings(WindowSettings([16], targets="one-pass", **changes))

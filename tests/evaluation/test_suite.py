@@ -86,21 +86,21 @@ def test_another_model_under_the_same_name_is_evaluated_again(small, tmp_path, t
     assert outputs(first, "CoCA-Slack") != outputs(second, "CoCA-Slack")
 
 
-@pytest.mark.parametrize("lines", [1, 9])
-def test_killed_at_any_moment_it_resumes(small, tmp_path, lines):
+@pytest.mark.parametrize("pieces", [1, 9])
+def test_killed_at_any_moment_it_resumes(small, tmp_path, pieces):
     """SIGKILL in the middle of writing one line of the journal; then the same figures."""
     program = (
         "import os, signal, json\n"
         "from coca_attention.evaluation.journal import Journal\n"
-        "put, count = Journal.put, [0]\n"
-        "def killed(self, key, value):\n"
+        "put_all, count = Journal.put_all, [0]\n"
+        "def killed(self, entries, *more):\n"
         "    count[0] += 1\n"
-        f"    if count[0] > {lines}:\n"
+        f"    if count[0] > {pieces}:\n"
         "        with open(self.path, 'a') as file:\n"
-        "            file.write(json.dumps({'key': key})[:-9])\n"
+        "            file.write(json.dumps({'key': entries[0][0]})[:-9])\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    put(self, key, value)\n"
-        "Journal.put = killed\n"
+        "    put_all(self, entries, *more)\n"
+        "Journal.put_all = killed\n"
         "from coca_attention.cli import main\n"
         f"main(['eval', 'suite', {str(small)!r}, '--output', {str(tmp_path / 'killed')!r}])\n"
     )

@@ -24,7 +24,9 @@ from coca_attention.environment import (
 from coca_attention.evaluation import TASKS, Cell, Session, Subject, Task
 from coca_attention.evaluation import suite as suites
 from coca_attention.evaluation.journal import Journal, fingerprint
+from coca_attention.evaluation.pieces import rank
 from coca_attention.evaluation.task import load_subject
+from coca_attention.options import OptionParser
 from coca_attention.settings import Scaling, check_scaling
 
 
@@ -147,14 +149,60 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
 run_analyze = task_command(ANALYSIS, "coca")
 
 
+def _suite_parser() -> OptionParser:
+    parser = suites.suite_parser()
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="Say what there is to compute and how long it takes; write nothing.",
+    )
+    return parser
+
+
 def run_suite(words: list[str]) -> None:
     """Evaluate models x scalings x tasks from one YAML; resumes when restarted."""
-    usage = "coca eval suite SUITE.yaml [--passkey.samples 20]"
-    path, overrides, folder = parse_file(words, run_suite, suites.suite_parser, "suite", usage)
+    usage = "coca eval suite SUITE.yaml [--passkey.samples 20] [--dry-run]"
+    path, overrides, folder = parse_file(words, run_suite, _suite_parser, "suite", usage)
+    if "--dry-run" in overrides:
+        overrides.remove("--dry-run")
+        _print_estimates(suites.estimate_suite(suites.load_suite(path, overrides), folder))
+        return
+    suite = suites.load_suite(path, overrides)
+    if rank() > 0:  # the first process speaks for all
+        suites.run_suite(suite, folder)
+        return
     with Progress() as advance:
-        results = suites.run_suite(suites.load_suite(path, overrides), folder, progress=advance)
+        results = suites.run_suite(suite, folder, progress=advance)
     from coca_attention.report import printed_tables, read_results
 
     for table in printed_tables(read_results([results])[0]["results"]):
         print_table(*table)
     print(f"Results: {results}")
+
+
+def _print_estimates(estimates: list[suites.Estimate]) -> None:
+    rows = [
+        [
+            f"{e.job.subject.name} {e.job.scaling} {e.job.task}",
+            f"{e.cells}",
+            f"{e.tokens:,}",
+            f"{e.left:,}",
+            "not measured" if e.seconds is None else _duration(e.seconds),
+        ]
+        for e in estimates
+    ]
+    print_table(["", "cells left", "tokens", "tokens left", "time"], rows)
+    seconds = sum(e.seconds or 0.0 for e in estimates)
+    more = ", and what was not measured" if any(e.seconds is None for e in estimates) else ""
+    print(
+        f"{sum(e.left for e in estimates):,} tokens to read: {_duration(seconds)}{more} in one "
+        "process. Nothing was written."
+    )
+
+
+def _duration(seconds: float) -> str:
+    """A time to two digits or so."""
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} seconds"

@@ -1,8 +1,7 @@
 """Greedy answers to prompts of one length."""
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +15,6 @@ from transformers import (
 )
 
 from coca_attention.errors import UserError
-from coca_attention.evaluation.prompts import Prompt, PromptSettings
-from coca_attention.evaluation.task import Cell, Session, Subject
 from coca_attention.models import set_rotary_scaling, training_length
 
 
@@ -118,67 +115,3 @@ def greedy_answers(
             logits_processor=[FiniteScores()],
         )
     return tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)
-
-
-def answer_prompts(
-    subject: Subject,
-    prompts: Sequence[Prompt],
-    score: Callable[[str, Prompt], dict[str, Any]],
-    settings: PromptSettings,
-    about: dict[str, Any],
-    session: Session,
-) -> Cell:
-    """Answer all prompts of one kind and length; answers found in the journal are reused.
-
-    Args:
-        subject: The model.
-        prompts: Prompts of one length.
-        score: From an answer and its prompt to further fields of its record.
-        settings: Answer length and batch size.
-        about: Fields of the cell that identify these prompts (task, length, seed, …).
-        session: Rotary scaling, journal and progress. ``ntk`` computes the base from the length
-            of prompt and answer together.
-
-    Returns:
-        The cell without its statistics: plain JSON values, one record per prompt in ``samples``.
-
-    Raises:
-        UserError: If the model does not support the scaling or cannot read that many tokens.
-    """
-    started = time.perf_counter()
-    about = {**about, "max_new_tokens": settings.max_new_tokens}
-    factor, length = session.applied_factor, len(prompts[0].ids)
-    key = {**about, "model": subject.identity, "scaling": [session.scaling, factor]}
-    label = f"{subject.name} {session.scaling} {about.get('kind', about['task'])} {length}"
-    indices = [prompt.facts["index"] for prompt in prompts]
-    records = {index: session.journal.get([key, index]) for index in indices}
-    missing = [prompt for prompt in prompts if records[prompt.facts["index"]] is None]
-    size = max(1, settings.batch_tokens // length)
-    total = length + settings.max_new_tokens
-    with rotary_scaling_for(subject.model, session.scaling, session.factor, total) as rope:
-        for start in range(0, len(missing), size):
-            batch = missing[start : start + size]
-            answers = greedy_answers(
-                subject.model,
-                subject.tokenizer,
-                torch.tensor([prompt.ids for prompt in batch]),
-                max_new_tokens=settings.max_new_tokens,
-                use_cache=settings.use_cache,
-            )
-            for prompt, answer in zip(batch, answers, strict=True):
-                index = prompt.facts["index"]
-                records[index] = {**prompt.facts, "output": answer, **score(answer, prompt)}
-                session.journal.put([key, index], records[index])
-            done = len(prompts) - len(missing) + start + len(batch)
-            session.progress(label, done, len(prompts))
-    if not missing:
-        session.progress(label, len(prompts), len(prompts))
-    return {
-        **about,
-        **subject.facts,
-        "scaling": session.scaling,
-        "factor": factor,
-        "rope_parameters": rope,
-        "seconds": round(time.perf_counter() - started, 3),
-        "samples": [records[index] for index in indices],
-    }

@@ -159,4 +159,5 @@ TASK = Task(
     evaluate_harness,
     check_settings,
     scaled=False,
+    depends=_task_files,
 )

@@ -1,10 +1,12 @@
 """Prompts of tasks that a model answers, and their settings."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from coca_attention.errors import UserError
-from coca_attention.evaluation.task import check_at_least
+from coca_attention.evaluation.pieces import Piece
+from coca_attention.evaluation.task import Cell, Part, Session, Subject, check_at_least
 
 LONGEST = 10**8
 """Tokens of a prompt at most."""
@@ -52,8 +54,80 @@ def check_prompts(settings: PromptSettings) -> None:
     check_at_least(settings, 0, "seed")
 
 
-def prompt_costs(settings: PromptSettings) -> list[int]:
-    """Tokens read for the prompts of every length; a generated token counts four times."""
-    return [
-        settings.samples * (length + 4 * settings.max_new_tokens) for length in settings.lengths
-    ]
+def prompt_part(
+    subject: Subject,
+    length: int,
+    make: Callable[[Sequence[int]], list[Prompt]],
+    score: Callable[[str, Prompt], dict[str, Any]],
+    with_statistics: Callable[[Cell], Cell],
+    settings: PromptSettings,
+    about: dict[str, Any],
+    session: Session,
+) -> Part:
+    """The work of answering all prompts of one kind and length, a batch a piece, and its cell.
+
+    Args:
+        subject: The model.
+        length: Tokens of a prompt.
+        make: From indices of samples to their prompts.
+        score: From an answer and its prompt to further fields of its record.
+        with_statistics: Adds the statistics to the cell with its records.
+        settings: Samples, answer length and batch size.
+        about: Fields of the cell that identify these prompts (task, length, seed, …).
+        session: Rotary scaling and journal. ``ntk`` computes the base from the length of prompt
+            and answer together.
+
+    Returns:
+        The part; its cell has one record per prompt in ``samples``.
+    """
+    about = {**about, "max_new_tokens": settings.max_new_tokens}
+    factor, total = session.applied_factor, length + settings.max_new_tokens
+    key = {**about, "model": subject.identity, "scaling": [session.scaling, factor]}
+    label = f"{subject.name} {session.scaling} {about.get('kind', about['task'])} {length}"
+    size = max(1, settings.batch_tokens // length)
+
+    def piece(start: int) -> Piece:
+        indices = range(start, min(start + size, settings.samples))
+
+        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
+            import torch
+
+            from coca_attention.evaluation.generation import greedy_answers, rotary_scaling_for
+
+            asked = make([indices[number] for number in missing])
+            with rotary_scaling_for(subject.model, session.scaling, session.factor, total):
+                answers = greedy_answers(
+                    subject.model,
+                    subject.tokenizer,
+                    torch.tensor([prompt.ids for prompt in asked]),
+                    max_new_tokens=settings.max_new_tokens,
+                    use_cache=settings.use_cache,
+                )
+            return [
+                {**prompt.facts, "output": answer, **score(answer, prompt)}
+                for prompt, answer in zip(asked, answers, strict=True)
+            ]
+
+        # A generated token takes about as long as four that are read.
+        cost = len(indices) * (length + 4 * settings.max_new_tokens)
+        return Piece(label, [[key, index] for index in indices], cost, length, compute)
+
+    pieces = [piece(start) for start in range(0, settings.samples, size)]
+
+    def cells() -> list[Cell]:
+        from coca_attention.evaluation.generation import rotary_scaling_for
+
+        with rotary_scaling_for(subject.model, session.scaling, session.factor, total) as rope:
+            pass
+        cell = {
+            **about,
+            **subject.facts,
+            "scaling": session.scaling,
+            "factor": factor,
+            "rope_parameters": rope,
+            "seconds": session.seconds(pieces),
+            "samples": [session.journal.get(each) for piece in pieces for each in piece.keys],
+        }
+        return [with_statistics(cell)]
+
+    return Part(pieces, cells)

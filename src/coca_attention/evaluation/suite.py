@@ -1,26 +1,36 @@
 """A suite: models × rotary scalings × tasks from one YAML file; finished parts are not repeated."""
 
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
-from itertools import accumulate
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from coca_attention.environment import (
     check_writable,
     describe_environment,
-    hold,
     keep_other_results,
     write_json,
 )
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.evaluation import TASKS
 from coca_attention.evaluation.journal import Journal
-from coca_attention.evaluation.task import Cell, Progress, Session, Subject, load_subject
+from coca_attention.evaluation.pieces import (
+    Claims,
+    Piece,
+    Progress,
+    join,
+    local_device,
+    processes,
+    rank,
+    work,
+)
+from coca_attention.evaluation.task import Part, Session, Subject, identity_of, load_subject
 from coca_attention.options import OptionParser, check_sections, from_file
-from coca_attention.settings import Scaling, check_scaling
+from coca_attention.settings import TENSOR_PARALLEL, Scaling, check_scaling
 
-RESULTS_FILE, JOURNAL_FILE, LOCK_FILE = "results.json", "journal.jsonl", ".lock"
+RESULTS_FILE, JOURNAL_FILE, CLAIMS_FILE = "results.json", "journal.jsonl", ".claims"
 
 
 @dataclass
@@ -48,7 +58,8 @@ class Suite:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights."""
     device: str | None = None
-    """cpu, cuda, …; by default the accelerator if there is one."""
+    """cpu, cuda, …; by default the accelerator if there is one. auto spreads a model over all GPUs
+    of one process, tensor-parallel over all processes of a launch."""
 
     def check(self) -> None:
         """Raise UserError where settings contradict each other or are out of range."""
@@ -147,13 +158,28 @@ def own_sections(theclass: type) -> list[str]:
     return [item.name for item in fields(theclass) if item.name != "tasks"]
 
 
+@dataclass(frozen=True)
+class Job:
+    """One task of one model with one rotary scaling."""
+
+    scaling: str
+    task: str
+    subject: Subject
+    parts: list[Part]
+
+
 def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = None) -> Path:
     """Evaluate what the journal does not have yet and write all results.
+
+    Any number of processes with the same output folder share the work. Those of a launch by
+    torchrun or Accelerate return when nothing is left that nobody works on, except the first, which
+    waits for the others and writes the results.
 
     Args:
         suite: What to evaluate.
         output: Folder for ``results.json`` and the journal of finished parts.
-        progress: Called with a label, the tokens read so far and the tokens to read in all.
+        progress: Called with a label, the tokens read so far, by all processes, and the tokens to
+            read in all.
 
     Returns:
         The result file.
@@ -165,16 +191,93 @@ def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = N
     output = Path(output)
     results = output / RESULTS_FILE
     check_writable(results)
-    with hold(output / LOCK_FILE):
-        return _run(suite, results, Journal(output / JOURNAL_FILE), progress)
+    if suite.device == TENSOR_PARALLEL:
+        journal, claims = join(output / JOURNAL_FILE), None
+        first = 0
+    else:
+        journal = Journal(output / JOURNAL_FILE)
+        claims = Claims(output / CLAIMS_FILE, alone=processes() == 1)
+        # Processes begin with models of their own, so that few have to load several.
+        first = rank() % len(suite.models)
+    jobs = plan_suite(suite, journal, claims)
+    names = [*suite.models][first:] + [*suite.models][:first]
+    pieces = [piece for job in jobs for part in job.parts for piece in part.pieces]
+    longest_first = sorted(pieces, key=lambda piece: -piece.cost)
+    by_model = {name: [p for p in longest_first if p.model == name] for name in names}
+    work(
+        [piece for name in names for piece in by_model[name]],
+        journal,
+        progress or (lambda label, done, total: None),
+        claims,
+        wait=rank() == 0,
+    )
+    if rank() == 0:
+        with claims.hold(RESULTS_FILE) if claims else nullcontext():
+            _write(suite, jobs, results)
+    if claims:
+        claims.close()
+    return results
 
 
-def check_models(suite: Suite) -> dict[str, dict[str, Any]]:
+def plan_suite(suite: Suite, journal: Journal, claims: Claims | None = None) -> list[Job]:
+    """The work of a suite; a model is loaded when its first piece is computed.
+
+    Raises:
+        UserError: As `check_models`.
+    """
+    subjects, weights = check_models(suite), _Weights(suite)
+    jobs = []
+    for name, subject in subjects.items():
+        scalings = [s for s in suite.scalings if s.models is None or name in s.models]
+        for number, scaling in enumerate(scalings):
+            session = Session(scaling.kind, scaling.factor, journal, claims=claims)
+            for task, settings in suite.tasks.items():
+                if TASKS[task].scaled or number == 0:
+                    parts = [
+                        replace(part, pieces=[weights.before(subject, p) for p in part.pieces])
+                        for part in TASKS[task].parts_of(subject, settings, session)
+                    ]
+                    jobs.append(Job(scaling.kind, task, subject, parts))
+    return jobs
+
+
+class _Weights:
+    """Keeps the weights of one model at a time."""
+
+    def __init__(self, suite: Suite) -> None:
+        self.suite = suite
+        self.subject: Subject | None = None
+        self.without: Any = None
+
+    def before(self, subject: Subject, piece: Piece) -> Piece:
+        """A piece that loads its model before it is computed."""
+
+        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
+            self.load(subject)
+            return piece.compute(missing, advance)
+
+        return replace(piece, model=subject.name, compute=compute)
+
+    def load(self, subject: Subject) -> None:
+        if self.subject is subject:
+            return
+        if self.subject is not None:
+            self.subject.model = self.without  # frees the weights before the next ones are loaded
+        self.subject, self.without = subject, subject.model
+        subject.model = load_subject(
+            self.suite.models[subject.name],
+            subject.name,
+            dtype=self.suite.dtype,
+            device=subject.device,
+        ).model
+
+
+def check_models(suite: Suite) -> dict[str, Subject]:
     """Find out, before hours of work, whether every model, scaling and task can be done.
 
     Returns:
-        By model, what the tasks have read for it (`Subject.cached`): the same object for models
-        with the same tokenizer.
+        The models by name, without their weights. What the tasks have read for one
+        (`Subject.cached`) is shared by models with the same tokenizer.
 
     Raises:
         UserError: If a model cannot be loaded or scaled, or a text or prompt does not fit.
@@ -190,8 +293,14 @@ def check_models(suite: Suite) -> dict[str, dict[str, Any]]:
             tokenizer = load_tokenizer(path)
             backend: Any = getattr(tokenizer, "backend_tokenizer", None)
             rules = backend.to_str() if tokenizer.is_fast else path
-            found[name] = by_tokenizer.setdefault(rules, {})
-            subject = Subject(model_without_weights(path), tokenizer, name, _cache=found[name])
+            subject = Subject(
+                model_without_weights(path, suite.dtype),
+                tokenizer,
+                name,
+                identity_of(path, suite.dtype),
+                local_device(suite.device),
+                by_tokenizer.setdefault(rules, {}),
+            )
             check_vocabulary(subject.model, tokenizer)
             for scaling in suite.scalings:
                 if scaling.models is None or name in scaling.models:
@@ -200,32 +309,18 @@ def check_models(suite: Suite) -> dict[str, dict[str, Any]]:
             for task, settings in suite.tasks.items():
                 with error_prefix(f"{task}: "):
                     TASKS[task].prepare(subject, settings)
+            found[name] = subject
     return found
 
 
-def _run(suite: Suite, results: Path, journal: Journal, progress: Progress | None) -> Path:
-    prepared = check_models(suite)
-    jobs = []
-    for name in suite.models:
-        scalings = [s for s in suite.scalings if s.models is None or name in s.models]
-        for number, scaling in enumerate(scalings):
-            jobs += [(name, scaling, t) for t in suite.tasks if TASKS[t].scaled or number == 0]
-    costs = [[max(1, c) for c in TASKS[task].cost(suite.tasks[task])] for _, _, task in jobs]
-    before = [0, *accumulate(map(sum, costs))]
-    cells: list[Cell] = []
-    subject: Subject | None = None
-    for number, (name, scaling, task) in enumerate(jobs):
-        if subject is None or subject.name != name:
-            subject = None  # frees the previous model before the next one is loaded
-            path = suite.models[name]
-            subject = load_subject(path, name, dtype=suite.dtype, device=suite.device)
-            subject._cache = prepared[name]
-        session = Session(scaling.kind, scaling.factor, journal)
-        if progress is not None:
-            session.progress = _within(progress, costs[number], before[number], before[-1])
-        cells += TASKS[task].run(subject, suite.tasks[task], session)
-        if progress is not None:
-            progress(f"{name} {scaling.kind} {task}", before[number + 1], before[-1])
+def _write(suite: Suite, jobs: list[Job], results: Path) -> None:
+    """Write the results of finished jobs."""
+    cells = [
+        cell
+        for job in jobs
+        for part in job.parts
+        for cell in TASKS[job.task].complete_cells(job.subject, part.cells())
+    ]
     settings = {name: vars(suite)[name] for name in own_sections(Suite)}
     settings["scalings"] = [asdict(scaling) for scaling in suite.scalings]
     settings |= {name: asdict(task) for name, task in suite.tasks.items()}
@@ -233,18 +328,82 @@ def _run(suite: Suite, results: Path, journal: Journal, progress: Progress | Non
     write_json(
         results, {"results": cells, "suite": settings, "environment": describe_environment()}
     )
-    return results
 
 
-def _within(progress: Progress, costs: list[int], before: int, whole: int) -> Callable[..., None]:
-    """Maps the progress of one task, with its costs per cell, to that of the suite in tokens."""
-    labels: list[str] = []
+@dataclass(frozen=True)
+class Estimate:
+    """What a job takes.
 
-    def advance(label: str, done: int, total: int) -> None:
-        # Every cell reports when it is finished, so the order of the labels is that of the cells.
-        if label not in labels:
-            labels.append(label)
-        cell = min(len(labels), len(costs)) - 1
-        progress(label, before + sum(costs[:cell]) + costs[cell] * done // max(total, 1), whole)
+    Attributes:
+        job: The job.
+        cells: Cells to compute; a task that is one piece counts as one.
+        tokens: Tokens to read.
+        left: Those whose results the journal does not have.
+        seconds: Time for what is left, of one process; None if it cannot be measured.
+    """
 
-    return advance
+    job: Job
+    cells: int
+    tokens: int
+    left: int
+    seconds: float | None
+
+
+def estimate_suite(suite: Suite, output: str | Path) -> list[Estimate]:
+    """How long a suite will take, from a few measured batches; nothing is written.
+
+    For every model and task, a batch of the shortest texts and one of the longest are timed. The
+    time of attention per token is linear in the length, so what lies between is interpolated.
+
+    Args:
+        suite: What to evaluate.
+        output: Folder of `run_suite`; what its journal has is not counted again.
+
+    Raises:
+        UserError: As `run_suite`.
+    """
+    suite.check()
+    journal = Journal(Path(output) / JOURNAL_FILE)
+    journal.path = None
+    estimates, rates = [], {}
+    for job in plan_suite(suite, journal):
+        pieces = [piece for part in job.parts for piece in part.pieces]
+        left = [piece for piece in pieces if piece.missing(journal)]
+        rate = (job.subject.name, job.task)
+        seconds = 0.0 if not left else None
+        if left and TASKS[job.task].parts is not None:
+            if rate not in rates:
+                rates[rate] = _seconds_per_token(left)
+            seconds = sum(piece.cost * rates[rate](piece.length) for piece in left)
+        cells = sum(any(p.missing(journal) for p in part.pieces) for part in job.parts)
+        tokens, missing = (sum(piece.cost for piece in each) for each in (pieces, left))
+        estimates.append(Estimate(job, cells, tokens, missing, seconds))
+    return estimates
+
+
+def _seconds_per_token(pieces: list[Piece]) -> Callable[[int], float]:
+    """Measured seconds per token as a function of the length that is read at once."""
+    shortest, longest = (end(pieces, key=lambda piece: piece.length) for end in (min, max))
+    _time_a_batch(shortest)  # the first pass loads the weights
+    near, far = (_time_a_batch(piece) for piece in (shortest, longest))
+    slope = max(0.0, far - near) / max(1, longest.length - shortest.length)
+    return lambda length: near + slope * (length - shortest.length)
+
+
+class _Enough(Exception):
+    """A batch has been timed."""
+
+
+def _time_a_batch(piece: Piece) -> float:
+    """Seconds per token of a piece's first batch."""
+    read = 0
+
+    def stop(tokens: int) -> None:
+        nonlocal read
+        read = tokens
+        raise _Enough
+
+    started = time.perf_counter()
+    with suppress(_Enough):
+        piece.compute([0], stop)
+    return (time.perf_counter() - started) / (read or piece.cost / len(piece.keys))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coca_attention.errors import UserError
 from coca_attention.evaluation.journal import Journal, fingerprint
+from coca_attention.evaluation.pieces import Claims, Piece, Progress, work
 from coca_attention.settings import Scaling
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 Cell = dict[str, Any]
 """One result: plain JSON values."""
-Progress = Callable[[str, int, int], Any]
-"""Called with a label, the work done so far and the work in all."""
 
 
 def check_at_least(settings: Any, smallest: int, *names: str) -> None:
@@ -37,12 +36,14 @@ class Subject:
         tokenizer: Its tokenizer.
         name: What the results call the model.
         identity: Identifies the model in the journal (`fingerprint`); default: its name.
+        device: Where a model that has no weights yet will be loaded: as for `load_model`.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str = "model"
     identity: str = ""
+    device: str | None = None
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -84,8 +85,12 @@ def load_subject(
     model = load_model(path, dtype=dtype, device=device)
     tokenizer = load_tokenizer(path)
     check_vocabulary(model, tokenizer)
-    identity = f"{fingerprint(path)} {dtype}"
-    return Subject(model, tokenizer, name or Path(path).name, identity)
+    return Subject(model, tokenizer, name or Path(path).name, identity_of(path, dtype))
+
+
+def identity_of(path: str, dtype: str) -> str:
+    """Identifies a model in a precision in the journal."""
+    return f"{fingerprint(path)} {dtype}"
 
 
 @dataclass
@@ -97,19 +102,51 @@ class Session:
             leaves the model as it was loaded.
         factor: Factor of the scaling.
         journal: Stores finished parts and returns them when the evaluation is repeated.
-        progress: Receives a label, the work done so far and the work in all; a label is reported
-            at least once, when its cell is finished.
+        progress: Receives a label, the tokens read so far and the tokens to read; a label is
+            reported at least once, when its cell is finished.
+        claims: Shares the work with other processes.
     """
 
     scaling: Scaling = "none"
     factor: float = 1.0
     journal: Journal = field(default_factory=Journal)
     progress: Progress = lambda label, done, total: None
+    claims: Claims | None = None
+
+    def finish(self, parts: list[Part]) -> list[Cell]:
+        """The cells of parts, one after the other; what the journal does not have is computed."""
+        cells = []
+        for part in parts:
+            self.complete(part.pieces)
+            cells += part.cells()
+        return cells
+
+    def complete(self, pieces: list[Piece]) -> list[Any]:
+        """The values of all keys of some pieces; what the journal does not have is computed."""
+        work(pieces, self.journal, self.progress, self.claims)
+        return [self.journal.get(key) for piece in pieces for key in piece.keys]
+
+    def seconds(self, pieces: list[Piece]) -> float:
+        """The time that some finished pieces took, by whichever processes."""
+        return round(sum(self.journal.seconds(t) for piece in pieces for t in piece.texts), 3)
 
     @property
     def applied_factor(self) -> float | None:
         """The factor, or None without scaling."""
         return None if self.scaling == "none" else float(self.factor)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a task: what has to be computed for some of its cells.
+
+    Attributes:
+        pieces: Pieces of work.
+        cells: Makes the cells, once the journal has the values of all pieces. It needs no weights.
+    """
+
+    pieces: list[Piece]
+    cells: Callable[[], list[Cell]]
 
 
 @dataclass(frozen=True)
@@ -122,8 +159,12 @@ class Task:
         summary: One line for ``--help``.
         settings: Documented dataclass whose fields are the options; all need defaults.
         evaluate: From the model, the settings and the session to the cells.
+        parts: The same as pieces of work that processes share, before any weights are loaded: the
+            model it receives has none, until a piece is computed. Without it, the task of a suite
+            is one piece, and its cells are kept by model, scaling, settings and ``depends``.
+        depends: What else the cells of a task without ``parts`` depend on, as JSON values.
         check: Raises UserError for settings out of range, before any model is loaded.
-        cost: Tokens read for each cell, in order; for the progress bar of a suite.
+        cost: Tokens read for each cell, in order, of a task without ``parts``.
         prepare: Raises UserError for texts, prompts or sizes that do not fit a model, before any
             weights are loaded; what it reads it keeps with `Subject.cached`. The model it receives
             has no weights.
@@ -138,6 +179,32 @@ class Task:
     cost: Callable[[Any], list[int]] = lambda settings: [1]
     prepare: Callable[[Subject, Any], Any] = lambda subject, settings: None
     scaled: bool = True
+    parts: Callable[[Subject, Any, Session], list[Part]] | None = None
+    depends: Callable[[Any], Any] = lambda settings: None
+
+    def parts_of(self, subject: Subject, settings: Any, session: Session) -> list[Part]:
+        """``parts``, or the whole task as one."""
+        if self.parts is not None:
+            return self.parts(subject, settings, session)
+        key = {
+            "task": self.name,
+            "model": subject.identity,
+            "scaling": [session.scaling, session.applied_factor],
+            "settings": asdict(settings),
+            "depends": self.depends(settings),
+        }
+        cost = sum(max(1, tokens) for tokens in self.cost(settings))
+
+        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
+            alone = Session(session.scaling, session.factor, session.journal)
+            return [self.evaluate(subject, settings, alone)]
+
+        label = f"{subject.name} {session.scaling} {self.name}"
+        return [Part([Piece(label, [key], cost, cost, compute)], lambda: session.journal.get(key))]
+
+    def complete_cells(self, subject: Subject, cells: list[Cell]) -> list[Cell]:
+        """The cells with their task and the facts of their model."""
+        return [{"task": self.name, **subject.facts, **cell} for cell in cells]
 
     def run(self, subject: Subject, settings: Any, session: Session) -> list[Cell]:
         """Check the settings and evaluate; every cell names its task and its model.
@@ -146,5 +213,4 @@ class Task:
             UserError: If a setting is out of range or the task cannot be done with this model.
         """
         self.check(settings)
-        cells = self.evaluate(subject, settings, session)
-        return [{"task": self.name, **subject.facts, **cell} for cell in cells]
+        return self.complete_cells(subject, self.evaluate(subject, settings, session))

@@ -1,6 +1,7 @@
 """Loading a model from a folder or by name; incomplete weights are an error."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from coca_attention.errors import UserError
 from coca_attention.hub import check_name
+from coca_attention.settings import TENSOR_PARALLEL
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,10 @@ def load_model(
     Args:
         path: Folder of a Transformers model, or a name that Transformers resolves.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
-        device: ``cpu``, ``cuda``, …; default: the accelerator if available.
+        device: ``cpu``, ``cuda``, …; ``auto`` spreads layers over all accelerators, and what does
+            not fit over the CPU's memory; ``tensor-parallel`` splits every layer among the
+            processes of a launch, which have to make the same calls. Default: the accelerator if
+            available.
         any_head: Load the class that was saved, for example a sequence classifier.
 
     Raises:
@@ -52,10 +57,12 @@ def load_model(
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
+    spread = _spread(device)
     with _naming(path), no_progress_bars():
         auto = _auto_class(path) if any_head else AutoModelForCausalLM
         loaded: Any = auto.from_pretrained(
             path,
+            **spread,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             output_loading_info=True,
             use_safetensors=True,
@@ -69,14 +76,31 @@ def load_model(
             f"example {missing[0]}, and would be random"
         )
     try:
-        model = model.to(device).eval()
+        model = (model if spread else model.to(device)).eval()
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {device!r} cannot be used: {_brief(error)}") from error
     log.info("%s: %s, %s parameters on %s", path, type(model).__name__, _count(model), device)
     return model
 
 
-def model_without_weights(path: str | Path) -> PreTrainedModel:
+def _spread(device: str) -> dict[str, Any]:
+    """Arguments of Transformers that put parts of a model in several places."""
+    if device == "auto":
+        return {"device_map": "auto"}
+    if device != TENSOR_PARALLEL:
+        return {}
+    if "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            "tensor parallelism needs several processes: torchrun --nproc-per-node N -m "
+            "coca_attention.cli …"
+        )
+    from transformers.distributed import DistributedConfig
+
+    size = int(os.environ["WORLD_SIZE"])
+    return {"distributed_config": DistributedConfig(tp_size=size)}
+
+
+def model_without_weights(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     """A model on the meta device, to find out in a moment whether it can be loaded and used.
 
     Raises:
@@ -90,7 +114,7 @@ def model_without_weights(path: str | Path) -> PreTrainedModel:
                 pass
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return model.eval()
+    return model.to(getattr(torch, dtype)).eval()
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -59,8 +59,10 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
         ),
     ]
     placed = [cell for cell in cells if cell.get("by_position")]
-    for window in sorted({cell["window"] for cell in placed}):
-        sections.append(_position_section([c for c in placed if c["window"] == window]))
+    for alike in _by_window(placed):
+        header, rows = _position_table(alike)
+        title = f"Perplexity by position, window {alike[0]['window']:,}"
+        sections.append(Section(title, header=header, rows=rows))
     keyed = [cell for cell in cells if cell.get("key_tokens")]
     if keyed:
         header, rows = key_table(keyed)
@@ -103,6 +105,8 @@ def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:
         rows.append([line_label(key, line), *values])
     tables: list[Table] = [(["perplexity at", *(f"{window:,}" for window in windows)], rows)]
     keyed = [cell for cell in cells if cell.get("key_tokens")]
+    once = [cell for cell in cells if cell.get("targets") == "one-pass" and "by_position" in cell]
+    tables += [_position_table(cells) for cells in _by_window(once)]
     return tables + ([key_table(keyed)] if keyed else [])
 
 
@@ -153,7 +157,13 @@ def key_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     return ["key tokens: perplexity at", *(f"{window:,}" for window in windows)], rows
 
 
-def _position_section(cells: Sequence[Cell]) -> Section:
+def _by_window(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells of one window each, the smallest window first."""
+    windows = sorted({cell["window"] for cell in cells})
+    return [[cell for cell in cells if cell["window"] == window] for window in windows]
+
+
+def _position_table(cells: Sequence[Cell]) -> Table:
     """Perplexity by the number of tokens read before, for cells of one window."""
     rows = []
     for cell in cells:
@@ -165,11 +175,7 @@ def _position_section(cells: Sequence[Cell]) -> Section:
         ]
         rows.append([line_label(line_key(cell)), *entries])
     ranges = [f"{b['first']:,} to {b['last']:,}" for b in cells[0]["by_position"]]
-    return Section(
-        f"Perplexity by position, window {cells[0]['window']:,}",
-        header=["tokens read before", *ranges],
-        rows=rows,
-    )
+    return ["tokens read before", *ranges], rows
 
 
 def _training_length(cells: Sequence[Cell]) -> int | None:

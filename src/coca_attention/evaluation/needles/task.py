@@ -1,6 +1,7 @@
 """The needles task: prompts, scoring and evaluation."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import fmean
@@ -13,9 +14,9 @@ from coca_attention.evaluation.prompts import (
     Prompt,
     PromptSettings,
     check_prompts,
-    prompt_costs,
+    prompt_part,
 )
-from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
+from coca_attention.evaluation.task import Cell, Part, Session, Subject, Task, check_at_least
 from coca_attention.intervals import wilson_interval
 
 if TYPE_CHECKING:
@@ -37,16 +38,20 @@ class NeedleSettings(PromptSettings):
 
 
 def needle_prompts(
-    tokenizer: "PreTrainedTokenizerBase", settings: NeedleSettings, kind: Kind, length: int
+    tokenizer: "PreTrainedTokenizerBase",
+    settings: NeedleSettings,
+    kind: Kind,
+    length: int,
+    indices: Sequence[int] | None = None,
 ) -> list[Prompt]:
-    """The prompts of one kind and length; tokenizer, settings and seed determine them.
+    """The prompts of one kind and length, or some; tokenizer, settings and seed determine them.
 
     Raises:
         UserError: If the length is too short, or the tokenizer does not reproduce the needles.
     """
     encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
     prompts = []
-    for index in range(settings.samples):
+    for index in range(settings.samples) if indices is None else indices:
         text = needle_text(
             encode,
             kind,
@@ -106,16 +111,14 @@ def evaluate_needles(subject: Subject, settings: NeedleSettings, session: Sessio
         One cell per kind and length: the mean recall, the share of complete answers with its
         Wilson interval, and the record of every sample.
     """
-    from coca_attention.evaluation.generation import answer_prompts
-
     check_settings(settings)
-    prompts = {
-        (kind, length): needle_prompts(subject.tokenizer, settings, kind, length)
-        for kind in settings.kinds
-        for length in settings.lengths
-    }
-    cells = []
-    for (kind, length), asked in prompts.items():
+    return session.finish(needle_parts(subject, settings, session))
+
+
+def needle_parts(subject: Subject, settings: NeedleSettings, session: Session) -> list[Part]:
+    """The work of `evaluate_needles`, which describes the arguments."""
+
+    def part(kind: Kind, length: int) -> Part:
         about = {
             "task": "needles",
             "kind": kind,
@@ -123,25 +126,29 @@ def evaluate_needles(subject: Subject, settings: NeedleSettings, session: Sessio
             "count": settings.count,
             "seed": settings.seed,
         }
-        cell = answer_prompts(
+
+        def with_statistics(cell: Cell) -> Cell:
+            recalls = [record["recall"] for record in cell["samples"]]
+            full, trials = recalls.count(1.0), len(recalls)
+            return {
+                **cell,
+                "recall": fmean(recalls),
+                "full": full / trials,
+                "wilson95": wilson_interval(full, trials),
+            }
+
+        return prompt_part(
             subject,
-            asked,
+            length,
+            lambda indices: needle_prompts(subject.tokenizer, settings, kind, length, indices),
             lambda answer, prompt: {"recall": recall(answer, prompt.facts["expected"])},
+            with_statistics,
             settings,
             about,
             session,
         )
-        recalls = [record["recall"] for record in cell["samples"]]
-        full = recalls.count(1.0)
-        cells.append(
-            {
-                **cell,
-                "recall": fmean(recalls),
-                "full": full / len(recalls),
-                "wilson95": wilson_interval(full, len(recalls)),
-            }
-        )
-    return cells
+
+    return [part(kind, length) for kind, length in product(settings.kinds, settings.lengths)]
 
 
 def _prepare(subject: Subject, settings: NeedleSettings) -> None:
@@ -155,6 +162,6 @@ TASK = Task(
     NeedleSettings,
     evaluate_needles,
     check_settings,
-    lambda settings: prompt_costs(settings) * len(settings.kinds),
-    _prepare,
+    prepare=_prepare,
+    parts=needle_parts,
 )

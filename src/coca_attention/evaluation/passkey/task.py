@@ -1,6 +1,7 @@
 """The passkey task: prompts, scoring and evaluation."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,9 @@ from coca_attention.evaluation.prompts import (
     Prompt,
     PromptSettings,
     check_prompts,
-    prompt_costs,
+    prompt_part,
 )
-from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
+from coca_attention.evaluation.task import Cell, Part, Session, Subject, Task, check_at_least
 from coca_attention.intervals import wilson_interval
 
 if TYPE_CHECKING:
@@ -36,16 +37,19 @@ class PasskeySettings(PromptSettings):
 
 
 def passkey_prompts(
-    tokenizer: "PreTrainedTokenizerBase", settings: PasskeySettings, length: int
+    tokenizer: "PreTrainedTokenizerBase",
+    settings: PasskeySettings,
+    length: int,
+    indices: Sequence[int] | None = None,
 ) -> list[Prompt]:
-    """The prompts of one length; tokenizer, settings and seed determine them.
+    """The prompts of one length, or some; tokenizer, settings and seed determine them.
 
     Raises:
         UserError: If the length is too short, or the tokenizer cannot write the key's digits.
     """
     encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
     prompts = []
-    for index in range(settings.samples):
+    for index in range(settings.samples) if indices is None else indices:
         key, depth = draw_key(np.random.default_rng([settings.seed, length, index]))
         if settings.depths is not None:
             depth = index % settings.depths / max(settings.depths - 1, 1)
@@ -88,31 +92,37 @@ def evaluate_passkey(subject: Subject, settings: PasskeySettings, session: Sessi
         UserError: If a setting is out of range, a prompt does not fit, or the model does not
             support the scaling or cannot read that many tokens.
     """
-    from coca_attention.evaluation.generation import answer_prompts
-
     check_settings(settings)
-    prompts = {
-        length: passkey_prompts(subject.tokenizer, settings, length) for length in settings.lengths
-    }
-    cells = []
-    for length in settings.lengths:
+    return session.finish(passkey_parts(subject, settings, session))
+
+
+def passkey_parts(subject: Subject, settings: PasskeySettings, session: Session) -> list[Part]:
+    """The work of `evaluate_passkey`, which describes the arguments."""
+
+    def part(length: int) -> Part:
         about = {
             "task": "passkey",
             "length": length,
             "seed": settings.seed,
             "depths": settings.depths,
         }
-        cell = answer_prompts(
+
+        def with_statistics(cell: Cell) -> Cell:
+            hits, trials = sum(record["hit"] for record in cell["samples"]), settings.samples
+            return {**cell, "accuracy": hits / trials, "wilson95": wilson_interval(hits, trials)}
+
+        return prompt_part(
             subject,
-            prompts[length],
+            length,
+            lambda indices: passkey_prompts(subject.tokenizer, settings, length, indices),
             lambda answer, prompt: {"hit": is_hit(answer, prompt.facts["key"])},
+            with_statistics,
             settings,
             about,
             session,
         )
-        hits, trials = sum(record["hit"] for record in cell["samples"]), settings.samples
-        cells.append({**cell, "accuracy": hits / trials, "wilson95": wilson_interval(hits, trials)})
-    return cells
+
+    return [part(length) for length in settings.lengths]
 
 
 def _prepare(subject: Subject, settings: PasskeySettings) -> None:
@@ -126,6 +136,6 @@ TASK = Task(
     PasskeySettings,
     evaluate_passkey,
     check_settings,
-    prompt_costs,
-    _prepare,
+    prepare=_prepare,
+    parts=passkey_parts,
 )

@@ -37,15 +37,19 @@ class TokenScores:
         self.read = torch.zeros(length, dtype=torch.long)
 
 
+def equal_ranges(window: int, ranges: int) -> list[int]:
+    """Borders of ranges of equal width from 0 to the window, for `by_tokens_read`."""
+    return [round(window * i / ranges) for i in range(ranges + 1)]
+
+
 def by_tokens_read(
-    scores: Sequence[TokenScores], window: int, buckets: int
+    scores: Sequence[TokenScores], edges: Sequence[int]
 ) -> list[dict[str, float | int]]:
-    """Nats and token counts by the number of tokens read before, in buckets of equal width.
+    """Nats and token counts by the number of tokens read before.
 
     Args:
         scores: As filled in by `score_documents`.
-        window: Maximum number of tokens read in one pass.
-        buckets: Number of buckets, at most ``window``.
+        edges: Increasing numbers of tokens; a range ends at each but the first.
 
     Returns:
         In increasing order: ``first`` and ``last`` (tokens read, inclusive), ``nats`` and
@@ -54,7 +58,6 @@ def by_tokens_read(
     nats, read = (torch.cat([getattr(s, name) for s in scores]) for name in ("nats", "read"))
     scored = read > 0
     nats, read = nats[scored].double(), read[scored]
-    edges = [round(window * i / buckets) for i in range(buckets + 1)]
     found: list[dict[str, float | int]] = []
     for low, high in pairwise(edges):
         inside = (read > low) & (read <= high)
@@ -79,6 +82,7 @@ def score_documents(
     batch_tokens: int = 8192,
     per_token: Sequence[TokenScores] | None = None,
     progress: Callable[[int], Any] | None = None,
+    part: slice = slice(None),
 ) -> list[DocumentScore]:
     """Nats of every document under a sliding window.
 
@@ -93,7 +97,8 @@ def score_documents(
         first_target: Index of the first scored token of each document.
         batch_tokens: Tokens per batch; a batch has at least one window.
         per_token: One per document, filled in here; by default only the sums are kept.
-        progress: Called with the number of scored tokens after every batch.
+        progress: Called with the number of tokens read after every batch.
+        part: Which of `windows_of` to score; by default all.
 
     Returns:
         One score per document, in their order.
@@ -105,7 +110,8 @@ def score_documents(
     counts = [0] * len(documents)
     device = next(model.parameters()).device
     trims = "logits_to_keep" in inspect.signature(model.forward).parameters
-    for batch in _batches(documents, window, stride, first_target, batch_tokens):
+    windows = windows_of([len(d.tokens) for d in documents], window, stride, first_target)
+    for batch in _batches(windows[part], batch_tokens):
         inputs = torch.stack([documents[d].tokens[w.start : w.stop] for d, w in batch])
         scored = max(w.targets for _, w in batch)
         # The last run of a document can be shorter: positions before its targets are ignored.
@@ -137,28 +143,37 @@ def score_documents(
                 "precision overflows (try float32)"
             )
         if progress is not None:
-            progress(sum(w.targets for _, w in batch))
+            progress(inputs.numel())
     return [
         DocumentScore(document.id, float(nats[d]), counts[d])
         for d, document in enumerate(documents)
     ]
 
 
-def _batches(
-    documents: Sequence[TokenDocument],
-    window: int,
-    stride: int,
-    first_target: int,
-    batch_tokens: int,
-) -> Iterator[list[tuple[int, Window]]]:
-    """Windows of all documents in batches of equal window length."""
+def windows_of(
+    lengths: Sequence[int], window: int, stride: int, first_target: int
+) -> list[tuple[int, Window]]:
+    """Windows of all documents with the document's index, the shortest first.
+
+    Args:
+        lengths: Tokens of every document.
+        window: As for `score_documents`, and so the others.
+        stride: Tokens scored in one pass.
+        first_target: Index of the first scored token of each document.
+    """
     every = [
-        (d, w)
-        for d, document in enumerate(documents)
-        for w in sliding_windows(len(document.tokens), window, stride, first_target)
+        (index, each)
+        for index, length in enumerate(lengths)
+        for each in sliding_windows(length, window, stride, first_target)
     ]
-    every.sort(key=lambda item: item[1].inputs)
-    for inputs, group in groupby(every, key=lambda item: item[1].inputs):
+    return sorted(every, key=lambda item: item[1].inputs)
+
+
+def _batches(
+    windows: Sequence[tuple[int, Window]], batch_tokens: int
+) -> Iterator[list[tuple[int, Window]]]:
+    """Batches of windows of equal length."""
+    for inputs, group in groupby(windows, key=lambda item: item[1].inputs):
         members = list(group)
         size = max(1, batch_tokens // inputs)
         for start in range(0, len(members), size):

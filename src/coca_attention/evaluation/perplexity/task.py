@@ -3,16 +3,23 @@
 import hashlib
 import json
 import math
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
 from coca_attention.data import SourceSettings, held_out
 from coca_attention.errors import UserError
+from coca_attention.evaluation.journal import fingerprint as model_fingerprint
 from coca_attention.evaluation.perplexity.windows import check_sizes, shared_first_target
-from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
-from coca_attention.intervals import LARGEST_EXPONENT, bootstrap_interval, perplexity
+from coca_attention.evaluation.pieces import Piece, cut
+from coca_attention.evaluation.task import Cell, Part, Session, Subject, Task, check_at_least
+from coca_attention.intervals import (
+    LARGEST_EXPONENT,
+    DocumentScore,
+    bootstrap_interval,
+    perplexity,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,8 +51,10 @@ class WindowSettings:
     """Window sizes: tokens read in one pass."""
     stride: int | None = None
     """Tokens scored in one pass; by default the smallest window."""
-    targets: Literal["shared", "all"] = "shared"
-    """shared: the same last tokens at every window; all: every token except the first, once."""
+    targets: Literal["shared", "all", "one-pass"] = "shared"
+    """shared: the same last tokens at every window; all: every token except the first, once;
+    one-pass: the first tokens of every document, read once, by the number of tokens before them in
+    ranges that end at the windows."""
     attend_last: int | None = None
     """Also score the tokens with only this many tokens of context."""
     batch_tokens: int = 8192
@@ -146,6 +155,11 @@ def check_settings(settings: WindowSettings) -> int:
             f"positions must be at least 1 and at most the smallest window, got "
             f"{settings.positions}"
         )
+    if settings.targets == "one-pass" and not settings.stride == settings.positions is None:
+        raise UserError(
+            "one pass over a document has neither stride nor positions: its ranges end at the "
+            "windows; leave both out"
+        )
     if settings.key_short < 1 or (
         settings.key_model is not None and settings.key_short >= max(settings.windows)
     ):
@@ -159,7 +173,10 @@ def check_settings(settings: WindowSettings) -> int:
 
 
 def load_keys(
-    settings: WindowSettings, subject: Subject, documents: "Sequence[TokenDocument]"
+    settings: WindowSettings,
+    subject: Subject,
+    documents: "Sequence[TokenDocument]",
+    session: Session,
 ) -> "list[Tensor] | None":
     """The key tokens that ``settings.key_model`` finds; None without one.
 
@@ -167,6 +184,7 @@ def load_keys(
         settings: Windows and the evaluator.
         subject: The model whose tokenizer, precision and device the evaluator shares.
         documents: Token documents.
+        session: Its journal keeps them, for all models and processes.
 
     Returns:
         One boolean tensor (length,) per document.
@@ -174,32 +192,53 @@ def load_keys(
     Raises:
         UserError: If the evaluator cannot be loaded, has another tokenizer, or finds no key token.
     """
-    from coca_attention.evaluation.perplexity.keys import key_tokens, load_evaluator
+    import torch
 
     if settings.key_model is None:
         return None
     stride, window = check_settings(settings), max(settings.windows)
-    evaluator = load_evaluator(
-        settings.key_model,
-        subject.tokenizer,
-        dtype=str(subject.model.dtype).removeprefix("torch."),
-        device=str(subject.model.device),
-    )
-    keys = key_tokens(
-        evaluator,
-        documents,
-        window=window,
-        short=settings.key_short,
-        stride=stride,
-        first_target=window - stride + 1 if settings.targets == "shared" else 1,
-        batch_tokens=settings.batch_tokens,
-    )
-    if not any(mask.any() for mask in keys):
+    first = window - stride + 1 if settings.targets == "shared" else 1
+    dtype = str(subject.model.dtype).removeprefix("torch.")
+    there = subject.model.device
+    device = subject.device if there.type == "meta" else str(there)
+    key = {
+        "key_model": f"{model_fingerprint(settings.key_model)} {dtype}",
+        "window": [window, stride, first, settings.key_short],
+        "text": text_hash(documents),
+    }
+
+    def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
+        from coca_attention.evaluation.perplexity.keys import key_tokens, load_evaluator
+
+        found = key_tokens(
+            load_evaluator(str(settings.key_model), subject.tokenizer, dtype=dtype, device=device),
+            documents,
+            window=window,
+            short=settings.key_short,
+            stride=stride,
+            first_target=first,
+            batch_tokens=settings.batch_tokens,
+        )
+        return [[mask.nonzero().flatten().tolist() for mask in found]]
+
+    cost = sum(len(document.tokens) for document in documents)
+    piece = Piece(f"key tokens of {settings.key_model}", [key], cost, window, compute)
+    (found,) = session.complete([piece])
+    if not any(found):
         raise UserError(
             f"{settings.key_model} predicts no token of this text better from {window} tokens "
             f"than from {settings.key_short}: choose an evaluator that uses long context"
         )
-    return keys
+    masks = [torch.zeros(len(document.tokens), dtype=torch.bool) for document in documents]
+    for mask, indices in zip(masks, found, strict=True):
+        mask[indices] = True
+    return masks
+
+
+def text_hash(documents: "Sequence[TokenDocument]") -> str:
+    """Identifies token documents."""
+    texts = [[d.id, hashlib.sha256(d.tokens.numpy().tobytes()).hexdigest()] for d in documents]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def evaluate_perplexity(
@@ -227,14 +266,18 @@ def evaluate_perplexity(
         UserError: If the sizes do not fit, a document is too short, or the model does not support
             the scaling.
     """
-    from coca_attention.evaluation.generation import rotary_scaling_for
-    from coca_attention.evaluation.perplexity.keys import fingerprint, key_nats
-    from coca_attention.evaluation.perplexity.score import (
-        TokenScores,
-        by_tokens_read,
-        score_documents,
-    )
+    return session.finish(perplexity_parts(subject, documents, settings, session, keys=keys))
 
+
+def perplexity_parts(
+    subject: Subject,
+    documents: "Sequence[TokenDocument]",
+    settings: WindowSettings,
+    session: Session,
+    *,
+    keys: "Sequence[Tensor] | None" = None,
+) -> list[Part]:
+    """The work of `evaluate_perplexity`, which describes the arguments: a part for each cell."""
     stride = check_settings(settings)
     if not documents:
         raise UserError("no documents to score")
@@ -245,66 +288,119 @@ def evaluate_perplexity(
                 f"window needs {tokens_needed(settings)}"
             )
     first = shared_first_target(settings.windows, stride) if settings.targets == "shared" else 1
-    texts = [[d.id, hashlib.sha256(d.tokens.numpy().tobytes()).hexdigest()] for d in documents]
-    text = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-    total = sum(len(document.tokens) - first for document in documents)
     runs = [(window, stride, str(session.scaling)) for window in settings.windows]
+    if settings.targets == "one-pass":
+        # The last input of the only window predicts the token after it.
+        longest = max(settings.windows)
+        documents = [replace(d, tokens=d.tokens[: longest + 1]) for d in documents]
+        keys = None if keys is None else [mask[: longest + 1] for mask in keys]
+        runs = [(longest, longest, str(session.scaling))]
     if settings.attend_last is not None:
         # With a stride of an eighth, every token has at least 7/8 of the window before it.
         last = settings.attend_last
         runs.append((last, min(max(1, last // 8), stride), "attend-last"))
-    cells = []
-    for window, run_stride, kind in runs:
-        applied = "none" if kind == "attend-last" else kind
-        factor = float(session.factor) if applied != "none" else None
-        key = {
-            "task": "perplexity",
-            "model": subject.identity,
-            "scaling": [kind, factor],
-            "window": [window, run_stride, first],
-            "targets": settings.targets,
-            "text": text,
-            "seed": settings.seed,
-            "positions": settings.positions,
-            "keys": None if keys is None else fingerprint(keys),
-        }
-        done = 0
+    text = text_hash(documents)
+    return [_part(subject, documents, settings, session, keys, text, first, run) for run in runs]
+
+
+def _part(
+    subject: Subject,
+    documents: "Sequence[TokenDocument]",
+    settings: WindowSettings,
+    session: Session,
+    keys: "Sequence[Tensor] | None",
+    text: str,
+    first: int,
+    run: tuple[int, int, str],
+) -> Part:
+    """The work of one cell, the windows of some documents a piece."""
+    from coca_attention.evaluation.generation import rotary_scaling_for
+    from coca_attention.evaluation.perplexity.keys import fingerprint, key_nats
+    from coca_attention.evaluation.perplexity.score import (
+        TokenScores,
+        by_tokens_read,
+        equal_ranges,
+        score_documents,
+        windows_of,
+    )
+
+    window, stride, kind = run
+    applied = "none" if kind == "attend-last" else kind
+    edges = None
+    if kind != "attend-last":
+        if settings.targets == "one-pass":
+            edges = [0, *sorted(set(settings.windows))]
+        elif settings.positions is not None:
+            edges = equal_ranges(window, settings.positions)
+    key = {
+        "task": "perplexity",
+        "model": subject.identity,
+        "scaling": [kind, float(session.factor) if applied != "none" else None],
+        "window": [window, stride, first],
+        "targets": settings.targets,
+        "text": text,
+        "seed": settings.seed,
+        "positions": settings.windows if settings.targets == "one-pass" else settings.positions,
+        "keys": None if keys is None else fingerprint(keys),
+    }
+    windows = windows_of([len(d.tokens) for d in documents], window, stride, first)
+
+    def piece(part: slice) -> Piece:
+        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
+            per_token = None
+            if edges is not None or keys is not None:
+                per_token = [TokenScores(len(document.tokens)) for document in documents]
+            with rotary_scaling_for(subject.model, applied, session.factor, window):
+                scores = score_documents(
+                    subject.model,
+                    documents,
+                    window=window,
+                    stride=stride,
+                    first_target=first,
+                    batch_tokens=settings.batch_tokens,
+                    per_token=per_token,
+                    progress=advance,
+                    part=part,
+                )
+            sums = {
+                "documents": [
+                    [index, _number(score.nats), score.tokens]
+                    for index, score in enumerate(scores)
+                    if score.tokens
+                ]
+            }
+            if per_token is not None and edges is not None:
+                ranges = by_tokens_read(per_token, edges)
+                sums["ranges"] = [[_number(r["nats"]), r["tokens"]] for r in ranges]
+            if per_token is not None and keys is not None:
+                nats, tokens = key_nats(per_token, keys)
+                sums["keys"] = [[_number(nats), tokens]]
+            return [sums]
+
+        cost = sum(each.inputs for _, each in windows[part])
         label = f"{subject.name} {kind} {window}"
-        found = session.journal.get(key)
-        if found is not None:
-            cells.append({**found, **subject.facts})
-            session.progress(label, total, total)
-            continue
+        return Piece(label, [[key, part.start, part.stop]], cost, window, compute)
 
-        def advance(tokens: int, label: str = label) -> None:
-            nonlocal done
-            done += tokens
-            session.progress(label, done, total)
+    pieces = [piece(part) for part in cut([each.inputs for _, each in windows])]
 
-        started = time.perf_counter()
-        per_token = None
-        if settings.positions or keys is not None:
-            per_token = [TokenScores(len(document.tokens)) for document in documents]
+    def cells() -> list[Cell]:
+        found = [session.journal.get(each.keys[0]) for each in pieces]
+        rows = [row for sums in found for row in sums["documents"]]
+        scores = [
+            DocumentScore(document.id, *_sum(row[1:] for row in rows if row[0] == index))
+            for index, document in enumerate(documents)
+        ]
         with rotary_scaling_for(subject.model, applied, session.factor, window) as rope:
-            scores = score_documents(
-                subject.model,
-                documents,
-                window=window,
-                stride=run_stride,
-                first_target=first,
-                batch_tokens=settings.batch_tokens,
-                per_token=per_token,
-                progress=advance,
-            )
+            pass
         interval = bootstrap_interval(scores, seed=settings.seed)
         cell = {
             "task": "perplexity",
             **subject.facts,
             "scaling": kind,
-            "factor": factor,
+            "factor": key["scaling"][1],
             "rope_parameters": rope,
             "window": window,
-            "stride": run_stride,
+            "stride": stride,
             "targets": settings.targets,
             "text": text,
             "perplexity": _number(perplexity(scores)),
@@ -312,20 +408,32 @@ def evaluate_perplexity(
             "nats": _number(sum(score.nats for score in scores)),
             "tokens": sum(score.tokens for score in scores),
             "seed": settings.seed,
-            "seconds": round(time.perf_counter() - started, 3),
+            "seconds": session.seconds(pieces),
             "documents": [{**asdict(s), "nats": _number(s.nats)} for s in scores],
         }
-        if per_token is not None and settings.positions is not None and kind != "attend-last":
-            buckets = by_tokens_read(per_token, window, settings.positions)
-            cell["by_position"] = [{**b, "nats": _number(b["nats"])} for b in buckets]
-        if per_token is not None and keys is not None:
-            nats, tokens = key_nats(per_token, keys)
+        if edges is not None:
+            ranges = [_sum(rows) for rows in zip(*(sums["ranges"] for sums in found), strict=True)]
+            cell["by_position"] = [
+                {"first": low + 1, "last": high, "nats": _number(nats), "tokens": tokens}
+                for (low, high), (nats, tokens) in zip(pairwise(edges), ranges, strict=True)
+            ]
+        if keys is not None:
+            nats, tokens = _sum(sums["keys"][0] for sums in found)
             mean = nats / tokens if tokens else math.inf
             cell["key_tokens"] = tokens
             cell["key_perplexity"] = _number(math.exp(mean)) if mean < LARGEST_EXPONENT else None
-        session.journal.put(key, cell)
-        cells.append(cell)
-    return cells
+        return [cell]
+
+    return Part(pieces, cells)
+
+
+def _sum(rows: Iterable[Sequence[Any]]) -> tuple[float, int]:
+    """Nats and tokens of parts together; None is infinity."""
+    nats, tokens = 0.0, 0
+    for more_nats, more_tokens in rows:
+        nats += math.inf if more_nats is None else more_nats
+        tokens += more_tokens
+    return nats, tokens
 
 
 def _number(value: float) -> float | None:
@@ -336,16 +444,6 @@ def _number(value: float) -> float | None:
 def _check(settings: PerplexitySettings) -> None:
     check_settings(settings)
     check_text(settings, tokens_needed(settings))
-
-
-def _cost(settings: PerplexitySettings) -> list[int]:
-    """Tokens read for each cell; by default for 50 documents of twice the last window."""
-    stride = check_settings(settings)
-    per_token = [window // stride + 1 for window in settings.windows]
-    if settings.attend_last is not None:
-        per_token.append(8)
-    tokens = (settings.max_documents or 50) * (settings.max_tokens or 2 * settings.windows[-1])
-    return [cost * tokens for cost in per_token]
 
 
 def _documents(subject: Subject, settings: PerplexitySettings) -> "list[TokenDocument]":
@@ -363,18 +461,20 @@ def _prepare(subject: Subject, settings: PerplexitySettings) -> None:
     _documents(subject, settings)
 
 
-def _evaluate(subject: Subject, settings: PerplexitySettings, session: Session) -> list[Cell]:
+def _parts(subject: Subject, settings: PerplexitySettings, session: Session) -> list[Part]:
     documents = _documents(subject, settings)
-    keys = subject.cached(f"keys {settings}", lambda: load_keys(settings, subject, documents))
-    return evaluate_perplexity(subject, documents, settings, session, keys=keys)
+    keys = subject.cached(
+        f"keys {settings}", lambda: load_keys(settings, subject, documents, session)
+    )
+    return perplexity_parts(subject, documents, settings, session, keys=keys)
 
 
 TASK = Task(
     "perplexity",
     "Perplexity of a Transformers causal language model under sliding windows.",
     PerplexitySettings,
-    _evaluate,
+    lambda subject, settings, session: session.finish(_parts(subject, settings, session)),
     _check,
-    _cost,
-    _prepare,
+    prepare=_prepare,
+    parts=_parts,
 )

@@ -1,0 +1,256 @@
+"""A suite that processes share: the same results, and a killed one costs its piece alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from coca_attention.cli import main
+from coca_attention.evaluation.journal import Journal
+from coca_attention.evaluation.pieces import Claims, Piece, cut, work
+from coca_attention.evaluation.suite import estimate_suite, load_suite, run_suite
+from conftest import some_text, tiny_model
+
+# The command line; where asked, slow and killed in the middle of a piece.
+COMMAND = """
+import os, signal, sys, time
+from coca_attention.evaluation import pieces
+from coca_attention.cli import main
+
+compute, count = pieces._compute, [0]
+def slowly(*args):
+    count[0] += 1
+    if os.environ.get("KILLED") == str(count[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(float(os.environ.get("SLOW", 0)))
+    compute(*args)
+    print("computed", args[0].texts[0], flush=True)
+pieces._compute = slowly
+sys.exit(main(["eval", "suite", *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory, tokenizer):
+    """Two models, a text, and a suite of every kind of piece."""
+    folder = tmp_path_factory.mktemp("shared")
+    for name in ("llama-rope", "llama-slack"):
+        tiny_model(name).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "text").mkdir()
+    for index in range(4):
+        (folder / "text" / f"{index}.txt").write_text(some_text(500, seed=index))
+    text = f"source: {folder / 'text'}"
+    path = folder / "suite.yaml"
+    path.write_text(
+        f"""
+models: {{RoFormer: {folder / "llama-rope"}, CoCA-Slack: {folder / "llama-slack"}}}
+scalings: [{{kind: none}}, {{kind: ntk, factor: 4, models: [CoCA-Slack]}}]
+perplexity:
+  {{{text}, windows: [32, 64], stride: 8, attend_last: 32, positions: 4}}
+passkey: {{lengths: [260, 500], samples: 5, max_new_tokens: 4, batch_tokens: 600}}
+streaming: {{{text}, tokens: 300, window: 28, ranges: 2}}
+"""
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(suite, tmp_path_factory):
+    """The results of one process."""
+    return results(run_suite(load_suite(suite), tmp_path_factory.mktemp("alone")))
+
+
+UNSTEADY = ("seconds", "tokens_per_second", "megabytes", "cache_megabytes")
+
+
+def results(path):
+    """The cells of a result file without what every run measures anew."""
+
+    def steady(value):
+        if isinstance(value, dict):
+            return {k: steady(v) for k, v in value.items() if k not in UNSTEADY}
+        return [steady(v) for v in value] if isinstance(value, list) else value
+
+    return steady(json.loads(path.read_text())["results"])
+
+
+def start(suite, output, rank=0, world=1, **variables):
+    """Start one process of a launch."""
+    own = {"RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(suite), "--output", str(output)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **own},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_processes_share_a_suite_and_take_over_what_a_killed_one_left(suite, alone, tmp_path):
+    out = tmp_path / "out"
+    running = [
+        start(suite, out, 0, 3, SLOW="0.2"),
+        start(suite, out, 1, 3, SLOW="0.2", KILLED="3"),
+        start(suite, out, 2, 3, SLOW="0.2"),
+    ]
+    first, killed, last = (process.communicate(timeout=120) for process in running)
+    assert [process.returncode for process in running] == [0, -signal.SIGKILL, 0], (first, last)
+    shares = [out.count("computed ") for out, _ in (first, killed, last)]
+    assert min(shares) >= 2, "every process had its share"
+    every = [line for out, _ in (first, killed, last) for line in out.splitlines()]
+    computed = [line for line in every if line.startswith("computed")]
+    assert len(computed) == len(set(computed)), "nothing was computed twice"
+    assert "Results:" in first[0] and "Results:" not in last[0]
+    assert results(out / "results.json") == alone
+
+
+def test_the_next_start_goes_on_after_all_were_killed(suite, alone, tmp_path):
+    out = tmp_path / "out"
+    killed = start(suite, out, 1, 2, KILLED="3")
+    killed.communicate(timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    before = (out / "journal.jsonl").read_text().splitlines()
+    assert before and not (out / "results.json").exists()
+    with open(out / "journal.jsonl", "a") as file:
+        file.write('{"key": {"ta')  # killed while writing
+    run_suite(load_suite(suite), out)
+    assert results(out / "results.json") == alone
+    lines = (out / "journal.jsonl").read_text().splitlines()
+    assert lines[: len(before)] == before
+    assert len(lines) == len({json.dumps(json.loads(line)["key"]) for line in lines})
+
+
+def torchrun(suite, output, *words):
+    """Run two processes as users start them."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "coca_attention.cli", "eval", "suite", str(suite), *words]
+    done = subprocess.run(
+        [sys.executable, *command, "--output", str(output)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Results:") == 1
+    return results(output / "results.json")
+
+
+@pytest.mark.slow
+def test_under_torchrun(suite, alone, tmp_path):
+    assert torchrun(suite, tmp_path / "out") == alone
+
+
+def close(value, other):
+    """Equal but for numbers, which may differ by rounding; a sum of a thousand nats in float32."""
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(close(value[k], other[k]) for k in value)
+    if isinstance(value, list):
+        return len(value) == len(other) and all(map(close, value, other))
+    return value == pytest.approx(other, rel=1e-5) if isinstance(value, float) else value == other
+
+
+@pytest.mark.slow
+def test_a_model_that_is_split_over_processes(suite, alone, tmp_path):
+    """Tensor parallelism: half the heads in each of two processes, collinear and rotary."""
+    words = ["--device=tensor-parallel", "--streaming=null"]
+    found = torchrun(suite, tmp_path / "out", *words)
+    assert close(found, [cell for cell in alone if cell["task"] != "streaming"])
+    lines = (tmp_path / "out" / "journal.jsonl").read_text().splitlines()
+    (tmp_path / "out" / "journal.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    assert torchrun(suite, tmp_path / "out", *words) == found
+    with pytest.raises(ValueError, match="needs several processes"):
+        run_suite(load_suite(suite, ["--device=tensor-parallel"]), tmp_path / "out")
+
+
+def test_layers_over_all_devices(suite, alone, tmp_path, monkeypatch):
+    wanted = load_suite(suite, ["--device=auto"])
+    assert results(run_suite(wanted, tmp_path)) == alone
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="one process on each machine"):
+        run_suite(wanted, tmp_path)
+
+
+def test_claims_end_with_their_process(tmp_path):
+    program = (
+        "import sys, time; from pathlib import Path\n"
+        "from coca_attention.evaluation.pieces import Claims\n"
+        "claims = Claims(Path(sys.argv[1]), alone=False)\n"
+        "print(claims.take('\"a\"'), flush=True); time.sleep(60)"
+    )
+    lock = tmp_path / ".claims"
+    other = subprocess.Popen([sys.executable, "-c", program, lock], stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline() == b"True\n"
+    claims = Claims(lock, alone=False)
+    assert not claims.take('"a"') and claims.take("b")
+    # Nobody waits for a piece that another process works on, if told so; if not, it is taken over.
+    journal, seen = Journal(tmp_path / "journal.jsonl"), []
+    piece = Piece("a", ["a"], 10, 10, lambda missing, advance: seen.append(missing) or [1])
+    work([piece], journal, claims=claims, wait=False)
+    assert not seen
+    other.kill()
+    other.wait()
+    work([piece], journal, claims=claims)
+    assert seen == [[0]] and Journal(tmp_path / "journal.jsonl").get("a") == 1
+
+
+def test_file_systems_without_locks_serve_one_process(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    alone = Claims(tmp_path / "a", alone=True)
+    assert alone.take("a")
+    alone.release("a")
+    with pytest.raises(ValueError, match=r"cannot be locked here .*another file system"):
+        Claims(tmp_path / "b", alone=False).take("a")
+
+
+def test_two_writers_of_a_journal(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    one, two = Journal(path), Journal(path)
+    one.put("a", 1)
+    two.put("b", 2)
+    with open(path, "a") as file:
+        file.write('{"key": "c", "val')
+    assert one.get("b") is None
+    one.refresh()
+    assert one.get("b") == 2 and path.read_text().endswith("val")
+    two.put_all([("d", 4), ("e", 5)], 3.0)
+    assert len(path.read_text().splitlines()) == 4 and Journal(path).get("e") == 5
+    assert Journal(path).seconds('"d"') == 1.5
+    path.unlink()  # by hand, while it is in use
+    one.refresh()
+    one.put("f", 6)
+    assert len(Journal(path)) == 1 and one.get("a") == 1
+
+
+def test_cut():
+    assert [(s.start, s.stop) for s in cut([3, 3, 3, 9, 1], 6)] == [(0, 2), (2, 3), (3, 4), (4, 5)]
+
+
+def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(suite, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["eval", "suite", str(suite), "--dry-run", "--output", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "CoCA-Slack ntk perplexity" in printed and "Nothing was written" in printed
+    assert "not measured" in printed  # streaming is one piece
+    assert not out.exists()
+    wanted = load_suite(suite, ["--streaming=null"])
+    before = estimate_suite(wanted, out)
+    assert [e.cells for e in before] == [3, 2, 3, 2, 3, 2]
+    assert all(e.seconds > 0 and e.left == e.tokens for e in before)
+    passkeys = before[1]
+    assert passkeys.tokens == 5 * (260 + 4 * 4) + 5 * (500 + 4 * 4)
+    started = time.perf_counter()
+    run_suite(wanted, out)
+    took = time.perf_counter() - started
+    assert took / 10 < sum(e.seconds for e in before) < took * 10
+    after = estimate_suite(wanted, out)
+    assert all((e.cells, e.left, e.seconds) == (0, 0, 0.0) for e in after)
+    assert [e.tokens for e in after] == [e.tokens for e in before]
