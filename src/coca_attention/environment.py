@@ -160,8 +160,9 @@ def hold(path: Path, what: Path | None = None) -> Iterator[None]:
             ) from error
         except OSError:
             break  # a file system without locks
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            break
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
         file.close()  # of a process that has just ended, and removed it
     with file:
         file.truncate(0)

@@ -101,6 +101,46 @@ def test_far_text_has_bounded_influence_and_is_seen():
     assert (logits(model, changed) - logits(model, ids)).abs()[:, -1].max() > 1e-9
 
 
+def test_padding_between_real_tokens_is_no_distance():
+    model = limited("Llama", max_distance=12)
+    ids = some_tokens(model, batch=1, length=10)
+    gap = torch.zeros(1, 14, dtype=torch.long)
+    padded = torch.cat((ids[:, :6], gap, ids[:, 6:]), dim=1)
+    mask = (padded != 0).long()
+    ends = [20, 21, 22, 24]
+    with torch.no_grad():
+        cache, found = None, []
+        for start, end in zip([0, *ends], ends, strict=False):
+            out = model(
+                padded[:, start:end],
+                attention_mask=mask[:, :end],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache = out.past_key_values
+            found.append(out.logits)
+    expected = logits(model, ids)
+    assert difference(torch.cat(found[1:], dim=1), expected[:, 6:]) < 1e-9
+    assert difference(logits(model, padded, attention_mask=mask)[:, 20:], expected[:, 6:]) < 1e-9
+
+
+def test_scores_stay_wide_under_autocast():
+    model = limited("Llama", max_distance=8).float()
+    model.config.rope_parameters["decay"] = None
+    ids = some_tokens(model, length=30)
+    exact = logits(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = logits(model, ids)
+    assert difference(found.float(), exact) < 0.1
+
+
+def test_bidirectional_models_are_refused():
+    model = limited("Llama")
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="max_distance are for causal models"):
+        logits(model, some_tokens(model))
+
+
 def test_a_stream_stays_within_the_limit():
     model = limited("Llama", max_distance=16, kv_cache="half")
     plain = vanilla("Llama").double().eval()
@@ -120,6 +160,8 @@ def test_what_cannot_work_is_refused():
         limited("Llama", roles=Roles("lg"))
     with pytest.raises(UserError, match="all pairs are free with form rope"):
         limited("Llama", free_pairs=2)
+    with pytest.raises(UserError, match="max_distance must be at least 1 token, got 0"):
+        limited("Llama", max_distance=0)
     model = limited("Llama").float()
     with pytest.raises(ValueError, match="a decay or max_distance: use generate"):
         model.init_continuous_batching()

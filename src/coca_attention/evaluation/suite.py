@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -199,23 +199,22 @@ def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = N
         claims = Claims(output / CLAIMS_FILE, alone=processes() == 1)
         # Processes begin with models of their own, so that few have to load several.
         first = rank() % len(suite.models)
-    jobs = plan_suite(suite, journal, claims)
-    names = [*suite.models][first:] + [*suite.models][:first]
-    pieces = [piece for job in jobs for part in job.parts for piece in part.pieces]
-    longest_first = sorted(pieces, key=lambda piece: -piece.cost)
-    by_model = {name: [p for p in longest_first if p.model == name] for name in names}
-    work(
-        [piece for name in names for piece in by_model[name]],
-        journal,
-        progress or (lambda label, done, total: None),
-        claims,
-        wait=rank() == 0,
-    )
-    if rank() == 0:
-        with claims.hold(RESULTS_FILE) if claims else nullcontext():
-            _write(suite, jobs, results)
-    if claims:
-        claims.close()
+    with closing(claims) if claims else nullcontext():
+        jobs = plan_suite(suite, journal, claims)
+        names = [*suite.models][first:] + [*suite.models][:first]
+        pieces = [piece for job in jobs for part in job.parts for piece in part.pieces]
+        longest_first = sorted(pieces, key=lambda piece: -piece.cost)
+        by_model = {name: [p for p in longest_first if p.model == name] for name in names}
+        work(
+            [piece for name in names for piece in by_model[name]],
+            journal,
+            progress or (lambda label, done, total: None),
+            claims,
+            wait=rank() == 0,
+        )
+        if rank() == 0:
+            with claims.hold(RESULTS_FILE) if claims else nullcontext():
+                _write(suite, jobs, results)
     return results
 
 

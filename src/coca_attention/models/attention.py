@@ -314,7 +314,7 @@ class CollinearAttention(nn.Module):
         implementation, length = self.config._attn_implementation, queries[0].shape[-2]
         if implementation not in ("sdpa", "eager"):
             raise ValueError(NO_LIMITS.format(implementation))
-        kind, consecutive = getattr(self, "layer_type", None), key_positions.ends_with_pass
+        kind, consecutive = getattr(self, "layer_type", None), key_positions.consecutive
         if mask is None and not consecutive and length > 1:
             # The first queries of an empty cache with more slots.
             coefficients, value = coefficients[..., :length, :], value[..., :length, :]

@@ -125,7 +125,12 @@ class CollinearModel(CollinearPreTrained):
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         half = self.config.kv_cache == "half" and past_key_values is not None
         own_roles, rope = has_own_roles(self.config), rope_parameters(self.config)
-        placed = half or bool(rope.get("decay")) or rope.get("max_distance") is not None
+        positioned = bool(rope.get("decay")) or rope.get("max_distance") is not None
+        if positioned and not getattr(self.config, "is_causal", True):
+            raise ValueError(
+                "a decay and max_distance are for causal models: leave them out of rope_parameters"
+            )
+        placed = half or positioned
         given_positions = position_ids if mask is None else None
         if tokens is not None and (placed or own_roles):
             if position_ids is None:

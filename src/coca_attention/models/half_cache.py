@@ -58,8 +58,13 @@ class KeyPositions:
             sizes = [cache.get_mask_sizes(length, index) for index in range(len(body.layers))]
             slots = max(keys + first for keys, first in sizes)
             start = cache.get_seq_length()  # a tensor for static caches
-        # Whether the tokens of this pass are the last slots; not so in static caches.
-        self.ends_with_pass = isinstance(start, int) and slots == start + length
+        # Whether this pass has the last slots, not so in static caches, and there is no padding
+        # between real tokens. Only limits of distances ask.
+        self.consecutive = isinstance(start, int) and slots == start + length
+        if mask is not None and rope_parameters(body.config).get("max_distance") is not None:
+            begins = F.pad(mask, (1, 0)).diff(dim=-1) > 0
+            whole = not compiling() and bool((begins.sum(-1) <= 1).all())
+            self.consecutive = self.consecutive and whole
         slot = torch.arange(slots, device=device)
         # Index in this pass, negative for earlier tokens. Computed here, because a static cache
         # updates its length in place.

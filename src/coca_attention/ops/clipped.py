@@ -116,11 +116,12 @@ def attend_clipped(
         (query[..., start : start + size, :], far_query[..., start : start + size, :], start)
         for start in range(0, queries, size)
     ]
-    if torch.is_grad_enabled() and len(pieces) > 1:
-        # Otherwise the backward pass would keep all scores.
-        found = [checkpoint(block, *piece, use_reentrant=False) for piece in pieces]
-    else:
-        found = [block(*piece) for piece in pieces]
+    with torch.autocast(query.device.type, enabled=False):  # scores in half precision otherwise
+        if torch.is_grad_enabled() and len(pieces) > 1:
+            # Otherwise the backward pass would keep all scores.
+            found = [checkpoint(block, *piece, use_reentrant=False) for piece in pieces]
+        else:
+            found = [block(*piece) for piece in pieces]
     outputs, weights = zip(*found, strict=True)
     return torch.cat(outputs, dim=-2), torch.cat(weights, dim=-2) if with_weights else None
 

@@ -78,7 +78,7 @@ def train(
     output = Path(output)
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; choose another --output")
-    if not is_finished(output):
+    if extend or not is_finished(output):
         check_sources(recipe)
     state = PartialState(cpu=not torch.accelerator.is_available())
     with ExitStack() as stack:
@@ -90,8 +90,8 @@ def train(
                 training_arguments(recipe.training, output, state.num_processes)
                 if recipe.model.teacher is not None:
                     model_without_weights(recipe.model.teacher)
-            claim_folder(recipe, output, extend=extend)
-            if is_finished(output):
+            before = claim_folder(recipe, output, extend=extend)
+            if is_finished(output) and before is None:
                 return output
             if state.is_main_process:
                 log.info("%s: reading the text", output)
@@ -101,6 +101,8 @@ def train(
             log.info("%s: %s", output, data.describe())
         with state.main_process_first():
             check_same_text(data.fingerprint, output)
+            if before is not None and state.is_main_process:
+                _extend(recipe, output, before)
         start = _measure_start(recipe, data, output)
         trainer, stages = train_stages(recipe, data, tokenizer, output, callbacks=callbacks)
         model = save_trained(trainer, tokenizer, output)
@@ -132,7 +134,7 @@ def check_same_text(fingerprint: dict[str, Any], output: Path) -> None:
         )
 
 
-def claim_folder(recipe: Recipe, output: Path, *, extend: bool = False) -> None:
+def claim_folder(recipe: Recipe, output: Path, *, extend: bool = False) -> int | None:
     """Write the recipe into a run folder, or compare it with the one there.
 
     Args:
@@ -140,8 +142,12 @@ def claim_folder(recipe: Recipe, output: Path, *, extend: bool = False) -> None:
         output: Its folder.
         extend: As for `train`.
 
+    Returns:
+        The steps of the run there if it is to be extended, which `_extend` does, or None.
+
     Raises:
-        UserError: If the folder belongs to another recipe or to something else.
+        UserError: If the folder belongs to another recipe or to something else, or cannot be
+            extended.
     """
     path = output / RECIPE_FILE
     if path.is_file():
@@ -151,8 +157,8 @@ def claim_folder(recipe: Recipe, output: Path, *, extend: bool = False) -> None:
         before, after = found.training.steps, recipe.training.steps
         if changed == ["training.steps"] and before < after and not recipe.stages:
             if extend:
-                _extend(recipe, output, before)
-                return
+                _check_extendable(recipe, output)
+                return before
             raise UserError(
                 f"{output} holds a run of {before:,} steps: add --extend to train it to {after:,}, "
                 "or choose another --output"
@@ -162,17 +168,17 @@ def claim_folder(recipe: Recipe, output: Path, *, extend: bool = False) -> None:
                 f"{output} holds a run of another recipe (different: {', '.join(changed)}); choose "
                 "another --output, or remove the folder"
             )
-        return
+        return None
     # A start that was killed may have left partial files.
     there = output.iterdir() if output.is_dir() else []
     others = [p for p in there if not p.name.endswith(".partial") and p.name != LOCK_FILE]
     if others or (output.exists() and not output.is_dir()):
         raise UserError(f"{output} exists and is not a run folder; choose another --output")
     write_text(path, as_yaml(recipe))
+    return None
 
 
-def _extend(recipe: Recipe, output: Path, before: int) -> None:
-    """Make a run of so many steps, finished or not, the unfinished run of a longer recipe."""
+def _check_extendable(recipe: Recipe, output: Path) -> None:
     if any(s.source.startswith("hf:") and not s.max_tokens for s in recipe.data.mixture.values()):
         raise UserError(
             f"{output} cannot be extended: of a stream in a mixture only what the run needs is "
@@ -183,6 +189,10 @@ def _extend(recipe: Recipe, output: Path, before: int) -> None:
             f"{output} has no whole checkpoint to go on from: start a new run from its model "
             "(model.start)"
         )
+
+
+def _extend(recipe: Recipe, output: Path, before: int) -> None:
+    """Make a run of so many steps, finished or not, the unfinished run of a longer recipe."""
     path = output / EXTENDED_FILE
     earlier = read_json(path) if path.is_file() else []
     write_json(path, [*(steps for steps in earlier if steps < before), before])

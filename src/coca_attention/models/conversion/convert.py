@@ -252,7 +252,7 @@ def _limit_fields(config: Any, max_distance: int | None) -> dict[str, Any]:
             "max_position_embeddings"
         )
     added = {
-        "max_distance": max_distance or length,
+        "max_distance": length if max_distance is None else max_distance,
         "decay": DECAY,
         "decay_length": length / 8,
     }
