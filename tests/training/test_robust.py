@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 
@@ -192,6 +193,22 @@ def test_only_a_longer_recipe_extends(text_folder, tmp_path):
     with pytest.raises(UserError, match="no whole checkpoint to go on from"):
         train(recipe(text_folder, training__steps=16), tmp_path, extend=True)
     assert is_finished(tmp_path)
+
+
+def test_a_run_whose_text_has_changed_stays_finished(text_folder, tmp_path):
+    own = tmp_path / "text"
+    shutil.copytree(text_folder, own)
+    folder = train(recipe(own), tmp_path / "run")
+    longer = recipe(own, training__steps=16)
+    with next(path for path in own.rglob("*") if path.is_file()).open("a") as file:
+        file.write("Another sentence, and one more, and others.\n" * 20)
+    with pytest.raises(UserError, match="text has changed"):
+        train(longer, folder, extend=True)
+    assert is_finished(folder) and read_summary(folder)["steps"] == 12
+    shutil.rmtree(own)
+    with pytest.raises(UserError):
+        train(longer, folder, extend=True)
+    assert is_finished(folder)
 
 
 def test_two_processes_on_one_folder(text_folder, tmp_path):
