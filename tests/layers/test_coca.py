@@ -117,6 +117,10 @@ def test_dropout_applies_only_in_training():
         ({"hidden_size": 12, "num_heads": 4}, "must be even"),
         ({"hidden_size": 32, "num_heads": 4, "num_key_value_heads": 3}, "must divide num_heads"),
         ({"hidden_size": 32, "num_heads": 4, "form": "loose"}, "unknown score form"),
+        (
+            {"hidden_size": 32, "num_heads": 4, "rotation": Rotation(8, max_distance=4)},
+            "does not limit distances: leave max_distance out",
+        ),
     ],
 )
 def test_invalid_sizes_are_refused(arguments, message):

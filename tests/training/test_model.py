@@ -4,9 +4,10 @@ import pytest
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import attention_of, rotation
-from coca_attention.training.model import model_config
+from coca_attention.training.model import _load_start, model_config
 from coca_attention.training.recipe import Recipe
 from coca_attention.training.sections import DataRecipe, ModelRecipe
+from families import vanilla
 
 
 @pytest.mark.parametrize("body", ["gpt_neox", "llama"])
@@ -48,6 +49,26 @@ def test_each_part_can_be_switched_off_or_on_alone():
     assert found("rope", turning_pairs=2) == ("rope", 2, None, None)
 
 
+def test_distances_can_be_limited(tmp_path):
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
+    data = DataRecipe(block_length=64)
+
+    def limit(model, layer_type=None):
+        return rotation(model_config(Recipe(model, data), 100), layer_type).max_distance
+
+    assert limit(ModelRecipe("rope", **sizes, max_distance=16)) == 16
+    assert limit(ModelRecipe("strict", **sizes, max_distance=16)) == 16
+    roles = ModelRecipe("slack", **sizes, layers="lg", max_distance=16)
+    assert (limit(roles, "sliding_attention"), limit(roles, "full_attention")) == (None, 16)
+    vanilla("Llama").save_pretrained(tmp_path / "base")
+    started = ModelRecipe("rope", start=str(tmp_path / "base"), max_distance=16)
+    model = _load_start(started, str(started.start), 97, [])
+    assert rotation(model.config).max_distance == 16
+    model.save_pretrained(tmp_path / "limited")
+    with pytest.raises(UserError, match=r'already has attention rope.*leave out'):
+        _load_start(started, str(tmp_path / "limited"), 97, [])
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -63,6 +84,9 @@ def test_each_part_can_be_switched_off_or_on_alone():
             {"attention": "alibi", "decay": 1.0},
             "attention alibi has no turning_pairs, temperature or decay",
         ),
+        ({"attention": "slack", "max_distance": 9}, "got attention slack: use rope, strict or"),
+        ({"attention": "alibi", "max_distance": 9}, "got attention alibi: use rope, strict or"),
+        ({"max_distance": 0}, "max_distance must be at least 1, got 0"),
         ({"decay": -1.0}, "decay must be 0 or above, got -1"),
         ({"layers": "lg", "decay_length": 0.0}, "decay_length must be above 0, got 0"),
     ],

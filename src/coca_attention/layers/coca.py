@@ -99,7 +99,8 @@ class CoCAAttention(nn.Module):
         dtype: dtype of the weights; default: PyTorch's.
 
     Raises:
-        ValueError: If the sizes do not divide or the head width is odd.
+        ValueError: If the sizes do not divide, the head width is odd, or the rotation limits
+            distances.
 
     Example:
         >>> attention = CoCAAttention(64, num_heads=4, num_key_value_heads=2)
@@ -145,6 +146,11 @@ class CoCAAttention(nn.Module):
             )
         self.form = get_form(form)
         self.rotation = Rotation(head_dim) if rotation is None else rotation
+        if self.rotation.max_distance is not None:
+            raise ValueError(
+                "CoCAAttention does not limit distances: leave max_distance out of the rotation, or "
+                "use coca_attention(...)"
+            )
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, kv_heads, head_dim
         self.window = window
         self.free_pairs, self.dropout, self.layer_idx = free_pairs, dropout, layer_idx

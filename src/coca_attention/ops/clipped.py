@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from coca_attention.ops.attention import causal_mask, cut_mask, with_bias
 from coca_attention.ops.forms import ScoreForm
 
-# Scores in a block of queries. On a CPU they should stay in its cache: a quarter of these, or four
-# times as many, take longer. On other devices memory alone limits them (256 MB in float32).
+# Scores in a block of queries. On a CPU they should stay in its cache: eight times as many took two
+# to four times as long. On other devices memory alone limits them (256 MB in float32).
 CPU_SCORES, SCORES = 2**21, 2**26
 MIN_ROWS = 32
 

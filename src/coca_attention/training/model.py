@@ -76,9 +76,14 @@ def _load_start(
             "leave out data.tokenizer to use the model's own"
         )
     found, wanted = attention_of(model.config) or "rope", recipe.attention
-    if found == wanted == "rope" and not hasattr(model.config, "coca_form"):
-        if recipe.max_distance is not None:
-            convert(model, "rope", max_distance=recipe.max_distance)
+    limit = recipe.max_distance
+    if found == wanted and limit is not None:
+        if found != "rope" or hasattr(model.config, "coca_form"):
+            raise UserError(
+                f"{start} already has attention {found}, and its distances stay as they are: leave "
+                "out model.max_distance"
+            )
+        convert(model, "rope", max_distance=limit)
     elif found != wanted:
         if found != "rope" or wanted not in FORMS:
             raise UserError(
@@ -86,7 +91,6 @@ def _load_start(
                 f"model.attention to {found}, or start from a rotary model"
             )
         texts = _calibration_texts(blocks) if recipe.init == "calibrated" else None
-        limit = recipe.max_distance
         convert(model, wanted, init=recipe.init, calibration=texts, max_distance=limit)
     return model
 
