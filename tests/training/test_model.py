@@ -65,7 +65,7 @@ def test_distances_can_be_limited(tmp_path):
     model = _load_start(started, str(started.start), 97, [])
     assert rotation(model.config).max_distance == 16
     model.save_pretrained(tmp_path / "limited")
-    with pytest.raises(UserError, match=r'already has attention rope.*leave out'):
+    with pytest.raises(UserError, match=r"already has attention rope.*leave out"):
         _load_start(started, str(tmp_path / "limited"), 97, [])
 
 

@@ -148,8 +148,8 @@ class CoCAAttention(nn.Module):
         self.rotation = Rotation(head_dim) if rotation is None else rotation
         if self.rotation.max_distance is not None:
             raise ValueError(
-                "CoCAAttention does not limit distances: leave max_distance out of the rotation, or "
-                "use coca_attention(...)"
+                "CoCAAttention does not limit distances: leave max_distance out of the rotation, "
+                "or use coca_attention(...)"
             )
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, kv_heads, head_dim
         self.window = window
