@@ -27,7 +27,7 @@ def test_nothing_changes_within_the_training_length(family, tmp_path):
     model = vanilla(family).double().eval()
     ids = some_tokens(model, length=64)
     before = logits(model, ids)
-    assert convert(model, "rope") is model
+    assert convert(model, "rope", max_distance=64) is model
     assert attention_of(model.config) == "rope"
     assert rotation(model.config, "full_attention").max_distance == 64
     assert difference(logits(model, ids), before) < 1e-6

@@ -1,5 +1,7 @@
 """Clipped distances: keys farther back than W are scored as if W back."""
 
+import math
+
 import pytest
 import torch
 
@@ -37,6 +39,16 @@ def test_agrees_with_the_oracle(form, free, interleaved, block, monkeypatch):
     assert (ours - coca_attention(q, t, v, **options)).abs().max() > 1e-3
     unlimited = coca_attention(q, t, v, rotation=Rotation(WIDTH, max_distance=29), **options)
     assert torch.equal(unlimited, coca_attention(q, t, v, **options))
+
+
+def test_a_temperature_shrinks_no_query():
+    q, t, v = inputs(8)
+    seen = torch.arange(29, dtype=q.dtype)[-23:] + 2
+    factor = (seen.log() / math.log(15 + 1)).clamp(min=1)
+    assert 1 < (factor == 1).sum() < 22
+    ours = coca_attention(q, t, v, rotation=Rotation(WIDTH, temperature=15, max_distance=LIMIT))
+    scores = oracle.coca_attention(q * factor[:, None], t, v, max_distance=LIMIT)
+    assert (ours - scores).abs().max() <= 1e-12
 
 
 def test_a_decay_counts_from_the_limit_and_masks_apply():

@@ -206,9 +206,22 @@ def test_adapters_resume_where_they_were_interrupted(base, text_folder, tmp_path
 
 
 def test_a_start_is_trained_further_without_stages(base, straight, text_folder, tmp_path):
-    """A converted model with position interpolation and longer blocks; and the vanilla one."""
+    """A converted model with position interpolation and longer blocks; and vanilla ones."""
     _, run, _ = straight
     options = ["--data.block_length", "32", "--training.steps", "2"]
+
+    def rotary(name, **model):
+        path = write_recipe(base, text_folder, tmp_path / name, [], attention="rope", **model)
+        run = train(load_recipe(path, options), tmp_path / f"run-{name}")
+        config = AutoModelForCausalLM.from_pretrained(run).config
+        assert config.max_position_embeddings == 32
+        return config.rope_parameters
+
+    yarn = rotary("yarn", interpolation=2.0, scaling="yarn")
+    found = [yarn[name] for name in ("rope_type", "factor", "original_max_position_embeddings")]
+    assert found == ["yarn", 2, 16]
+    limited = rotary("limited", max_distance=6)
+    assert [limited[x] for x in ("max_distance", "temperature", "decay_length")] == [6, 16, 2]
     path = write_recipe(run, text_folder, tmp_path / "a.yaml", [], interpolation=2.0)
     longer = AutoModelForCausalLM.from_pretrained(
         train(load_recipe(path, options), tmp_path / "a")

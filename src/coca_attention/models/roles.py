@@ -88,23 +88,29 @@ class Roles:
             "sliding_window": (self.window or max(1, length // 8)) if "l" in self.layers else None,
             "rope_parameters": rope_parameters
             | rotation_fields(
-                self.turning_pairs, self.temperature, self.decay, self.decay_length, length
-            )
-            | ({} if self.max_distance is None else {"max_distance": self.max_distance}),
+                length,
+                turning_pairs=self.turning_pairs,
+                temperature=self.temperature,
+                decay=self.decay,
+                decay_length=self.decay_length,
+                max_distance=self.max_distance,
+            ),
         }
 
 
 def rotation_fields(
-    turning_pairs: int | None,
-    temperature: bool,
-    decay: float,
-    decay_length: float | None,
     length: int,
+    *,
+    turning_pairs: int | None = None,
+    temperature: bool | None = None,
+    decay: float | None = None,
+    decay_length: float | None = None,
+    max_distance: int | None = None,
 ) -> dict[str, Any]:
     """Additions to the rotary parameters, as for `Roles`, for a training length in tokens."""
-    found: dict[str, Any] = {} if turning_pairs is None else {"turning_pairs": turning_pairs}
+    given: dict[str, Any] = {"turning_pairs": turning_pairs, "max_distance": max_distance}
     if temperature:
-        found["temperature"] = length
+        given["temperature"] = length
     if decay:
-        found |= {"decay": decay, "decay_length": decay_length or length / 8}
-    return found
+        given |= {"decay": decay, "decay_length": decay_length or length / 8}
+    return {name: value for name, value in given.items() if value is not None}

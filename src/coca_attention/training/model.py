@@ -19,7 +19,7 @@ from transformers import (
 
 from coca_attention.errors import UserError
 from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
-from coca_attention.models.configuration import attention_of
+from coca_attention.models.configuration import attention_of, rope_parameters
 from coca_attention.models.conversion import convert
 from coca_attention.models.loading import load_model
 from coca_attention.models.roles import Roles, rotation_fields
@@ -57,9 +57,9 @@ def make_model(
         )
     else:
         model = _load_start(recipe.model, recipe.model.start, len(tokenizer), blocks)
-        _extend_length(model, recipe)
     if recipe.model.interpolation is not None:
-        set_rotary_scaling(model, "linear", factor=recipe.model.interpolation)
+        set_rotary_scaling(model, recipe.model.scaling, factor=recipe.model.interpolation)
+    _extend_length(model, recipe)
     if recipe.data.separate_documents:
         check_separable(model)
     return model
@@ -106,10 +106,12 @@ def _extend_length(model: PreTrainedModel, recipe: Recipe) -> None:
     config: Any = model.config.get_text_config()
     known, length = getattr(config, "max_position_embeddings", None), recipe.data.block_length
     if known is not None and length > known:
-        if recipe.model.interpolation is None:
+        limited = "max_distance" in rope_parameters(config)
+        if recipe.model.interpolation is None and not limited:
             raise UserError(
                 f"{recipe.model.start} was trained on {known} tokens and block_length is {length}: "
-                f"set model.interpolation, for example to {length / known:g}, or use shorter blocks"
+                f"set model.max_distance, for example to {known // 2}, or model.interpolation, for "
+                f"example to {length / known:g}, or use shorter blocks"
             )
         config.max_position_embeddings = length
 
@@ -214,14 +216,13 @@ def _attention_fields(
             rope_parameters=rope_parameters,
         )
     added = rotation_fields(
-        model.turning_pairs,
-        model.temperature or False,
-        model.decay or 0.0,
-        model.decay_length,
         length,
+        turning_pairs=model.turning_pairs,
+        temperature=model.temperature,
+        decay=model.decay,
+        decay_length=model.decay_length,
+        max_distance=model.max_distance,
     )
-    if model.max_distance is not None:
-        added["max_distance"] = model.max_distance
     rotary = model.attention == "rope"
     return {
         "coca_form": "strict" if rotary else model.attention,

@@ -101,7 +101,9 @@ class ModelRecipe:
     teacher: str | None = None
     """Model that objectives other than next_token learn from; by default start."""
     interpolation: float | None = None
-    """Factor of position interpolation (PI); the model is trained with it and saved with it."""
+    """Factor of position interpolation; the model is trained with it and saved with it."""
+    scaling: Literal["linear", "ntk", "dynamic", "yarn", "llama3"] = "linear"
+    """Rule by which positions are scaled by the factor interpolation: linear is PI."""
 
     def check(self) -> None:
         """Raise UserError if a setting is out of range or contradicts another."""

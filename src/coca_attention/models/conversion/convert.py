@@ -28,7 +28,7 @@ from coca_attention.models.decoder import (
 )
 from coca_attention.models.families import FAMILIES, Family, supported_families
 from coca_attention.models.projections import AttentionLayout, is_sharded
-from coca_attention.models.roles import Roles
+from coca_attention.models.roles import Roles, rotation_fields
 from coca_attention.settings import Initialisation
 
 DECAY = 1.0
@@ -251,11 +251,12 @@ def _limit_fields(config: Any, max_distance: int | None) -> dict[str, Any]:
             f"a limit of distances needs a training length; {config.model_type} has no "
             "max_position_embeddings"
         )
-    added = {
-        "max_distance": length if max_distance is None else max_distance,
-        "decay": DECAY,
-        "decay_length": length / 8,
-    }
+    added = rotation_fields(
+        length,
+        temperature=True,
+        decay=DECAY,
+        max_distance=length // 2 if max_distance is None else max_distance,
+    )
     if rope_parameters(config) is rope:
         return {"rope_parameters": rope | added}
     return {"rope_parameters": rope | {GLOBAL: rope[GLOBAL] | added}}

@@ -32,14 +32,16 @@ class Rotation:
         turning: Number of pairs that rotate; the slower ones after them have angle 0. Default: all.
         temperature: Length in tokens at which queries keep their size: a query that sees n keys is
             multiplied by ln(n + 1) / ln(temperature + 1), so that attention does not spread out as
-            texts grow (arXiv 2501.19399). Default: no such factor.
+            texts grow (arXiv 2501.19399). Default: no such factor. With `max_distance` no query
+            becomes smaller.
         decay: Exponent c of a power law. The weight of a key n tokens back is multiplied by
             (1 + n / decay_length)^-c, so that every doubling of the distance costs the same:
             ``bias``. 0 and the default are no decay.
         decay_length: Distance in tokens at which the decay begins.
         max_distance: W; keys farther back than W tokens are scored as if W back, so that no angle
             is larger than W theta_j, and the decay counts the tokens beyond W alone: up to a
-            distance of W nothing changes. Scores must depend on distances alone. Default: no limit.
+            distance of W nothing changes, in texts of up to ``temperature`` tokens. Scores must
+            depend on distances alone. Default: no limit.
     """
 
     width: int
@@ -146,7 +148,8 @@ class Rotation:
         if self.temperature is None:
             return None
         # The query at position m sees n = m + 1 keys, so n + 1 = m + 2.
-        return (positions.to(dtype) + 2).log() / math.log(self.temperature + 1)
+        factor = (positions.to(dtype) + 2).log() / math.log(self.temperature + 1)
+        return factor if self.max_distance is None else factor.clamp(min=1)
 
     def bias(
         self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32
