@@ -166,6 +166,8 @@ LIGHT = [
     ["eval", "passkey", "m", "--samples", "0"], ["analyze", "m", "--passkeys", "0"],
     ["bench", "--rounds", "0"], ["generate", "m", "p", "--temperature", "-1"],
     ["convert", "a", "b", "--layers", "x"], ["quickstart", "--workers", "0"],
+    ["eval", "passkey", "./nowhere"], ["analyze", "./nowhere"], ["generate", "./nowhere", "p"],
+    ["convert", "./nowhere", "b"], ["export", "./nowhere", "b"], ["serve", "./nowhere"],
 ]  # fmt: skip
 
 

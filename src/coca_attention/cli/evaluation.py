@@ -26,6 +26,7 @@ from coca_attention.evaluation import suite as suites
 from coca_attention.evaluation.journal import Journal, fingerprint
 from coca_attention.evaluation.pieces import rank
 from coca_attention.evaluation.task import load_subject
+from coca_attention.hub import check_name
 from coca_attention.options import OptionParser
 from coca_attention.settings import Scaling, check_scaling
 
@@ -115,6 +116,7 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
     sections = [task.settings, ScaledSettings if task.scaled else LoadingSettings]
     path, settings, loading = parse(program, command, words, sections, ["model"])
     task.check(settings)
+    check_name(path)
     name = loading.name or Path(path).name
     session = Session()
     plain = re.sub(r"[^\w.=+-]+", "-", name)

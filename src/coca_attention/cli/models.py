@@ -9,6 +9,7 @@ from typing import Any, Literal
 from coca_attention.cli.console import Progress, parse, parse_file, print_table
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
+from coca_attention.hub import check_name
 from coca_attention.options import OptionParser
 from coca_attention.settings import PIECE, check_letters, check_scaling, check_sizes
 
@@ -150,6 +151,7 @@ def run_generate(words: list[str]) -> None:
         positionals=["model", "prompt"],
     )
     _check_generation(settings)
+    check_name(path)
     if prompt == "-":
         prompt = _standard_input()
     if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
@@ -258,6 +260,7 @@ def run_convert(words: list[str]) -> None:
         raise UserError(f"window must be at least 1 and requires layers, got {window}")
     if layers:
         check_letters(layers)
+    check_name(path)
     tokens = _calibration_tokens(path, settings.init, text)
     from coca_attention.models import Roles
     from coca_attention.models.configuration import rotation
@@ -293,6 +296,7 @@ def run_export(words: list[str]) -> None:
     path, target, settings = parse(
         "coca export", run_export, words, [ExportSettings], positionals=["model", "target"]
     )
+    check_name(path)
     if settings.gguf:
         from coca_attention.models.gguf import ARCHITECTURE, export_gguf
 

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from coca_attention.errors import UserError
+from coca_attention.hub import check_name
 
 # Messages one after another, for models that were not trained on conversations.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -21,12 +22,13 @@ def run_serve(words: list[str]) -> None:
             _check_installed()
             return _start(["--help"])
         raise UserError("the model comes first: coca serve MODEL [--port 8000 …]")
+    model, *options = words
+    check_name(model)
     from transformers import AutoConfig
 
     from coca_attention.data import load_tokenizer
     from coca_attention.models.configuration import check_continuous_batching
 
-    model, *options = words
     _check_installed()
     plain = load_tokenizer(model).chat_template is None
     if "--continuous-batching" in options:
