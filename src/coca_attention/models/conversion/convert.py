@@ -31,7 +31,7 @@ from coca_attention.models.projections import AttentionLayout, is_sharded
 from coca_attention.models.roles import Roles, rotation_fields
 from coca_attention.settings import Initialisation
 
-DECAY = 1.0
+DECAY = 0.5
 """Exponent of the decay beyond ``max_distance``, with a decay length of L / 8."""
 INITIALISATIONS: tuple[str, ...] = get_args(Initialisation)
 
