@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import (
@@ -173,15 +174,24 @@ def _curves(settings: TrainingRecipe, folder: Path, state: PartialState) -> list
 
 
 def save_trained(
-    trainer: RecipeTrainer, tokenizer: PreTrainedTokenizerBase, folder: Path
+    trainer: RecipeTrainer,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype | None = None,
 ) -> PreTrainedModel | None:
     """Merge adapters and save the model: written to a temporary folder, then moved.
+
+    Args:
+        trainer: The trainer.
+        tokenizer: Saved with the model.
+        folder: Where to.
+        dtype: Of the saved weights; by default that of training.
 
     Returns:
         The model on the process that writes, None on the others.
 
     Raises:
-        UserError: If the folder cannot be written.
+        UserError: If the folder cannot be written, or the dtype cannot hold a weight.
         TrainingDiverged: If a weight is not finite.
     """
     partial = folder / ".model.partial"
@@ -194,10 +204,14 @@ def save_trained(
     if trainer.shards is not None:
         # The process that writes gathers all weights.
         trainer.shards.set_state_dict_type("FULL_STATE_DICT")
+    trainer.saved_dtype = dtype
     with no_progress_bars(), catch_write_errors(folder, trainer.describe_saved):
         trainer.save_model(str(partial))
         if not trainer.is_world_process_zero():
             return None
+        if dtype is not None:
+            model.config.dtype = dtype
+            model.config.save_pretrained(partial)
         (partial / "training_args.bin").unlink(
             missing_ok=True
         )  # a pickle; recipe.yaml has all settings

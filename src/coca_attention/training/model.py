@@ -97,6 +97,24 @@ def _load_start(
     return model
 
 
+def start_sizes(model: PreTrainedModel) -> dict[str, Any]:
+    """Sizes of a model to start from, by the names of a recipe, and ``vocab_size``."""
+    config: Any = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    found = {
+        "body": config.model_type.removeprefix("coca_").removeprefix("alibi_"),
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None),
+        "intermediate_size": getattr(config, "intermediate_size", None),
+        "rope_base": rope.get("rope_theta"),
+        "tie_embeddings": model.config.tie_word_embeddings,
+        "vocab_size": config.vocab_size,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def _calibration_texts(blocks: Any) -> Tensor:
     """Token ids of evenly spaced blocks, about `CALIBRATION_TOKENS` in all."""
     count = min(len(blocks), max(CALIBRATION_TOKENS // len(blocks[0]["input_ids"]), 1))

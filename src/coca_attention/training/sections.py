@@ -22,6 +22,9 @@ SIZES = (
     "decay_length",
 )  # fmt: skip
 
+# What a stage may set of the section training.
+SCHEDULE = ("steps", "learning_rate", "warmup_share", "final_share")
+
 LARGEST = 2**40
 """Of any count."""
 
@@ -102,6 +105,9 @@ class ModelRecipe:
     """Model that objectives other than next_token learn from; by default start."""
     interpolation: float | None = None
     """Factor of position interpolation (PI); the model is trained with it and saved with it."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision in which the trained model is saved; auto is that of start, or float32 without one.
+    Training itself keeps weights in float32."""
 
     def check(self) -> None:
         """Raise UserError if a setting is out of range or contradicts another."""
@@ -373,8 +379,7 @@ class StageRecipe:
 
     def settings(self, training: TrainingRecipe) -> TrainingRecipe:
         """The section training with this stage's own values."""
-        names = ("steps", "learning_rate", "warmup_share", "final_share")
-        own = {name: getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in SCHEDULE}
         return replace(training, **{n: value for n, value in own.items() if value is not None})
 
     def check(self, training: TrainingRecipe) -> None:

@@ -159,6 +159,7 @@ class RecipeTrainer(Trainer):
         self, settings: TrainingRecipe, *, loss: Loss | None = None, **kwargs: Any
     ) -> None:
         self.settings, self.loss = settings, loss
+        self.saved_dtype: torch.dtype | None = None  # by default that of the weights
         super().__init__(**kwargs)
         if self.shards is not None:
             check_layers(self.shards, kwargs["model"])
@@ -251,6 +252,9 @@ class RecipeTrainer(Trainer):
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.saved_dtype is not None and self.args.should_save:
+            assert self.model is not None  # given to __init__
+            state_dict = _cast(state_dict or self.model.state_dict(), self.saved_dtype)
         if state_dict:
             # Gathered weights no longer share memory, so tied ones would be saved twice.
             tied: Any = getattr(self.model, "all_tied_weights_keys", {})
@@ -306,6 +310,22 @@ class RecipeTrainer(Trainer):
         """The last checkpoint of the run, for error messages."""
         last = last_checkpoint(Path(str(self.args.output_dir)))
         return f"the last good checkpoint is {last}" if last else "no checkpoint was saved yet"
+
+
+def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights in another precision.
+
+    Raises:
+        UserError: If it cannot hold one of them.
+    """
+    cast = {n: w.to(dtype) if w.is_floating_point() else w for n, w in weights.items()}
+    for name, weight in cast.items():
+        if not torch.isfinite(weight).all():
+            raise UserError(
+                f"{name} has values too large for {str(dtype).removeprefix('torch.')}: set "
+                "model.dtype to bfloat16 or float32, and run the same command again"
+            )
+    return cast
 
 
 @contextmanager
