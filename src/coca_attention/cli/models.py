@@ -154,6 +154,7 @@ def run_train(words: list[str]) -> None:
         return
 
     from coca_attention.training import read_summary, train
+    from coca_attention.training.run import what_was_kept
 
     summary = read_summary(train(settings, folder, extend="--extend" in words))
     if not PartialState().is_main_process:
@@ -165,6 +166,9 @@ def run_train(words: list[str]) -> None:
     if summary["recipe"]["data"].get("mixture"):
         read = (f"{name} {times:.2f}" for name, times in summary["source_epochs"].items())
         print(f"passes over each source: {', '.join(read)}")
+    kept = what_was_kept(summary)
+    if kept:
+        print(kept)
 
 
 def _print_cost(cost: "RunCost") -> None:
@@ -234,8 +238,8 @@ def run_generate(words: list[str]) -> None:
     from transformers import TextStreamer, set_seed
 
     from coca_attention.data import load_tokenizer
-    from coca_attention.evaluation.generation import FiniteScores
     from coca_attention.models import load_model, set_rotary_scaling, training_length
+    from coca_attention.models.generation import FiniteScores
     from coca_attention.models.loading import check_vocabulary
     from coca_attention.models.streaming import streaming
 

@@ -24,6 +24,7 @@ from coca_attention.errors import UserError
 from coca_attention.models.loading import no_progress_bars
 from coca_attention.training.model import parameter_counts
 from coca_attention.training.objectives import Loss
+from coca_attention.training.retrieval import Retrieval, is_retrieval
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import catch_read_errors, check_kind
 from coca_attention.training.trainer import (
@@ -45,6 +46,7 @@ def fit(
     *,
     in_order: bool = False,
     validation: Any = None,
+    retrieval: Retrieval | None = None,
     validate_every: int | None = None,
     make_loss: Callable[[PreTrainedModel], AbstractContextManager[Loss]] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
@@ -58,6 +60,7 @@ def fit(
         make: Returns the model to start from; called after the seed has been set.
         in_order: Whether the blocks are read in the order of the dataset, not shuffled.
         validation: Blocks to measure the next-token loss on, or None.
+        retrieval: Prompts to ask whenever that is measured, or None.
         validate_every: Steps between measurements; None if and only if ``validation`` is.
         make_loss: Maps the model to a context manager that gives the loss to minimise; by default
             the model's own loss is used.
@@ -96,6 +99,7 @@ def fit(
             trainer = RecipeTrainer(
                 settings,
                 loss=loss,
+                retrieval=retrieval,
                 model=model,
                 args=arguments,
                 train_dataset=dataset,
@@ -147,20 +151,35 @@ def _announce(settings: TrainingRecipe, folder: Path, model: PreTrainedModel, st
     )
 
 
-def perplexity_of(
-    model: PreTrainedModel, settings: TrainingRecipe, folder: Path, validation: Any
-) -> float:
-    """A model's perplexity on the validation blocks, measured as during training.
+def measured(metrics: dict[str, Any]) -> dict[str, Any]:
+    """``perplexity`` and, if prompts were asked, ``retrieval`` from what the Trainer logs."""
+    names = {key: key.removeprefix("eval_") for key in metrics}
+    found = {name: metrics[key] for key, name in names.items() if is_retrieval(name)}
+    perplexity = {"perplexity": math.exp(metrics["eval_loss"])}
+    return perplexity | ({"retrieval": found} if found else {})
+
+
+def measure(
+    model: PreTrainedModel,
+    settings: TrainingRecipe,
+    folder: Path,
+    validation: Any,
+    retrieval: Retrieval | None = None,
+) -> dict[str, Any]:
+    """What validation says of a model, measured as during training; see `measured`.
 
     Args:
         model: Any causal language model with the vocabulary of the blocks.
         settings: Batch size and precision.
         folder: The run's folder; nothing is written to it.
         validation: Blocks, in whole global batches.
+        retrieval: Prompts to ask, or None.
     """
     arguments = training_arguments(settings, folder, PartialState().num_processes)
-    trainer = RecipeTrainer(settings, model=model, args=arguments, eval_dataset=validation)
-    return math.exp(trainer.evaluate()["eval_loss"])
+    trainer = RecipeTrainer(
+        settings, retrieval=retrieval, model=model, args=arguments, eval_dataset=validation
+    )
+    return measured(trainer.evaluate())
 
 
 def _curves(settings: TrainingRecipe, folder: Path, state: PartialState) -> list[TrainerCallback]:
@@ -232,9 +251,9 @@ def curve(trainer: RecipeTrainer) -> list[dict[str, Any]]:
 
 
 def validation_curve(trainer: RecipeTrainer) -> list[dict[str, Any]]:
-    """Perplexity on the validation blocks by step; empty without validation."""
+    """What validation measured by step, see `measured`; empty without validation."""
     return [
-        {"step": entry["step"], "perplexity": math.exp(entry["eval_loss"])}
+        {"step": entry["step"], **measured(entry)}
         for entry in trainer.state.log_history
         if "eval_loss" in entry
     ]

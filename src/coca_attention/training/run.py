@@ -26,7 +26,7 @@ from coca_attention.errors import UserError
 from coca_attention.models.cards import write_card
 from coca_attention.models.loading import load_model, model_without_weights
 from coca_attention.training.data import TrainingData, check_sources, load_data, training_documents
-from coca_attention.training.fit import perplexity_of, save_trained
+from coca_attention.training.fit import measure, save_trained
 from coca_attention.training.model import start_sizes
 from coca_attention.training.recipe import Recipe, as_yaml, differences, load_recipe
 from coca_attention.training.sections import TEXT
@@ -237,7 +237,7 @@ def _load_tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
 
 
 def _measure_start(recipe: Recipe, data: TrainingData, output: Path) -> dict[str, Any]:
-    """Name and perplexity of ``model.start`` as the entry ``start``, measured once in a run.
+    """Name and validation of ``model.start`` as the entry ``start``, measured once in a run.
 
     Empty without a start or without validation.
     """
@@ -247,9 +247,9 @@ def _measure_start(recipe: Recipe, data: TrainingData, output: Path) -> dict[str
     path = output / "start.json"
     if not path.is_file():
         model = load_model(name, device="cpu")
-        found = perplexity_of(model, recipe.training, output, data.validation)
+        found = measure(model, recipe.training, output, data.validation, data.retrieval)
         if PartialState().is_main_process:
-            write_json(path, {"name": Path(name).name, "perplexity": found})
+            write_json(path, {"name": Path(name).name, **found})
         PartialState().wait_for_everyone()
     return {"start": read_json(path)}
 
@@ -284,6 +284,28 @@ def _summary(
     if recipe.stages:
         summary["stages"] = [{k: stage[k] for k in stage if k not in curves} for stage in stages]
     return summary
+
+
+def what_was_kept(summary: dict[str, Any]) -> str:
+    """What a run has kept of its start, in a line; empty where it was not measured.
+
+    Args:
+        summary: The content of its ``training.json``.
+    """
+    start, curve = summary.get("start"), summary["validation"]
+    if not start or not curve:
+        return ""
+    last = curve[-1]
+    parts = [f"perplexity {last['perplexity'] / start['perplexity'] - 1:+.1%}"]
+    before = start.get("retrieval", {})
+    for name, share in last.get("retrieval", {}).items():
+        kind, _, length = name.rpartition("_")
+        validation = summary["recipe"]["validation"]
+        asked = validation["passkeys" if kind == "passkey" else "needles"]
+        had = f" where it has {round(before[name] * asked)}" if name in before else ""
+        label = "passkeys" if kind == "passkey" else f"{kind} needles"
+        parts.append(f"{label} at {int(length):,} tokens {round(share * asked)} of {asked}{had}")
+    return f"kept of {start['name']}: {', '.join(parts)}"
 
 
 def _card(recipe: Recipe, summary: dict[str, Any]) -> dict[str, Any]:

@@ -284,10 +284,28 @@ class ValidationRecipe:
     batches: int = 4
     """Global batches to measure on, made of blocks spread evenly over the text; each takes about a
     third of the time of an optimizer step."""
+    passkeys: int = 0
+    """Passkeys to ask for at every measurement and length, as coca eval passkey does."""
+    needles: int = 0
+    """Prompts with one fact, and as many with four of which one is asked for, at every measurement
+    and length, as coca eval needles does."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of the prompts with passkeys and needles; by default data.block_length."""
 
     def check(self) -> None:
-        """Raise UserError if a setting is out of range."""
+        """Raise UserError if a setting is out of range or contradicts another."""
         check_positive_counts(self, "every", "batches")
+        for name in ("passkeys", "needles"):
+            value = getattr(self, name)
+            if value:
+                check_positive_counts(self, name)
+            if value and self.every is None:
+                raise UserError(f"{name} are asked for in validation: set validation.every")
+        for length in self.lengths:
+            if not 1 <= length <= LARGEST:
+                raise UserError(f"lengths must be between 1 and {LARGEST}, got {length}")
+        if self.lengths and not (self.passkeys or self.needles):
+            raise UserError("lengths are those of prompts: set validation.passkeys or needles")
 
 
 @dataclass

@@ -174,6 +174,7 @@ def _train_stage(
         make,
         in_order=bool(recipe.stages) or data.is_ordered,
         validation=data.validation,
+        retrieval=data.retrieval,
         validate_every=recipe.validation.every,
         make_loss=make_loss,
         callbacks=callbacks,

@@ -30,6 +30,7 @@ from coca_attention.environment import sync, sync_folder, write_json
 from coca_attention.errors import UserError
 from coca_attention.training.model import parameter_counts
 from coca_attention.training.objectives import Loss
+from coca_attention.training.retrieval import Retrieval
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import (
     catch_read_errors,
@@ -152,13 +153,19 @@ class RecipeTrainer(Trainer):
     Args:
         settings: The recipe's training section.
         loss: Loss to minimise instead of the model's own, see `objectives`.
+        retrieval: Prompts to ask whenever the validation loss is measured.
         **kwargs: Trainer's own.
     """
 
     def __init__(
-        self, settings: TrainingRecipe, *, loss: Loss | None = None, **kwargs: Any
+        self,
+        settings: TrainingRecipe,
+        *,
+        loss: Loss | None = None,
+        retrieval: Retrieval | None = None,
+        **kwargs: Any,
     ) -> None:
-        self.settings, self.loss = settings, loss
+        self.settings, self.loss, self.retrieval = settings, loss, retrieval
         self.saved_dtype: torch.dtype | None = None  # by default that of the weights
         super().__init__(**kwargs)
         if self.shards is not None:
@@ -205,6 +212,13 @@ class RecipeTrainer(Trainer):
         if self.loss is None or not model.training:
             return super().compute_loss(model, inputs, *args, **kwargs)
         return self.loss(model, inputs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, **kwargs)
+        if self.retrieval is not None and output.metrics is not None:
+            shares = self.retrieval.shares(self.model)  # in evaluation mode after the loop
+            output.metrics.update({f"eval_{name}": share for name, share in shares.items()})
+        return output
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
