@@ -296,7 +296,7 @@ def what_was_kept(summary: dict[str, Any]) -> str:
     if not start or not curve:
         return ""
     last = curve[-1]
-    parts = [f"perplexity {last['perplexity'] / start['perplexity'] - 1:+.1%}"]
+    parts = [f"perplexity {100 * (last['perplexity'] / start['perplexity'] - 1):+.1f} %"]
     before = start.get("retrieval", {})
     for name, share in last.get("retrieval", {}).items():
         kind, _, length = name.rpartition("_")
