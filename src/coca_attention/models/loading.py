@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import logging as transformers_logging
 
@@ -42,6 +43,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model in evaluation mode.
 
+    Tensors are read from the files one by one, each right onto its device and in its dtype: memory
+    holds no second copy of the model, and a GPU's model is never in the CPU's memory.
+
     Args:
         path: Folder of a Transformers model, or a name that Transformers resolves.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
@@ -59,6 +63,12 @@ def load_model(
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
     spread = _spread(device)
+    try:
+        own = None if spread else torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {device!r} cannot be used: {_brief(error)}") from error
+    if own is not None and own.type != "cpu" and not is_deepspeed_zero3_enabled():
+        spread = {"device_map": {"": own}}
     with _naming(path), no_progress_bars():
         auto = _auto_class(path) if any_head else AutoModelForCausalLM
         loaded: Any = auto.from_pretrained(
@@ -76,10 +86,9 @@ def load_model(
             f"{path}: {len(missing)} of the model's tensors are missing from the weight files, for "
             f"example {missing[0]}, and would be random"
         )
-    try:
-        model = (model if spread else model.to(device)).eval()
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {device!r} cannot be used: {_brief(error)}") from error
+    model.eval()
+    if own is not None and hasattr(model, "hf_device_map"):
+        del model.hf_device_map  # an ordinary model, which can be moved
     log.info("%s: %s, %s parameters on %s", path, type(model).__name__, _count(model), device)
     return model
 

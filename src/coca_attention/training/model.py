@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -36,6 +37,11 @@ TRAINED = {
 }
 
 CALIBRATION_TOKENS = 8192
+
+
+def own_device() -> str:
+    """The device of this process, which models are read onto."""
+    return str(PartialState().device)
 
 
 def make_model(
@@ -70,7 +76,7 @@ def make_model(
 def _load_start(
     recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset, empty: bool = False
 ) -> PreTrainedModel:
-    model = model_without_weights(start) if empty else load_model(start, device="cpu")
+    model = model_without_weights(start) if empty else load_model(start, device=own_device())
     entries: int = model.config.get_text_config().vocab_size
     if vocab_size > entries:
         raise UserError(

@@ -1,5 +1,6 @@
 """`train`: from a recipe to an ordinary Transformers folder; resumes when restarted."""
 
+import gc
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,7 +28,7 @@ from coca_attention.models.cards import write_card
 from coca_attention.models.loading import load_model, model_without_weights
 from coca_attention.training.data import TrainingData, check_sources, load_data, training_documents
 from coca_attention.training.fit import measure, save_trained
-from coca_attention.training.model import start_sizes
+from coca_attention.training.model import own_device, start_sizes
 from coca_attention.training.recipe import Recipe, as_yaml, differences, load_recipe
 from coca_attention.training.sections import TEXT
 from coca_attention.training.stages import join_curves, train_stages
@@ -246,8 +247,10 @@ def _measure_start(recipe: Recipe, data: TrainingData, output: Path) -> dict[str
         return {}
     path = output / "start.json"
     if not path.is_file():
-        model = load_model(name, device="cpu")
+        model = load_model(name, device=own_device())
         found = measure(model, recipe.training, output, data.validation, data.retrieval)
+        del model
+        gc.collect()  # Trainer and model refer to each other
         if PartialState().is_main_process:
             write_json(path, {"name": Path(name).name, **found})
         PartialState().wait_for_everyone()

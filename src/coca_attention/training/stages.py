@@ -9,6 +9,7 @@ of the last finished stage.
 A recipe without stages is a single stage in the run folder itself.
 """
 
+import gc
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from coca_attention.training.fit import curve, fit, save_trained, validation_cur
 from coca_attention.training.model import (
     choose_parameters,
     make_model,
+    own_device,
     parameter_counts,
 )
 from coca_attention.training.objectives import teacher_loss
@@ -84,7 +86,8 @@ def train_stages(
                         training={f"stage {stage.name}": "`stage.json`"},
                     )
                     write_json(folder / STAGE_FILE, summary)
-            del trainer
+            del trainer, model
+            gc.collect()  # Trainer and model refer to each other
             state.wait_for_everyone()
         if state.is_main_process:
             # Their optimizer states, twice as large as the weights, are no longer needed.
@@ -160,7 +163,7 @@ def _train_stage(
         if before is None:
             model = make_model(recipe, tokenizer, data.blocks)
         else:
-            model = load_model(before, device="cpu")
+            model = load_model(before, device=own_device())
         return choose_parameters(model, stage)
 
     make_loss = None
@@ -196,7 +199,7 @@ def _train_stage(
 
 
 def load_teacher(recipe: Recipe, *, empty: bool = False) -> PreTrainedModel:
-    """The teacher in the dtype of its files, on the CPU until its first forward pass.
+    """The teacher in the dtype of its files.
 
     Args:
         recipe: A recipe with a start or a teacher.
@@ -210,7 +213,7 @@ def load_teacher(recipe: Recipe, *, empty: bool = False) -> PreTrainedModel:
     if empty:
         teacher = model_without_weights(name, "auto")
     else:
-        teacher = load_model(name, dtype="auto", device="cpu")
+        teacher = load_model(name, dtype="auto", device=own_device())
     if recipe.model.teacher is None and attention_of(teacher.config) == recipe.model.attention:
         raise UserError(
             f"{name} already has attention {recipe.model.attention}, so there is nothing to learn "
