@@ -5,10 +5,7 @@ import re
 import pytest
 
 from coca_attention.data import Document, train_tokenizer
-from coca_attention.data.passkey import FILLER, encoder
-from coca_attention.evaluation import Session, Subject
-from coca_attention.evaluation.needles import NeedleSettings, evaluate_needles
-from coca_attention.evaluation.needles.samples import (
+from coca_attention.data.needles import (
     FACT,
     INTRODUCTION,
     KINDS,
@@ -16,6 +13,9 @@ from coca_attention.evaluation.needles.samples import (
     QUESTIONS,
     needle_text,
 )
+from coca_attention.data.passkey import FILLER, encoder
+from coca_attention.evaluation import Session, Subject
+from coca_attention.evaluation.needles import NeedleSettings, evaluate_needles
 from coca_attention.evaluation.needles.task import needle_prompts, recall
 from conftest import tiny_model
 

@@ -64,7 +64,7 @@ def test_what_is_finished_is_not_measured_again(small, tmp_path, monkeypatch):
         raise AssertionError("measured again")
 
     monkeypatch.setattr("coca_attention.evaluation.perplexity.score.score_documents", refuse)
-    monkeypatch.setattr("coca_attention.evaluation.generation.greedy_answers", refuse)
+    monkeypatch.setattr("coca_attention.models.generation.greedy_answers", refuse)
     again = json.loads(run_suite(load_suite(small), tmp_path / "out").read_text())["results"]
     assert again == cells or without_time(again) == without_time(cells)
     # One prompt more: the others are still there.

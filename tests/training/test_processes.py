@@ -23,7 +23,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from coca_attention.errors import UserError
 from coca_attention.models import load_model
 from coca_attention.testing import difference, logits, some_tokens
-from coca_attention.training import last_checkpoint, load_recipe, read_summary, train
+from coca_attention.training import (
+    last_checkpoint,
+    load_recipe,
+    read_summary,
+    retrieval,
+    train,
+)
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import check_layers, check_options
 from coca_attention.training.trainer import catch_write_errors, problem_of, training_arguments
@@ -58,7 +64,10 @@ STAGES = [
 COMMANDS = """
 import os, signal, sys, time
 from coca_attention.cli import main
+from coca_attention.training import retrieval
 from coca_attention.training.trainer import RecipeTrainer
+
+retrieval.ANSWER = 4  # tokens; longer answers only take longer
 
 fault, *words = sys.argv[1:]
 kind, _, step = fault.partition(" ")
@@ -138,7 +147,13 @@ def recipes(text_folder, tokenizer, tmp_path_factory):
                 "gradient_checkpointing": True,
             },
             "stages": STAGES,
-            "validation": {"every": 2, "source": str(text_folder), "batches": 1},
+            "validation": {
+                "every": 2,
+                "source": str(text_folder),
+                "batches": 1,
+                "passkeys": 3,
+                "lengths": [270],
+            },
         },
     }
     for name, content in contents.items():
@@ -156,8 +171,10 @@ def runs(recipes, tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("parameters") == len(names)  # only one process prints
-    for name in names:
-        train(load_recipe(recipes / f"{name}.yaml"), folder / f"one-{name}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieval, "ANSWER", 4)
+        for name in names:
+            train(load_recipe(recipes / f"{name}.yaml"), folder / f"one-{name}")
     return folder
 
 
@@ -214,6 +231,9 @@ def test_stages_bfloat16_and_recomputed_activations_on_two_processes(runs):
     )
     assert len(ours) == 1 + 3 * len(STAGES)  # the start; before, during and after each stage
     assert ours == pytest.approx(theirs, rel=LOSS)
+    for summary in measured:
+        found = [entry["retrieval"] for entry in (summary["start"], *summary["validation"])]
+        assert found == [{"passkey_270": 0.0}] * len(ours)
     stages = read_summary(runs / "two-staged")["stages"]
     assert stages == [
         {**stage, "seconds": ours["seconds"]}

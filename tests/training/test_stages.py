@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import stage_runs
@@ -243,7 +244,7 @@ def test_a_start_is_calibrated_on_the_runs_own_blocks(base, straight, text_folde
     [
         ({}, ["--data.block_length", "32"], "was trained on 16 tokens and block_length is 32"),
         ({"attention": "alibi"}, [], "has attention rope, which cannot be converted to alibi"),
-        ({"start": "nowhere"}, [], "no tokenizer could be loaded"),
+        ({"start": "nowhere"}, [], "nowhere: no model could be loaded"),
         ({"teacher": "nowhere"}, [], "no model could be loaded"),
         ({"teacher": "OTHER"}, [], "num_hidden_layers 1 instead of 2"),
     ],
@@ -318,3 +319,66 @@ def test_shares_of_llama_7b(train, share):
     assert every == 6_738_415_616 - 32 * 4096 * 2048
     assert trained / every == pytest.approx(share, abs=5e-5)
     assert all(weight.is_meta for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("start", "asked", "saved"),
+    [("bfloat16", "auto", "bfloat16"), ("float32", "float16", "float16")],
+)
+def test_the_model_is_saved_in_the_dtype_of_its_start(
+    base, text_folder, tmp_path, start, asked, saved
+):
+    model = load_model(base, dtype=start, device="cpu")
+    model.save_pretrained(tmp_path / "start", max_shard_size="5KB")
+    load_tokenizer(base).save_pretrained(tmp_path / "start")
+    stages = [{"name": "t", "train": "t"}, {"name": "adapters", "train": "lora"}]
+    path = write_recipe(tmp_path / "start", text_folder, tmp_path / "recipe.yaml", stages)
+    recipe = load_recipe(path, ["--model.dtype", asked, "--training.steps", "2"])
+    run = train(recipe, tmp_path / "run")
+    wanted = getattr(torch, saved)
+    assert {weight.dtype for weight in weights(run).values()} == {wanted}
+    assert AutoModelForCausalLM.from_pretrained(run, dtype="auto").dtype == wanted
+    assert read_summary(run)["dtype"] == saved
+    # Training itself is in float32, from one stage to the next.
+    assert {weight.dtype for weight in weights(run / "stages" / "t").values()} == {torch.float32}
+    [checkpoint] = (run / "stages" / "adapters" / "checkpoints").glob("checkpoint-2")
+    kept = load_file(checkpoint / "adapter_model.safetensors")
+    assert {weight.dtype for weight in kept.values()} == {torch.float32}
+
+
+def test_a_weight_that_the_dtype_cannot_hold_is_not_saved(base, text_folder, tmp_path):
+    model = load_model(base, device="cpu")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3] = 1e6
+    model.save_pretrained(tmp_path / "start")
+    load_tokenizer(base).save_pretrained(tmp_path / "start")
+    stages = [{"name": "t", "train": "t", "steps": 1}]
+    path = write_recipe(tmp_path / "start", text_folder, tmp_path / "recipe.yaml", stages)
+    recipe = load_recipe(path, ["--model.dtype", "float16", "--validation.every", "null"])
+    with pytest.raises(UserError, match=r"embed_tokens.* too large for float16: set model.dtype"):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_the_record_names_the_sizes_and_steps_of_the_run(straight):
+    path, run, _ = straight
+    recorded = read_summary(run)["recipe"]
+    sizes = {
+        "body": "llama", "hidden_size": 16, "num_layers": 2, "num_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 64, "tie_embeddings": True,
+    }  # fmt: skip
+    assert sizes.items() <= recorded["model"].items() and recorded["data"]["vocab_size"] == 288
+    assert [stage["steps"] for stage in recorded["stages"]] == [6, 6, 5]
+    assert recorded["stages"][0]["learning_rate"] == 1e-2 and recorded["training"]["steps"] == 17
+    text = (run / "recipe.yaml").read_text()
+    assert "body llama, hidden_size 16, num_layers 2, num_heads 4" in text.splitlines()[0]
+    assert "vocab_size 288" in text.splitlines()[0]
+    written = yaml.safe_load(text)
+    assert not sizes.keys() & written["model"].keys() and "vocab_size" not in written["data"]
+    assert [stage["steps"] for stage in written["stages"]] == [6, 6, 5]
+    # Both recipes are those of the run, and so is one written before stages were filled in.
+    for same in (run / "recipe.yaml", path):
+        assert train(load_recipe(same), run) == run
+    (run / "recipe.yaml").write_text(path.read_text())
+    assert train(load_recipe(path), run) == run
+    (run / "recipe.yaml").write_text(text)

@@ -1,9 +1,10 @@
 """The passkey text (CoCA paper, App. B.1, Listing 1) as token ids of an exact length.
 
 A key of five digits is hidden in a repeated filler, and the question comes last. Training recipes
-mix such texts in, and the passkey task evaluates on them.
+mix such texts in and ask for keys in validation, and the passkey task evaluates on them.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -138,6 +139,64 @@ def passkey_text(
         length = len(beginning) + len(line) + len(question)
     ids, depths, distances = fill(beginning, encode(FILLER), [line], [depth], question, length)
     return HaystackText(ids, depths[0], distances[0])
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and the fields of its record that are known before it is answered.
+
+    Attributes:
+        ids: Token ids.
+        facts: JSON values; ``index`` is unique among the prompts of a kind and length.
+    """
+
+    ids: list[int]
+    facts: dict[str, Any]
+
+
+def ask_for_passkeys(
+    tokenizer: Any,
+    length: int,
+    indices: Sequence[int],
+    *,
+    seed: int = 0,
+    depths: int | None = None,
+) -> list[Prompt]:
+    """Prompts of one length, each with a key of its own.
+
+    Args:
+        tokenizer: Tokenizer of the model that will be asked.
+        length: Tokens of a prompt.
+        indices: Numbers of the prompts; with seed and length they determine keys and depths.
+        seed: Random seed.
+        depths: Number of evenly spaced depths that the prompts cycle through; by default depths are
+            random.
+
+    Raises:
+        UserError: If the length is too short, or the tokenizer cannot write the key's digits.
+    """
+    encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
+    prompts = []
+    for index in indices:
+        key, depth = draw_key(np.random.default_rng([seed, length, index]))
+        if depths is not None:
+            depth = index % depths / max(depths - 1, 1)
+        line = tokenizer.decode(encode(KEY_LINE.format(key=key)))
+        if re.findall(r"\d+", str(line)) != [str(key), str(key)]:
+            raise UserError(
+                f"the tokenizer turns the key {key} into {str(line)!r}: it does not "
+                "reproduce digits, so no answer could be correct"
+            )
+        text = passkey_text(encode, key, length, depth, before=before)
+        facts = {"index": index, "key": key, "depth": text.depth, "distance": text.distance}
+        prompts.append(Prompt(text.ids, facts))
+    return prompts
+
+
+def is_hit(answer: str, key: int) -> bool:
+    """Whether the first number in an answer is the key: exactly its five digits."""
+    found = re.search(r"\d+", answer)
+    return found is not None and found.group() == str(key)
 
 
 def vocabulary_text() -> str:

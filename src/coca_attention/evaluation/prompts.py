@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from coca_attention.data.passkey import Prompt
 from coca_attention.errors import UserError
 from coca_attention.evaluation.pieces import Piece
 from coca_attention.evaluation.task import Cell, Part, Session, Subject, check_at_least
@@ -28,19 +29,6 @@ class PromptSettings:
     """Prompt tokens per batch; a batch has at least one prompt."""
     use_cache: bool = True
     """Whether to decode with a key/value cache; the result is the same."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt and the fields of its record that are known before it is answered.
-
-    Attributes:
-        ids: Token ids.
-        facts: JSON values; ``index`` is unique among the prompts of a kind and length.
-    """
-
-    ids: list[int]
-    facts: dict[str, Any]
 
 
 def check_prompts(settings: PromptSettings) -> None:
@@ -92,7 +80,7 @@ def prompt_part(
         def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
             import torch
 
-            from coca_attention.evaluation.generation import greedy_answers, rotary_scaling_for
+            from coca_attention.models.generation import greedy_answers, rotary_scaling_for
 
             asked = make([indices[number] for number in missing])
             with rotary_scaling_for(subject.model, session.scaling, session.factor, total):
@@ -115,7 +103,7 @@ def prompt_part(
     pieces = [piece(start) for start in range(0, settings.samples, size)]
 
     def cells() -> list[Cell]:
-        from coca_attention.evaluation.generation import rotary_scaling_for
+        from coca_attention.models.generation import rotary_scaling_for
 
         with rotary_scaling_for(subject.model, session.scaling, session.factor, total) as rope:
             pass

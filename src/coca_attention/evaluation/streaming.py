@@ -104,7 +104,7 @@ def evaluate_streaming(
     import torch
     import torch.nn.functional as F
 
-    from coca_attention.evaluation.generation import rotary_scaling_for
+    from coca_attention.models.generation import rotary_scaling_for
     from coca_attention.models.streaming import streaming
 
     sinks, window = settings.sinks, window_of(subject, settings)

@@ -282,7 +282,7 @@ def check_models(suite: Suite) -> dict[str, Subject]:
         UserError: If a model cannot be loaded or scaled, or a text or prompt does not fit.
     """
     from coca_attention.data import load_tokenizer
-    from coca_attention.evaluation.generation import rotary_scaling_for
+    from coca_attention.models.generation import rotary_scaling_for
     from coca_attention.models.loading import check_vocabulary, model_without_weights
 
     by_tokenizer: dict[str, dict[str, Any]] = {}

@@ -11,6 +11,8 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import logging as transformers_logging
 
 from coca_attention.errors import UserError
@@ -41,6 +43,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model in evaluation mode.
 
+    Tensors are read from the files one by one, each right onto its device and in its dtype: memory
+    holds no second copy of the model, and a GPU's model is never in the CPU's memory.
+
     Args:
         path: Folder of a Transformers model, or a name that Transformers resolves.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
@@ -58,6 +63,12 @@ def load_model(
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
     spread = _spread(device)
+    try:
+        own = None if spread else torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {device!r} cannot be used: {_brief(error)}") from error
+    if own is not None and own.type != "cpu" and not is_deepspeed_zero3_enabled():
+        spread = {"device_map": {"": own}}
     with _naming(path), no_progress_bars():
         auto = _auto_class(path) if any_head else AutoModelForCausalLM
         loaded: Any = auto.from_pretrained(
@@ -75,10 +86,9 @@ def load_model(
             f"{path}: {len(missing)} of the model's tensors are missing from the weight files, for "
             f"example {missing[0]}, and would be random"
         )
-    try:
-        model = (model if spread else model.to(device)).eval()
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {device!r} cannot be used: {_brief(error)}") from error
+    model.eval()
+    if own is not None and hasattr(model, "hf_device_map"):
+        del model.hf_device_map  # an ordinary model, which can be moved
     log.info("%s: %s, %s parameters on %s", path, type(model).__name__, _count(model), device)
     return model
 
@@ -100,8 +110,12 @@ def _spread(device: str) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_size=size)}
 
 
-def model_without_weights(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
+def model_without_weights(
+    path: str | Path, dtype: str = "float32", *, any_head: bool = False
+) -> PreTrainedModel:
     """A model on the meta device, to find out in a moment whether it can be loaded and used.
+
+    Arguments as for `load_model`.
 
     Raises:
         UserError: As `load_model`, except for what only reading the weights shows.
@@ -112,9 +126,24 @@ def model_without_weights(path: str | Path, dtype: str = "float32") -> PreTraine
         for file in sorted(Path(path).glob("*.safetensors")):
             with safe_open(file, "pt"):  # checks the size
                 pass
+        auto = _auto_class(path) if any_head else AutoModelForCausalLM
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return model.to(getattr(torch, dtype)).eval()
+            model: Any = auto.from_config(config, trust_remote_code=False)
+    kind = _dtype_of_files(path, config) if dtype == "auto" else getattr(torch, dtype)
+    return model.to(kind).eval()
+
+
+def _dtype_of_files(path: str, config: Any) -> torch.dtype:
+    """What Transformers' ``auto`` chooses: the configuration's dtype, or that of the weights."""
+    if config.dtype is not None:
+        return config.dtype
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a mapping)
+                found = str_to_torch_dtype[weights.get_slice(name).get_dtype()]
+                if found.is_floating_point:
+                    return found
+    return torch.float32
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

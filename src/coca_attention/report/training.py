@@ -32,7 +32,7 @@ def training_sections(runs: Sequence[dict[str, Any]]) -> list[Section]:
     """
     if not runs:
         return []
-    return [*_validation(runs), *_losses(runs), _table(runs)]
+    return [*_validation(runs), *_retrieval(runs), *_losses(runs), _table(runs)]
 
 
 def _validation(runs: Sequence[dict[str, Any]]) -> list[Section]:
@@ -105,6 +105,58 @@ def _validation_row(run: dict[str, Any]) -> list[str]:
         return [*row, *("–" for _ in range(1 + len(NEAR)))]
     row.append(signed(values[-1] / start - 1, ".2%"))
     return row + [_tokens_until(run, start * (1 + share)) for share in NEAR]
+
+
+def _retrieval(runs: Sequence[dict[str, Any]]) -> list[Section]:
+    """Passkeys and needles found in validation, where a run asked for some."""
+    asked = [
+        (run, name)
+        for run in runs
+        if run.get("validation")
+        for name in run["validation"][-1].get("retrieval", {})
+    ]
+    if not asked:
+        return []
+    styles = _styles([{"name": _prompts(run, name)} for run, name in asked])
+
+    def plot(axes: Axes) -> None:
+        for run, name in asked:
+            label = _prompts(run, name)
+            axes.plot(
+                [entry["step"] * _per_step(run) / 1e6 for entry in run["validation"]],
+                [entry["retrieval"][name] for entry in run["validation"]],
+                label=label,
+                marker=".",
+                lw=1.4,
+                **styles[label],
+            )
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_xlabel("tokens trained on (millions)")
+        axes.set_ylabel("share found")
+
+    def row(run: dict[str, Any], name: str) -> list[str]:
+        shares = [entry["retrieval"][name] for entry in run["validation"]]
+        start = (run.get("start") or {}).get("retrieval", {}).get(name)
+        return [_prompts(run, name), "–" if start is None else f"{start:.2f}"] + [
+            f"{share:.2f}" for share in (shares[0], shares[-1])
+        ]
+
+    return [
+        Section(
+            "Retrieval in training",
+            text="Share of passkeys and needles found in prompts of so many tokens.",
+            figure=draw("retrieval-in-training", plot),
+            header=["run", "its start", "first", "last"],
+            rows=[row(run, name) for run, name in asked],
+        )
+    ]
+
+
+def _prompts(run: dict[str, Any], name: str) -> str:
+    """A run and what it was asked for, such as ``passkey_256``."""
+    kind, _, length = name.rpartition("_")
+    what = "passkeys" if kind == "passkey" else f"{kind} needles"
+    return f"{run['name']}: {what} at {int(length):,}"
 
 
 def _tokens_until(run: dict[str, Any], limit: float) -> str:

@@ -24,6 +24,7 @@ from coca_attention.data.documents import source_files
 from coca_attention.data.tokens import TOKENIZER_CHARACTERS, end_of_text
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.training.recipe import Recipe
+from coca_attention.training.retrieval import Retrieval, load_retrieval
 from coca_attention.training.sections import PASSKEY, TEXT, DataRecipe
 
 VALIDATION = "validation"
@@ -37,12 +38,14 @@ class TrainingData:
         blocks: Training blocks in whole global batches. For a mixture, the blocks of the whole run
             in training order; otherwise those of one pass over the text, to be shuffled.
         validation: Blocks that perplexity is measured on, in whole global batches, or None.
+        retrieval: Prompts that are asked next to it, or None.
         fingerprint: For every text, its number of tokens and their SHA-256.
         epochs: For every source, the number of passes that the run makes over it.
     """
 
     blocks: Subset | Mixture
     validation: Subset | None
+    retrieval: Retrieval | None
     fingerprint: dict[str, Any]
     epochs: dict[str, float]
 
@@ -98,7 +101,8 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
     fingerprint = {
         name: {"tokens": len(text.tokens), "sha256": text.sha256} for name, text in texts.items()
     }
-    return TrainingData(dataset, validation, fingerprint, epochs)
+    retrieval = load_retrieval(recipe, tokenizer)
+    return TrainingData(dataset, validation, retrieval, fingerprint, epochs)
 
 
 def check_sources(recipe: Recipe) -> None:

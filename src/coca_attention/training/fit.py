@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import (
@@ -23,6 +24,7 @@ from coca_attention.errors import UserError
 from coca_attention.models.loading import no_progress_bars
 from coca_attention.training.model import parameter_counts
 from coca_attention.training.objectives import Loss
+from coca_attention.training.retrieval import Retrieval, is_retrieval
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import catch_read_errors, check_kind
 from coca_attention.training.trainer import (
@@ -44,6 +46,7 @@ def fit(
     *,
     in_order: bool = False,
     validation: Any = None,
+    retrieval: Retrieval | None = None,
     validate_every: int | None = None,
     make_loss: Callable[[PreTrainedModel], AbstractContextManager[Loss]] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
@@ -57,6 +60,7 @@ def fit(
         make: Returns the model to start from; called after the seed has been set.
         in_order: Whether the blocks are read in the order of the dataset, not shuffled.
         validation: Blocks to measure the next-token loss on, or None.
+        retrieval: Prompts to ask whenever that is measured, or None.
         validate_every: Steps between measurements; None if and only if ``validation`` is.
         make_loss: Maps the model to a context manager that gives the loss to minimise; by default
             the model's own loss is used.
@@ -95,6 +99,7 @@ def fit(
             trainer = RecipeTrainer(
                 settings,
                 loss=loss,
+                retrieval=retrieval,
                 model=model,
                 args=arguments,
                 train_dataset=dataset,
@@ -146,20 +151,35 @@ def _announce(settings: TrainingRecipe, folder: Path, model: PreTrainedModel, st
     )
 
 
-def perplexity_of(
-    model: PreTrainedModel, settings: TrainingRecipe, folder: Path, validation: Any
-) -> float:
-    """A model's perplexity on the validation blocks, measured as during training.
+def measured(metrics: dict[str, Any]) -> dict[str, Any]:
+    """``perplexity`` and, if prompts were asked, ``retrieval`` from what the Trainer logs."""
+    names = {key: key.removeprefix("eval_") for key in metrics}
+    found = {name: metrics[key] for key, name in names.items() if is_retrieval(name)}
+    perplexity = {"perplexity": math.exp(metrics["eval_loss"])}
+    return perplexity | ({"retrieval": found} if found else {})
+
+
+def measure(
+    model: PreTrainedModel,
+    settings: TrainingRecipe,
+    folder: Path,
+    validation: Any,
+    retrieval: Retrieval | None = None,
+) -> dict[str, Any]:
+    """What validation says of a model, measured as during training; see `measured`.
 
     Args:
         model: Any causal language model with the vocabulary of the blocks.
         settings: Batch size and precision.
         folder: The run's folder; nothing is written to it.
         validation: Blocks, in whole global batches.
+        retrieval: Prompts to ask, or None.
     """
     arguments = training_arguments(settings, folder, PartialState().num_processes)
-    trainer = RecipeTrainer(settings, model=model, args=arguments, eval_dataset=validation)
-    return math.exp(trainer.evaluate()["eval_loss"])
+    trainer = RecipeTrainer(
+        settings, retrieval=retrieval, model=model, args=arguments, eval_dataset=validation
+    )
+    return measured(trainer.evaluate())
 
 
 def _curves(settings: TrainingRecipe, folder: Path, state: PartialState) -> list[TrainerCallback]:
@@ -173,15 +193,24 @@ def _curves(settings: TrainingRecipe, folder: Path, state: PartialState) -> list
 
 
 def save_trained(
-    trainer: RecipeTrainer, tokenizer: PreTrainedTokenizerBase, folder: Path
+    trainer: RecipeTrainer,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype | None = None,
 ) -> PreTrainedModel | None:
     """Merge adapters and save the model: written to a temporary folder, then moved.
+
+    Args:
+        trainer: The trainer.
+        tokenizer: Saved with the model.
+        folder: Where to.
+        dtype: Of the saved weights; by default that of training.
 
     Returns:
         The model on the process that writes, None on the others.
 
     Raises:
-        UserError: If the folder cannot be written.
+        UserError: If the folder cannot be written, or the dtype cannot hold a weight.
         TrainingDiverged: If a weight is not finite.
     """
     partial = folder / ".model.partial"
@@ -194,10 +223,14 @@ def save_trained(
     if trainer.shards is not None:
         # The process that writes gathers all weights.
         trainer.shards.set_state_dict_type("FULL_STATE_DICT")
+    trainer.saved_dtype = dtype
     with no_progress_bars(), catch_write_errors(folder, trainer.describe_saved):
         trainer.save_model(str(partial))
         if not trainer.is_world_process_zero():
             return None
+        if dtype is not None:
+            model.config.dtype = dtype
+            model.config.save_pretrained(partial)
         (partial / "training_args.bin").unlink(
             missing_ok=True
         )  # a pickle; recipe.yaml has all settings
@@ -218,9 +251,9 @@ def curve(trainer: RecipeTrainer) -> list[dict[str, Any]]:
 
 
 def validation_curve(trainer: RecipeTrainer) -> list[dict[str, Any]]:
-    """Perplexity on the validation blocks by step; empty without validation."""
+    """What validation measured by step, see `measured`; empty without validation."""
     return [
-        {"step": entry["step"], "perplexity": math.exp(entry["eval_loss"])}
+        {"step": entry["step"], **measured(entry)}
         for entry in trainer.state.log_history
         if "eval_loss" in entry
     ]

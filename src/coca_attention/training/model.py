@@ -3,9 +3,11 @@
 A trained model is converted if the recipe asks for a different attention.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -14,14 +16,13 @@ from transformers import (
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from coca_attention.errors import UserError
 from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
 from coca_attention.models.configuration import attention_of, rope_parameters
 from coca_attention.models.conversion import convert
-from coca_attention.models.loading import load_model
+from coca_attention.models.loading import load_model, model_without_weights
 from coca_attention.models.roles import Roles, rotation_fields
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.ops import FORMS
@@ -38,37 +39,46 @@ TRAINED = {
 CALIBRATION_TOKENS = 8192
 
 
+def own_device() -> str:
+    """The device of this process, which models are read onto."""
+    return str(PartialState().device)
+
+
 def make_model(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, blocks: Dataset
+    recipe: Recipe, tokenizer: Any, blocks: Dataset, *, empty: bool = False
 ) -> PreTrainedModel:
     """The model that training starts from, in float32.
 
     Args:
         recipe: The recipe.
-        tokenizer: Its tokenizer.
+        tokenizer: Its tokenizer, of which the length and ``eos_token_id`` are read.
         blocks: The run's blocks; ``init: calibrated`` fits T projections on some of them.
+        empty: Whether to make the model on the meta device, without weights.
 
     Raises:
         UserError: If ``model.start`` cannot be loaded or converted, or does not fit the recipe.
     """
     if recipe.model.start is None:
-        model: Any = AutoModelForCausalLM.from_config(
-            model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
-        )
+        with torch.device("meta") if empty else nullcontext():
+            model: Any = AutoModelForCausalLM.from_config(
+                model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
+            )
     else:
-        model = _load_start(recipe.model, recipe.model.start, len(tokenizer), blocks)
+        model = _load_start(recipe.model, recipe.model.start, len(tokenizer), blocks, empty)
     if recipe.model.interpolation is not None:
+        # Before the length is extended: some rules record it.
         set_rotary_scaling(model, recipe.model.scaling, factor=recipe.model.interpolation)
-    _extend_length(model, recipe)
-    if recipe.data.separate_documents:
+    if recipe.model.start is not None:
+        _extend_length(model, recipe)
+    if recipe.data.separate_documents and not empty:
         check_separable(model)
     return model
 
 
 def _load_start(
-    recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset
+    recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset, empty: bool = False
 ) -> PreTrainedModel:
-    model = load_model(start, device="cpu")
+    model = model_without_weights(start) if empty else load_model(start, device=own_device())
     entries: int = model.config.get_text_config().vocab_size
     if vocab_size > entries:
         raise UserError(
@@ -83,7 +93,7 @@ def _load_start(
                 f"{start} already has attention {found}, and its distances stay as they are: leave "
                 "out model.max_distance"
             )
-        convert(model, "rope", max_distance=limit)
+        convert(model, "rope", max_distance=limit, empty=empty)
     elif found != wanted:
         if found != "rope" or wanted not in FORMS:
             raise UserError(
@@ -91,8 +101,26 @@ def _load_start(
                 f"model.attention to {found}, or start from a rotary model"
             )
         texts = _calibration_texts(blocks) if recipe.init == "calibrated" else None
-        convert(model, wanted, init=recipe.init, calibration=texts, max_distance=limit)
+        convert(model, wanted, init=recipe.init, calibration=texts, max_distance=limit, empty=empty)
     return model
+
+
+def start_sizes(model: PreTrainedModel) -> dict[str, Any]:
+    """Sizes of a model to start from, by the names of a recipe, and ``vocab_size``."""
+    config: Any = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    found = {
+        "body": config.model_type.removeprefix("coca_").removeprefix("alibi_"),
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None),
+        "intermediate_size": getattr(config, "intermediate_size", None),
+        "rope_base": rope.get("rope_theta"),
+        "tie_embeddings": model.config.tie_word_embeddings,
+        "vocab_size": config.vocab_size,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _calibration_texts(blocks: Any) -> Tensor:

@@ -179,7 +179,7 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
         return (result[0].detach(), *result[1:])
 
     def add_loss(module: nn.Module, args: Any, result: Any) -> Any:
-        if result.get("loss") is not None:  # validation has asked for the model's own loss
+        if not module.training:  # validation asks for the model's own loss, and for answers
             return result
         distances = [relative_distance(outputs[i], targets[i]) for i in range(len(targets))]
         result["loss"] = torch.stack([x.to(distances[0].device) for x in distances]).mean()

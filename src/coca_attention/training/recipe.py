@@ -1,6 +1,6 @@
 """A whole recipe: its sections, the checks across them, YAML files and command-line overrides."""
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ from coca_attention.errors import UserError, error_prefix
 from coca_attention.options import OptionParser, check_sections, from_file
 from coca_attention.settings import form_names
 from coca_attention.training.sections import (
+    SCHEDULE,
+    SIZES,
     DataRecipe,
     ModelRecipe,
     StageRecipe,
@@ -44,6 +46,16 @@ class Recipe:
         """Optimizer steps of the whole run, over all stages."""
         return sum(stage.settings(self.training).steps for stage in self.run_stages)
 
+    def resolved(self) -> "Recipe":
+        """The recipe with what every stage takes from training, and the steps of the whole run."""
+        if not self.stages:
+            return self
+        stages = []
+        for stage in self.stages:
+            settings = stage.settings(self.training)
+            stages.append(replace(stage, **{name: getattr(settings, name) for name in SCHEDULE}))
+        return replace(self, training=replace(self.training, steps=self.steps), stages=stages)
+
     def check(self) -> None:
         """Raise UserError if a setting is out of range or contradicts another."""
         for name in ("model", "data", "validation", "training"):
@@ -76,9 +88,23 @@ class Recipe:
             )
 
 
-def as_yaml(recipe: Recipe) -> str:
-    """The recipe as YAML, including every default."""
-    return yaml.safe_dump(asdict(recipe), sort_keys=False)
+def as_yaml(recipe: Recipe, start: dict[str, Any] | None = None) -> str:
+    """The recipe as YAML, including every default.
+
+    Args:
+        recipe: The recipe.
+        start: Sizes of the model to start from. They are written as a comment, in place of the
+            recipe's own, which do not apply.
+    """
+    content = asdict(recipe.resolved())
+    if start is None:
+        return yaml.safe_dump(content, sort_keys=False)
+    for name in SIZES:
+        del content["model"][name]
+    if recipe.data.vocab_size == DataRecipe().vocab_size:
+        del content["data"]["vocab_size"]
+    sizes = ", ".join(f"{name} {value}" for name, value in start.items())
+    return f"# {recipe.model.start}: {sizes}\n" + yaml.safe_dump(content, sort_keys=False)
 
 
 def load_recipe(path: str | Path | None = None, overrides: list[str] | None = None) -> Recipe:

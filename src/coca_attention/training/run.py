@@ -1,5 +1,6 @@
 """`train`: from a recipe to an ordinary Transformers folder; resumes when restarted."""
 
+import gc
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -26,7 +27,8 @@ from coca_attention.errors import UserError
 from coca_attention.models.cards import write_card
 from coca_attention.models.loading import load_model, model_without_weights
 from coca_attention.training.data import TrainingData, check_sources, load_data, training_documents
-from coca_attention.training.fit import perplexity_of, save_trained
+from coca_attention.training.fit import measure, save_trained
+from coca_attention.training.model import own_device, start_sizes
 from coca_attention.training.recipe import Recipe, as_yaml, differences, load_recipe
 from coca_attention.training.sections import TEXT
 from coca_attention.training.stages import join_curves, train_stages
@@ -80,6 +82,12 @@ def train(
         raise UserError(f"{output} is a file; choose another --output")
     if extend or not is_finished(output):
         check_sources(recipe)
+    origin, sizes, dtype = recipe.model.start, None, None
+    if origin is not None and (extend or not is_finished(output)):
+        begun = model_without_weights(origin, "auto")
+        sizes, dtype = start_sizes(begun), begun.dtype
+    if recipe.model.dtype != "auto":
+        dtype = getattr(torch, recipe.model.dtype)
     state = PartialState(cpu=not torch.accelerator.is_available())
     with ExitStack() as stack:
         with state.main_process_first():
@@ -90,7 +98,7 @@ def train(
                 training_arguments(recipe.training, output, state.num_processes)
                 if recipe.model.teacher is not None:
                     model_without_weights(recipe.model.teacher)
-            before = claim_folder(recipe, output, extend=extend)
+            before = claim_folder(recipe, output, extend=extend, sizes=sizes)
             if is_finished(output) and before is None:
                 return output
             if state.is_main_process:
@@ -102,12 +110,12 @@ def train(
         with state.main_process_first():
             check_same_text(data.fingerprint, output)
             if before is not None and state.is_main_process:
-                _extend(recipe, output, before)
+                _extend(recipe, output, before, sizes)
         start = _measure_start(recipe, data, output)
         trainer, stages = train_stages(recipe, data, tokenizer, output, callbacks=callbacks)
-        model = save_trained(trainer, tokenizer, output)
+        model = save_trained(trainer, tokenizer, output, dtype)
         if model is not None:
-            summary = _summary(recipe, model, data, stages) | start
+            summary = _summary(recipe, sizes, model, data, stages) | start
             if (output / EXTENDED_FILE).is_file():
                 summary["extended_from"] = read_json(output / EXTENDED_FILE)
             with catch_write_errors(output, trainer.describe_saved):
@@ -134,13 +142,16 @@ def check_same_text(fingerprint: dict[str, Any], output: Path) -> None:
         )
 
 
-def claim_folder(recipe: Recipe, output: Path, *, extend: bool = False) -> int | None:
+def claim_folder(
+    recipe: Recipe, output: Path, *, extend: bool = False, sizes: dict[str, Any] | None = None
+) -> int | None:
     """Write the recipe into a run folder, or compare it with the one there.
 
     Args:
         recipe: The run.
         output: Its folder.
         extend: As for `train`.
+        sizes: Those of the model to start from, if there is one.
 
     Returns:
         The steps of the run there if it is to be extended, which `_extend` does, or None.
@@ -153,7 +164,7 @@ def claim_folder(recipe: Recipe, output: Path, *, extend: bool = False) -> int |
     if path.is_file():
         found = load_recipe(path)
         # The folder of the token cache has no influence on the tokens.
-        changed = [n for n in differences(found, recipe) if n != "data.cache"]
+        changed = [n for n in differences(found.resolved(), recipe.resolved()) if n != "data.cache"]
         before, after = found.training.steps, recipe.training.steps
         if changed == ["training.steps"] and before < after and not recipe.stages:
             if extend:
@@ -174,7 +185,7 @@ def claim_folder(recipe: Recipe, output: Path, *, extend: bool = False) -> int |
     others = [p for p in there if not p.name.endswith(".partial") and p.name != LOCK_FILE]
     if others or (output.exists() and not output.is_dir()):
         raise UserError(f"{output} exists and is not a run folder; choose another --output")
-    write_text(path, as_yaml(recipe))
+    write_text(path, as_yaml(recipe, sizes))
     return None
 
 
@@ -191,14 +202,14 @@ def _check_extendable(recipe: Recipe, output: Path) -> None:
         )
 
 
-def _extend(recipe: Recipe, output: Path, before: int) -> None:
+def _extend(recipe: Recipe, output: Path, before: int, sizes: dict[str, Any] | None) -> None:
     """Make a run of so many steps, finished or not, the unfinished run of a longer recipe."""
     path = output / EXTENDED_FILE
     earlier = read_json(path) if path.is_file() else []
     write_json(path, [*(steps for steps in earlier if steps < before), before])
     if is_finished(output):
         (output / SUMMARY_FILE).rename(output / f"training-{before}.json")
-    write_text(output / RECIPE_FILE, as_yaml(recipe))
+    write_text(output / RECIPE_FILE, as_yaml(recipe, sizes))
 
 
 def is_finished(output: str | Path) -> bool:
@@ -227,7 +238,7 @@ def _load_tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
 
 
 def _measure_start(recipe: Recipe, data: TrainingData, output: Path) -> dict[str, Any]:
-    """Name and perplexity of ``model.start`` as the entry ``start``, measured once in a run.
+    """Name and validation of ``model.start`` as the entry ``start``, measured once in a run.
 
     Empty without a start or without validation.
     """
@@ -236,36 +247,68 @@ def _measure_start(recipe: Recipe, data: TrainingData, output: Path) -> dict[str
         return {}
     path = output / "start.json"
     if not path.is_file():
-        model = load_model(name, device="cpu")
-        found = perplexity_of(model, recipe.training, output, data.validation)
+        model = load_model(name, device=own_device())
+        found = measure(model, recipe.training, output, data.validation, data.retrieval)
+        del model
+        gc.collect()  # Trainer and model refer to each other
         if PartialState().is_main_process:
-            write_json(path, {"name": Path(name).name, "perplexity": found})
+            write_json(path, {"name": Path(name).name, **found})
         PartialState().wait_for_everyone()
     return {"start": read_json(path)}
 
 
 def _summary(
-    recipe: Recipe, model: PreTrainedModel, data: TrainingData, stages: list[dict[str, Any]]
+    recipe: Recipe,
+    sizes: dict[str, Any] | None,
+    model: PreTrainedModel,
+    data: TrainingData,
+    stages: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """The content of ``training.json``, except for the start."""
+    recorded = asdict(recipe.resolved())
+    for name, value in (sizes or {}).items():
+        recorded["data" if name == "vocab_size" else "model"][name] = value
     seconds = [stage["seconds"] for stage in stages]
     curves = {name: join_curves(stages, name) for name in ("curve", "validation")}
     summary = {
         "attention": recipe.model.attention,
         "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(model.config.dtype).removeprefix("torch."),
         "steps": recipe.steps,
         "tokens": sum(stage["tokens"] for stage in stages),
         "epochs": max(data.epochs.values()),
         "source_epochs": data.epochs,
         "seconds": None if None in seconds else sum(seconds),  # None if the run was interrupted
         **curves,
-        "recipe": asdict(recipe),
+        "recipe": recorded,
         "seed": recipe.training.seed,
         "environment": describe_environment(),
     }
     if recipe.stages:
         summary["stages"] = [{k: stage[k] for k in stage if k not in curves} for stage in stages]
     return summary
+
+
+def what_was_kept(summary: dict[str, Any]) -> str:
+    """What a run has kept of its start, in a line; empty where it was not measured.
+
+    Args:
+        summary: The content of its ``training.json``.
+    """
+    start, curve = summary.get("start"), summary["validation"]
+    if not start or not curve:
+        return ""
+    last = curve[-1]
+    parts = [f"perplexity {100 * (last['perplexity'] / start['perplexity'] - 1):+.1f} %"]
+    before = start.get("retrieval", {})
+    for name, share in last.get("retrieval", {}).items():
+        kind, _, length = name.rpartition("_")
+        validation = summary["recipe"]["validation"]
+        asked = validation["passkeys" if kind == "passkey" else "needles"]
+        had = f" where it has {round(before[name] * asked)}" if name in before else ""
+        label = "passkeys" if kind == "passkey" else f"{kind} needles"
+        parts.append(f"{label} at {int(length):,} tokens {round(share * asked)} of {asked}{had}")
+    return f"kept of {start['name']}: {', '.join(parts)}"
 
 
 def _card(recipe: Recipe, summary: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,9 @@ SIZES = (
     "decay_length",
 )  # fmt: skip
 
+# What a stage may set of the section training.
+SCHEDULE = ("steps", "learning_rate", "warmup_share", "final_share")
+
 LARGEST = 2**40
 """Of any count."""
 
@@ -104,6 +107,9 @@ class ModelRecipe:
     """Factor of position interpolation; the model is trained with it and saved with it."""
     scaling: Literal["linear", "ntk", "dynamic", "yarn", "llama3"] = "linear"
     """Rule by which positions are scaled by the factor interpolation: linear is PI."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision in which the trained model is saved; auto is that of start, or float32 without one.
+    Training itself keeps weights in float32."""
 
     def check(self) -> None:
         """Raise UserError if a setting is out of range or contradicts another."""
@@ -280,10 +286,28 @@ class ValidationRecipe:
     batches: int = 4
     """Global batches to measure on, made of blocks spread evenly over the text; each takes about a
     third of the time of an optimizer step."""
+    passkeys: int = 0
+    """Passkeys to ask for at every measurement and length, as coca eval passkey does."""
+    needles: int = 0
+    """Prompts with one fact, and as many with four of which one is asked for, at every measurement
+    and length, as coca eval needles does."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of the prompts with passkeys and needles; by default data.block_length."""
 
     def check(self) -> None:
-        """Raise UserError if a setting is out of range."""
+        """Raise UserError if a setting is out of range or contradicts another."""
         check_positive_counts(self, "every", "batches")
+        for name in ("passkeys", "needles"):
+            value = getattr(self, name)
+            if value:
+                check_positive_counts(self, name)
+            if value and self.every is None:
+                raise UserError(f"{name} are asked for in validation: set validation.every")
+        for length in self.lengths:
+            if not 1 <= length <= LARGEST:
+                raise UserError(f"lengths must be between 1 and {LARGEST}, got {length}")
+        if self.lengths and not (self.passkeys or self.needles):
+            raise UserError("lengths are those of prompts: set validation.passkeys or needles")
 
 
 @dataclass
@@ -375,8 +399,7 @@ class StageRecipe:
 
     def settings(self, training: TrainingRecipe) -> TrainingRecipe:
         """The section training with this stage's own values."""
-        names = ("steps", "learning_rate", "warmup_share", "final_share")
-        own = {name: getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in SCHEDULE}
         return replace(training, **{n: value for n, value in own.items() if value is not None})
 
     def check(self, training: TrainingRecipe) -> None:

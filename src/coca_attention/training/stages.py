@@ -9,6 +9,7 @@ of the last finished stage.
 A recipe without stages is a single stage in the run folder itself.
 """
 
+import gc
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -25,12 +26,13 @@ from coca_attention.environment import read_json, write_json
 from coca_attention.errors import UserError
 from coca_attention.models.cards import write_card
 from coca_attention.models.configuration import attention_of
-from coca_attention.models.loading import load_model
+from coca_attention.models.loading import load_model, model_without_weights
 from coca_attention.training.data import TrainingData
 from coca_attention.training.fit import curve, fit, save_trained, validation_curve
 from coca_attention.training.model import (
     choose_parameters,
     make_model,
+    own_device,
     parameter_counts,
 )
 from coca_attention.training.objectives import teacher_loss
@@ -84,7 +86,8 @@ def train_stages(
                         training={f"stage {stage.name}": "`stage.json`"},
                     )
                     write_json(folder / STAGE_FILE, summary)
-            del trainer
+            del trainer, model
+            gc.collect()  # Trainer and model refer to each other
             state.wait_for_everyone()
         if state.is_main_process:
             # Their optimizer states, twice as large as the weights, are no longer needed.
@@ -160,12 +163,12 @@ def _train_stage(
         if before is None:
             model = make_model(recipe, tokenizer, data.blocks)
         else:
-            model = load_model(before, device="cpu")
+            model = load_model(before, device=own_device())
         return choose_parameters(model, stage)
 
     make_loss = None
     if stage.objective != "next_token":
-        make_loss = partial(teacher_loss, _load_teacher(recipe), objective=stage.objective)
+        make_loss = partial(teacher_loss, load_teacher(recipe), objective=stage.objective)
     settings = stage.settings(recipe.training)
     trainer, seconds = fit(
         settings,
@@ -174,6 +177,7 @@ def _train_stage(
         make,
         in_order=bool(recipe.stages) or data.is_ordered,
         validation=data.validation,
+        retrieval=data.retrieval,
         validate_every=recipe.validation.every,
         make_loss=make_loss,
         callbacks=callbacks,
@@ -194,11 +198,22 @@ def _train_stage(
     }
 
 
-def _load_teacher(recipe: Recipe) -> PreTrainedModel:
-    """The teacher in the dtype of its files, on the CPU until its first forward pass."""
+def load_teacher(recipe: Recipe, *, empty: bool = False) -> PreTrainedModel:
+    """The teacher in the dtype of its files.
+
+    Args:
+        recipe: A recipe with a start or a teacher.
+        empty: Whether to make the teacher on the meta device, without weights.
+
+    Raises:
+        UserError: If it cannot be loaded, or there is nothing to learn from it.
+    """
     name = recipe.model.teacher or recipe.model.start
     assert name is not None  # `Recipe.check`
-    teacher = load_model(name, dtype="auto", device="cpu")
+    if empty:
+        teacher = model_without_weights(name, "auto")
+    else:
+        teacher = load_model(name, dtype="auto", device=own_device())
     if recipe.model.teacher is None and attention_of(teacher.config) == recipe.model.attention:
         raise UserError(
             f"{name} already has attention {recipe.model.attention}, so there is nothing to learn "

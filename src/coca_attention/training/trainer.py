@@ -30,6 +30,7 @@ from coca_attention.environment import sync, sync_folder, write_json
 from coca_attention.errors import UserError
 from coca_attention.training.model import parameter_counts
 from coca_attention.training.objectives import Loss
+from coca_attention.training.retrieval import Retrieval
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import (
     catch_read_errors,
@@ -152,13 +153,20 @@ class RecipeTrainer(Trainer):
     Args:
         settings: The recipe's training section.
         loss: Loss to minimise instead of the model's own, see `objectives`.
+        retrieval: Prompts to ask whenever the validation loss is measured.
         **kwargs: Trainer's own.
     """
 
     def __init__(
-        self, settings: TrainingRecipe, *, loss: Loss | None = None, **kwargs: Any
+        self,
+        settings: TrainingRecipe,
+        *,
+        loss: Loss | None = None,
+        retrieval: Retrieval | None = None,
+        **kwargs: Any,
     ) -> None:
-        self.settings, self.loss = settings, loss
+        self.settings, self.loss, self.retrieval = settings, loss, retrieval
+        self.saved_dtype: torch.dtype | None = None  # by default that of the weights
         super().__init__(**kwargs)
         if self.shards is not None:
             check_layers(self.shards, kwargs["model"])
@@ -204,6 +212,13 @@ class RecipeTrainer(Trainer):
         if self.loss is None or not model.training:
             return super().compute_loss(model, inputs, *args, **kwargs)
         return self.loss(model, inputs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, **kwargs)
+        if self.retrieval is not None and output.metrics is not None:
+            shares = self.retrieval.shares(self.model)  # in evaluation mode after the loop
+            output.metrics.update({f"eval_{name}": share for name, share in shares.items()})
+        return output
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -251,6 +266,9 @@ class RecipeTrainer(Trainer):
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.saved_dtype is not None and self.args.should_save:
+            assert self.model is not None  # given to __init__
+            state_dict = _cast(state_dict or self.model.state_dict(), self.saved_dtype)
         if state_dict:
             # Gathered weights no longer share memory, so tied ones would be saved twice.
             tied: Any = getattr(self.model, "all_tied_weights_keys", {})
@@ -306,6 +324,22 @@ class RecipeTrainer(Trainer):
         """The last checkpoint of the run, for error messages."""
         last = last_checkpoint(Path(str(self.args.output_dir)))
         return f"the last good checkpoint is {last}" if last else "no checkpoint was saved yet"
+
+
+def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights in another precision.
+
+    Raises:
+        UserError: If it cannot hold one of them.
+    """
+    cast = {n: w.to(dtype) if w.is_floating_point() else w for n, w in weights.items()}
+    for name, weight in cast.items():
+        if not torch.isfinite(weight).all():
+            raise UserError(
+                f"{name} has values too large for {str(dtype).removeprefix('torch.')}: set "
+                "model.dtype to bfloat16 or float32, and run the same command again"
+            )
+    return cast
 
 
 @contextmanager

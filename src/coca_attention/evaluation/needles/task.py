@@ -1,17 +1,15 @@
 """The needles task: prompts, scoring and evaluation."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from coca_attention.data.passkey import encoder, leading_special_tokens
+from coca_attention.data.needles import KINDS, NAMES, Kind, ask_for_needles, recall
+from coca_attention.data.passkey import Prompt
 from coca_attention.errors import UserError
-from coca_attention.evaluation.needles.samples import KINDS, NAMES, Kind, needle_text
 from coca_attention.evaluation.prompts import (
-    Prompt,
     PromptSettings,
     check_prompts,
     prompt_part,
@@ -49,44 +47,10 @@ def needle_prompts(
     Raises:
         UserError: If the length is too short, or the tokenizer does not reproduce the needles.
     """
-    encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
-    prompts = []
-    for index in range(settings.samples) if indices is None else indices:
-        text = needle_text(
-            encode,
-            kind,
-            length,
-            (settings.seed, KINDS.index(kind), length, index),
-            count=settings.count,
-            before=before,
-        )
-        for needle in text.needles:
-            written = str(tokenizer.decode(encode(needle))).strip()
-            if words(written) != words(needle):
-                raise UserError(
-                    f"the tokenizer turns {needle!r} into {written!r}: it does not "
-                    "reproduce names and digits, so no answer could be correct"
-                )
-        facts = {
-            "index": index,
-            "expected": text.expected,
-            "needles": text.needles,
-            "depths": text.depths,
-            "distances": text.distances,
-        }
-        prompts.append(Prompt(text.ids, facts))
-    return prompts
-
-
-def words(text: str) -> list[str]:
-    """The numbers and words of a text."""
-    return re.findall(r"\d+|[^\W\d_]+", text)
-
-
-def recall(answer: str, expected: list[str]) -> float:
-    """Share of the expected numbers or names that occur in an answer as whole words."""
-    found = set(words(answer))
-    return sum(item in found for item in expected) / len(expected)
+    chosen = range(settings.samples) if indices is None else indices
+    return ask_for_needles(
+        tokenizer, kind, length, chosen, seed=settings.seed, count=settings.count
+    )
 
 
 def check_settings(settings: NeedleSettings) -> None:

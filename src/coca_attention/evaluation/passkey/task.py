@@ -1,26 +1,11 @@
 """The passkey task: prompts, scoring and evaluation."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from coca_attention.data.passkey import (
-    KEY_LINE,
-    draw_key,
-    encoder,
-    leading_special_tokens,
-    passkey_text,
-)
-from coca_attention.errors import UserError
-from coca_attention.evaluation.prompts import (
-    Prompt,
-    PromptSettings,
-    check_prompts,
-    prompt_part,
-)
+from coca_attention.data.passkey import Prompt, ask_for_passkeys, is_hit
+from coca_attention.evaluation.prompts import PromptSettings, check_prompts, prompt_part
 from coca_attention.evaluation.task import Cell, Part, Session, Subject, Task, check_at_least
 from coca_attention.intervals import wilson_interval
 
@@ -47,28 +32,8 @@ def passkey_prompts(
     Raises:
         UserError: If the length is too short, or the tokenizer cannot write the key's digits.
     """
-    encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
-    prompts = []
-    for index in range(settings.samples) if indices is None else indices:
-        key, depth = draw_key(np.random.default_rng([settings.seed, length, index]))
-        if settings.depths is not None:
-            depth = index % settings.depths / max(settings.depths - 1, 1)
-        line = tokenizer.decode(encode(KEY_LINE.format(key=key)))
-        if re.findall(r"\d+", str(line)) != [str(key), str(key)]:
-            raise UserError(
-                f"the tokenizer turns the key {key} into {str(line)!r}: it does not "
-                "reproduce digits, so no answer could be correct"
-            )
-        text = passkey_text(encode, key, length, depth, before=before)
-        facts = {"index": index, "key": key, "depth": text.depth, "distance": text.distance}
-        prompts.append(Prompt(text.ids, facts))
-    return prompts
-
-
-def is_hit(answer: str, key: int) -> bool:
-    """Whether the first number in an answer is the key: exactly its five digits."""
-    found = re.search(r"\d+", answer)
-    return found is not None and found.group() == str(key)
+    chosen = range(settings.samples) if indices is None else indices
+    return ask_for_passkeys(tokenizer, length, chosen, seed=settings.seed, depths=settings.depths)
 
 
 def check_settings(settings: PasskeySettings) -> None:

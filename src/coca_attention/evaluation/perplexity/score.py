@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coca_attention.errors import UserError
-from coca_attention.evaluation.generation import naming_the_limit
 from coca_attention.evaluation.perplexity.windows import Window, sliding_windows
 from coca_attention.intervals import DocumentScore
+from coca_attention.models.generation import naming_the_limit
 
 
 @dataclass(frozen=True)

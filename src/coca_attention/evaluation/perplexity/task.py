@@ -314,7 +314,6 @@ def _part(
     run: tuple[int, int, str],
 ) -> Part:
     """The work of one cell, the windows of some documents a piece."""
-    from coca_attention.evaluation.generation import rotary_scaling_for
     from coca_attention.evaluation.perplexity.keys import fingerprint, key_nats
     from coca_attention.evaluation.perplexity.score import (
         TokenScores,
@@ -323,6 +322,7 @@ def _part(
         score_documents,
         windows_of,
     )
+    from coca_attention.models.generation import rotary_scaling_for
 
     window, stride, kind = run
     applied = "none" if kind == "attend-last" else kind

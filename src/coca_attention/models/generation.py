@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from coca_attention.errors import UserError
-from coca_attention.models import set_rotary_scaling, training_length
+from coca_attention.models.configuration import training_length
+from coca_attention.models.scaling import set_rotary_scaling
 
 
 @contextmanager
@@ -78,6 +79,7 @@ def greedy_answers(
     *,
     max_new_tokens: int,
     use_cache: bool = True,
+    together: bool = False,
 ) -> list[str]:
     """Greedy continuation of every prompt, up to the end-of-text token.
 
@@ -87,6 +89,8 @@ def greedy_answers(
         prompts: (B, T), without padding.
         max_new_tokens: Maximum number of tokens in an answer.
         use_cache: Whether to decode with a key/value cache.
+        together: Whether all processes of a group call this at the same time and make the same
+            number of forward passes, as a model whose weights they share requires.
 
     Returns:
         B texts without special tokens.
@@ -107,11 +111,13 @@ def greedy_answers(
     )
     generate: Any = model.generate
     prompts = prompts.to(model.device)
-    with torch.inference_mode(), naming_the_limit(model, prompts.shape[1] + max_new_tokens):
+    # Not inference mode: what a model keeps, such as frequencies, may be used in training next.
+    with torch.no_grad(), naming_the_limit(model, prompts.shape[1] + max_new_tokens):
         output = generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
             generation_config=settings,
             logits_processor=[FiniteScores()],
+            synced_gpus=together,
         )
     return tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)

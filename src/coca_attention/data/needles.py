@@ -3,14 +3,23 @@
 The wording is our own: facts ("needles") inside a repeated filler, then the question.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from coca_attention.data.passkey import FILLER, Encode, fill
+from coca_attention.data.passkey import (
+    FILLER,
+    Encode,
+    Prompt,
+    encoder,
+    fill,
+    leading_special_tokens,
+)
+from coca_attention.errors import UserError
 
 Kind = Literal["single", "multi-key", "multi-value", "variables"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -110,6 +119,62 @@ def needle_text(
         length,
     )
     return NeedleText(ids, expected, [n.strip() for n in needles], reached, distances)
+
+
+def ask_for_needles(
+    tokenizer: Any,
+    kind: Kind,
+    length: int,
+    indices: Sequence[int],
+    *,
+    seed: int = 0,
+    count: int = 4,
+) -> list[Prompt]:
+    """Prompts of one kind and length.
+
+    Args:
+        tokenizer: Tokenizer of the model that will be asked.
+        kind: One of `KINDS`.
+        length: Tokens of a prompt.
+        indices: Numbers of the prompts, which with seed, kind and length determine them.
+        seed: Random seed.
+        count: Number of facts, for every kind except ``single``.
+
+    Raises:
+        UserError: If the length is too short, or the tokenizer does not reproduce the needles.
+    """
+    encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
+    prompts = []
+    for index in indices:
+        drawn = (seed, KINDS.index(kind), length, index)
+        text = needle_text(encode, kind, length, drawn, count=count, before=before)
+        for needle in text.needles:
+            written = str(tokenizer.decode(encode(needle))).strip()
+            if words(written) != words(needle):
+                raise UserError(
+                    f"the tokenizer turns {needle!r} into {written!r}: it does not "
+                    "reproduce names and digits, so no answer could be correct"
+                )
+        facts = {
+            "index": index,
+            "expected": text.expected,
+            "needles": text.needles,
+            "depths": text.depths,
+            "distances": text.distances,
+        }
+        prompts.append(Prompt(text.ids, facts))
+    return prompts
+
+
+def words(text: str) -> list[str]:
+    """The numbers and words of a text."""
+    return re.findall(r"\d+|[^\W\d_]+", text)
+
+
+def recall(answer: str, expected: list[str]) -> float:
+    """Share of the expected numbers or names that occur in an answer as whole words."""
+    found = set(words(answer))
+    return sum(item in found for item in expected) / len(expected)
 
 
 def _variables(drawn: np.random.Generator, count: int) -> list[str]:
