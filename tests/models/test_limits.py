@@ -29,12 +29,23 @@ def test_nothing_changes_within_the_training_length(family, tmp_path):
     before = logits(model, ids)
     assert convert(model, "rope", max_distance=64) is model
     assert attention_of(model.config) == "rope"
-    assert rotation(model.config, "full_attention").max_distance == 64
+    found = rotation(model.config, "full_attention")
+    assert (found.max_distance, found.temperature) == (64, 64)
+    assert (found.decay, found.decay_length) == (0.5, 8)
     assert difference(logits(model, ids), before) < 1e-6
     model.float().save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     longer = some_tokens(model, length=80)
     assert difference(logits(again, longer), logits(model, longer)) < 1e-6
+
+
+def test_the_default_limit_is_half_the_training_length():
+    model = vanilla("Llama").double().eval()
+    short, longer = some_tokens(model, length=32), some_tokens(model, length=34)
+    before = [logits(model, ids) for ids in (short, longer)]
+    assert rotation(convert(model, "rope").config).max_distance == 32
+    assert difference(logits(model, short), before[0]) < 1e-6
+    assert difference(logits(model, longer), before[1]) > 1e-4
 
 
 @pytest.mark.parametrize("family", VARIED)

@@ -66,8 +66,8 @@ class ConversionSettings:
 
     form: str = "slack"
     """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (our own); with layers,
-    that of the local layers. rope keeps rotary attention; without layers it limits distances and
-    changes nothing within the training length."""
+    that of the local layers. rope keeps rotary attention; without layers it limits distances, for
+    texts longer than the training length."""
     init: Literal["fold", "calibrated", "random"] = "fold"
     """T projections: the pair means of the key projections, fitted to the scores of the model on
     some text, or drawn."""
@@ -79,7 +79,7 @@ class ConversionSettings:
     window: int | None = None
     """Tokens that a local layer sees; by default an eighth of the training length."""
     max_distance: int | None = None
-    """Keys farther back than this many tokens are scored as if this far back; by default the
+    """Keys farther back than this many tokens are scored as if this far back; by default half the
     training length for rope without layers, and no limit for other forms."""
     kv_cache: Literal["full", "half"] = "full"
     """What is kept of earlier tokens: whole keys, or coefficients of half their width."""

@@ -61,7 +61,7 @@ def convert(
             has its decoder converted, and a decoder's composite model learns of it.
         form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or
             ``magnitude``; with roles, that of the local layers. ``rope`` keeps rotary attention:
-            without roles it limits distances alone, and nothing changes within the training length.
+            without roles it limits distances alone, and texts of up to W tokens give what they did.
         init: Initialisation of the T projections. ``fold``: the pair means of the key projection's
             rows, so that t_j is the ReLU of the mean of key pair j. ``calibrated``: fitted to the
             model's own scores on the calibration texts (`calibration.py`), for models without a
@@ -73,8 +73,9 @@ def convert(
         roles: Which layers become local and which global; by default the family's own. Not for
             families with rotary parameters of their own per layer type.
         max_distance: W; in layers that see the whole text, keys farther back than W tokens are
-            scored as if W back, and their weight falls with `DECAY` (docs/conversion.md). Default:
-            the training length L for ``rope`` without roles, or else no limit.
+            scored as if W back, their weight falls with `DECAY`, and queries beyond the training
+            length L grow with the logarithm of the tokens they see (docs/conversion.md). Default:
+            L / 2 for ``rope`` without roles, or else no limit.
         kv_cache: ``full`` or ``half``, see `CoCAConfig`.
         progress: Called with a label, the number of calibration texts read and layers converted so
             far, and their total.
