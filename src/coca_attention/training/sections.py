@@ -314,6 +314,8 @@ class TrainingRecipe:
     """Autocast dtype of the forward and backward pass; weights stay in float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    compile: bool = False
+    """Compile the model with torch.compile; the first step then takes half a minute or more."""
     seed: int = 0
     """Seed of the initial weights and of the order of the blocks."""
     save_every: int = 500

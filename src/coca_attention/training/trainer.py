@@ -128,6 +128,8 @@ def training_arguments(
     }
     if validate_every is not None:
         known |= {"eval_strategy": "steps", "eval_steps": validate_every}
+    if settings.compile:
+        known["torch_compile"] = True
     if settings.gradient_checkpointing:
         # Renamed during Transformers 5.
         names = {item.name for item in fields(TrainingArguments)}
