@@ -1,34 +1,44 @@
-"""Times a training step of a recipe's model, with and without torch.compile, in each precision.
+"""Time and memory of a training step of a recipe's model, in several ways.
 
-.venv/bin/python scripts/step_times.py recipes/passkey-1m.yaml
+.venv/bin/python scripts/step_times.py recipes/passkey-1m.yaml --compile
+.venv/bin/python scripts/step_times.py recipes/passkey-1m.yaml --chunk 512 --data.vocab_size 32768
 
 Every variant has its own model with the same weights. They take turns, one step each, after the
-steps in which compilation happens.
+steps in which compilation happens. With --profile, the longest operations of a step instead.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from coca_attention.benchmarks.timing import Variant, interleaved
-from coca_attention.training import load_recipe
+from coca_attention.benchmarks.timing import Variant, interleaved, peak_megabytes
+from coca_attention.training import Recipe, load_recipe
+from coca_attention.training.chunks import chunk_loss
 from coca_attention.training.model import model_config
+from coca_attention.training.throughput import training_flops
 
 
-def step(recipe, ids, *, compiled: bool, precision: str):
-    """A function that makes one optimizer step, and the seconds that the first two took."""
-    device = ids.device
+def make_step(
+    recipe: Recipe, precision: str, compiled: bool = False, chunk: int | None = None
+) -> Callable[[], None]:
+    """A function that makes one optimizer step, called twice already."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
+    shape = (recipe.training.micro_batch_size, recipe.data.block_length + 1)
+    ids = torch.randint(recipe.data.vocab_size, shape, device=device)
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     config = model_config(recipe, recipe.data.vocab_size)
     model = AutoModelForCausalLM.from_config(config).to(device).train()
+    if chunk is not None:
+        chunk_loss(model, chunk)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     forward = torch.compile(model) if compiled else model
     half = precision != "float32"
-    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def run() -> None:
         autocast = torch.autocast(device.type, getattr(torch, precision)) if half else nullcontext()
@@ -41,10 +51,20 @@ def step(recipe, ids, *, compiled: bool, precision: str):
         optimizer.step()
         optimizer.zero_grad()
 
-    before = time.perf_counter()
     run()
     run()
-    return run, time.perf_counter() - before
+    return run
+
+
+def show_profile(run: Callable[[], None]) -> None:
+    """Print the operations that take most of a step."""
+    from torch.profiler import profile
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with profile() as found:
+        for _ in range(3):
+            run()
+    print(found.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=15))
 
 
 def main() -> None:
@@ -54,19 +74,35 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--precisions", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--compile", action="store_true", help="also with torch.compile")
+    parser.add_argument("--chunk", type=int, help="also with training.loss_chunk, and memory")
+    parser.add_argument("--profile", action="store_true")
     options, overrides = parser.parse_known_args()
     torch.set_num_threads(options.threads)
     recipe = load_recipe(options.recipe, overrides)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape = (recipe.training.micro_batch_size, recipe.data.block_length + 1)
-    ids = torch.randint(recipe.data.vocab_size, shape, device=device)
+    if options.profile:
+        show_profile(make_step(recipe, options.precisions[0], options.compile))
+        return
+    ways = [(False, None)]
+    ways += [(True, None)] if options.compile else []
+    ways += [(False, options.chunk)] if options.chunk else []
     variants = []
     for precision in options.precisions:
-        for compiled in (False, True):
-            run, first = step(recipe, ids, compiled=compiled, precision=precision)
-            name = f"{precision}{', compiled' if compiled else ''}"
-            variants.append(Variant(name, run, facts={"first_two_steps_seconds": first}))
+        for compiled, chunk in ways:
+            before = time.perf_counter()
+            run = make_step(recipe, precision, compiled, chunk)
+            facts = {"first_two_steps_seconds": time.perf_counter() - before}
+            if options.chunk:
+                device = "cuda" if torch.cuda.is_available() else "cpu"
+                made = (recipe, precision, compiled, chunk)
+                facts["peak_megabytes"] = peak_megabytes(make_step, *made, device=device)
+            name = f"{precision}{', compiled' if compiled else ''}{', chunks' if chunk else ''}"
+            variants.append(Variant(name, run, facts=facts))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = interleaved(variants, device, rounds=options.rounds, seconds=options.seconds)
+    config = model_config(recipe, recipe.data.vocab_size)
+    flops = training_flops(AutoModelForCausalLM.from_config(config), recipe.data.block_length)
+    print(f"{flops:,.0f} floating-point operations per token")
     print(json.dumps({v.name: found[v.name] | v.facts for v in variants}, indent=1))
 
 

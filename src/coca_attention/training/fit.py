@@ -21,8 +21,9 @@ from transformers import (
 from coca_attention.environment import replace
 from coca_attention.errors import UserError
 from coca_attention.models.loading import no_progress_bars
+from coca_attention.training.chunks import chunk_loss
 from coca_attention.training.model import parameter_counts
-from coca_attention.training.objectives import Loss
+from coca_attention.training.objectives import Loss, without_adapters
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import catch_read_errors, check_kind
 from coca_attention.training.trainer import (
@@ -82,6 +83,8 @@ def fit(
     # After a kill between the last step and the end, Trainer would do another step.
     done = trained is not None and trained.global_step >= settings.steps
     model = make()
+    if settings.loss_chunk is not None and make_loss is None:
+        chunk_loss(without_adapters(model), settings.loss_chunk)
     if state.is_main_process:
         _announce(settings, folder, model, 0 if trained is None else trained.global_step)
     arguments = training_arguments(

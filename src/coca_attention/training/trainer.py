@@ -41,6 +41,13 @@ from coca_attention.training.sharding import (
     own_part,
     prepare_sharding,
 )
+from coca_attention.training.throughput import (
+    Meter,
+    device_name,
+    in_words,
+    peak_flops,
+    training_flops,
+)
 
 log = logging.getLogger(__name__)
 
@@ -167,10 +174,21 @@ class RecipeTrainer(Trainer):
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
+        self.meter: Meter | None = None
+        if (dataset := kwargs.get("train_dataset")) is not None:
+            self.meter = self._meter(kwargs["model"], len(dataset[0]["input_ids"]))
         self.remove_callback(ProgressCallback)
         self.progress = QuietProgress() if sys.stderr.isatty() else ProgressLines()
         if not self.args.disable_tqdm:
             self.add_callback(self.progress)
+
+    def _meter(self, model: Any, length: int) -> Meter:
+        peak = peak_flops(device_name(self.args.device), self.settings.precision)
+        return Meter(
+            self.settings.global_batch_size * length,
+            training_flops(model, length),
+            peak and peak * self.accelerator.num_processes,
+        )
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -214,6 +232,18 @@ class RecipeTrainer(Trainer):
         if not torch.isfinite(loss).all():
             raise self._diverged(f"the loss is {loss.item()}")
         return loss
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # Called after every step. What it does itself takes no time of the steps.
+        assert self.meter is not None  # a run that trains has blocks
+        self.meter.stop(self.state.global_step)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self.meter.start(self.state.global_step)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and self.meter is not None:
+            logs |= self.meter.take()
+        super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         folder = Path(str(self.args.output_dir))
@@ -344,7 +374,8 @@ class QuietProgress(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
+            speed = f", {words}" if (words := in_words(logs)) else ""
+            self.training_bar.set_postfix_str(f"loss={float(logs['loss']):.3f}{speed}", False)
 
     def close(self) -> None:
         """End the bars, so that what is printed next has a line of its own."""
@@ -367,7 +398,8 @@ class ProgressLines(TrainerCallback):
         if state.is_world_process_zero and logs and "loss" in logs and late:
             self.said = now
             step, steps = f"{state.global_step:,}", f"{state.max_steps:,}"
-            log.info("step %s of %s, loss %.3f", step, steps, float(logs["loss"]))
+            speed = f", {words}" if (words := in_words(logs)) else ""
+            log.info("step %s of %s, loss %.3f%s", step, steps, float(logs["loss"]), speed)
 
     def close(self) -> None:
         """Nothing to end."""
