@@ -21,9 +21,8 @@ from transformers import (
 from coca_attention.environment import replace
 from coca_attention.errors import UserError
 from coca_attention.models.loading import no_progress_bars
-from coca_attention.training.chunks import chunk_loss
 from coca_attention.training.model import parameter_counts
-from coca_attention.training.objectives import Loss, without_adapters
+from coca_attention.training.objectives import Loss
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import catch_read_errors, check_kind
 from coca_attention.training.trainer import (
@@ -35,6 +34,10 @@ from coca_attention.training.trainer import (
 )
 
 log = logging.getLogger(__name__)
+
+
+class TrainingStopped(UserError):
+    """A callback has ended training before the last step; the same command goes on."""
 
 
 def fit(
@@ -67,8 +70,8 @@ def fit(
         The trainer with the trained model, and the seconds, or None if training was interrupted.
 
     Raises:
-        UserError: If the Trainer rejects the settings, a checkpoint cannot be written, or training
-            was stopped early.
+        UserError: If the Trainer rejects the settings, or a checkpoint cannot be written.
+        TrainingStopped: If a callback has stopped training early.
         TrainingDiverged: If the loss or a weight is no longer finite.
     """
     state = PartialState()
@@ -83,8 +86,6 @@ def fit(
     # After a kill between the last step and the end, Trainer would do another step.
     done = trained is not None and trained.global_step >= settings.steps
     model = make()
-    if settings.loss_chunk is not None and make_loss is None:
-        chunk_loss(without_adapters(model), settings.loss_chunk)
     if state.is_main_process:
         _announce(settings, folder, model, 0 if trained is None else trained.global_step)
     arguments = training_arguments(
@@ -126,7 +127,7 @@ def fit(
                 raise UserError(f"training.trainer cannot be used: {error}") from error
             seconds = result.metrics.get("train_runtime") if resume is None else None
     if trainer.state.global_step != settings.steps:
-        raise UserError(
+        raise TrainingStopped(
             f"training stopped at step {trainer.state.global_step} of {settings.steps}; run the "
             "same command again to resume"
         )

@@ -7,19 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
-# Peak FLOP/s of one GPU in bfloat16 and float16 without sparsity, by a part of its name; the first
-# that fits counts. From NVIDIA's data sheets, which print twice as much with sparsity.
-PEAKS = {
-    "B200": 2250e12,  # Blackwell architecture technical brief
-    "H200 NVL": 835.5e12,  # H200 data sheet
-    "H200": 989.5e12,
-    "H100 PCIe": 756e12,  # H100 data sheet
-    "H100 NVL": 835.5e12,
-    "H100": 989.5e12,
-    "A100": 312e12,  # A100 data sheet
-    "L40S": 362e12,  # L40S data sheet
-    "L4": 121e12,  # L4 data sheet
-    "RTX 4090": 165e12,  # Ada architecture white paper, accumulating in float32
+# By a part of the name of a GPU, the first that fits: peak FLOP/s in bfloat16 and float16 without
+# sparsity, and bytes of memory. From NVIDIA's data sheets, which print twice the FLOP/s, with
+# sparsity; of the A100 there is one of 80 GB as well.
+DEVICES: dict[str, tuple[float, float]] = {
+    "B200": (2250e12, 180e9),  # Blackwell architecture technical brief
+    "H200 NVL": (835.5e12, 141e9),  # H200 data sheet
+    "H200": (989.5e12, 141e9),
+    "H100 PCIe": (756e12, 80e9),  # H100 data sheet
+    "H100 NVL": (835.5e12, 94e9),
+    "H100": (989.5e12, 80e9),
+    "A100": (312e12, 40e9),  # A100 data sheet
+    "L40S": (362e12, 48e9),  # L40S data sheet
+    "L4": (121e12, 24e9),  # L4 data sheet
+    "RTX 4090": (165e12, 24e9),  # Ada architecture white paper, accumulating in float32
 }
 
 
@@ -32,7 +33,7 @@ def peak_flops(device: str, precision: str) -> float | None:
     """
     if precision == "float32":
         return None
-    return next((peak for name, peak in PEAKS.items() if name in device), None)
+    return next((peak for name, (peak, _) in DEVICES.items() if name in device), None)
 
 
 def mean_keys(length: int, window: int | None = None) -> float:

@@ -28,8 +28,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.environment import sync, sync_folder, write_json
 from coca_attention.errors import UserError
+from coca_attention.training.chunks import chunk_loss
 from coca_attention.training.model import parameter_counts
-from coca_attention.training.objectives import Loss
+from coca_attention.training.objectives import Loss, without_adapters
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import (
     catch_read_errors,
@@ -177,6 +178,8 @@ class RecipeTrainer(Trainer):
         self.meter: Meter | None = None
         if (dataset := kwargs.get("train_dataset")) is not None:
             self.meter = self._meter(kwargs["model"], len(dataset[0]["input_ids"]))
+            if settings.loss_chunk is not None and loss is None:
+                chunk_loss(without_adapters(kwargs["model"]), settings.loss_chunk)
         self.remove_callback(ProgressCallback)
         self.progress = QuietProgress() if sys.stderr.isatty() else ProgressLines()
         if not self.args.disable_tqdm:
