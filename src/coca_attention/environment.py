@@ -83,6 +83,15 @@ def resident_megabytes(field: str = "VmRSS") -> float:
     return largest * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
+def reset_peak() -> bool:
+    """Forget the largest resident size of this process so far; False where that is impossible."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or a folder and everything in it, is on the disk."""
     for each in [*path.rglob("*"), path] if path.is_dir() else [path]:

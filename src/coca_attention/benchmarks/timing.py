@@ -5,13 +5,12 @@ import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 
-from coca_attention.environment import resident_megabytes
+from coca_attention.environment import reset_peak, resident_megabytes
 from coca_attention.errors import UserError
 
 
@@ -195,11 +194,7 @@ def _resident_growth(
 ) -> float:
     torch.set_num_threads(threads)
     run = make(*arguments)
-    before = resident_megabytes("VmRSS")
-    try:
-        # Without this, the peak includes everything before the run, such as imports.
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        before = resident_megabytes("VmHWM")
+    # Otherwise the peak includes everything before the run, such as imports.
+    before = resident_megabytes("VmRSS" if reset_peak() else "VmHWM")
     run()
     return resident_megabytes("VmHWM") - before

@@ -12,7 +12,7 @@ from coca_attention.analysis import (
     check_retrieval,
     check_settings,
 )
-from coca_attention.cli.console import Progress, Run, parse, parse_file, print_table
+from coca_attention.cli.console import Progress, Run, duration, parse, parse_file, print_table
 from coca_attention.data import SourceSettings
 from coca_attention.environment import (
     check_writable,
@@ -187,7 +187,7 @@ def _print_estimates(estimates: list[suites.Estimate]) -> None:
             f"{e.cells}",
             f"{e.tokens:,}",
             f"{e.left:,}",
-            "not measured" if e.seconds is None else _duration(e.seconds),
+            "not measured" if e.seconds is None else duration(e.seconds),
         ]
         for e in estimates
     ]
@@ -195,14 +195,6 @@ def _print_estimates(estimates: list[suites.Estimate]) -> None:
     seconds = sum(e.seconds or 0.0 for e in estimates)
     more = ", and what was not measured" if any(e.seconds is None for e in estimates) else ""
     print(
-        f"{sum(e.left for e in estimates):,} tokens to read: {_duration(seconds)}{more} in one "
+        f"{sum(e.left for e in estimates):,} tokens to read: {duration(seconds)}{more} in one "
         "process. Nothing was written."
     )
-
-
-def _duration(seconds: float) -> str:
-    """A time to two digits or so."""
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} seconds"

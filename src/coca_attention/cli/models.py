@@ -1,16 +1,27 @@
 """Commands that make models and let them speak."""
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from coca_attention.cli.console import Progress, parse, parse_file, print_table
+from coca_attention.cli.console import (
+    Progress,
+    duration,
+    megabytes,
+    parse,
+    parse_file,
+    print_table,
+)
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
 from coca_attention.options import OptionParser
 from coca_attention.settings import PIECE, check_letters, check_scaling, check_sizes
+
+if TYPE_CHECKING:
+    from coca_attention.training.dry_run import RunCost, StageCost
 
 
 @dataclass
@@ -78,6 +89,8 @@ class ConversionSettings:
     trust_remote_code=True; the package must be installed all the same."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the weights; auto keeps it."""
+    dry_run: bool = False
+    """Check everything, say what would be written, and write nothing."""
 
 
 @dataclass
@@ -119,12 +132,26 @@ def run_train(words: list[str]) -> None:
             action="store_true",
             help="Train the run in the output folder further, to more training.steps.",
         )
+        parser.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="Say what would be trained, and the memory and time it takes, from a few steps on "
+            "random tokens; write nothing.",
+        )
         return parser
 
-    others = [word for word in words if word != "--extend"]
+    others = [word for word in words if word not in ("--extend", "--dry-run")]
     recipe, overrides, folder = parse_file(others, run_train, parser, "recipe", usage)
     settings = load_recipe(recipe, overrides)
     from accelerate import PartialState
+
+    if "--dry-run" in words:
+        from coca_attention.training.dry_run import dry_run
+
+        cost = dry_run(settings)
+        if PartialState().is_main_process:
+            _print_cost(cost)
+        return
 
     from coca_attention.training import read_summary, train
 
@@ -138,6 +165,56 @@ def run_train(words: list[str]) -> None:
     if summary["recipe"]["data"].get("mixture"):
         read = (f"{name} {times:.2f}" for name, times in summary["source_epochs"].items())
         print(f"passes over each source: {', '.join(read)}")
+
+
+def _print_cost(cost: "RunCost") -> None:
+    """What `dry_run` found out: a row per quantity, a column per stage."""
+    stages = cost.stages
+
+    def row(label: str, show: Callable[["StageCost"], str], whole: str = "") -> list[str]:
+        return [label, *map(show, stages), *([whole] if len(stages) > 1 else [])]
+
+    def total(name: str) -> str:
+        return f"{sum(getattr(stage, name) for stage in stages):,}"
+
+    seconds = cost.seconds
+    where = "on the GPU" if cost.device.startswith("cuda") else "of the process"
+    rows = [
+        row("trains", lambda s: s.train),
+        row("objective", lambda s: s.objective),
+        row("parameters", lambda s: f"{s.parameters:,}"),
+        row("that learn", lambda s: f"{s.trained:,}"),
+        row("steps", lambda s: f"{s.steps:,}", total("steps")),
+        row("tokens a step", lambda s: f"{s.tokens_per_step:,}"),
+        row("tokens", lambda s: f"{s.tokens:,}", total("tokens")),
+        row("weights", lambda s: megabytes(s.weights)),
+        row("gradients", lambda s: megabytes(s.gradients)),
+        row("AdamW's state", lambda s: megabytes(s.optimizer)),
+        row("teacher", lambda s: megabytes(s.teacher) if s.teacher else "–"),
+        row("together", lambda s: megabytes(s.memory)),
+        row(f"peak {where}", lambda s: megabytes(s.peak) if s.peak else "–"),
+        row("time of a step", lambda s: f"{s.step_seconds:.3g} seconds" if s.step_seconds else "–"),
+        row(
+            "time",
+            lambda s: duration(s.seconds) if s.seconds else "–",
+            duration(seconds) if seconds else "–",
+        ),
+    ]
+    print_table(
+        ["", *(s.name or "run" for s in stages), *(["run"] if len(stages) > 1 else [])], rows
+    )
+    each = " each" if cost.processes > 1 else ""
+    shared = ", which share the model" if cost.is_sharded and cost.processes > 1 else ""
+    print(
+        f"{cost.processes} process{'es' * (cost.processes > 1)}{shared}, {cost.device}, "
+        f"{megabytes(cost.device_memory)}{each}. "
+        + (
+            f"Time and peak memory were not measured: {cost.why_not}. "
+            if cost.why_not
+            else "Time without the text, validation and checkpoints. "
+        )
+        + "Nothing was written."
+    )
 
 
 def run_generate(words: list[str]) -> None:
@@ -268,6 +345,9 @@ def run_convert(words: list[str]) -> None:
         model = convert_folder(
             path, target, **options, roles=roles, calibration=tokens, progress=progress
         )
+    if settings.dry_run:
+        _print_conversion(path, settings, model)
+        return
     parameters = sum(p.numel() for p in model.parameters())
     note = "; another function than before: train it on"
     if settings.form == "rope" and not layers:
@@ -275,6 +355,29 @@ def run_convert(words: list[str]) -> None:
     if settings.from_original:
         note = ""
     print(f"{target}: {model.config.model_type}, {settings.form}, {parameters:,} parameters{note}")
+
+
+def _print_conversion(path: str, settings: ConversionSettings, model: Any) -> None:
+    """What `convert_folder` would have written."""
+    from coca_attention.models.attention import CollinearAttention
+    from coca_attention.models.loading import model_without_weights
+
+    kinds, counts = [model.config.model_type], [f"{model.num_parameters():,}"]
+    if not settings.from_original:
+        before = model_without_weights(path, any_head=True)
+        kinds.insert(0, before.config.model_type)
+        counts.insert(0, f"{before.num_parameters():,}")
+    layers = sum(isinstance(module, CollinearAttention) for module in model.modules())
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    rows = [
+        ["model", " → ".join(kinds)],
+        ["form", settings.form],
+        ["attention layers replaced", f"{layers:,}"],
+        ["parameters", " → ".join(counts)],
+        ["weights to write", f"{megabytes(size)}, {str(model.dtype).removeprefix('torch.')}"],
+    ]
+    print_table(["", "conversion"], rows)
+    print("Nothing was written.")
 
 
 @dataclass

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import logging as transformers_logging
 
 from coca_attention.errors import UserError
@@ -100,8 +101,12 @@ def _spread(device: str) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_size=size)}
 
 
-def model_without_weights(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
+def model_without_weights(
+    path: str | Path, dtype: str = "float32", *, any_head: bool = False
+) -> PreTrainedModel:
     """A model on the meta device, to find out in a moment whether it can be loaded and used.
+
+    Arguments as for `load_model`.
 
     Raises:
         UserError: As `load_model`, except for what only reading the weights shows.
@@ -112,9 +117,24 @@ def model_without_weights(path: str | Path, dtype: str = "float32") -> PreTraine
         for file in sorted(Path(path).glob("*.safetensors")):
             with safe_open(file, "pt"):  # checks the size
                 pass
+        auto = _auto_class(path) if any_head else AutoModelForCausalLM
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return model.to(getattr(torch, dtype)).eval()
+            model: Any = auto.from_config(config, trust_remote_code=False)
+    kind = _dtype_of_files(path, config) if dtype == "auto" else getattr(torch, dtype)
+    return model.to(kind).eval()
+
+
+def _dtype_of_files(path: str, config: Any) -> torch.dtype:
+    """What Transformers' ``auto`` chooses: the configuration's dtype, or that of the weights."""
+    if config.dtype is not None:
+        return config.dtype
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a mapping)
+                found = str_to_torch_dtype[weights.get_slice(name).get_dtype()]
+                if found.is_floating_point:
+                    return found
+    return torch.float32
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,6 +3,7 @@
 A trained model is converted if the recipe asks for a different attention.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,14 +15,13 @@ from transformers import (
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from coca_attention.errors import UserError
 from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
 from coca_attention.models.configuration import attention_of
 from coca_attention.models.conversion import convert
-from coca_attention.models.loading import load_model
+from coca_attention.models.loading import load_model, model_without_weights
 from coca_attention.models.roles import Roles, rotation_fields
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.ops import FORMS
@@ -39,36 +39,38 @@ CALIBRATION_TOKENS = 8192
 
 
 def make_model(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, blocks: Dataset
+    recipe: Recipe, tokenizer: Any, blocks: Dataset, *, empty: bool = False
 ) -> PreTrainedModel:
     """The model that training starts from, in float32.
 
     Args:
         recipe: The recipe.
-        tokenizer: Its tokenizer.
+        tokenizer: Its tokenizer, of which the length and ``eos_token_id`` are read.
         blocks: The run's blocks; ``init: calibrated`` fits T projections on some of them.
+        empty: Whether to make the model on the meta device, without weights.
 
     Raises:
         UserError: If ``model.start`` cannot be loaded or converted, or does not fit the recipe.
     """
     if recipe.model.start is None:
-        model: Any = AutoModelForCausalLM.from_config(
-            model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
-        )
+        with torch.device("meta") if empty else nullcontext():
+            model: Any = AutoModelForCausalLM.from_config(
+                model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
+            )
     else:
-        model = _load_start(recipe.model, recipe.model.start, len(tokenizer), blocks)
+        model = _load_start(recipe.model, recipe.model.start, len(tokenizer), blocks, empty)
         _extend_length(model, recipe)
     if recipe.model.interpolation is not None:
         set_rotary_scaling(model, "linear", factor=recipe.model.interpolation)
-    if recipe.data.separate_documents:
+    if recipe.data.separate_documents and not empty:
         check_separable(model)
     return model
 
 
 def _load_start(
-    recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset
+    recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset, empty: bool = False
 ) -> PreTrainedModel:
-    model = load_model(start, device="cpu")
+    model = model_without_weights(start) if empty else load_model(start, device="cpu")
     entries: int = model.config.get_text_config().vocab_size
     if vocab_size > entries:
         raise UserError(
@@ -83,7 +85,7 @@ def _load_start(
                 f"{start} already has attention {found}, and its distances stay as they are: leave "
                 "out model.max_distance"
             )
-        convert(model, "rope", max_distance=limit)
+        convert(model, "rope", max_distance=limit, empty=empty)
     elif found != wanted:
         if found != "rope" or wanted not in FORMS:
             raise UserError(
@@ -91,7 +93,7 @@ def _load_start(
                 f"model.attention to {found}, or start from a rotary model"
             )
         texts = _calibration_texts(blocks) if recipe.init == "calibrated" else None
-        convert(model, wanted, init=recipe.init, calibration=texts, max_distance=limit)
+        convert(model, wanted, init=recipe.init, calibration=texts, max_distance=limit, empty=empty)
     return model
 
 

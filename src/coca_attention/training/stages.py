@@ -25,7 +25,7 @@ from coca_attention.environment import read_json, write_json
 from coca_attention.errors import UserError
 from coca_attention.models.cards import write_card
 from coca_attention.models.configuration import attention_of
-from coca_attention.models.loading import load_model
+from coca_attention.models.loading import load_model, model_without_weights
 from coca_attention.training.data import TrainingData
 from coca_attention.training.fit import curve, fit, save_trained, validation_curve
 from coca_attention.training.model import (
@@ -166,7 +166,7 @@ def _train_stage(
 
     make_loss = None
     if stage.objective != "next_token":
-        make_loss = partial(teacher_loss, _load_teacher(recipe), objective=stage.objective)
+        make_loss = partial(teacher_loss, load_teacher(recipe), objective=stage.objective)
     settings = stage.settings(recipe.training)
     trainer, seconds = fit(
         settings,
@@ -196,11 +196,22 @@ def _train_stage(
     }
 
 
-def _load_teacher(recipe: Recipe) -> PreTrainedModel:
-    """The teacher in the dtype of its files, on the CPU until its first forward pass."""
+def load_teacher(recipe: Recipe, *, empty: bool = False) -> PreTrainedModel:
+    """The teacher in the dtype of its files, on the CPU until its first forward pass.
+
+    Args:
+        recipe: A recipe with a start or a teacher.
+        empty: Whether to make the teacher on the meta device, without weights.
+
+    Raises:
+        UserError: If it cannot be loaded, or there is nothing to learn from it.
+    """
     name = recipe.model.teacher or recipe.model.start
     assert name is not None  # `Recipe.check`
-    teacher = load_model(name, dtype="auto", device="cpu")
+    if empty:
+        teacher = model_without_weights(name, "auto")
+    else:
+        teacher = load_model(name, dtype="auto", device="cpu")
     if recipe.model.teacher is None and attention_of(teacher.config) == recipe.model.attention:
         raise UserError(
             f"{name} already has attention {recipe.model.attention}, so there is nothing to learn "

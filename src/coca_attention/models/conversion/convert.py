@@ -47,6 +47,7 @@ def convert(
     max_distance: int | None = None,
     kv_cache: str = "full",
     progress: Callable[[str, int, int], Any] | None = None,
+    empty: bool = False,
 ) -> PreTrainedModel:
     """Convert a vanilla decoder to the CoCA model of its family, in place.
 
@@ -77,6 +78,8 @@ def convert(
         kv_cache: ``full`` or ``half``, see `CoCAConfig`.
         progress: Called with a label, the number of calibration texts read and layers converted so
             far, and their total.
+        empty: Whether the model is on the meta device, without weights: classes, configuration and
+            shapes are converted, and nothing is calibrated.
 
     Returns:
         The same model.
@@ -107,6 +110,7 @@ def convert(
             max_distance=max_distance,
             kv_cache=kv_cache,
             progress=progress,
+            empty=empty,
         )
         return model
     family, new_class = _find_family(model)
@@ -118,7 +122,7 @@ def convert(
             "language model instead"
         )
     modules = family.layout.modules(body)
-    _check_projections(modules, family.layout)
+    _check_projections(modules, family.layout, empty)
     old: Any = model.config
     # An auto_map would name code of the original.
     foreign = ("model_type", "architectures", "auto_map")
@@ -159,12 +163,13 @@ def convert(
             )
         check_calibration(calibration, config.vocab_size, modules)
         assert calibration is not None  # checked
-        inputs = attention_inputs(model, modules, calibration, advance)
+        if not empty:
+            inputs = attention_inputs(model, modules, calibration, advance)
 
     def prepare(attention: Any, index: int) -> None:
         if init == "random":
             attention.t_proj.init_folded(config.initializer_range)
-        if init == "calibrated":
+        if inputs:
             calibrate_t_projection(attention, inputs[index])
         advance()
 
@@ -261,7 +266,7 @@ def _limit_fields(config: Any, max_distance: int | None) -> dict[str, Any]:
     return {"rope_parameters": rope | {GLOBAL: rope[GLOBAL] | added}}
 
 
-def _check_projections(modules: list[Any], layout: AttentionLayout) -> None:
+def _check_projections(modules: list[Any], layout: AttentionLayout, empty: bool) -> None:
     if len(set(map(id, modules))) < len(modules):
         raise UserError("layers share an attention module, which is not supported")
     for index, attention in enumerate(modules):
@@ -274,7 +279,7 @@ def _check_projections(modules: list[Any], layout: AttentionLayout) -> None:
                     f"{type(module).__module__}.{type(module).__name__}: merge adapters, and load "
                     "the model without quantisation"
                 )
-            if module.weight.device == torch.device("meta"):
+            if module.weight.is_meta and not empty:
                 raise UserError(
                     f"layer {index}: the weights of {name} are not in memory: load the model "
                     "without offloading"

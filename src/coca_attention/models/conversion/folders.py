@@ -17,7 +17,7 @@ from coca_attention.models.configuration import check_cache_kind
 from coca_attention.models.conversion.calibration import calibration_texts
 from coca_attention.models.conversion.convert import Initialisation, convert
 from coca_attention.models.conversion.original import load_original
-from coca_attention.models.loading import load_model, no_progress_bars
+from coca_attention.models.loading import load_model, model_without_weights, no_progress_bars
 from coca_attention.models.portable import make_portable
 from coca_attention.models.roles import Roles
 
@@ -37,6 +37,7 @@ def convert_folder(
     portable: bool = False,
     dtype: str = "auto",
     progress: Callable[[str, int, int], Any] | None = None,
+    dry_run: bool = False,
 ) -> PreTrainedModel:
     """`convert` or `load_original` from folder to folder, including tokenizer and model card.
 
@@ -58,9 +59,11 @@ def convert_folder(
         portable: Whether the folder loads without importing this package, see `make_portable`.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
         progress: As for `convert`.
+        dry_run: Whether to check everything and write nothing. The weights are not read then, but
+            for an original checkpoint's.
 
     Returns:
-        The converted model.
+        The converted model; after a dry run, on the meta device.
 
     Raises:
         UserError: If the source cannot be loaded or converted, or the target cannot be written.
@@ -80,7 +83,10 @@ def convert_folder(
             raise UserError(str(error)) from error
         model.config.kv_cache = kv_cache
     else:
-        model = load_model(source, dtype=dtype, device="cpu", any_head=True)
+        if dry_run:
+            model = model_without_weights(source, dtype, any_head=True)
+        else:
+            model = load_model(source, dtype=dtype, device="cpu", any_head=True)
         if calibration is not None:
             calibration = calibration_texts(calibration, model.config.get_text_config())
         model = convert(
@@ -93,7 +99,10 @@ def convert_folder(
             max_distance=max_distance,
             kv_cache=kv_cache,
             progress=progress,
+            empty=dry_run,
         )
+    if dry_run:
+        return model
     if portable:
         make_portable(model)
     untrained = not from_original and (form != "rope" or roles is not None)
