@@ -6,13 +6,12 @@ and kept in ``plan.json``, so that the same command goes on where the last one w
 
 import json
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from coca_attention.data import SourceSettings, held_out
-from coca_attention.environment import available_cores, read_json, write_json, write_text
+from coca_attention.environment import read_json, write_json, write_text
 from coca_attention.environment import replace as move
 from coca_attention.errors import UserError, did_you_mean, error_prefix
 from coca_attention.evaluation.passkey import PasskeySettings
@@ -35,7 +34,8 @@ HELD_OUT = 0.05
 WIDTH, RATE = 128, 3e-3
 # A budget of tokens makes at least so many steps, if need be of smaller batches than the paper's.
 STEPS, BATCH, SMALLEST = 2000, 256, 8
-# Of the peak FLOP/s, for devices that are not at hand; bytes of activations, also in docs/reproduce.md.
+# For devices that are not at hand (docs/reproduce.md): the share of the peak FLOP/s; bytes of
+# activations per token, layer and channel, and per logit.
 ASSUMED_UTILIZATION, ACTIVATION, LOGIT = 0.4, 34, 10
 MEMORY_SHARE = 0.9
 
@@ -71,7 +71,7 @@ class ReproduceSettings:
     output: str = ""
     """Folder of everything; by default runs/reproduce-SIZE."""
     text: str = ""
-    """Text to tokenise, as data.source of a recipe, if the folder of tokenised text is not there."""
+    """Text to tokenise, as data.source of a recipe; not needed once there is tokenised text."""
     text_field: str = "text"
     """Field with the text in JSON records, Parquet files and datasets."""
     test_text: str = ""
@@ -112,7 +112,8 @@ class ReproduceSettings:
     seed: int = 0
     """Seed of the weights, the order of the text and the prompts."""
     minutes: float | None = None
-    """Stop after this time, with a checkpoint; the same command goes on. By default run to the end."""
+    """Stop after this time, with a checkpoint; the same command goes on. By default nothing stops
+    it."""
     hours: float | None = None
     """The same in hours."""
     prepare: bool = False
@@ -330,8 +331,8 @@ def prepare_text(settings: ReproduceSettings) -> None:
         known = read_json(about)["text"]
         if settings.text and known != settings.text:
             raise UserError(
-                f"{folder} has tokens of {known}, not of {settings.text}: leave out --text, or choose "
-                "another --tokenised"
+                f"{folder} has tokens of {known}, not of {settings.text}: leave out --text, or "
+                "choose another --tokenised"
             )
         return
     if not settings.text:
@@ -550,3 +551,127 @@ def _evaluate(
             progress(label, done, total)
 
     return run_suite(suite_of(settings, plan), settings.folder / "suite", progress=report)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a model costs.
+
+    Attributes:
+        name: Of the model.
+        parameters: Of the model.
+        tokens: To train it on.
+        steps: Optimizer steps.
+        micro_batch_size: Blocks of a process and forward pass.
+        memory: Bytes on every device while it trains.
+        training: Seconds of its training.
+        evaluation: Seconds of its evaluation.
+    """
+
+    name: str
+    parameters: int
+    tokens: int
+    steps: int
+    micro_batch_size: int
+    memory: float
+    training: float
+    evaluation: float
+
+
+def costs_of(settings: ReproduceSettings) -> list[Cost]:
+    """What every model costs; nothing is written.
+
+    With ``device``, from the floating-point operations at `ASSUMED_UTILIZATION` of the peak, and
+    from the bytes of weights, gradients, AdamW's state and activations. Otherwise from measured
+    steps.
+
+    Raises:
+        UserError: If the device is not known, or a model does not fit into its memory.
+    """
+    from coca_attention.training.throughput import DEVICES
+
+    settings.check()
+    if not settings.device:
+        measured: dict[str, Any] = {}
+        plan = make_plan(settings, measured)
+        found = []
+        for name, cost in measured.items():
+            stage = cost.stages[0]
+            speed = stage.tokens_per_step / stage.step_seconds
+            found.append(_cost(settings, plan, name, stage.parameters, stage.peak, speed))
+        return found
+    if settings.device not in DEVICES:
+        raise UserError(
+            f"device must be one of {', '.join(DEVICES)}, got "
+            f"{settings.device!r}{did_you_mean(settings.device, DEVICES)}"
+        )
+    peak, memory = DEVICES[settings.device]
+    rate = ASSUMED_UTILIZATION * peak * settings.devices
+    kept = {name: value for name, value in asdict(settings).items() if name not in CHANGES}
+    plan = Plan(kept, "bfloat16", 1, BATCH, 1)
+    models = {name: _without_weights(settings, plan, name) for name in MODELS}
+    length = settings.shape.block_length
+    speeds = {name: rate / _training_flops(model, length) for name, model in models.items()}
+    slowest = min(speeds[name] for name in settings.models)
+    tokens = settings.tokens or round(
+        settings.tokens_per_parameter * models["RoFormer"].num_parameters()
+        if settings.minutes_per_model is None
+        else 60 * settings.minutes_per_model * slowest
+    )
+    _share_out(plan, settings, tokens, settings.devices)
+    sizes = {name: models[name].num_parameters() for name in settings.models}
+
+    def needed(parameters: int) -> float:
+        # Weights, gradients and two moments in float32; the weights again in bfloat16.
+        shape, pass_tokens = settings.shape, plan.micro_batch_size * length
+        each = ACTIVATION * shape.hidden_size * shape.num_layers + LOGIT * shape.vocab_size
+        return (16 + 2) * parameters + each * pass_tokens
+
+    while needed(max(sizes.values())) > MEMORY_SHARE * memory:
+        if plan.micro_batch_size == 1:
+            raise UserError(f"size {settings.size} does not fit into a {settings.device}")
+        plan.micro_batch_size //= 2
+    return [
+        _cost(settings, plan, name, sizes[name], needed(sizes[name]), speeds[name])
+        for name in settings.models
+    ]
+
+
+def _cost(
+    settings: ReproduceSettings, plan: Plan, name: str, parameters: int, memory: float, speed: float
+) -> Cost:
+    """The cost of a model that trains at so many tokens a second."""
+    recipe = plan.recipe(settings, name)
+    steps, shape, suite = recipe.steps, settings.shape, suite_of(settings, plan)
+    tokens = steps * plan.global_batch_size * shape.block_length
+    model = _without_weights(settings, plan, name)
+    per_second = speed * _training_flops(model, shape.block_length)
+    ways = sum(s.models is None or name in s.models for s in suite.scalings)
+    evaluation = 0.0
+    for length in settings.lengths:
+        windows = sliding_windows(settings.lengths[-1] + 1, length, shape.block_length)
+        read = shape.documents * sum(window.inputs for window in windows) + shape.samples * length
+        evaluation += ways * read * _training_flops(model, length) / 3 / per_second
+    return Cost(
+        name, parameters, tokens, steps, plan.micro_batch_size, memory, tokens / speed, evaluation
+    )
+
+
+def _without_weights(settings: ReproduceSettings, plan: Plan, name: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from coca_attention.data import load_tokenizer
+    from coca_attention.training.model import model_config
+
+    recipe = plan.recipe(settings, name)
+    tokenizer = recipe.data.tokenizer
+    size = len(load_tokenizer(tokenizer)) if tokenizer else settings.shape.vocab_size
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config(recipe, size))
+
+
+def _training_flops(model: Any, length: int) -> float:
+    from coca_attention.training.throughput import training_flops
+
+    return training_flops(model, length)

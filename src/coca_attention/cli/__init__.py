@@ -18,12 +18,14 @@ from coca_attention.cli.models import (
     run_train,
 )
 from coca_attention.cli.report import run_report
+from coca_attention.cli.reproduce import run_reproduce
 from coca_attention.cli.search import run_search
 from coca_attention.cli.serve import run_serve
 from coca_attention.errors import UserError, did_you_mean, known_problem
 
 COMMANDS: dict[str, Run | Mapping[str, Run]] = {
     "quickstart": run_quickstart,
+    "reproduce": run_reproduce,
     "train": run_train,
     "convert": run_convert,
     "export": run_export,

@@ -74,7 +74,7 @@ def tokenise(
 
     With a folder, the tokens are written to a cache file there, or found in one, and memory-mapped,
     so memory does not grow with the text. If several processes need the same text, one writes it
-    and the others wait.
+    and the others wait. A source that ends with .npy is a file of token ids, see `read_tokens`.
 
     Args:
         source: The documents.
@@ -84,14 +84,11 @@ def tokenise(
         max_tokens: Stop reading after this many tokens.
         folder: Folder of the caches; None keeps the tokens in memory.
 
-    A source that ends with .npy is a file of token ids, see `read_tokens`.
-
     Raises:
-        UserError: If the cache cannot be written, or documents of a file of token ids are to be held
-            out.
+        UserError: If the cache cannot be written, or if documents of a file of token ids are to be
+            held out.
         DataError: If the source cannot be read, is empty, or changes while it is read.
     """
-
     if source.source.endswith(TOKENS):
         if share or from_held_out:
             raise UserError(

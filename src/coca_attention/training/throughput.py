@@ -64,9 +64,10 @@ def training_flops(model: nn.Module, length: int) -> float:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     layers = config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or [
-        "sliding_attention" if window else "full_attention"
-    ] * layers
+    kinds = (
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if window else "full_attention"] * layers
+    )
     keys = sum(mean_keys(length, window if kind == "sliding_attention" else None) for kind in kinds)
     return dense + 12 * heads * width * keys
 
@@ -108,7 +109,9 @@ class Meter:
             return {}
         rate = steps * self.tokens / seconds
         found = {"tokens_per_second": rate, "flops_per_second": rate * self.flops}
-        return found if self.peak is None else found | {"utilization": rate * self.flops / self.peak}
+        return (
+            found if self.peak is None else found | {"utilization": rate * self.flops / self.peak}
+        )
 
 
 def in_words(figures: dict[str, Any]) -> str:
