@@ -25,10 +25,11 @@ from coca_attention.training import Recipe
 from coca_attention.training.sections import DataRecipe, ModelRecipe, TrainingRecipe
 
 MODELS: dict[str, dict[str, Any]] = {
-    **QUICKSTART_MODELS,
+    **{name: QUICKSTART_MODELS[name] for name in ("RoFormer", "CoCA-Slack", "CoCA-Strict")},
     "Roles": {"attention": "rope", "layers": "llg"},
+    "ALiBi": QUICKSTART_MODELS["ALiBi"],
 }
-"""Fields of the model's recipe: those of the quickstart, with the layers that are recommended."""
+"""Fields of the model's recipe, in the order of training."""
 HELD_OUT = 0.05
 # Learning rates are those of this width, times this width / the model's (docs/reproduce.md).
 WIDTH, RATE = 128, 3e-3
@@ -83,8 +84,8 @@ class ReproduceSettings:
     tokenizer: str | None = None
     """Folder or name of a Transformers tokenizer; by default a byte-level BPE is trained."""
     models: list[str] = field(default_factory=lambda: list(MODELS))
-    """Which models: RoFormer, ALiBi, CoCA-Slack, CoCA-Strict, and Roles (two local layers and a
-    global one, repeated)."""
+    """Which models: RoFormer, CoCA-Slack, CoCA-Strict, Roles (two local layers and a global one,
+    repeated) and ALiBi."""
     tokens: int | None = None
     """Training tokens of every model; by default tokens_per_parameter."""
     tokens_per_parameter: float = 20.0

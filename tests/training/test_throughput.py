@@ -101,7 +101,8 @@ def test_a_loss_by_chunks_has_the_same_gradients(family):
         for name, gradient in gradients.items():
             scale = gradient.abs().max().item()
             torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-5 * scale + 1e-9)
-    model.eval(), chunked.eval()
+    model.eval()
+    chunked.eval()
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, chunked(**inputs).logits)
         assert model(**inputs).loss == chunked(**inputs).loss

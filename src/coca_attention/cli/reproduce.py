@@ -43,9 +43,9 @@ def run_reproduce(words: list[str]) -> None:
 def _print_costs(settings: ReproduceSettings, costs: list[Cost]) -> None:
     shown: dict[str, Callable[[Cost], str]] = {
         "parameters": lambda c: f"{c.parameters:,}",
-        "training tokens": lambda c: f"{c.tokens:,}",
+        "tokens / 1e6": lambda c: f"{c.tokens / 1e6:,.1f}",
         "steps": lambda c: f"{c.steps:,}",
-        "blocks of a pass": lambda c: f"{c.micro_batch_size}",
+        "blocks a pass": lambda c: f"{c.micro_batch_size}",
         "memory": lambda c: megabytes(round(c.memory)),
         "training": lambda c: duration(c.training),
         "evaluation": lambda c: duration(c.evaluation),
