@@ -5,6 +5,8 @@ and kept in ``plan.json``, so that the same command goes on where the last one w
 """
 
 import json
+import lzma
+import math
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Fields of the model's recipe, in the order of training."""
 HELD_OUT = 0.05
+PLAN_FILE = "plan.json"
 # Learning rates are those of this width, times this width / the model's (docs/reproduce.md).
 WIDTH, RATE = 128, 3e-3
 # A budget of tokens makes at least so many steps, if need be of smaller batches than the paper's.
@@ -315,7 +318,7 @@ def reproduce(settings: ReproduceSettings, *, progress: Progress | None = None) 
 def prepare_text(settings: ReproduceSettings) -> None:
     """Write the folder of tokenised text, unless it is there.
 
-    ``tokenizer/``; ``train.npy``, the token ids; ``test.jsonl``, documents long enough for the
+    ``tokenizer/``; ``train.npy``, the token ids; ``test.jsonl.xz``, documents long enough for the
     longest window, cut behind it; and ``text.json``, which is written last.
 
     Raises:
@@ -359,8 +362,13 @@ def prepare_text(settings: ReproduceSettings) -> None:
     long = (d for d in tests.documents() if held_out(d, share or 1.0))
     for document, ids in encode_documents(long, tokenizer):
         if len(ids) > longest:
-            text = document.text[: round(1.5 * longest / len(ids) * len(document.text))]
-            lines.append(json.dumps({"id": document.id, "text": text}))
+            # As much of it as is read; the rest of a book would only have to be carried along.
+            ratio = longest / len(ids)
+            for more in (1.1, 1.5, 1 / ratio):
+                text = document.text[: math.ceil(more * ratio * len(document.text))]
+                if len(tokenizer(text, add_special_tokens=False)["input_ids"]) > longest:
+                    break
+            lines.append(json.dumps({"id": document.id, "text": text}) + "\n")
             if len(lines) == shape.documents:
                 break
     if not lines:
@@ -368,8 +376,11 @@ def prepare_text(settings: ReproduceSettings) -> None:
             f"no document to evaluate on has more than {longest:,} tokens: name longer ones with "
             "--test-text, or choose a smaller --longest"
         )
-    write_text(folder / "test.jsonl", "\n".join(lines) + "\n")
-    cache, partial = folder / "cache", folder / "train.partial"
+    partial = folder / "new.partial"
+    with lzma.open(partial, "wt") as file:
+        file.writelines(lines)
+    move(partial, folder / "test.jsonl.xz")
+    cache = folder / "cache"
     text = tokenise(source, tokenizer, share=share, max_tokens=settings.max_tokens, folder=cache)
     with open(partial, "wb") as file:
         np.save(file, text.tokens)
@@ -389,23 +400,31 @@ def load_plan(settings: ReproduceSettings) -> Plan:
         UserError: If the folder has a run with other settings.
     """
     from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
 
-    path = settings.folder / "plan.json"
-    kept = {name: value for name, value in asdict(settings).items() if name not in CHANGES}
-    if path.is_file():
-        plan = Plan(**read_json(path))
-        changed = [name for name in kept if plan.settings.get(name) != kept[name]]
-        if changed:
-            raise UserError(
-                f"{settings.folder} holds a run with another {', '.join(changed)}: choose another "
-                "--output"
-            )
+    path, state = settings.folder / PLAN_FILE, PartialState()
+    # One process looks, as others may be later and find what it has written.
+    found = read_json(path) if state.is_main_process and path.is_file() else None
+    found = broadcast_object_list([found])[0] if state.num_processes > 1 else found
+    if found is None:
+        plan = make_plan(settings)
+        if state.is_main_process:
+            write_json(path, asdict(plan))
         return plan
-    plan = make_plan(settings)
-    if PartialState().is_main_process:
-        write_json(path, asdict(plan))
-    PartialState().wait_for_everyone()
+    plan = Plan(**found)
+    kept = _kept(settings)
+    changed = [name for name in kept if plan.settings.get(name) != kept[name]]
+    if changed:
+        raise UserError(
+            f"{settings.folder} holds a run with another {', '.join(changed)}: choose another "
+            "--output"
+        )
     return plan
+
+
+def _kept(settings: ReproduceSettings) -> dict[str, Any]:
+    """The settings that no later command may change."""
+    return {name: value for name, value in asdict(settings).items() if name not in CHANGES}
 
 
 def make_plan(settings: ReproduceSettings, costs: dict[str, Any] | None = None) -> Plan:
@@ -420,8 +439,9 @@ def make_plan(settings: ReproduceSettings, costs: dict[str, Any] | None = None) 
     from coca_attention.training.dry_run import dry_run
 
     gpu = torch.accelerator.is_available()
-    kept = {name: value for name, value in asdict(settings).items() if name not in CHANGES}
-    plan = Plan(kept, settings.precision or ("bfloat16" if gpu else "float32"), 1, BATCH, 1)
+    plan = Plan(
+        _kept(settings), settings.precision or ("bfloat16" if gpu else "float32"), 1, BATCH, 1
+    )
     parameters = dry_run(plan.recipe(settings, "RoFormer"), steps=0).stages[0].parameters
     _share_out(plan, settings, settings.tokens or round(settings.tokens_per_parameter * parameters))
     if not gpu:
@@ -475,6 +495,7 @@ def _fit(settings: ReproduceSettings, plan: Plan, name: str) -> Any:
 def _train(settings: ReproduceSettings, plan: Plan, name: str, deadline: Deadline) -> None:
     """Train a model unless it is finished; raise TimeUp if the time is over before."""
     import torch
+    from accelerate import PartialState
     from transformers import TrainerCallback
 
     from coca_attention.training import as_yaml, is_finished, train
@@ -508,8 +529,9 @@ def _train(settings: ReproduceSettings, plan: Plan, name: str, deadline: Deadlin
         # Goes on from its checkpoint, by the same steps in smaller parts.
         plan.micro_batch_size //= 2
         torch.cuda.empty_cache()
-        write_json(settings.folder / "plan.json", asdict(plan))
-        write_text(folder / RECIPE_FILE, as_yaml(plan.recipe(settings, name)))
+        if PartialState().is_main_process:
+            write_json(settings.folder / PLAN_FILE, asdict(plan))
+            write_text(folder / RECIPE_FILE, as_yaml(plan.recipe(settings, name)))
 
 
 def suite_of(settings: ReproduceSettings, plan: Plan) -> Suite:
@@ -525,7 +547,7 @@ def suite_of(settings: ReproduceSettings, plan: Plan) -> Suite:
         ],
         tasks={
             "perplexity": PerplexitySettings(
-                source=str(settings.text_folder / "test.jsonl"),
+                source=str(settings.text_folder / "test.jsonl.xz"),
                 max_documents=shape.documents,
                 max_tokens=lengths[-1] + 1,
                 skip_short=True,
@@ -608,8 +630,7 @@ def costs_of(settings: ReproduceSettings) -> list[Cost]:
         )
     peak, memory = DEVICES[settings.device]
     rate = ASSUMED_UTILIZATION * peak * settings.devices
-    kept = {name: value for name, value in asdict(settings).items() if name not in CHANGES}
-    plan = Plan(kept, "bfloat16", 1, BATCH, 1)
+    plan = Plan(_kept(settings), "bfloat16", 1, BATCH, 1)
     models = {name: _without_weights(settings, plan, name) for name in MODELS}
     length = settings.shape.block_length
     speeds = {name: rate / _training_flops(model, length) for name, model in models.items()}
