@@ -4,7 +4,8 @@
 .venv/bin/python scripts/step_times.py recipes/passkey-1m.yaml --chunk 512 --data.vocab_size 32768
 
 Every variant has its own model with the same weights. They take turns, one step each, after the
-steps in which compilation happens. With --profile, the longest operations of a step instead.
+steps in which compilation happens. Instead, with --profile, the longest operations of a step; with
+--loader, how fast blocks are read.
 """
 
 import argparse
@@ -13,10 +14,14 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, default_data_collator
 
 from coca_attention.benchmarks.timing import Variant, interleaved, peak_megabytes
+from coca_attention.data import BlockDataset, Document, PasskeyBlocks, train_tokenizer
+from coca_attention.data.passkey import vocabulary_text
 from coca_attention.training import Recipe, load_recipe
 from coca_attention.training.chunks import chunk_loss
 from coca_attention.training.model import model_config
@@ -67,6 +72,31 @@ def show_profile(run: Callable[[], None]) -> None:
     print(found.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=15))
 
 
+def show_loader(recipe: Recipe) -> None:
+    """Print how many tokens a second the blocks of a run come at, without a model."""
+    length = recipe.data.block_length
+    tokens = np.random.default_rng(0).integers(256, size=100_000 * length).astype(np.uint16)
+    text = [Document("passkey", vocabulary_text())]
+    tokenizer = train_tokenizer(text, 512, split_digits=True)
+    kinds = {
+        "blocks": BlockDataset(tokens, length),
+        "separate documents": BlockDataset(tokens, length, end=0),
+        "passkey texts": PasskeyBlocks(tokenizer, length, 100_000, 0),
+    }
+    for name, blocks in kinds.items():
+        for workers in (0, 1, 2):
+            loader = DataLoader(
+                blocks, 16, shuffle=True, collate_fn=default_data_collator, num_workers=workers
+            )
+            batches, count = iter(loader), 0
+            next(batches)
+            started = time.perf_counter()
+            while (seconds := time.perf_counter() - started) < 2:
+                next(batches)
+                count += 16 * length
+            print(f"{name}, {workers} workers: {count / seconds:,.0f} tokens/s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe")
@@ -77,9 +107,13 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="also with torch.compile")
     parser.add_argument("--chunk", type=int, help="also with training.loss_chunk, and memory")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--loader", action="store_true")
     options, overrides = parser.parse_known_args()
     torch.set_num_threads(options.threads)
     recipe = load_recipe(options.recipe, overrides)
+    if options.loader:
+        show_loader(recipe)
+        return
     if options.profile:
         show_profile(make_step(recipe, options.precisions[0], options.compile))
         return

@@ -25,13 +25,13 @@ from coca_attention.errors import UserError, did_you_mean, known_problem
 
 COMMANDS: dict[str, Run | Mapping[str, Run]] = {
     "quickstart": run_quickstart,
-    "reproduce": run_reproduce,
     "train": run_train,
     "convert": run_convert,
     "export": run_export,
     "serve": run_serve,
     "eval": EvaluationCommands(),
     "search": run_search,
+    "reproduce": run_reproduce,
     "analyze": run_analyze,
     "bench": run_bench,
     "generate": run_generate,

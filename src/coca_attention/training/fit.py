@@ -46,6 +46,7 @@ def fit(
     dataset: Any,
     make: Callable[[], PreTrainedModel],
     *,
+    block_length: int | None = None,
     in_order: bool = False,
     validation: Any = None,
     validate_every: int | None = None,
@@ -59,6 +60,7 @@ def fit(
         folder: Checkpoints and curves go into its subfolders.
         dataset: Blocks.
         make: Returns the model to start from; called after the seed has been set.
+        block_length: Their tokens; with it, the log says how fast the run is.
         in_order: Whether the blocks are read in the order of the dataset, not shuffled.
         validation: Blocks to measure the next-token loss on, or None.
         validate_every: Steps between measurements; None if and only if ``validation`` is.
@@ -99,6 +101,7 @@ def fit(
             trainer = RecipeTrainer(
                 settings,
                 loss=loss,
+                block_length=block_length,
                 model=model,
                 args=arguments,
                 train_dataset=dataset,

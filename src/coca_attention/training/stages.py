@@ -173,6 +173,7 @@ def _train_stage(
         folder,
         blocks,
         make,
+        block_length=recipe.data.block_length,
         in_order=bool(recipe.stages) or data.is_ordered,
         validation=data.validation,
         validate_every=recipe.validation.every,

@@ -162,11 +162,17 @@ class RecipeTrainer(Trainer):
     Args:
         settings: The recipe's training section.
         loss: Loss to minimise instead of the model's own, see `objectives`.
+        block_length: Tokens of a block; with it, the log says how fast the run is.
         **kwargs: Trainer's own.
     """
 
     def __init__(
-        self, settings: TrainingRecipe, *, loss: Loss | None = None, **kwargs: Any
+        self,
+        settings: TrainingRecipe,
+        *,
+        loss: Loss | None = None,
+        block_length: int | None = None,
+        **kwargs: Any,
     ) -> None:
         self.settings, self.loss = settings, loss
         super().__init__(**kwargs)
@@ -175,11 +181,10 @@ class RecipeTrainer(Trainer):
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
-        self.meter: Meter | None = None
-        if (dataset := kwargs.get("train_dataset")) is not None:
-            self.meter = self._meter(kwargs["model"], len(dataset[0]["input_ids"]))
-            if settings.loss_chunk is not None and loss is None:
-                chunk_loss(without_adapters(kwargs["model"]), settings.loss_chunk)
+        # Before the model is wrapped or its weights are split.
+        self.meter = None if block_length is None else self._meter(kwargs["model"], block_length)
+        if settings.loss_chunk is not None and loss is None:
+            chunk_loss(without_adapters(kwargs["model"]), settings.loss_chunk)
         self.remove_callback(ProgressCallback)
         self.progress = QuietProgress() if sys.stderr.isatty() else ProgressLines()
         if not self.args.disable_tqdm:
@@ -238,10 +243,11 @@ class RecipeTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # Called after every step. What it does itself takes no time of the steps.
-        assert self.meter is not None  # a run that trains has blocks
-        self.meter.stop(self.state.global_step)
+        if self.meter is not None:
+            self.meter.stop(self.state.global_step)
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self.meter.start(self.state.global_step)
+        if self.meter is not None:
+            self.meter.start(self.state.global_step)
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and self.meter is not None:
