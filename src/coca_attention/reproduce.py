@@ -4,6 +4,7 @@ Everything follows from a size and a number of tokens. What depends on the machi
 and kept in ``plan.json``, so that the same command goes on where the last one was cut.
 """
 
+import gc
 import json
 import lzma
 import math
@@ -489,7 +490,16 @@ def _fit(settings: ReproduceSettings, plan: Plan, name: str) -> Any:
                 f"{cost.why_not or f'a step takes {(peak or 0) / 1e9:.1f} GB'}; choose a smaller "
                 "--size"
             )
-        plan.micro_batch_size //= 2
+        _halve(plan)
+
+
+def _halve(plan: Plan) -> None:
+    """Halve the batch of a pass, and free the memory of the one that was too large."""
+    import torch
+
+    plan.micro_batch_size //= 2
+    gc.collect()  # Trainer and model refer to each other
+    torch.cuda.empty_cache()
 
 
 def _train(settings: ReproduceSettings, plan: Plan, name: str, deadline: Deadline) -> None:
@@ -527,8 +537,7 @@ def _train(settings: ReproduceSettings, plan: Plan, name: str, deadline: Deadlin
             if plan.micro_batch_size == 1:
                 raise
         # Goes on from its checkpoint, by the same steps in smaller parts.
-        plan.micro_batch_size //= 2
-        torch.cuda.empty_cache()
+        _halve(plan)
         if PartialState().is_main_process:
             write_json(settings.folder / PLAN_FILE, asdict(plan))
             write_text(folder / RECIPE_FILE, as_yaml(plan.recipe(settings, name)))
