@@ -262,10 +262,11 @@ class Plan:
         )
 
 
-# What may change from one command to the next.
+# What may change from one command to the next; of the text, runs check that it is the same.
 CHANGES = (
-    "output", "tokenised", "text", "models", "minutes", "hours", "prepare", "dry_run", "device",
-    "devices", "longest", "documents", "samples", "factors",
+    "output", "models", "minutes", "hours", "prepare", "dry_run", "device", "devices",
+    "longest", "documents", "samples", "factors",
+    "text", "text_field", "test_text", "max_tokens", "tokenised", "tokenizer",
 )  # fmt: skip
 
 
