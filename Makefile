@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup quickstart test test-slow gpu-check lint docs package clean
+.PHONY: help setup quickstart reproduce test test-slow gpu-check lint docs package clean
 
 help:
 	@echo "make setup       virtual environment in .venv with everything the project needs"
 	@echo "make quickstart  train five small models and compare them on long text (about 8 minutes)"
+	@echo "make reproduce SIZE=50m HOURS=2 TEXT=FILES   the paper's comparison at 50m, 125m or 350m parameters"
 	@echo "make test        the test suite"
 	@echo "make test-slow   the tests that take minutes"
 	@echo "make gpu-check   GPU tests and benchmarks, with the packages of \$$(PYTHON); no set-up, no network"
@@ -26,6 +27,11 @@ $(READY): pyproject.toml constraints.txt
 
 quickstart: $(READY)
 	$(BIN)/coca quickstart
+
+SIZE ?= 50m
+# OPTIONS: others of coca reproduce. The same command goes on where the last one ended.
+reproduce: $(READY)
+	$(BIN)/coca reproduce --size $(SIZE) $(if $(HOURS),--hours $(HOURS)) $(if $(TEXT),--text '$(TEXT)') $(OPTIONS)
 
 # One process a core, one thread each: the tests' tensors are too small to share.
 test: $(READY)

@@ -41,10 +41,14 @@ MAY_IMPORT = {
     "report": {"errors", "environment", "intervals"},
     "registry": {"ops", "models", "evaluation", "benchmarks", "report", "errors"},
     "quickstart": {"models", "data", "training", "evaluation", "report", "errors", "environment"},
+    "reproduce": {
+        "quickstart", "data", "training", "evaluation", "report", "errors", "environment",
+    },
     "search": {"training", "evaluation", "errors", "environment", "options"},
     "cli": {
         "info", "settings", "models", "data", "training", "evaluation", "analysis", "benchmarks",
-        "report", "quickstart", "search", "errors", "environment", "options", "__init__",
+        "report", "quickstart", "reproduce", "search", "errors", "environment", "options",
+        "hub", "__init__",
     },
     "__init__": {"lazy", "imports", "ops", "layers", "models"},
 }  # fmt: skip

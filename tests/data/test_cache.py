@@ -1,6 +1,7 @@
 """Tokenised text on disk: reused, and never used when outdated, damaged or incomplete."""
 
 import errno
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -320,3 +321,24 @@ def test_the_default_place_follows_xdg(monkeypatch, tmp_path):
         assert cache_folder("auto") == Path.home() / ".cache" / "coca-attention"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder("auto") == Path.home() / ".cache" / "coca-attention"
+
+
+def test_a_file_of_token_ids_is_read_in_place_of_text(tmp_path, tokenizer):
+    path, ids = tmp_path / "tokens.npy", np.arange(50, dtype=np.uint16)
+    np.save(path, ids)
+    text = tokenise(SourceSettings(str(path)), tokenizer, max_tokens=40)
+    assert isinstance(text.tokens, np.memmap)
+    assert np.array_equal(text.tokens, ids[:40])
+    assert text.sha256 == hashlib.sha256(ids[:40].tobytes()).hexdigest()
+    with pytest.raises(UserError, match=r"set data\.held_out to 0"):
+        tokenise(SourceSettings(str(path)), tokenizer, share=0.1)
+    np.save(path, np.array([len(tokenizer)], dtype=np.uint16))
+    with pytest.raises(UserError, match="the tokenizer that the file was made with"):
+        tokenise(SourceSettings(str(path)), tokenizer)
+    for wrong in (ids.astype(float), ids.reshape(5, 10)):
+        np.save(path, wrong)
+        with pytest.raises(UserError, match="a 1-D array"):
+            tokenise(SourceSettings(str(path)), tokenizer)
+    path.write_bytes(b"text")
+    with pytest.raises(UserError, match="cannot be read"):
+        tokenise(SourceSettings(str(path)), tokenizer)

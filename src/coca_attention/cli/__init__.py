@@ -18,6 +18,7 @@ from coca_attention.cli.models import (
     run_train,
 )
 from coca_attention.cli.report import run_report
+from coca_attention.cli.reproduce import run_reproduce
 from coca_attention.cli.search import run_search
 from coca_attention.cli.serve import run_serve
 from coca_attention.errors import UserError, did_you_mean, known_problem
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Run | Mapping[str, Run]] = {
     "serve": run_serve,
     "eval": EvaluationCommands(),
     "search": run_search,
+    "reproduce": run_reproduce,
     "analyze": run_analyze,
     "bench": run_bench,
     "generate": run_generate,

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from coca_attention.data.documents import (
+    TOKENS,
     DataError,
     Document,
     SourceSettings,
@@ -73,7 +74,7 @@ def tokenise(
 
     With a folder, the tokens are written to a cache file there, or found in one, and memory-mapped,
     so memory does not grow with the text. If several processes need the same text, one writes it
-    and the others wait.
+    and the others wait. A source that ends with .npy is a file of token ids, see `read_tokens`.
 
     Args:
         source: The documents.
@@ -84,9 +85,17 @@ def tokenise(
         folder: Folder of the caches; None keeps the tokens in memory.
 
     Raises:
-        UserError: If the cache cannot be written.
+        UserError: If the cache cannot be written, or if documents of a file of token ids are to be
+            held out.
         DataError: If the source cannot be read, is empty, or changes while it is read.
     """
+    if source.source.endswith(TOKENS):
+        if share or from_held_out:
+            raise UserError(
+                f"{source.source} has token ids, not documents, so none can be held out: set "
+                "data.held_out to 0 and, to validate, validation.source"
+            )
+        return read_tokens(source.source, tokenizer, max_tokens=max_tokens)
 
     def documents() -> Iterator[Document]:
         return (d for d in source.documents() if held_out(d, share) == from_held_out)
@@ -128,6 +137,37 @@ def tokenise(
             "disk space, choose another folder with data.cache, or keep the tokens in memory with "
             "data.cache null"
         ) from error
+
+
+def read_tokens(
+    path: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int | None = None
+) -> TokenText:
+    """Token ids of a .npy file, memory-mapped.
+
+    Args:
+        path: A 1-D array of uint16 or uint32, made with this tokenizer.
+        tokenizer: Its tokenizer.
+        max_tokens: Read only so many tokens.
+
+    Raises:
+        DataError: If the file is no such array.
+    """
+    try:
+        tokens = np.load(Path(path).expanduser(), mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: token ids cannot be read: {error}") from error
+    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens):
+        raise DataError(
+            f"{path}: expected token ids, a 1-D array of uint16 or uint32, got {tokens.dtype} "
+            f"with shape {tokens.shape}"
+        )
+    tokens = tokens[:max_tokens]
+    if tokens.max() >= len(tokenizer):
+        raise DataError(
+            f"{path}: has token id {tokens.max()}, and the tokenizer {len(tokenizer)} entries: use "
+            "the tokenizer that the file was made with"
+        )
+    return TokenText(tokens, hashlib.sha256(tokens.data).hexdigest())
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -27,6 +27,8 @@ from coca_attention.hub import go_online
 
 BadLines = Literal["error", "skip"]
 
+TOKENS = ".npy"
+"""Ending of a file of token ids, which training reads in place of text."""
 LONGEST = 2**30
 """Characters of a document at most: a small compressed file can hold any number."""
 
@@ -104,6 +106,8 @@ def source_files(source: str) -> list[Path]:
     if source.startswith("hf:"):
         folder = Path(source.removeprefix("hf:").split(":")[0])
         return sorted(path for path in folder.rglob("*") if path.is_file())
+    if source.endswith(TOKENS) and Path(source).expanduser().is_file():
+        return [Path(source).expanduser()]
     return find_files(source)
 
 

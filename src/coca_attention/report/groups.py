@@ -65,7 +65,7 @@ def claimed_twice(cells: Sequence[Cell]) -> set[str]:
 
 def differ(one: Cell, other: Cell) -> bool:
     """Whether two cells, or runs, say different things about one; time does not count."""
-    shared = one.keys() & other.keys() - {"seconds", "file", "machine"}
+    shared = one.keys() & other.keys() - {"seconds", "throughput", "file", "machine"}
     return any(one[name] != other[name] for name in shared)
 
 

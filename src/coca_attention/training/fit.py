@@ -38,12 +38,17 @@ from coca_attention.training.trainer import (
 log = logging.getLogger(__name__)
 
 
+class TrainingStopped(UserError):
+    """A callback has ended training before the last step; the same command goes on."""
+
+
 def fit(
     settings: TrainingRecipe,
     folder: Path,
     dataset: Any,
     make: Callable[[], PreTrainedModel],
     *,
+    block_length: int | None = None,
     in_order: bool = False,
     validation: Any = None,
     retrieval: Retrieval | None = None,
@@ -58,6 +63,7 @@ def fit(
         folder: Checkpoints and curves go into its subfolders.
         dataset: Blocks.
         make: Returns the model to start from; called after the seed has been set.
+        block_length: Their tokens; with it, the log says how fast the run is.
         in_order: Whether the blocks are read in the order of the dataset, not shuffled.
         validation: Blocks to measure the next-token loss on, or None.
         retrieval: Prompts to ask whenever that is measured, or None.
@@ -70,8 +76,8 @@ def fit(
         The trainer with the trained model, and the seconds, or None if training was interrupted.
 
     Raises:
-        UserError: If the Trainer rejects the settings, a checkpoint cannot be written, or training
-            was stopped early.
+        UserError: If the Trainer rejects the settings, or a checkpoint cannot be written.
+        TrainingStopped: If a callback has stopped training early.
         TrainingDiverged: If the loss or a weight is no longer finite.
     """
     state = PartialState()
@@ -100,6 +106,7 @@ def fit(
                 settings,
                 loss=loss,
                 retrieval=retrieval,
+                block_length=block_length,
                 model=model,
                 args=arguments,
                 train_dataset=dataset,
@@ -128,7 +135,7 @@ def fit(
                 raise UserError(f"training.trainer cannot be used: {error}") from error
             seconds = result.metrics.get("train_runtime") if resume is None else None
     if trainer.state.global_step != settings.steps:
-        raise UserError(
+        raise TrainingStopped(
             f"training stopped at step {trainer.state.global_step} of {settings.steps}; run the "
             "same command again to resume"
         )

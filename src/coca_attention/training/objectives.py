@@ -46,7 +46,7 @@ def teacher_loss(
         UserError: If the teacher's vocabulary or, except for ``logits``, its shape differs from the
             student's, or if ``attention`` does not support the family of one of them.
     """
-    inner = _without_adapters(student)
+    inner = without_adapters(student)
     check_teacher(teacher, inner, objective)
     teacher.requires_grad_(False).eval()
     if objective == "attention":
@@ -218,7 +218,8 @@ def _attention_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module
     return [(m, m.get_submodule(layout.output_name)) for m in layout.modules(body)]
 
 
-def _without_adapters(model: Any) -> PreTrainedModel:
+def without_adapters(model: Any) -> PreTrainedModel:
+    """The model that PEFT has wrapped, or the model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -279,6 +279,7 @@ def _summary(
         "epochs": max(data.epochs.values()),
         "source_epochs": data.epochs,
         "seconds": None if None in seconds else sum(seconds),  # None if the run was interrupted
+        "throughput": stages[-1]["throughput"],  # of the last stage
         **curves,
         "recipe": recorded,
         "seed": recipe.training.seed,

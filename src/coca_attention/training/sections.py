@@ -340,6 +340,11 @@ class TrainingRecipe:
     """Autocast dtype of the forward and backward pass; weights stay in float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    loss_chunk: int | None = None
+    """Compute the next-token loss from the logits of this many tokens at a time, which saves memory
+    with a large vocabulary; by default from those of a micro-batch."""
+    compile: bool = False
+    """Compile the model with torch.compile; the first step then takes half a minute or more."""
     seed: int = 0
     """Seed of the initial weights and of the order of the blocks."""
     save_every: int = 500
@@ -357,7 +362,7 @@ class TrainingRecipe:
     def check(self) -> None:
         """Raise UserError if a setting is out of range."""
         check_positive_counts(self, "steps", "global_batch_size", "micro_batch_size")
-        check_positive_counts(self, "save_every", "keep_checkpoints", "log_every")
+        check_positive_counts(self, "save_every", "keep_checkpoints", "log_every", "loss_chunk")
         check_positive(self, "learning_rate")
         for name in ("warmup_share", "final_share"):
             if not 0 <= getattr(self, name) <= 1:

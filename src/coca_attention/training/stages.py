@@ -38,6 +38,7 @@ from coca_attention.training.model import (
 from coca_attention.training.objectives import teacher_loss
 from coca_attention.training.recipe import Recipe
 from coca_attention.training.sections import StageRecipe
+from coca_attention.training.throughput import summary as throughput
 from coca_attention.training.trainer import RecipeTrainer, catch_write_errors
 
 # Written last: a stage whose folder has it is finished.
@@ -175,6 +176,7 @@ def _train_stage(
         folder,
         blocks,
         make,
+        block_length=recipe.data.block_length,
         in_order=bool(recipe.stages) or data.is_ordered,
         validation=data.validation,
         retrieval=data.retrieval,
@@ -193,6 +195,7 @@ def _train_stage(
         "trained": trained,
         "trained_share": trained / parameters,
         "seconds": seconds,  # None if the stage was interrupted
+        "throughput": throughput(trainer.state.log_history),
         "curve": curve(trainer),
         "validation": validation_curve(trainer),
     }

@@ -28,8 +28,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.environment import sync, sync_folder, write_json
 from coca_attention.errors import UserError
+from coca_attention.training.chunks import chunk_loss
 from coca_attention.training.model import parameter_counts
-from coca_attention.training.objectives import Loss
+from coca_attention.training.objectives import Loss, without_adapters
 from coca_attention.training.retrieval import Retrieval
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import (
@@ -41,6 +42,13 @@ from coca_attention.training.sharding import (
     load_parts,
     own_part,
     prepare_sharding,
+)
+from coca_attention.training.throughput import (
+    Meter,
+    device_name,
+    in_words,
+    peak_flops,
+    training_flops,
 )
 
 log = logging.getLogger(__name__)
@@ -129,6 +137,8 @@ def training_arguments(
     }
     if validate_every is not None:
         known |= {"eval_strategy": "steps", "eval_steps": validate_every}
+    if settings.compile:
+        known["torch_compile"] = True
     if settings.gradient_checkpointing:
         # Renamed during Transformers 5.
         names = {item.name for item in fields(TrainingArguments)}
@@ -154,6 +164,7 @@ class RecipeTrainer(Trainer):
         settings: The recipe's training section.
         loss: Loss to minimise instead of the model's own, see `objectives`.
         retrieval: Prompts to ask whenever the validation loss is measured.
+        block_length: Tokens of a block; with it, the log says how fast the run is.
         **kwargs: Trainer's own.
     """
 
@@ -163,6 +174,7 @@ class RecipeTrainer(Trainer):
         *,
         loss: Loss | None = None,
         retrieval: Retrieval | None = None,
+        block_length: int | None = None,
         **kwargs: Any,
     ) -> None:
         self.settings, self.loss, self.retrieval = settings, loss, retrieval
@@ -173,10 +185,22 @@ class RecipeTrainer(Trainer):
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
+        # Before the model is wrapped or its weights are split.
+        self.meter = None if block_length is None else self._meter(kwargs["model"], block_length)
+        if settings.loss_chunk is not None and loss is None:
+            chunk_loss(without_adapters(kwargs["model"]), settings.loss_chunk)
         self.remove_callback(ProgressCallback)
         self.progress = QuietProgress() if sys.stderr.isatty() else ProgressLines()
         if not self.args.disable_tqdm:
             self.add_callback(self.progress)
+
+    def _meter(self, model: Any, length: int) -> Meter:
+        peak = peak_flops(device_name(self.args.device), self.settings.precision)
+        return Meter(
+            self.settings.global_batch_size * length,
+            training_flops(model, length),
+            peak and peak * self.accelerator.num_processes,
+        )
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -227,6 +251,19 @@ class RecipeTrainer(Trainer):
         if not torch.isfinite(loss).all():
             raise self._diverged(f"the loss is {loss.item()}")
         return loss
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # Called after every step. What it does itself takes no time of the steps.
+        if self.meter is not None:
+            self.meter.stop(self.state.global_step)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.meter is not None:
+            self.meter.start(self.state.global_step)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and self.meter is not None:
+            logs |= self.meter.take()
+        super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         folder = Path(str(self.args.output_dir))
@@ -376,7 +413,8 @@ class QuietProgress(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
+            speed = f", {words}" if (words := in_words(logs)) else ""
+            self.training_bar.set_postfix_str(f"loss={float(logs['loss']):.3f}{speed}", False)
 
     def close(self) -> None:
         """End the bars, so that what is printed next has a line of its own."""
@@ -399,7 +437,8 @@ class ProgressLines(TrainerCallback):
         if state.is_world_process_zero and logs and "loss" in logs and late:
             self.said = now
             step, steps = f"{state.global_step:,}", f"{state.max_steps:,}"
-            log.info("step %s of %s, loss %.3f", step, steps, float(logs["loss"]))
+            speed = f", {words}" if (words := in_words(logs)) else ""
+            log.info("step %s of %s, loss %.3f%s", step, steps, float(logs["loss"]), speed)
 
     def close(self) -> None:
         """Nothing to end."""
