@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layers.coca import project_collinear
+from coca_attention.models.context_parallel import Split
 from coca_attention.models.half_cache import KeyPositions, compiling
 from coca_attention.models.projections import (
     AttentionLayout,
@@ -130,6 +131,7 @@ class CollinearAttention(nn.Module):
         layer_past: Any = None,
         key_positions: KeyPositions | None = None,
         roles: dict[str, tuple[Any, Any]] | None = None,
+        split: Split | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """One attention layer.
@@ -141,9 +143,12 @@ class CollinearAttention(nn.Module):
             past_key_values: Cache, as most families name it.
             layer_past: Cache, as GPT-NeoX names it.
             key_positions: With a half cache, a decay or limited distances, the positions of the
-                tokens in the cache and of this pass, from `CollinearModel`.
+                tokens in the cache and of this pass, from `CollinearModel`; with ``split``, of the
+                whole sequence.
             roles: Where one set of rotary parameters serves local and global layers, the mask and
                 the position embeddings of each layer type, from `CollinearModel`.
+            split: How the sequence is split over processes, from `split_sequences`; T are the
+                tokens of this process.
             **kwargs: Passed to the attention implementation.
 
         Returns:
@@ -167,6 +172,13 @@ class CollinearAttention(nn.Module):
             parameters=getattr(self, "form_parameters", None),
         )
         query = mapped(cos, sin)
+        if split is not None:
+            assert key_positions is not None  # always passed by the decoder
+            far_query = None if far is None else mapped(*far.tables)
+            output = self._attend_split(
+                split, query, far_query, coefficients, value, key_positions, bias, far
+            )
+            return self._projected(output.transpose(1, 2), hidden_states), None
         cache: Any = past_key_values if past_key_values is not None else layer_past
         half = cache is not None and (config.kv_cache == "half" or far is not None)
         kind, first = getattr(self, "layer_type", None), 0
@@ -339,6 +351,82 @@ class CollinearAttention(nn.Module):
             bias=bias,
             with_weights=implementation == "eager",
         )
+
+    def _attend_split(
+        self: Any,
+        split: Split,
+        query: Tensor,
+        far_query: Tensor | None,
+        coefficients: Tensor,
+        value: Tensor,
+        key_positions: KeyPositions,
+        bias: Any,
+        far: Far | None,
+    ) -> Tensor:
+        """Attention of the tokens of this process to those of all processes.
+
+        Args:
+            split: How the sequence is split.
+            query: Q' at the positions of the tokens, (B, H, T, D).
+            far_query: Q' at the largest distance, if there is one.
+            coefficients: (B, G, T, P + F).
+            value: (B, G, T, D).
+            key_positions: Of the whole sequence.
+            bias: `Rotation.bias` or None.
+            far: Limit of distances or None.
+
+        Returns:
+            (B, H, T, D).
+        """
+        kind, free_pairs = getattr(self, "layer_type", None), self.free_pairs
+        cos, sin = key_positions.rotary(kind, 0, split.length)
+        steps = torch.arange(split.length, device=query.device)
+        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+        options = {
+            "scale": self.kernel_scale,
+            "dropout": self.attention_dropout if self.training else 0.0,
+        }
+        limit = None if far is None or split.length <= far.max_distance else far.max_distance
+        if far is not None and limit is None:
+            bias = None  # it begins farther away
+
+        def attended(
+            query: Tensor, far_query: Tensor | None, coefficients: Tensor, value: Tensor
+        ) -> Tensor:
+            coefficients, value = split.gather(coefficients, value)
+            key = key_map(coefficients, cos, sin, free_pairs=free_pairs)
+
+            def near(rows: Tensor, chunk: slice) -> Tensor:
+                seen = slice(chunk.stop)
+                return attend(
+                    rows,
+                    key[..., seen, :],
+                    value[..., seen, :],
+                    window=window,
+                    bias=bias,
+                    positions=(steps[chunk], steps[seen]),
+                    **options,
+                )
+
+            def limited(rows: Tensor, far_rows: Tensor, chunk: slice) -> Tensor:
+                first = max(0, chunk.start - limit + 1)
+                return attend_clipped(
+                    rows,
+                    key[..., first : chunk.stop, :],
+                    far_query_map(far_rows, free_pairs),
+                    coefficients[..., : chunk.stop, :],
+                    value[..., : chunk.stop, :],
+                    max_distance=limit,
+                    positions=(steps[chunk], steps[: chunk.stop]),
+                    bias=bias,
+                    **options,
+                )[0]
+
+            if limit is None:
+                return split.by_chunk(near, query)
+            return split.by_chunk(limited, query, far_query)
+
+        return split.run(attended, query, far_query, coefficients, value)
 
     def _attend_half(
         self: Any,
