@@ -31,6 +31,9 @@ from coca_attention.ops import attend
 
 ATTENTION = "context_parallel"
 """Name of the attention function in Transformers."""
+# Renamed in PyTorch 2.13.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class _Gather(torch.autograd.Function):
         sent = part.movedim(-2, 0)
         sent = F.pad(sent, (0, 0) * (sent.dim() - 1) + (0, longest - len(sent))).contiguous()
         whole = sent.new_empty(size * longest, *sent.shape[1:])
-        dist.all_gather_into_tensor(whole, sent, group=split.group)
+        all_gather(whole, sent, group=split.group)
         return whole[ctx.order].movedim(0, -2)
 
     @staticmethod
@@ -138,7 +141,7 @@ class _Gather(torch.autograd.Function):
         whole = grad.new_zeros(split.group.size() * longest, *grad.shape[1:])
         whole[ctx.order] = grad
         own = whole.new_empty(longest, *whole.shape[1:])
-        dist.reduce_scatter_tensor(own, whole, group=split.group)
+        reduce_scatter(own, whole, group=split.group)
         return own[: split.lengths()[split.group.rank()]].movedim(0, -2), None
 
 
@@ -271,7 +274,8 @@ def _split_inputs(names: list[str], model: Any, args: Any, kwargs: Any) -> tuple
             "context parallelism needs positions 0, 1, 2, …: documents in a sequence cannot be "
             "kept apart"
         )
-    recompute = model.training and not model.is_gradient_checkpointing
+    layers_recompute = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    recompute = model.training and not layers_recompute
     split = Split(group, length, recompute)
     # Read by `_with_last`; layers take `split`, also when they are computed again.
     model.context_length = length

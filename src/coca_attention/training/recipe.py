@@ -54,6 +54,8 @@ class Recipe:
         if validation.every is not None and validation.source is None and no_held_out:
             why = "data.mixture is set" if data.mixture else "data.held_out is 0"
             raise UserError(f"validation.every needs validation.source because {why}")
+        if self.training.context_parallel > 1:
+            self._check_context_parallel()
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise UserError(f"stages must have different names, got {', '.join(names)}")
@@ -61,6 +63,23 @@ class Recipe:
             with error_prefix(f"stage {stage.name!r}: "):
                 stage.check(self.training)
                 self._check_stage(stage)
+
+    def _check_context_parallel(self) -> None:
+        """Raise UserError if sequences cannot be split over processes."""
+        with_teacher = [s.name for s in self.stages if s.objective != "next_token"]
+        problems = {
+            "model.attention alibi": self.model.attention == "alibi",
+            "data.separate_documents": self.data.separate_documents,
+            f"the objectives of stage {', '.join(with_teacher)}": bool(with_teacher),
+        }
+        for problem in [name for name, found in problems.items() if found]:
+            raise UserError(f"training.context_parallel cannot be combined with {problem}")
+        chunks = 2 * self.training.context_parallel
+        if self.data.block_length < chunks:
+            raise UserError(
+                f"training.context_parallel cuts a block into {chunks} chunks, got "
+                f"data.block_length {self.data.block_length}"
+            )
 
     def _check_stage(self, stage: StageRecipe) -> None:
         """Raise UserError if a stage does not fit the model."""
