@@ -1,40 +1,21 @@
 """Context parallelism: sequences split over processes give the losses and gradients of one."""
 
-import copy
-import socket
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
+from transformers import DynamicCache
 
 from coca_attention import convert
-from coca_attention.models import AlibiGPTNeoXConfig, AlibiGPTNeoXForCausalLM, Roles, split_sequences
-from coca_attention.models.context_parallel import Split, split_of
+from coca_attention.errors import UserError
+from coca_attention.models import Roles, split_sequences
+from coca_attention.models.context_parallel import split_of
+from conftest import tiny_model
 from families import FAMILIES, SIZES, vanilla
+from processes import in_processes
 
 LENGTH = 37  # of 4 and 8 chunks, not all of which are equally long
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
-
-
-def in_processes(count, function):
-    """Run a function in forked processes that are a gloo group."""
-    start_processes(_joined, (count, free_port(), function), count, start_method="fork")
-
-
-def _joined(rank, count, port, function):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"tcp://localhost:{port}", rank=rank, world_size=count
-    )
-    function(dist.group.WORLD)
-    dist.destroy_process_group()
 
 
 def scaled(model, **rope):
@@ -123,6 +104,46 @@ def test_losses_and_gradients():
 
 def test_gradient_checkpointing_and_lengths_that_divide():
     in_processes(2, partial(compare_all, FEW[:2], 32, checkpointing=True))
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_chunks_without_tokens(length):
+    in_processes(4, partial(compare_all, FEW, length))
+
+
+def too_short(group):
+    model = vanilla("Llama")
+    split_sequences(model, group)
+    with pytest.raises(UserError, match="at least as many tokens, got 1"):
+        model(torch.tensor([[3]]))
+
+
+def refused(group):
+    model, ids = LLAMA["slack"](), torch.arange(3, 12).view(1, -1)
+    split_sequences(model, group)
+    split_sequences(model, group)  # once is enough
+    padded = torch.ones_like(ids)
+    model(ids, attention_mask=padded)
+    padded[0, 0] = 0
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    for options, message in (
+        ({"attention_mask": padded}, "without padding"),
+        ({"position_ids": packed}, "cannot be kept apart"),
+        ({"past_key_values": DynamicCache()}, "no cache"),
+    ):
+        with pytest.raises(UserError, match=message):
+            model(ids, **options)
+    with pytest.raises(UserError, match="a part of a model"):
+        vanilla_model = vanilla("Llama")
+        split_sequences(vanilla_model, group)
+        vanilla_model.model(ids)
+    with pytest.raises(UserError, match="ALiBi"):
+        split_sequences(tiny_model("alibi"), group)
+
+
+def test_what_is_not_supported_is_refused():
+    in_processes(1, refused)
+    in_processes(2, too_short)
 
 
 @pytest.mark.slow

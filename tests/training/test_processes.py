@@ -187,7 +187,9 @@ def assert_the_same(ours, theirs, steps, weight_tolerance=WEIGHT):
     weights = [load_file(folder / "model.safetensors") for folder in (ours, theirs)]
     assert weights[0].keys() == weights[1].keys()
     for name, weight in weights[0].items():
-        torch.testing.assert_close(weight, weights[1][name], atol=weight_tolerance, rtol=0, msg=name)
+        torch.testing.assert_close(
+            weight, weights[1][name], atol=weight_tolerance, rtol=0, msg=name
+        )
 
 
 def test_two_sharded_processes_learn_what_one_does(runs):

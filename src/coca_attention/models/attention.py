@@ -174,9 +174,12 @@ class CollinearAttention(nn.Module):
         query = mapped(cos, sin)
         if split is not None:
             assert key_positions is not None  # always passed by the decoder
-            far_query = None if far is None else mapped(*far.tables)
+            if far is not None and split.length <= far.max_distance:
+                far = bias = None  # both begin farther away
+            queries = [query] if far is None else [query, mapped(*far.tables)]
+            limit = 0 if far is None else far.max_distance
             output = self._attend_split(
-                split, query, far_query, coefficients, value, key_positions, bias, far
+                split, queries, coefficients, value, key_positions, bias, limit
             )
             return self._projected(output.transpose(1, 2), hidden_states), None
         cache: Any = past_key_values if past_key_values is not None else layer_past
@@ -355,78 +358,63 @@ class CollinearAttention(nn.Module):
     def _attend_split(
         self: Any,
         split: Split,
-        query: Tensor,
-        far_query: Tensor | None,
+        queries: list[Tensor],
         coefficients: Tensor,
         value: Tensor,
         key_positions: KeyPositions,
         bias: Any,
-        far: Far | None,
+        max_distance: int,
     ) -> Tensor:
         """Attention of the tokens of this process to those of all processes.
 
         Args:
             split: How the sequence is split.
-            query: Q' at the positions of the tokens, (B, H, T, D).
-            far_query: Q' at the largest distance, if there is one.
+            queries: Q' at the positions of the tokens and, with a largest distance, there: each
+                (B, H, T, D).
             coefficients: (B, G, T, P + F).
             value: (B, G, T, D).
             key_positions: Of the whole sequence.
             bias: `Rotation.bias` or None.
-            far: Limit of distances or None.
+            max_distance: W, or 0 for no limit.
 
         Returns:
             (B, H, T, D).
         """
-        kind, free_pairs = getattr(self, "layer_type", None), self.free_pairs
-        cos, sin = key_positions.rotary(kind, 0, split.length)
-        steps = torch.arange(split.length, device=query.device)
-        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
-        options = {
+        free_pairs, steps = self.free_pairs, torch.arange(split.length, device=value.device)
+        cos, sin = key_positions.rotary(getattr(self, "layer_type", None), 0, split.length)
+        options: dict[str, Any] = {
             "scale": self.kernel_scale,
             "dropout": self.attention_dropout if self.training else 0.0,
+            "bias": bias,
         }
-        limit = None if far is None or split.length <= far.max_distance else far.max_distance
-        if far is not None and limit is None:
-            bias = None  # it begins farther away
+        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
 
-        def attended(
-            query: Tensor, far_query: Tensor | None, coefficients: Tensor, value: Tensor
-        ) -> Tensor:
+        def attended(coefficients: Tensor, value: Tensor, *queries: Tensor) -> Tensor:
             coefficients, value = split.gather(coefficients, value)
             key = key_map(coefficients, cos, sin, free_pairs=free_pairs)
 
-            def near(rows: Tensor, chunk: slice) -> Tensor:
+            def chunk_of(chunk: slice, rows: Tensor) -> Tensor:
                 seen = slice(chunk.stop)
-                return attend(
-                    rows,
-                    key[..., seen, :],
-                    value[..., seen, :],
-                    window=window,
-                    bias=bias,
-                    positions=(steps[chunk], steps[seen]),
-                    **options,
-                )
+                positions = (steps[chunk], steps[seen])
+                keys, values = key[..., seen, :], value[..., seen, :]
+                return attend(rows, keys, values, window=window, positions=positions, **options)
 
-            def limited(rows: Tensor, far_rows: Tensor, chunk: slice) -> Tensor:
-                first = max(0, chunk.start - limit + 1)
+            def limited(chunk: slice, rows: Tensor, far_rows: Tensor) -> Tensor:
+                seen, near = slice(chunk.stop), max(0, chunk.start - max_distance + 1)
                 return attend_clipped(
                     rows,
-                    key[..., first : chunk.stop, :],
+                    key[..., near : chunk.stop, :],
                     far_query_map(far_rows, free_pairs),
-                    coefficients[..., : chunk.stop, :],
-                    value[..., : chunk.stop, :],
-                    max_distance=limit,
-                    positions=(steps[chunk], steps[: chunk.stop]),
-                    bias=bias,
+                    coefficients[..., seen, :],
+                    value[..., seen, :],
+                    max_distance=max_distance,
+                    positions=(steps[chunk], steps[seen]),
                     **options,
                 )[0]
 
-            if limit is None:
-                return split.by_chunk(near, query)
-            return split.by_chunk(limited, query, far_query)
+            return split.by_chunk(limited if max_distance else chunk_of, *queries)
 
-        return split.run(attended, query, far_query, coefficients, value)
+        return split.run(attended, coefficients, value, *queries)
 
     def _attend_half(
         self: Any,

@@ -57,7 +57,8 @@ class Split:
         """The two chunks of a process, by default of this one."""
         rank = self.group.rank() if rank is None else rank
         count = 2 * self.group.size()
-        borders = [self.length * index // count for index in range(count + 1)]
+        size, longer = divmod(self.length, count)
+        borders = [index * size + min(index, longer) for index in range(count + 1)]
         last = count - 1 - rank
         return slice(*borders[rank : rank + 2]), slice(*borders[last : last + 2])
 
@@ -92,16 +93,15 @@ class Split:
         """Attention of the queries of this process, one chunk after the other.
 
         Args:
-            attended: From a chunk's part of the queries, and the chunk, to (..., t, width).
+            attended: From a chunk and its part of the queries to (..., t, width).
             queries: (..., T, D) each.
 
         Returns:
             (..., T, width).
         """
         sizes = [chunk.stop - chunk.start for chunk in self.chunks()]
-        rows = zip(*(query.split(sizes, dim=-2) for query in queries), strict=True)
-        pairs = zip(rows, self.chunks(), strict=True)
-        return torch.cat([attended(*each, chunk) for each, chunk in pairs], dim=-2)
+        rows = [query.split(sizes, dim=-2) for query in queries]
+        return torch.cat([*map(attended, self.chunks(), *rows)], dim=-2)
 
     def run(self, attended: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """``attended(*inputs)``, keeping nothing but its inputs if `recompute`."""
@@ -185,18 +185,11 @@ def split_attention(
     def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key, value = split.gather(key, value)
 
-        def chunk(rows: Tensor, chunk: slice) -> Tensor:
-            seen = slice(chunk.stop)
-            return attend(
-                rows,
-                key[..., seen, :],
-                value[..., seen, :],
-                window=sliding_window,
-                scale=scaling,
-                dropout=dropout,
-            )
+        def chunk_of(chunk: slice, rows: Tensor) -> Tensor:
+            keys, values = key[..., : chunk.stop, :], value[..., : chunk.stop, :]
+            return attend(rows, keys, values, window=sliding_window, scale=scaling, dropout=dropout)
 
-        return split.by_chunk(chunk, query)
+        return split.by_chunk(chunk_of, query)
 
     return split.run(attended, query, key, value).transpose(1, 2).contiguous(), None
 
@@ -215,7 +208,7 @@ def split_sequences(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
 
     Raises:
         UserError: If the model is not causal, or has linear biases. When it is called: if there is
-            padding, a cache or a packed batch, or a sequence has fewer tokens than chunks.
+            padding, a cache or a packed batch, or there are fewer tokens than processes.
     """
     known = getattr(model, "context_group", None)
     if known is not None:
@@ -232,13 +225,9 @@ def split_sequences(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, split_attention)
     model.set_attn_implementation(ATTENTION)
     state: Any = model
-    state.context_group = group
+    state.context_group, state.context_length = group, 0
     names = [*inspect.signature(model.forward).parameters]
     model.register_forward_pre_hook(partial(_split_inputs, names), with_kwargs=True)
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2].startswith("rotary_emb"):
-            module.register_forward_pre_hook(partial(_with_last, model), with_kwargs=True)
-            module.register_forward_hook(_without_last)
 
 
 def split_of(model: nn.Module, length: int) -> Split | None:
@@ -249,15 +238,16 @@ def split_of(model: nn.Module, length: int) -> Split | None:
 
 def _split_inputs(names: list[str], model: Any, args: Any, kwargs: Any) -> tuple[tuple[()], Any]:
     """From a call with whole sequences to one with the parts of this process."""
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    tokens = given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    tokens: Any = given.get("input_ids")
+    if tokens is None:
+        tokens = given["inputs_embeds"]
     length, device = tokens.shape[1], tokens.device
     group = model.context_group
-    if length < 2 * group.size():
+    if length < group.size():
         raise UserError(
-            f"context parallelism cuts a sequence into {2 * group.size()} chunks for "
-            f"{group.size()} processes, got {length} tokens: use fewer processes"
+            f"context parallelism over {group.size()} processes needs at least as many tokens, got "
+            f"{length}"
         )
     if given.get("past_key_values") is not None:
         raise UserError("context parallelism reads whole sequences and has no cache")
@@ -275,6 +265,12 @@ def _split_inputs(names: list[str], model: Any, args: Any, kwargs: Any) -> tuple
             "kept apart"
         )
     layers_recompute = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    for name, module in model.named_modules():
+        # Not once, because a rotary scaling replaces the module.
+        if name.rpartition(".")[2].startswith("rotary_emb") and not hasattr(module, "reads_last"):
+            module.reads_last = True
+            module.register_forward_pre_hook(partial(_with_last, model), with_kwargs=True)
+            module.register_forward_hook(_without_last)
     recompute = model.training and not layers_recompute
     split = Split(group, length, recompute)
     # Read by `_with_last`; layers take `split`, also when they are computed again.

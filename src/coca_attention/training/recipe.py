@@ -74,12 +74,6 @@ class Recipe:
         }
         for problem in [name for name, found in problems.items() if found]:
             raise UserError(f"training.context_parallel cannot be combined with {problem}")
-        chunks = 2 * self.training.context_parallel
-        if self.data.block_length < chunks:
-            raise UserError(
-                f"training.context_parallel cuts a block into {chunks} chunks, got "
-                f"data.block_length {self.data.block_length}"
-            )
 
     def _check_stage(self, stage: StageRecipe) -> None:
         """Raise UserError if a stage does not fit the model."""

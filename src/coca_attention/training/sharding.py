@@ -98,7 +98,8 @@ def prepare_context(accelerator: Accelerator, size: int) -> ProcessGroup | None:
         state.parallelism_config = ParallelismConfig(dp_shard_size=replicas, cp_size=size)
         state.device_mesh = state.parallelism_config.get_device_mesh(accelerator.device.type)
     accelerator._prepare_cp = lambda *prepared: prepared
-    return state.device_mesh["cp"].get_group()
+    mesh: Any = state.device_mesh
+    return mesh["cp"].get_group()
 
 
 def check_options(plugin: FullyShardedDataParallelPlugin) -> None:
