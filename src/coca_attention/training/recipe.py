@@ -66,11 +66,12 @@ class Recipe:
 
     def _check_context_parallel(self) -> None:
         """Raise UserError if sequences cannot be split over processes."""
-        with_teacher = [s.name for s in self.stages if s.objective != "next_token"]
         problems = {
             "model.attention alibi": self.model.attention == "alibi",
             "data.separate_documents": self.data.separate_documents,
-            f"the objectives of stage {', '.join(with_teacher)}": bool(with_teacher),
+        } | {
+            f"objective {stage.objective} (stage {stage.name})": stage.objective != "next_token"
+            for stage in self.stages
         }
         for problem in [name for name, found in problems.items() if found]:
             raise UserError(f"training.context_parallel cannot be combined with {problem}")
