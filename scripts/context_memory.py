@@ -7,7 +7,6 @@ random weights. For every number of processes, the largest peak of one above wha
 """
 
 import argparse
-import itertools
 import os
 import socket
 import time
@@ -73,11 +72,12 @@ def main() -> None:
     options = parser.parse_args()
     # Large blocks go back to the system when they are freed, so that the peak is what is in use.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"
-    for what, processes in itertools.product(("training step", "reading"), options.processes):
-        with socket.socket() as server:
-            server.bind(("localhost", 0))
-            port = server.getsockname()[1]
-        spawn(measure, (what, processes, port, options.tokens, options.form), processes)
+    for what in ("training step", "reading"):
+        for processes in options.processes:
+            with socket.socket() as server:
+                server.bind(("localhost", 0))
+                port = server.getsockname()[1]
+            spawn(measure, (what, processes, port, options.tokens, options.form), processes)
 
 
 if __name__ == "__main__":

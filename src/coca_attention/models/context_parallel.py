@@ -5,8 +5,8 @@ processes; CoCA gathers its coefficients before rotation, which are half as wide
 the keys at their true positions. In the backward pass, the gradients of keys and values are summed
 over the processes and each receives those of its own tokens.
 
-PyTorch's ``context_parallel`` (2.13) gathers keys and values by default, too, but has neither
-windows, biases and limits of distances, lengths that the processes do not divide, nor CPU kernels.
+PyTorch's ``context_parallel`` (2.13) gathers keys and values by default, too, but has no windows,
+biases or limits of distances, and no CPU kernels.
 
 Legend: B batch, S tokens of a sequence, T those of this process, N processes, H query heads, G
 key/value heads, D head width.
@@ -31,9 +31,6 @@ from coca_attention.ops import attend
 
 ATTENTION = "context_parallel"
 """Name of the attention function in Transformers."""
-# Renamed in PyTorch 2.13.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Split:
         recompute: Whether to gather again in the backward pass rather than keep what was gathered.
     """
 
-    group: dist.ProcessGroup
+    group: "dist.ProcessGroup"
     length: int
     recompute: bool = False
 
@@ -110,6 +107,11 @@ class Split:
         return attended(*inputs)
 
 
+def _collective(name: str, before: str) -> Callable[..., Any]:
+    """A function of torch.distributed, by its name since PyTorch 2.13 or the one before."""
+    return getattr(dist, name, None) or getattr(dist, before)
+
+
 class _Gather(torch.autograd.Function):
     """(..., T, width) of every process to (..., S, width); gradients are summed over processes.
 
@@ -131,7 +133,8 @@ class _Gather(torch.autograd.Function):
         sent = part.movedim(-2, 0)
         sent = F.pad(sent, (0, 0) * (sent.dim() - 1) + (0, longest - len(sent))).contiguous()
         whole = sent.new_empty(size * longest, *sent.shape[1:])
-        all_gather(whole, sent, group=split.group)
+        gather = _collective("all_gather_single", "all_gather_into_tensor")
+        gather(whole, sent, group=split.group)
         return whole[ctx.order].movedim(0, -2)
 
     @staticmethod
@@ -141,6 +144,7 @@ class _Gather(torch.autograd.Function):
         whole = grad.new_zeros(split.group.size() * longest, *grad.shape[1:])
         whole[ctx.order] = grad
         own = whole.new_empty(longest, *whole.shape[1:])
+        reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
         reduce_scatter(own, whole, group=split.group)
         return own[: split.lengths()[split.group.rank()]].movedim(0, -2), None
 
@@ -194,7 +198,7 @@ def split_attention(
     return split.run(attended, query, key, value).transpose(1, 2).contiguous(), None
 
 
-def split_sequences(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+def split_sequences(model: PreTrainedModel, group: "dist.ProcessGroup") -> None:
     """Let a causal language model read every sequence in parts, one for each process of a group.
 
     All processes call the model with the same whole sequences, without padding. Each gets the
