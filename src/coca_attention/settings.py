@@ -12,6 +12,8 @@ Scaling = Literal["none", "linear", "ntk", "dynamic"]
 """Rotary scaling of an evaluation; ``ntk`` computes the base from the length of each text."""
 TENSOR_PARALLEL = "tensor-parallel"
 """The device of a model whose layers are split among the processes of a launch."""
+CONTEXT_PARALLEL = "context-parallel"
+"""The device of a model that reads every text in parts, one in each process of a launch."""
 BUILT_IN_FORMS = ("slack", "strict", "magnitude")
 PIECE = 64
 """Tokens of a pass in which a stream is read. The result does not depend on it."""

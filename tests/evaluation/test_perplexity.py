@@ -3,6 +3,7 @@
 import json
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from coca_attention.data import Document, train_tokenizer
 from coca_attention.evaluation import Session, Subject
 from coca_attention.evaluation import perplexity as task
+from coca_attention.evaluation.generation import rotary_scaling_for
 from coca_attention.evaluation.perplexity import (
     TextSettings,
     WindowSettings,
@@ -33,8 +35,9 @@ from coca_attention.evaluation.perplexity.task import check_settings
 from coca_attention.evaluation.perplexity.windows import sliding_windows
 from coca_attention.evaluation.pieces import cut
 from coca_attention.intervals import perplexity
-from coca_attention.models import set_rotary_scaling
+from coca_attention.models import set_rotary_scaling, split_sequences
 from conftest import VOCABULARY, some_text, tiny_model
+from processes import in_processes
 
 
 def evaluate_perplexity(model, documents, settings, keys=None, **session):
@@ -455,3 +458,29 @@ def test_one_pass_scores_the_beginning_by_what_was_read(kind, monkeypatch):
     for changes in ({"stride": 8}, {"positions": 4}):
         with pytest.raises(ValueError, match="neither stride nor positions"):
             check_settings(WindowSettings([16], targets="one-pass", **changes))
+
+
+def same_scores(group):
+    """Scores of every token by a model that reads texts in parts, and by one that does not."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [
+        TokenDocument(str(length), torch.randint(3, VOCABULARY, (length,), generator=generator))
+        for length in (91, 140)
+    ]
+    for kind in ("llama-rope", "llama-slack"):
+        found = []
+        model: Any = tiny_model(kind).double()
+        for parts in (False, True):
+            if parts:
+                split_sequences(model, group)
+            scores = [TokenScores(len(document.tokens)) for document in documents]
+            # Its base follows the length of a text, of which a process sees a part.
+            with rotary_scaling_for(model, "dynamic", 4.0, 80):
+                score_documents(model, documents, window=80, stride=33, per_token=scores)
+            found.append(torch.cat([score.nats[1:] for score in scores]))
+        assert not found[0].isnan().any()
+        torch.testing.assert_close(found[1], found[0], atol=2e-6, rtol=0)
+
+
+def test_processes_that_read_parts_of_a_text():
+    in_processes(2, same_scores)

@@ -125,12 +125,11 @@ def test_the_next_start_goes_on_after_all_were_killed(suite, alone, tmp_path):
     assert len(lines) == len({json.dumps(json.loads(line)["key"]) for line in lines})
 
 
-def torchrun(suite, output, *words):
-    """Run two processes as users start them."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "coca_attention.cli", "eval", "suite", str(suite), *words]
+def launched(processes, *words):
+    """Run ``coca eval`` in processes as users start them."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     done = subprocess.run(
-        [sys.executable, *command, "--output", str(output)],
+        [sys.executable, *launch, "-m", "coca_attention.cli", "eval", *map(str, words)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -138,6 +137,12 @@ def torchrun(suite, output, *words):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Results:") == 1
+    return done
+
+
+def torchrun(suite, output, *words):
+    """The results of a suite in two processes."""
+    launched(2, "suite", suite, *words, "--output", output)
     return results(output / "results.json")
 
 
@@ -166,6 +171,25 @@ def test_a_model_that_is_split_over_processes(suite, alone, tmp_path):
     assert torchrun(suite, tmp_path / "out", *words) == found
     with pytest.raises(ValueError, match="needs several processes"):
         run_suite(load_suite(suite, ["--device=tensor-parallel"]), tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_texts_that_are_split_over_processes(suite, alone, tmp_path):
+    """Context parallelism, of a suite and of one model."""
+    expected = [cell for cell in alone if cell["task"] == "perplexity"]
+    words = ["--device=context-parallel", "--streaming=null", "--passkey=null"]
+    assert close(torchrun(suite, tmp_path / "suite", *words), expected)
+    text = ["--source", suite.parent / "text", "--windows=[32,64]", "--stride=8"]
+    model = [suite.parent / "llama-slack", *text, "--positions=4"]
+    command = ["perplexity", *model, "--name=CoCA-Slack", "--device=context-parallel"]
+    found = launched(2, *command, "--output", tmp_path / "results.json")
+    mine = [c for c in expected if c["model"] == "CoCA-Slack" and c["scaling"] == "none"]
+    assert close(results(tmp_path / "results.json"), mine), found.stdout
+
+
+def test_texts_can_be_split_for_perplexity_alone(suite):
+    with pytest.raises(ValueError, match="for perplexity alone; got passkey, streaming"):
+        load_suite(suite, ["--device=context-parallel"])
 
 
 def test_layers_over_all_devices(suite, alone, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from coca_attention.environment import (
 from coca_attention.evaluation import TASKS, Cell, Session, Subject, Task
 from coca_attention.evaluation import suite as suites
 from coca_attention.evaluation.journal import Journal, fingerprint
-from coca_attention.evaluation.pieces import rank
+from coca_attention.evaluation.pieces import join, rank
 from coca_attention.evaluation.task import load_subject
 from coca_attention.hub import check_name
 from coca_attention.options import OptionParser
@@ -42,7 +42,8 @@ class LoadingSettings:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights."""
     device: str | None = None
-    """cpu, cuda, …; by default the accelerator if there is one."""
+    """cpu, cuda, …; by default the accelerator if there is one. Under torchrun, tensor-parallel
+    splits the model over all processes, and context-parallel the texts (perplexity only)."""
 
 
 @dataclass
@@ -132,8 +133,15 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
         "scaling": [session.scaling, session.applied_factor],
         task.name: asdict(settings),
     }
+    suites.check_device(loading.device, [task.name])
+    journal, joint = output.with_suffix(".journal.jsonl"), loading.device in suites.JOINT_DEVICES
+    if joint and rank() > 0:  # the first process speaks for all
+        session.journal = join(journal)
+        subject = load_subject(path, name, dtype=loading.dtype, device=loading.device)
+        task.run(subject, settings, session)
+        return
     with hold(output.with_name(f".{output.name}.lock"), output):
-        session.journal = Journal(output.with_suffix(".journal.jsonl"))
+        session.journal = join(journal) if joint else Journal(journal)
         subject = load_subject(path, name, dtype=loading.dtype, device=loading.device)
         with Progress() as session.progress:
             cells = task.run(subject, settings, session)

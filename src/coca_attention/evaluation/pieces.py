@@ -232,7 +232,7 @@ def local_device(device: str | None) -> str | None:
 
 
 def join(path: Path) -> Journal:
-    """The journal of processes that make the same calls, each with a part of one model.
+    """The journal of processes that make the same calls, each with a part of the model or text.
 
     The first process reads and writes the file; the others begin with its values in memory, so
     that all miss the same pieces.
@@ -247,8 +247,8 @@ def join(path: Path) -> Journal:
 
     if processes() == 1:
         raise UserError(
-            "tensor parallelism needs several processes: torchrun --nproc-per-node N -m "
-            "coca_attention.cli eval suite SUITE"
+            "a model or text in parts needs several processes: torchrun --nproc-per-node N -m "
+            "coca_attention.cli eval …"
         )
     if not dist.is_initialized():
         dist.init_process_group()

@@ -1,7 +1,7 @@
 """A suite: models × rotary scalings × tasks from one YAML file; finished parts are not repeated."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -28,8 +28,10 @@ from coca_attention.evaluation.pieces import (
 )
 from coca_attention.evaluation.task import Part, Session, Subject, identity_of, load_subject
 from coca_attention.options import OptionParser, check_sections, from_file
-from coca_attention.settings import TENSOR_PARALLEL, Scaling, check_scaling
+from coca_attention.settings import CONTEXT_PARALLEL, TENSOR_PARALLEL, Scaling, check_scaling
 
+JOINT_DEVICES = (TENSOR_PARALLEL, CONTEXT_PARALLEL)
+"""Those of a model that all processes of a launch run together."""
 RESULTS_FILE, JOURNAL_FILE, CLAIMS_FILE = "results.json", "journal.jsonl", ".claims"
 
 
@@ -59,7 +61,8 @@ class Suite:
     """Precision of the weights."""
     device: str | None = None
     """cpu, cuda, …; by default the accelerator if there is one. auto spreads a model over all GPUs
-    of one process, tensor-parallel over all processes of a launch."""
+    of one process, tensor-parallel over all processes of a launch; context-parallel has each of
+    them read a part of every text (perplexity only)."""
 
     def check(self) -> None:
         """Raise UserError where settings contradict each other or are out of range."""
@@ -83,8 +86,19 @@ class Suite:
                     f"scaling {scaling.kind} names models that the suite does not have: "
                     f"{', '.join(unknown)}"
                 )
+        check_device(self.device, self.tasks)
         for name, settings in self.tasks.items():
             TASKS[name].check(settings)
+
+
+def check_device(device: str | None, tasks: Iterable[str]) -> None:
+    """Raise UserError if one of the named tasks cannot be done on a device."""
+    others = [name for name in tasks if name != "perplexity"]
+    if device == CONTEXT_PARALLEL and others:
+        raise UserError(
+            f"device {device} reads whole texts without a cache, for perplexity alone; got "
+            f"{', '.join(others)}"
+        )
 
 
 def suite_parser() -> OptionParser:
@@ -191,7 +205,7 @@ def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = N
     output = Path(output)
     results = output / RESULTS_FILE
     check_writable(results)
-    if suite.device == TENSOR_PARALLEL:
+    if suite.device in JOINT_DEVICES:
         journal, claims = join(output / JOURNAL_FILE), None
         first = 0
     else:

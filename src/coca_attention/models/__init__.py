@@ -13,6 +13,7 @@ from coca_attention.models.alibi import (
     AlibiGPTNeoXModel,
 )
 from coca_attention.models.configuration import add_rope_types, training_length
+from coca_attention.models.context_parallel import split_sequences
 from coca_attention.models.conversion import convert, load_original
 from coca_attention.models.families import CLASSES, FAMILIES, register, register_family
 from coca_attention.models.families.gpt_neox import CoCAGPTNeoXConfig, CoCAGPTNeoXForCausalLM
@@ -50,5 +51,6 @@ __all__ = [
     "load_original",
     "register_models",
     "set_rotary_scaling",
+    "split_sequences",
     "training_length",
 ]

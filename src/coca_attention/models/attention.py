@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layers.coca import project_collinear
+from coca_attention.models.context_parallel import Split
 from coca_attention.models.half_cache import KeyPositions, compiling
 from coca_attention.models.projections import (
     AttentionLayout,
@@ -130,6 +131,7 @@ class CollinearAttention(nn.Module):
         layer_past: Any = None,
         key_positions: KeyPositions | None = None,
         roles: dict[str, tuple[Any, Any]] | None = None,
+        split: Split | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """One attention layer.
@@ -141,9 +143,12 @@ class CollinearAttention(nn.Module):
             past_key_values: Cache, as most families name it.
             layer_past: Cache, as GPT-NeoX names it.
             key_positions: With a half cache, a decay or limited distances, the positions of the
-                tokens in the cache and of this pass, from `CollinearModel`.
+                tokens in the cache and of this pass, from `CollinearModel`; with ``split``, of the
+                whole sequence.
             roles: Where one set of rotary parameters serves local and global layers, the mask and
                 the position embeddings of each layer type, from `CollinearModel`.
+            split: How the sequence is split over processes, from `split_sequences`; T are the
+                tokens of this process.
             **kwargs: Passed to the attention implementation.
 
         Returns:
@@ -167,6 +172,16 @@ class CollinearAttention(nn.Module):
             parameters=getattr(self, "form_parameters", None),
         )
         query = mapped(cos, sin)
+        if split is not None:
+            assert key_positions is not None  # always passed by the decoder
+            if far is not None and split.length <= far.max_distance:
+                far = bias = None  # both begin farther away
+            queries = [query] if far is None else [query, mapped(*far.tables)]
+            limit = 0 if far is None else far.max_distance
+            output = self._attend_split(
+                split, queries, coefficients, value, key_positions, bias, limit
+            )
+            return self._projected(output.transpose(1, 2), hidden_states), None
         cache: Any = past_key_values if past_key_values is not None else layer_past
         half = cache is not None and (config.kv_cache == "half" or far is not None)
         kind, first = getattr(self, "layer_type", None), 0
@@ -339,6 +354,67 @@ class CollinearAttention(nn.Module):
             bias=bias,
             with_weights=implementation == "eager",
         )
+
+    def _attend_split(
+        self: Any,
+        split: Split,
+        queries: list[Tensor],
+        coefficients: Tensor,
+        value: Tensor,
+        key_positions: KeyPositions,
+        bias: Any,
+        max_distance: int,
+    ) -> Tensor:
+        """Attention of the tokens of this process to those of all processes.
+
+        Args:
+            split: How the sequence is split.
+            queries: Q' at the positions of the tokens and, with a largest distance, there: each
+                (B, H, T, D).
+            coefficients: (B, G, T, P + F).
+            value: (B, G, T, D).
+            key_positions: Of the whole sequence.
+            bias: `Rotation.bias` or None.
+            max_distance: W, or 0 for no limit.
+
+        Returns:
+            (B, H, T, D).
+        """
+        free_pairs, steps = self.free_pairs, torch.arange(split.length, device=value.device)
+        cos, sin = key_positions.rotary(getattr(self, "layer_type", None), 0, split.length)
+        options: dict[str, Any] = {
+            "scale": self.kernel_scale,
+            "dropout": self.attention_dropout if self.training else 0.0,
+            "bias": bias,
+        }
+        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+
+        def attended(coefficients: Tensor, value: Tensor, *queries: Tensor) -> Tensor:
+            coefficients, value = split.gather(coefficients, value)
+            key = key_map(coefficients, cos, sin, free_pairs=free_pairs)
+
+            def chunk_of(chunk: slice, rows: Tensor) -> Tensor:
+                seen = slice(chunk.stop)
+                positions = (steps[chunk], steps[seen])
+                keys, values = key[..., seen, :], value[..., seen, :]
+                return attend(rows, keys, values, window=window, positions=positions, **options)
+
+            def limited(chunk: slice, rows: Tensor, far_rows: Tensor) -> Tensor:
+                seen, near = slice(chunk.stop), max(0, chunk.start - max_distance + 1)
+                return attend_clipped(
+                    rows,
+                    key[..., near : chunk.stop, :],
+                    far_query_map(far_rows, free_pairs),
+                    coefficients[..., seen, :],
+                    value[..., seen, :],
+                    max_distance=max_distance,
+                    positions=(steps[chunk], steps[seen]),
+                    **options,
+                )[0]
+
+            return split.by_chunk(limited if max_distance else chunk_of, *queries)
+
+        return split.run(attended, coefficients, value, *queries)
 
     def _attend_half(
         self: Any,

@@ -130,7 +130,8 @@ class CollinearModel(CollinearPreTrained):
             raise ValueError(
                 "a decay and max_distance are for causal models: leave them out of rope_parameters"
             )
-        placed = half or positioned
+        split = kwargs.get("split")  # of `split_sequences`
+        placed = half or positioned or split is not None
         given_positions = position_ids if mask is None else None
         if tokens is not None and (placed or own_roles):
             if position_ids is None:
@@ -138,7 +139,10 @@ class CollinearModel(CollinearPreTrained):
                 steps = torch.arange(tokens.shape[1], device=tokens.device) + past
                 position_ids = steps.unsqueeze(0)
             if placed and "key_positions" not in kwargs:
-                kwargs["key_positions"] = KeyPositions(self, past_key_values, position_ids, mask)
+                places = position_ids
+                if split is not None:
+                    places = torch.arange(split.length, device=tokens.device).unsqueeze(0)
+                kwargs["key_positions"] = KeyPositions(self, past_key_values, places, mask)
             if own_roles:
                 window_alone = self._window_alone(
                     tokens.shape[1], attention_mask, given_positions, past_key_values

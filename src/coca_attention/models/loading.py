@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -17,7 +18,8 @@ from transformers.utils import logging as transformers_logging
 
 from coca_attention.errors import UserError
 from coca_attention.hub import check_name
-from coca_attention.settings import TENSOR_PARALLEL
+from coca_attention.models.context_parallel import split_sequences
+from coca_attention.settings import CONTEXT_PARALLEL, TENSOR_PARALLEL
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +53,21 @@ def load_model(
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
         device: ``cpu``, ``cuda``, …; ``auto`` spreads layers over all accelerators, and what does
             not fit over the CPU's memory; ``tensor-parallel`` splits every layer among the
-            processes of a launch, which have to make the same calls. Default: the accelerator if
-            available.
+            processes of a launch, and ``context-parallel`` every text (`split_sequences`); they
+            have to make the same calls. Default: the accelerator if available.
         any_head: Load the class that was saved, for example a sequence classifier.
 
     Raises:
         UserError: If there is no model, its files are damaged, or weights are missing.
     """
     path = str(path)
-    if device is None:
+    split = device == CONTEXT_PARALLEL
+    if device is None or split:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
+        if split:
+            _check_launch(CONTEXT_PARALLEL)
+            device += f":{os.environ['LOCAL_RANK']}" if accelerator is not None else ""
     spread = _spread(device)
     try:
         own = None if spread else torch.empty(0, device=device).device
@@ -89,6 +95,11 @@ def load_model(
     model.eval()
     if own is not None and hasattr(model, "hf_device_map"):
         del model.hf_device_map  # an ordinary model, which can be moved
+    if split:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        assert dist.group.WORLD is not None  # since then
+        split_sequences(model, dist.group.WORLD)
     log.info("%s: %s, %s parameters on %s", path, type(model).__name__, _count(model), device)
     return model
 
@@ -99,15 +110,19 @@ def _spread(device: str) -> dict[str, Any]:
         return {"device_map": "auto"}
     if device != TENSOR_PARALLEL:
         return {}
-    if "WORLD_SIZE" not in os.environ:
-        raise UserError(
-            "tensor parallelism needs several processes: torchrun --nproc-per-node N -m "
-            "coca_attention.cli …"
-        )
+    _check_launch(TENSOR_PARALLEL)
     from transformers.distributed import DistributedConfig
 
     size = int(os.environ["WORLD_SIZE"])
     return {"distributed_config": DistributedConfig(tp_size=size)}
+
+
+def _check_launch(device: str) -> None:
+    if "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            f"device {device} needs several processes: torchrun --nproc-per-node N -m "
+            "coca_attention.cli …"
+        )
 
 
 def model_without_weights(

@@ -66,6 +66,8 @@ class Recipe:
         if validation.every is not None and validation.source is None and no_held_out:
             why = "data.mixture is set" if data.mixture else "data.held_out is 0"
             raise UserError(f"validation.every needs validation.source because {why}")
+        if self.training.context_parallel > 1:
+            self._check_context_parallel()
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise UserError(f"stages must have different names, got {', '.join(names)}")
@@ -73,6 +75,21 @@ class Recipe:
             with error_prefix(f"stage {stage.name!r}: "):
                 stage.check(self.training)
                 self._check_stage(stage)
+
+    def _check_context_parallel(self) -> None:
+        """Raise UserError if sequences cannot be split over processes."""
+        problems = {
+            "model.attention alibi": self.model.attention == "alibi",
+            "data.separate_documents": self.data.separate_documents,
+            "training.loss_chunk": self.training.loss_chunk is not None,
+            "validation.passkeys": bool(self.validation.passkeys),
+            "validation.needles": bool(self.validation.needles),
+        } | {
+            f"objective {stage.objective} (stage {stage.name})": stage.objective != "next_token"
+            for stage in self.stages
+        }
+        for problem in [name for name, found in problems.items() if found]:
+            raise UserError(f"training.context_parallel cannot be combined with {problem}")
 
     def _check_stage(self, stage: StageRecipe) -> None:
         """Raise UserError if a stage does not fit the model."""

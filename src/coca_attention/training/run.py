@@ -163,8 +163,9 @@ def claim_folder(
     path = output / RECIPE_FILE
     if path.is_file():
         found = load_recipe(path)
-        # The folder of the token cache has no influence on the tokens.
-        changed = [n for n in differences(found.resolved(), recipe.resolved()) if n != "data.cache"]
+        # Neither has an influence on what is computed.
+        free = ("data.cache", "training.context_parallel")
+        changed = [n for n in differences(found.resolved(), recipe.resolved()) if n not in free]
         before, after = found.training.steps, recipe.training.steps
         if changed == ["training.steps"] and before < after and not recipe.stages:
             if extend:

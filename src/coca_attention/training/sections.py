@@ -338,6 +338,9 @@ class TrainingRecipe:
     """Maximum norm of the gradients; larger gradients are scaled down."""
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Autocast dtype of the forward and backward pass; weights stay in float32."""
+    context_parallel: int = 1
+    """Number of processes that share each sequence; their memory for it falls accordingly. Set
+    gradient_checkpointing, too."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     loss_chunk: int | None = None
@@ -363,6 +366,7 @@ class TrainingRecipe:
         """Raise UserError if a setting is out of range."""
         check_positive_counts(self, "steps", "global_batch_size", "micro_batch_size")
         check_positive_counts(self, "save_every", "keep_checkpoints", "log_every", "loss_chunk")
+        check_positive_counts(self, "context_parallel")
         check_positive(self, "learning_rate")
         for name in ("warmup_share", "final_share"):
             if not 0 <= getattr(self, name) <= 1:

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.environment import sync, sync_folder, write_json
 from coca_attention.errors import UserError
+from coca_attention.models.context_parallel import split_sequences
 from coca_attention.training.chunks import chunk_loss
 from coca_attention.training.model import parameter_counts
 from coca_attention.training.objectives import Loss, without_adapters
@@ -41,6 +42,7 @@ from coca_attention.training.sharding import (
     load_optimizer_parts,
     load_parts,
     own_part,
+    prepare_context,
     prepare_sharding,
 )
 from coca_attention.training.throughput import (
@@ -101,11 +103,19 @@ def training_arguments(
             f"one process cannot use {torch.cuda.device_count()} GPUs: start one process per GPU "
             "with accelerate launch, or select a GPU with CUDA_VISIBLE_DEVICES=0"
         )
-    per_pass = settings.micro_batch_size * world_size
+    shared = settings.context_parallel
+    replicas, rest = divmod(world_size, shared)
+    if rest:
+        raise UserError(
+            f"training.context_parallel must divide the number of processes, got {shared} and "
+            f"{world_size}: start with torchrun --nproc-per-node {shared} -m coca_attention.cli …"
+        )
+    per_pass = settings.micro_batch_size * replicas
     if settings.global_batch_size % per_pass:
         raise UserError(
-            f"global_batch_size must be a multiple of micro_batch_size x processes; got "
-            f"{settings.global_batch_size} and {settings.micro_batch_size} x {world_size}"
+            f"global_batch_size must be a multiple of micro_batch_size x processes"
+            f"{'' if shared == 1 else ' / context_parallel'}; got {settings.global_batch_size} and "
+            f"{settings.micro_batch_size} x {replicas}"
         )
     known: dict[str, Any] = {
         "output_dir": str(output / "checkpoints"),
@@ -182,6 +192,8 @@ class RecipeTrainer(Trainer):
         super().__init__(**kwargs)
         if self.shards is not None:
             check_layers(self.shards, kwargs["model"])
+        if self.context is not None:
+            split_sequences(kwargs["model"], self.context)
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
@@ -204,8 +216,12 @@ class RecipeTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        self.context = prepare_context(self.accelerator, self.settings.context_parallel)
         self.shards = prepare_sharding(self.accelerator, self.args)
         self.is_fsdp_enabled = self.shards is not None
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        return nullcontext, inputs
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self.shards is not None and not self.accelerator._models:

@@ -7,12 +7,14 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coca_attention.errors import UserError
 from coca_attention.evaluation.perplexity.windows import Window, sliding_windows
 from coca_attention.intervals import DocumentScore
+from coca_attention.models.context_parallel import Split, split_of
 from coca_attention.models.generation import naming_the_limit
 
 
@@ -122,12 +124,7 @@ def score_documents(
         with torch.inference_mode():
             with naming_the_limit(model, inputs.shape[1]):
                 logits = model(input_ids=inputs.to(device), use_cache=False, **keep).logits
-            losses = F.cross_entropy(
-                logits[:, -scored:].float().transpose(1, 2),
-                targets.to(device),
-                reduction="none",
-                ignore_index=-100,
-            )
+            losses = _losses(logits, targets.to(device), split_of(model, inputs.shape[1]))
         rows = losses.double().sum(dim=1).cpu()
         for row, (d, w) in enumerate(batch):
             nats[d] += rows[row]
@@ -148,6 +145,34 @@ def score_documents(
         DocumentScore(document.id, float(nats[d]), counts[d])
         for d, document in enumerate(documents)
     ]
+
+
+def _losses(logits: Tensor, targets: Tensor, split: Split | None) -> Tensor:
+    """Nats of targets from the logits of the last inputs, (B, targets), 0 where ignored.
+
+    Args:
+        logits: (B, T, vocabulary), T at least the number of targets; with ``split``, those of this
+            process alone.
+        targets: (B, targets), of all processes.
+        split: How the inputs are split over processes.
+    """
+    scored = targets.shape[1]
+    places = torch.arange(scored, device=targets.device)
+    if split is not None:
+        places = split.positions(targets.device) - (split.length - scored)
+        places = places[places >= 0]
+    losses = F.cross_entropy(
+        logits[:, logits.shape[1] - len(places) :].float().transpose(1, 2),
+        targets[:, places],
+        reduction="none",
+        ignore_index=-100,
+    )
+    if split is None:
+        return losses
+    whole = losses.new_zeros(targets.shape)
+    whole[:, places] = losses
+    dist.all_reduce(whole, group=split.group)
+    return whole
 
 
 def windows_of(
