@@ -15,7 +15,6 @@ from transformers.modeling_outputs import CausalLMOutput
 from coca_attention.data import Document, train_tokenizer
 from coca_attention.evaluation import Session, Subject
 from coca_attention.evaluation import perplexity as task
-from coca_attention.evaluation.generation import rotary_scaling_for
 from coca_attention.evaluation.perplexity import (
     TextSettings,
     WindowSettings,
@@ -36,6 +35,7 @@ from coca_attention.evaluation.perplexity.windows import sliding_windows
 from coca_attention.evaluation.pieces import cut
 from coca_attention.intervals import perplexity
 from coca_attention.models import set_rotary_scaling, split_sequences
+from coca_attention.models.generation import rotary_scaling_for
 from conftest import VOCABULARY, some_text, tiny_model
 from processes import in_processes
 

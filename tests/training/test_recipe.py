@@ -137,6 +137,14 @@ def test_the_written_recipe_reads_back_equal(tmp_path):
             "stages: [{name: a, train: t, objective: attention}]\n",
             r"cannot be combined with objective attention \(stage a\)",
         ),
+        (
+            "training:\n  context_parallel: 2\n  loss_chunk: 64\n",
+            "cannot be combined with training.loss_chunk",
+        ),
+        (
+            "training:\n  context_parallel: 2\nvalidation:\n  every: 5\n  passkeys: 2\n",
+            "cannot be combined with validation.passkeys",
+        ),
         ("training:\n  final_share: 2\n", "final_share must be between 0 and 1, got 2"),
         ("model:\n  num_heads: 3\n", "multiple of num_heads"),
         ("model:\n  hidden_size: 48\n", "hidden_size / num_heads must be even, got 3"),
