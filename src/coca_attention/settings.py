@@ -8,7 +8,7 @@ from coca_attention.errors import UserError
 
 Initialisation = Literal["fold", "calibrated", "random"]
 """How the T projections of a converted model begin; see `coca_attention.models.convert`."""
-Scaling = Literal["none", "linear", "ntk", "dynamic"]
+Scaling = Literal["none", "linear", "ntk", "dynamic", "yarn"]
 """Rotary scaling of an evaluation; ``ntk`` computes the base from the length of each text."""
 TENSOR_PARALLEL = "tensor-parallel"
 """The device of a model whose layers are split among the processes of a launch."""

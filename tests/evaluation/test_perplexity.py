@@ -197,11 +197,12 @@ def test_a_models_own_scaling_is_reported_and_survives():
     own = dict(model.config.rope_parameters)
     (plain,) = evaluate_perplexity(model, documents_of(), settings(windows=[64]))
     assert plain["rope_parameters"] == own
-    (scaled,) = evaluate_perplexity(
-        model, documents_of(), settings(windows=[64]), scaling="linear", factor=2.0
-    )
-    assert scaled["rope_parameters"]["rope_type"] == "linear"
-    assert model.config.rope_parameters == own
+    for kind in ("linear", "yarn"):
+        (scaled,) = evaluate_perplexity(
+            model, documents_of(), settings(windows=[64]), scaling=kind, factor=2.0
+        )
+        assert scaled["rope_parameters"]["rope_type"] == kind
+        assert model.config.rope_parameters == own
 
     def stop(*_):
         raise KeyboardInterrupt

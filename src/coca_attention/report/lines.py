@@ -16,9 +16,16 @@ Key = tuple[str, str, float | None]
 """Model, scaling, factor."""
 Lines = dict[Key, dict[int, Cell]]
 """Cells by line, then by window or prompt length."""
-SCALING_NAMES = {"linear": "PI", "ntk": "NTK", "dynamic": "dynamic NTK"}
+SCALING_NAMES = {"linear": "PI", "ntk": "NTK", "dynamic": "dynamic NTK", "yarn": "YaRN"}
 PAIR = ("slack", "strict")  # the two forms of the paper's Table 3
-DASHES = {"none": "-", "ntk": "--", "dynamic": "--", "linear": "-.", "attend-last": ":"}
+DASHES = {
+    "none": "-",
+    "ntk": "--",
+    "dynamic": "--",
+    "linear": "-.",
+    "yarn": "-.",
+    "attend-last": ":",
+}
 
 
 def line_key(cell: Cell) -> Key:
