@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import DynamicCache
+from transformers import DynamicCache, GPTJConfig, GPTJForCausalLM
 
 from coca_attention import convert
 from coca_attention.errors import UserError
@@ -137,8 +137,10 @@ def refused(group):
         vanilla_model = vanilla("Llama")
         split_sequences(vanilla_model, group)
         vanilla_model.model(ids)
-    with pytest.raises(UserError, match="ALiBi"):
-        split_sequences(tiny_model("alibi"), group)
+    gptj = GPTJConfig(n_embd=16, n_layer=1, n_head=2, rotary_dim=4, vocab_size=40)
+    for other in (tiny_model("alibi"), GPTJForCausalLM(gptj)):
+        with pytest.raises(UserError, match=r"of the families .*; got"):
+            split_sequences(other, group)
 
 
 def test_what_is_not_supported_is_refused():

@@ -173,6 +173,8 @@ def test_what_cannot_work_is_refused():
         limited("Llama", free_pairs=2)
     with pytest.raises(UserError, match="max_distance must be at least 1 token, got 0"):
         limited("Llama", max_distance=0)
+    with pytest.raises(UserError, match="at most the training length of 64 tokens, got 65"):
+        limited("Llama", max_distance=65)
     model = limited("Llama").float()
     with pytest.raises(ValueError, match="a decay or max_distance: use generate"):
         model.init_continuous_batching()

@@ -434,6 +434,13 @@ def test_fsdp_without_processes_is_rejected(recipes, tmp_path, monkeypatch):
         train(load_recipe(recipes / "scratch.yaml"), tmp_path / "run")
 
 
+def test_fsdp_and_compilation_are_not_combined(recipes, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    recipe = load_recipe(recipes / "scratch.yaml", ["--training.compile", "true"])
+    with pytest.raises(UserError, match=r"training\.compile cannot be combined with FSDP"):
+        train(recipe, tmp_path / "run")
+
+
 def test_a_full_disk_of_one_process_is_reported_in_one_line(tmp_path):
     failed = CheckpointException("write", {1: (OSError(ENOSPC, os.strerror(ENOSPC)), None)})  # pyright: ignore
     said = r"cannot be written \(.*No space left.*\): .* all is well"

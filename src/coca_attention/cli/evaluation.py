@@ -117,7 +117,6 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
     sections = [task.settings, ScaledSettings if task.scaled else LoadingSettings]
     path, settings, loading = parse(program, command, words, sections, ["model"])
     task.check(settings)
-    check_name(path)
     name = loading.name or Path(path).name
     session = Session()
     plain = re.sub(r"[^\w.=+-]+", "-", name)
@@ -128,6 +127,7 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
         file = f"{plain}-{loading.scaling}-{task.name}.json"
     output = Path(loading.output or Path("runs", "eval", file))
     check_writable(output)
+    check_name(path)
     measured = {
         "model": [name, path, fingerprint(path), loading.dtype],
         "scaling": [session.scaling, session.applied_factor],

@@ -40,7 +40,7 @@ class GenerateSettings:
     """Draw from this many of the likeliest tokens; by default as generation_config.json says."""
     seed: int = 0
     """Seed of the draws."""
-    scaling: Literal["none", "linear", "ntk"] = "none"
+    scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
     """Rotary scaling; ntk fixes the base from the prompt's length plus max_new_tokens."""
     factor: float = 4.0
     """Factor of the scaling."""
@@ -66,8 +66,8 @@ class ConversionSettings:
 
     form: str = "slack"
     """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (our own); with layers,
-    that of the local layers. rope keeps rotary attention; without layers it limits distances, for
-    texts longer than the training length."""
+    that of the local layers. rope keeps rotary attention; without layers it limits distances, which
+    changes nothing in texts of up to max_distance tokens."""
     init: Literal["fold", "calibrated", "random"] = "fold"
     """T projections: the pair means of the key projections, fitted to the scores of the model on
     some text, or drawn."""

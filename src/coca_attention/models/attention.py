@@ -9,7 +9,7 @@ width D (``kv_cache="full"``), or the coefficients before rotation, of width P +
 """
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layers.coca import project_collinear
-from coca_attention.models.context_parallel import Split
 from coca_attention.models.half_cache import KeyPositions, compiling
 from coca_attention.models.projections import (
     AttentionLayout,
@@ -37,6 +36,9 @@ from coca_attention.ops import (
     tile_length,
     with_bias,
 )
+
+if TYPE_CHECKING:
+    from coca_attention.models.context_parallel import Split
 
 NO_LIMITS = (
     "a model with max_distance has two scores for a query and a key, which needs the attention "
@@ -131,7 +133,7 @@ class CollinearAttention(nn.Module):
         layer_past: Any = None,
         key_positions: KeyPositions | None = None,
         roles: dict[str, tuple[Any, Any]] | None = None,
-        split: Split | None = None,
+        split: "Split | None" = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """One attention layer.
@@ -357,7 +359,7 @@ class CollinearAttention(nn.Module):
 
     def _attend_split(
         self: Any,
-        split: Split,
+        split: "Split",
         queries: list[Tensor],
         coefficients: Tensor,
         value: Tensor,

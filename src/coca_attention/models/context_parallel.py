@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.errors import UserError
+from coca_attention.models.families import family_of, supported_families
 from coca_attention.ops import attend
 
 ATTENTION = "context_parallel"
@@ -211,7 +212,7 @@ def split_sequences(model: PreTrainedModel, group: "dist.ProcessGroup") -> None:
         group: The processes.
 
     Raises:
-        UserError: If the model is not causal, or has linear biases. When it is called: if there is
+        UserError: If the model is not causal, or of no known family. When it is called: if there is
             padding, a cache or a packed batch, or there are fewer tokens than processes.
     """
     known = getattr(model, "context_group", None)
@@ -221,10 +222,12 @@ def split_sequences(model: PreTrainedModel, group: "dist.ProcessGroup") -> None:
         return
     if any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise UserError(f"context parallelism is for causal models, got {type(model).__name__}")
-    if model.config.model_type == "alibi_gpt_neox":
+    # Attention of other classes may ignore the attention function, or count positions itself.
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if family_of(inner) is None:
         raise UserError(
-            "context parallelism is for CoCA and rotary models: ALiBi counts positions within a "
-            "process"
+            f"context parallelism is for CoCA and rotary models of {supported_families(inner)}; "
+            f"got {type(inner).__name__}"
         )
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, split_attention)
     model.set_attn_implementation(ATTENTION)

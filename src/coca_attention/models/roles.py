@@ -27,7 +27,7 @@ class Roles:
         decay: Exponent of the power law by which attention of global layers decays; 0 is none.
         decay_length: Distance in tokens at which it begins; default: L / 8.
         max_distance: W; in global layers, keys farther back than W tokens are scored as if W back,
-            and the decay begins there. Default: no limit.
+            the decay begins there, and no query becomes smaller. Default: no limit.
 
     Raises:
         UserError: If a letter is unknown or a value out of range.

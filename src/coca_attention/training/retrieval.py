@@ -20,7 +20,7 @@ from coca_attention.errors import error_prefix
 from coca_attention.models.generation import greedy_answers
 from coca_attention.training.recipe import Recipe
 
-SEED = 1  # unlike the evaluation's, so that what was chosen by validation can be evaluated there
+SEED = 7177  # unlike the evaluations', so that what was chosen by validation can be measured
 KINDS: tuple[Kind, ...] = ("single", "multi-key")
 ANSWER = 32
 """Tokens of an answer at most."""

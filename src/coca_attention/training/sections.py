@@ -91,8 +91,8 @@ class ModelRecipe:
     """Distance in tokens at which it begins; by default an eighth of the training length."""
     max_distance: int | None = None
     """Keys farther back than this many tokens are scored as if this far back, in layers that see
-    the whole text, and a decay begins there: a rotary start does not change within this distance.
-    By default no limit."""
+    the whole text; a decay begins there, and a temperature makes no query smaller: what a rotary
+    start says of texts up to this long does not change. By default no limit."""
     start: str | None = None
     """Folder or name of a trained Transformers model to start from instead of random weights. Its
     sizes and its tokenizer are used. A rotary model is converted if attention names a CoCA form; a
@@ -347,7 +347,8 @@ class TrainingRecipe:
     """Compute the next-token loss from the logits of this many tokens at a time, which saves memory
     with a large vocabulary; by default from those of a micro-batch."""
     compile: bool = False
-    """Compile the model with torch.compile; the first step then takes half a minute or more."""
+    """Compile the model with torch.compile; the first step then takes half a minute or more. Not
+    with FSDP."""
     seed: int = 0
     """Seed of the initial weights and of the order of the blocks."""
     save_every: int = 500

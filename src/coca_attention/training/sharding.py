@@ -50,6 +50,8 @@ def prepare_sharding(
     options: Any = arguments.fsdp_plugin_args
     if options is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return None
+    if arguments.torch_compile:
+        raise UserError("training.compile cannot be combined with FSDP: leave one of them out")
     state: Any = accelerator.state
     if state.distributed_type == DistributedType.MULTI_CPU:
         # Accelerate ignores FSDP on CPUs, where PyTorch supports it as on GPUs.

@@ -257,6 +257,11 @@ def _limit_fields(config: Any, max_distance: int | None) -> dict[str, Any]:
             f"a limit of distances needs a training length; {config.model_type} has no "
             "max_position_embeddings"
         )
+    if max_distance is not None and max_distance > length:
+        raise UserError(
+            f"max_distance must be at most the training length of {length} tokens, got "
+            f"{max_distance}"
+        )
     added = rotation_fields(
         length,
         temperature=True,
