@@ -136,7 +136,8 @@ def dry_run(recipe: Recipe, *, steps: int = 3) -> RunCost:
             not read whole: the time of a step is that of its micro-batches and its update.
 
     Raises:
-        UserError: If the start, the teacher or the tokenizer cannot be loaded or does not fit.
+        UserError: If the start, the teacher or the tokenizer cannot be loaded or does not fit, or
+            the batch sizes do not divide.
     """
     recipe.check()
     state: Any = PartialState(cpu=not torch.accelerator.is_available())
@@ -186,6 +187,7 @@ def _sizes(
 ) -> StageCost:
     """The cost of a stage as far as the shapes of its model say."""
     settings = stage.settings(recipe.training)
+    arguments = training_arguments(settings, Path(), state.num_processes)
     model = _stage_model(recipe, stage, vocabulary, _blocks(recipe, vocabulary, 1), empty=True)
     trained, parameters = parameter_counts(model)
     teacher = 0
@@ -203,7 +205,7 @@ def _sizes(
         parameters,
         trained,
         settings.steps,
-        settings.global_batch_size // (settings.micro_batch_size * state.num_processes),
+        arguments.gradient_accumulation_steps,
         settings.global_batch_size * recipe.data.block_length,
         _bytes(model) // shares,
         gradients // shares,
@@ -241,7 +243,7 @@ def _measure(recipe: Recipe, cost: RunCost, vocabulary: Any, steps: int) -> None
     """Fill in what only running shows."""
     for stage, found in zip(recipe.run_stages, cost.stages, strict=True):
         settings = stage.settings(recipe.training)
-        per_pass = settings.micro_batch_size * cost.processes
+        per_pass = settings.global_batch_size // found.passes
         settings = replace(
             settings, global_batch_size=min(found.passes, 2) * per_pass, report_to=[]
         )
