@@ -13,7 +13,7 @@ from coca_attention.cli import main
 from coca_attention.data import load_tokenizer
 from coca_attention.errors import UserError
 from coca_attention.training import load_recipe, read_summary
-from coca_attention.training.dry_run import _sizes, _vocabulary, dry_run
+from coca_attention.training.dry_run import _Clock, _sizes, _vocabulary, dry_run
 from stage_runs import TEACHER, weights, write_recipe
 
 base, straight = stage_runs.base, stage_runs.straight
@@ -88,6 +88,18 @@ def test_batches_are_shared_out_as_in_training():
     ]:
         with pytest.raises(UserError, match=message):
             dry_run(load_recipe(None, words + refused))
+
+
+def test_a_first_step_that_compiles_is_not_the_time_of_a_step(monkeypatch):
+    times = iter([0.0, 0.0, 100.0, 100.0, 101.0])
+    monkeypatch.setattr(_Clock, "_now", lambda self: next(times))
+    clock, control = _Clock(3), SimpleNamespace(should_training_stop=False)
+    clock.on_train_begin(None, None, control)
+    for step in (1, 2):
+        assert not control.should_training_stop
+        clock.on_step_begin(None, None, control)
+        clock.on_step_end(None, SimpleNamespace(global_step=step), control)
+    assert control.should_training_stop and clock.last == [100.0, 1.0]
 
 
 def test_too_large_for_the_device(base, text_folder, tmp_path, monkeypatch):

@@ -39,7 +39,8 @@ from coca_attention.training.trainer import RecipeTrainer, training_arguments
 
 ADAM_STATES = 2  # of AdamW, for every trained weight
 LONGEST = 60.0
-"""Seconds after which no further step of a stage is measured."""
+"""Seconds after which no further step of a stage is measured; the second one always is, as the first
+may compile."""
 
 
 @dataclass
@@ -323,7 +324,8 @@ class _Clock(TrainerCallback):
             self.peak = torch.cuda.max_memory_allocated()
         else:
             self.peak = int(resident_megabytes("VmHWM") * 1e6)
-        if state.global_step > self.steps or self.at - self.began > LONGEST:
+        late = len(self.last) > 1 and self.at - self.began > LONGEST
+        if late or state.global_step > self.steps:
             control.should_training_stop = True
 
     def _lap(self) -> float:
