@@ -3,6 +3,7 @@
 import json
 import lzma
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -192,6 +193,24 @@ def test_too_large_a_batch_is_halved(tokenised, tmp_path, monkeypatch):
     assert seen == [8, 4, 2]
     assert json.loads((output / "plan.json").read_text())["micro_batch_size"] == 2
     assert load_recipe(output / "RoFormer" / "recipe.yaml").training.micro_batch_size == 2
+
+
+def test_a_run_goes_on_where_it_was_moved_to(tokenised, tmp_path, monkeypatch):
+    one, other = tmp_path / "one", tmp_path / "other"
+    shutil.copytree(tokenised, one / "text")
+    given = settings("", one, models=["Roles"])
+    plan = module.load_plan(given)
+    late = iter([False, True])
+    monkeypatch.setattr(Deadline, "passed", lambda self: next(late))
+    with pytest.raises(module.TimeUp):
+        module._train(given, plan, "Roles", Deadline(None))
+    monkeypatch.undo()
+    one.rename(other)
+    given = settings("", other, models=["Roles"])
+    module._train(given, module.load_plan(given), "Roles", Deadline(None))
+    assert read_summary(other / "Roles")["seconds"] is None  # of a run in two parts
+    recipe = load_recipe(other / "Roles" / "recipe.yaml")
+    assert recipe.data.source == str(other / "text" / "train.npy")
 
 
 @pytest.mark.parametrize(

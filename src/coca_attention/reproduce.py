@@ -528,6 +528,9 @@ def _train(settings: ReproduceSettings, plan: Plan, name: str, deadline: Deadlin
 
     while True:
         recipe = plan.recipe(settings, name)
+        if PartialState().is_main_process and (folder / RECIPE_FILE).is_file():
+            # Micro-batches and the place of the text may have changed; the text is compared.
+            write_text(folder / RECIPE_FILE, as_yaml(recipe))
         try:
             with error_prefix(f"{name}: "):
                 train(recipe, folder, callbacks=[Stop()])
@@ -541,7 +544,6 @@ def _train(settings: ReproduceSettings, plan: Plan, name: str, deadline: Deadlin
         _halve(plan)
         if PartialState().is_main_process:
             write_json(settings.folder / PLAN_FILE, asdict(plan))
-            write_text(folder / RECIPE_FILE, as_yaml(plan.recipe(settings, name)))
 
 
 def suite_of(settings: ReproduceSettings, plan: Plan) -> Suite:
