@@ -121,6 +121,18 @@ def test_batches_follow_from_the_tokens(tmp_path):
     assert make_plan(ReproduceSettings(size="50m")).tokens == 20 * 54_606_848
 
 
+def test_processes_that_cannot_share_a_batch(tmp_path):
+    def micro_batch(devices, tokens=10**9):
+        plan, given = Plan({}, "bfloat16", 1, 1, 1), ReproduceSettings(output=str(tmp_path))
+        module._share_out(plan, given, tokens, devices)
+        return plan.micro_batch_size
+
+    assert micro_batch(4) == 64 and micro_batch(8, 1000) == 1
+    for devices, tokens in ((3, 10**9), (6, 10**9), (16, 1000)):
+        with pytest.raises(UserError, match=f"to {devices} processes: use a power of two"):
+            micro_batch(devices, tokens)
+
+
 def test_all_models_differ_in_their_attention_alone():
     given = ReproduceSettings()
     plan = Plan({}, "bfloat16", 10**9, 256, 16)

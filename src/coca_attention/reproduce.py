@@ -438,13 +438,11 @@ def make_plan(settings: ReproduceSettings, costs: dict[str, Any] | None = None) 
     """
     import torch
 
-    from coca_attention.training.dry_run import dry_run
-
     gpu = torch.accelerator.is_available()
     plan = Plan(
         _kept(settings), settings.precision or ("bfloat16" if gpu else "float32"), 1, BATCH, 1
     )
-    parameters = dry_run(plan.recipe(settings, "RoFormer"), steps=0).stages[0].parameters
+    parameters = _without_weights(settings, plan, "RoFormer").num_parameters()
     _share_out(plan, settings, settings.tokens or round(settings.tokens_per_parameter * parameters))
     if not gpu:
         # A larger one needs more memory and is no faster.
@@ -466,14 +464,24 @@ def make_plan(settings: ReproduceSettings, costs: dict[str, Any] | None = None) 
 
 
 def _share_out(plan: Plan, settings: ReproduceSettings, tokens: int, devices: int = 0) -> None:
-    """Set tokens and batches: the paper's, halved until there are `STEPS` steps."""
+    """Set tokens and batches: the paper's, halved until there are `STEPS` steps.
+
+    Raises:
+        UserError: If the processes, one for each device, cannot share out a batch.
+    """
     from accelerate import PartialState
 
     length, batch = settings.shape.block_length, BATCH
     while batch > SMALLEST and tokens < STEPS * batch * length:
         batch //= 2
     plan.tokens, plan.global_batch_size = tokens, batch
-    plan.micro_batch_size = max(batch // (devices or PartialState().num_processes), 1)
+    processes = devices or PartialState().num_processes
+    if batch % processes:
+        raise UserError(
+            f"the {batch} blocks of a step cannot be shared out evenly to {processes} processes: "
+            f"use a power of two of them, at most {batch}"
+        )
+    plan.micro_batch_size = batch // processes
 
 
 def _fit(settings: ReproduceSettings, plan: Plan, name: str) -> Any:
