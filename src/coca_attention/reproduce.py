@@ -716,4 +716,6 @@ def _without_weights(settings: ReproduceSettings, plan: Plan, name: str) -> Any:
 def _training_flops(model: Any, length: int) -> float:
     from coca_attention.training.throughput import training_flops
 
-    return training_flops(model, length)
+    flops = training_flops(model, length)
+    assert flops is not None  # none of MODELS is a mixture of experts
+    return flops
