@@ -231,7 +231,12 @@ class Plan:
         """The recipe of a model: one template for all."""
         shape, folder = settings.shape, settings.text_folder
         steps = max(self.tokens // (self.global_batch_size * shape.block_length), 1)
-        tokenizer = folder / "tokenizer"
+        tokenizer = str(folder / "tokenizer")
+        if not Path(tokenizer).is_dir():
+            tokenizer = settings.tokenizer
+        text = DataRecipe()
+        if tokenizer is not None:  # None to find out costs, before there is any text
+            text = replace(text, source=str(folder / "train.npy"), tokenizer=tokenizer)
         return Recipe(
             model=ModelRecipe(
                 **MODELS[name],
@@ -239,10 +244,9 @@ class Plan:
                 num_layers=shape.num_layers,
                 num_heads=shape.num_heads,
             ),
-            data=DataRecipe(
-                source=str(folder / "train.npy"),
+            data=replace(
+                text,
                 held_out=0.0,
-                tokenizer=str(tokenizer) if tokenizer.is_dir() else settings.tokenizer,
                 vocab_size=shape.vocab_size,
                 block_length=shape.block_length,
                 passkey_share=settings.passkey_share,
