@@ -9,8 +9,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from coca_attention.ops import FORMS
 from coca_attention.errors import UserError
+from coca_attention.ops import FORMS
 from coca_attention.training import Recipe, as_yaml, load_recipe, model_config
 from coca_attention.training.trainer import learning_rate_share, training_arguments
 
