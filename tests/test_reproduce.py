@@ -133,6 +133,17 @@ def test_processes_that_cannot_share_a_batch(tmp_path):
             micro_batch(devices, tokens)
 
 
+def test_a_run_goes_on_in_more_processes(tmp_path, monkeypatch):
+    given, seen = ReproduceSettings(size="toy", output=str(tmp_path), tokens=1000), []
+    assert module.load_plan(given).micro_batch_size == 8
+    monkeypatch.setattr(module, "_blocks_each", lambda batch: batch // 4)
+    monkeypatch.setattr(
+        "coca_attention.training.train", lambda recipe, *a, **k: seen.append(recipe)
+    )
+    module._train(given, module.load_plan(given), "RoFormer", Deadline(None))
+    assert seen[0].training.micro_batch_size == 2
+
+
 def test_all_models_differ_in_their_attention_alone():
     given = ReproduceSettings()
     plan = Plan({}, "bfloat16", 10**9, 256, 16)

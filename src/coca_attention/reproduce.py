@@ -473,19 +473,24 @@ def _share_out(plan: Plan, settings: ReproduceSettings, tokens: int, devices: in
     Raises:
         UserError: If the processes, one for each device, cannot share out a batch.
     """
-    from accelerate import PartialState
-
     length, batch = settings.shape.block_length, BATCH
     while batch > SMALLEST and tokens < STEPS * batch * length:
         batch //= 2
     plan.tokens, plan.global_batch_size = tokens, batch
-    processes = devices or PartialState().num_processes
+    plan.micro_batch_size = _blocks_each(batch, devices)
+
+
+def _blocks_each(batch: int, processes: int = 0) -> int:
+    """Blocks of a step for every process; by default, for those of this run."""
+    from accelerate import PartialState
+
+    processes = processes or PartialState().num_processes
     if batch % processes:
         raise UserError(
             f"the {batch} blocks of a step cannot be shared out evenly to {processes} processes: "
             f"use a power of two of them, at most {batch}"
         )
-    plan.micro_batch_size = batch // processes
+    return batch // processes
 
 
 def _fit(settings: ReproduceSettings, plan: Plan, name: str) -> Any:
@@ -529,6 +534,9 @@ def _train(settings: ReproduceSettings, plan: Plan, name: str, deadline: Deadlin
     if is_finished(folder):
         return
     deadline.check()
+    # There may be more processes than when the run was started.
+    each = _blocks_each(plan.global_batch_size)
+    plan.micro_batch_size = min(plan.micro_batch_size, each)
 
     class Stop(TrainerCallback):
         """Ends with a checkpoint, at an entry of the curve, which is then that of a whole run."""

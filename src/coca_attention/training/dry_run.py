@@ -39,7 +39,7 @@ from coca_attention.training.trainer import RecipeTrainer, training_arguments
 
 ADAM_STATES = 2  # of AdamW, for every trained weight
 LONGEST = 60.0
-"""Seconds after which no further step of a stage is measured; the second one always is, as the first
+"""Seconds after which no further step of a stage is measured; a second one always is, as the first
 may compile."""
 
 
