@@ -3,6 +3,7 @@
 import json
 import lzma
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,29 @@ def test_batches_follow_from_the_tokens(tmp_path):
     assert make_plan(ReproduceSettings(size="50m")).tokens == 20 * 54_606_848
 
 
+def test_processes_that_cannot_share_a_batch(tmp_path):
+    def micro_batch(devices, tokens=10**9):
+        plan, given = Plan({}, "bfloat16", 1, 1, 1), ReproduceSettings(output=str(tmp_path))
+        module._share_out(plan, given, tokens, devices)
+        return plan.micro_batch_size
+
+    assert micro_batch(4) == 64 and micro_batch(8, 1000) == 1
+    for devices, tokens in ((3, 10**9), (6, 10**9), (16, 1000)):
+        with pytest.raises(UserError, match=f"to {devices} processes: use a power of two"):
+            micro_batch(devices, tokens)
+
+
+def test_a_run_goes_on_in_more_processes(tmp_path, monkeypatch):
+    given, seen = ReproduceSettings(size="toy", output=str(tmp_path), tokens=1000), []
+    assert module.load_plan(given).micro_batch_size == 8
+    monkeypatch.setattr(module, "_blocks_each", lambda batch: batch // 4)
+    monkeypatch.setattr(
+        "coca_attention.training.train", lambda recipe, *a, **k: seen.append(recipe)
+    )
+    module._train(given, module.load_plan(given), "RoFormer", Deadline(None))
+    assert seen[0].training.micro_batch_size == 2
+
+
 def test_all_models_differ_in_their_attention_alone():
     given = ReproduceSettings()
     plan = Plan({}, "bfloat16", 10**9, 256, 16)
@@ -192,6 +216,24 @@ def test_too_large_a_batch_is_halved(tokenised, tmp_path, monkeypatch):
     assert seen == [8, 4, 2]
     assert json.loads((output / "plan.json").read_text())["micro_batch_size"] == 2
     assert load_recipe(output / "RoFormer" / "recipe.yaml").training.micro_batch_size == 2
+
+
+def test_a_run_goes_on_where_it_was_moved_to(tokenised, tmp_path, monkeypatch):
+    one, other = tmp_path / "one", tmp_path / "other"
+    shutil.copytree(tokenised, one / "text")
+    given = settings("", one, models=["Roles"])
+    plan = module.load_plan(given)
+    late = iter([False, True])
+    monkeypatch.setattr(Deadline, "passed", lambda self: next(late))
+    with pytest.raises(module.TimeUp):
+        module._train(given, plan, "Roles", Deadline(None))
+    monkeypatch.undo()
+    one.rename(other)
+    given = settings("", other, models=["Roles"])
+    module._train(given, module.load_plan(given), "Roles", Deadline(None))
+    assert read_summary(other / "Roles")["seconds"] is None  # of a run in two parts
+    recipe = load_recipe(other / "Roles" / "recipe.yaml")
+    assert recipe.data.source == str(other / "text" / "train.npy")
 
 
 @pytest.mark.parametrize(

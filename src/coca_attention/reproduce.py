@@ -231,7 +231,12 @@ class Plan:
         """The recipe of a model: one template for all."""
         shape, folder = settings.shape, settings.text_folder
         steps = max(self.tokens // (self.global_batch_size * shape.block_length), 1)
-        tokenizer = folder / "tokenizer"
+        tokenizer = str(folder / "tokenizer")
+        if not Path(tokenizer).is_dir():
+            tokenizer = settings.tokenizer
+        text = DataRecipe()
+        if tokenizer is not None:  # None to find out costs, before there is any text
+            text = replace(text, source=str(folder / "train.npy"), tokenizer=tokenizer)
         return Recipe(
             model=ModelRecipe(
                 **MODELS[name],
@@ -239,10 +244,9 @@ class Plan:
                 num_layers=shape.num_layers,
                 num_heads=shape.num_heads,
             ),
-            data=DataRecipe(
-                source=str(folder / "train.npy"),
+            data=replace(
+                text,
                 held_out=0.0,
-                tokenizer=str(tokenizer) if tokenizer.is_dir() else settings.tokenizer,
                 vocab_size=shape.vocab_size,
                 block_length=shape.block_length,
                 passkey_share=settings.passkey_share,
@@ -438,13 +442,11 @@ def make_plan(settings: ReproduceSettings, costs: dict[str, Any] | None = None) 
     """
     import torch
 
-    from coca_attention.training.dry_run import dry_run
-
     gpu = torch.accelerator.is_available()
     plan = Plan(
         _kept(settings), settings.precision or ("bfloat16" if gpu else "float32"), 1, BATCH, 1
     )
-    parameters = dry_run(plan.recipe(settings, "RoFormer"), steps=0).stages[0].parameters
+    parameters = _without_weights(settings, plan, "RoFormer").num_parameters()
     _share_out(plan, settings, settings.tokens or round(settings.tokens_per_parameter * parameters))
     if not gpu:
         # A larger one needs more memory and is no faster.
@@ -466,14 +468,29 @@ def make_plan(settings: ReproduceSettings, costs: dict[str, Any] | None = None) 
 
 
 def _share_out(plan: Plan, settings: ReproduceSettings, tokens: int, devices: int = 0) -> None:
-    """Set tokens and batches: the paper's, halved until there are `STEPS` steps."""
-    from accelerate import PartialState
+    """Set tokens and batches: the paper's, halved until there are `STEPS` steps.
 
+    Raises:
+        UserError: If the processes, one for each device, cannot share out a batch.
+    """
     length, batch = settings.shape.block_length, BATCH
     while batch > SMALLEST and tokens < STEPS * batch * length:
         batch //= 2
     plan.tokens, plan.global_batch_size = tokens, batch
-    plan.micro_batch_size = max(batch // (devices or PartialState().num_processes), 1)
+    plan.micro_batch_size = _blocks_each(batch, devices)
+
+
+def _blocks_each(batch: int, processes: int = 0) -> int:
+    """Blocks of a step for every process; by default, for those of this run."""
+    from accelerate import PartialState
+
+    processes = processes or PartialState().num_processes
+    if batch % processes:
+        raise UserError(
+            f"the {batch} blocks of a step cannot be shared out evenly to {processes} processes: "
+            f"use a power of two of them, at most {batch}"
+        )
+    return batch // processes
 
 
 def _fit(settings: ReproduceSettings, plan: Plan, name: str) -> Any:
@@ -517,6 +534,9 @@ def _train(settings: ReproduceSettings, plan: Plan, name: str, deadline: Deadlin
     if is_finished(folder):
         return
     deadline.check()
+    # There may be more processes than when the run was started.
+    each = _blocks_each(plan.global_batch_size)
+    plan.micro_batch_size = min(plan.micro_batch_size, each)
 
     class Stop(TrainerCallback):
         """Ends with a checkpoint, at an entry of the curve, which is then that of a whole run."""
@@ -528,6 +548,9 @@ def _train(settings: ReproduceSettings, plan: Plan, name: str, deadline: Deadlin
 
     while True:
         recipe = plan.recipe(settings, name)
+        if PartialState().is_main_process and (folder / RECIPE_FILE).is_file():
+            # Micro-batches and the place of the text may have changed; the text is compared.
+            write_text(folder / RECIPE_FILE, as_yaml(recipe))
         try:
             with error_prefix(f"{name}: "):
                 train(recipe, folder, callbacks=[Stop()])
@@ -541,7 +564,6 @@ def _train(settings: ReproduceSettings, plan: Plan, name: str, deadline: Deadlin
         _halve(plan)
         if PartialState().is_main_process:
             write_json(settings.folder / PLAN_FILE, asdict(plan))
-            write_text(folder / RECIPE_FILE, as_yaml(plan.recipe(settings, name)))
 
 
 def suite_of(settings: ReproduceSettings, plan: Plan) -> Suite:
@@ -706,4 +728,6 @@ def _without_weights(settings: ReproduceSettings, plan: Plan, name: str) -> Any:
 def _training_flops(model: Any, length: int) -> float:
     from coca_attention.training.throughput import training_flops
 
-    return training_flops(model, length)
+    flops = training_flops(model, length)
+    assert flops is not None  # none of MODELS is a mixture of experts
+    return flops

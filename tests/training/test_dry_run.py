@@ -2,15 +2,18 @@
 
 import os
 import tempfile
+from types import SimpleNamespace
 
+import pytest
 import torch
 from transformers import LlamaConfig
 
 import stage_runs
 from coca_attention.cli import main
 from coca_attention.data import load_tokenizer
+from coca_attention.errors import UserError
 from coca_attention.training import load_recipe, read_summary
-from coca_attention.training.dry_run import dry_run
+from coca_attention.training.dry_run import _Clock, _sizes, _vocabulary, dry_run
 from stage_runs import TEACHER, weights, write_recipe
 
 base, straight = stage_runs.base, stage_runs.straight
@@ -69,6 +72,34 @@ def test_a_model_that_does_not_fit_is_only_described(base, text_folder, tmp_path
     assert stage.trained == 32 * 4096 * (4096 + 2048)
     assert stage.teacher == 2 * 6_738_415_616  # in the dtype of its files
     assert cost.seconds is None and stage.seconds is None and stage.peak is None
+
+
+def test_batches_are_shared_out_as_in_training():
+    words = ["--model.hidden_size=32", "--model.num_layers=1", "--model.num_heads=2"]
+    words.append("--training.global_batch_size=8")
+    shared = ["--training.micro_batch_size=2", "--training.context_parallel=2"]
+    recipe = load_recipe(None, words + shared)
+    two = SimpleNamespace(num_processes=2)
+    [stage] = recipe.run_stages
+    assert _sizes(recipe, stage, _vocabulary(recipe), two, False).passes == 4
+    for refused, message in [
+        (shared, "context_parallel must divide the number of processes, got 2 and 1"),
+        (["--training.micro_batch_size=16"], "must be a multiple of micro_batch_size"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            dry_run(load_recipe(None, words + refused))
+
+
+def test_a_first_step_that_compiles_is_not_the_time_of_a_step(monkeypatch):
+    times = iter([0.0, 0.0, 100.0, 100.0, 101.0])
+    monkeypatch.setattr(_Clock, "_now", lambda self: next(times))
+    clock, control = _Clock(3), SimpleNamespace(should_training_stop=False)
+    clock.on_train_begin(None, None, control)
+    for step in (1, 2):
+        assert not control.should_training_stop
+        clock.on_step_begin(None, None, control)
+        clock.on_step_end(None, SimpleNamespace(global_step=step), control)
+    assert control.should_training_stop and clock.last == [100.0, 1.0]
 
 
 def test_too_large_for_the_device(base, text_folder, tmp_path, monkeypatch):

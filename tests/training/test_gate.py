@@ -5,12 +5,14 @@ import torch
 from transformers import TrainerCallback
 
 import stage_runs
+from coca_attention.data import load_tokenizer
 from coca_attention.data.passkey import ANSWER, encoder
 from coca_attention.errors import UserError
 from coca_attention.evaluation import Session, Subject
 from coca_attention.evaluation.passkey import PasskeySettings, evaluate_passkey
 from coca_attention.report.training import training_sections
 from coca_attention.training import load_recipe, read_summary, train
+from coca_attention.training.data import load_data
 from coca_attention.training.retrieval import SEED, Retrieval, load_retrieval
 from coca_attention.training.run import what_was_kept
 from conftest import tiny_model
@@ -115,6 +117,10 @@ def test_a_length_without_room_is_refused_before_training(base, text_folder, tmp
     path = write_recipe(base, text_folder, tmp_path / "recipe.yaml", TEACHER)
     with pytest.raises(UserError, match=r"validation\.passkeys: a text of 16 tokens is too short"):
         train(load_recipe(path, ["--validation.passkeys=1"]), tmp_path / "run")
+    # Found out before the text is read, which can take hours.
+    unread = load_recipe(path, ["--validation.passkeys=1", "--data.source=missing"])
+    with pytest.raises(UserError, match=r"validation\.passkeys: a text of 16 tokens is too short"):
+        load_data(unread, load_tokenizer(base))
 
 
 def test_a_run_measures_resumes_and_says_what_was_kept(base, text_folder, tmp_path, monkeypatch):

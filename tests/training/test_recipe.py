@@ -9,6 +9,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from coca_attention.errors import UserError
 from coca_attention.ops import FORMS
 from coca_attention.training import Recipe, as_yaml, load_recipe, model_config
 from coca_attention.training.trainer import learning_rate_share, training_arguments
@@ -103,6 +104,25 @@ def test_overrides_win_over_the_file_and_the_rest_is_default(tmp_path):
     assert recipe.data.source == "x.txt"
     assert load_recipe(path, ["--data.block-length", "64"]).data.block_length == 64
     assert recipe.model.num_layers == Recipe().model.num_layers
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--data.held_out=0", "x.npy has token ids, which need data.tokenizer"),
+        ("--data.tokenizer=t", "x.npy has token ids, not documents.* set data.held_out to 0"),
+        ("--model.start=m", "set data.held_out to 0"),
+        ("--data.tokenizer=t --data.held_out=0", None),
+        ("--model.start=m --data.held_out=0", None),
+    ],
+)
+def test_token_ids_need_a_tokenizer_and_have_no_documents(words, message):
+    given = ["--data.source=x.npy", *words.split()]
+    if message is None:
+        load_recipe(None, given)
+        return
+    with pytest.raises(UserError, match=message):
+        load_recipe(None, given)
 
 
 def test_the_written_recipe_reads_back_equal(tmp_path):

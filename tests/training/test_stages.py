@@ -358,6 +358,12 @@ def test_a_weight_that_the_dtype_cannot_hold_is_not_saved(base, text_folder, tmp
     with pytest.raises(UserError, match=r"embed_tokens.* too large for float16: set model.dtype"):
         train(recipe, tmp_path / "run")
     assert not (tmp_path / "run" / "model.safetensors").exists()
+    again = load_recipe(path, ["--model.dtype", "bfloat16", "--validation.every", "null"])
+    run = train(again, tmp_path / "run")
+    assert load_recipe(run / "recipe.yaml").model.dtype == "bfloat16"
+    assert {weight.dtype for weight in weights(run).values()} == {torch.bfloat16}
+    with pytest.raises(UserError, match=r"another recipe \(different: model.dtype\)"):
+        train(recipe, run)
 
 
 def test_the_record_names_the_sizes_and_steps_of_the_run(straight):

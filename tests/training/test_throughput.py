@@ -5,13 +5,20 @@ import copy
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, MixtralConfig, TrainerCallback
 
 from coca_attention.errors import UserError
 from coca_attention.training import load_recipe, read_summary, train
 from coca_attention.training.chunks import chunk_loss
 from coca_attention.training.model import model_config
-from coca_attention.training.throughput import Meter, mean_keys, peak_flops, training_flops
+from coca_attention.training.throughput import (
+    DEVICES,
+    Meter,
+    in_words,
+    mean_keys,
+    peak_flops,
+    training_flops,
+)
 from families import FAMILIES, vanilla
 
 LENGTH = 24
@@ -66,6 +73,28 @@ def test_peaks_are_for_half_precision_on_known_devices():
     assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
     assert peak_flops("NVIDIA H100 80GB HBM3", "float32") is None
     assert peak_flops("cpu", "bfloat16") is None
+    assert peak_flops("NVIDIA L40", "bfloat16") == 181e12
+    assert peak_flops("NVIDIA GB200", "bfloat16") == 2500e12
+    assert all(peak_flops(f"NVIDIA {name}", "float16") == DEVICES[name][0] for name in DEVICES)
+    for other in ("A100-SXM4-40GB MIG 1g.5gb", "GeForce RTX 4090 Laptop GPU", "RTX 4090 D", "L400"):
+        assert peak_flops(f"NVIDIA {other}", "bfloat16") is None
+
+
+def test_operations_that_are_not_known_are_not_reported():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        experts = AutoModelForCausalLM.from_config(MixtralConfig(**sizes, **heads))
+    assert training_flops(experts, 16) is None
+    split = vanilla("Llama")
+    assert training_flops(split, 16) is not None
+    split.lm_head.weight = torch.nn.Parameter(torch.empty(0))  # as ZeRO-3 leaves it
+    assert training_flops(split, 16) is None
+    meter = Meter(tokens=100, flops=None, peak=1000)
+    meter.start(1)
+    meter.stop(2)
+    figures = meter.take()
+    assert figures.keys() == {"tokens_per_second"} and in_words(figures).endswith(" tokens/s")
 
 
 def test_the_meter_leaves_out_what_happens_between_steps(monkeypatch):

@@ -25,6 +25,7 @@ from coca_attention.data.documents import (
     DataError,
     Document,
     SourceSettings,
+    check_held_out,
     held_out,
     source_files,
 )
@@ -90,11 +91,7 @@ def tokenise(
         DataError: If the source cannot be read, is empty, or changes while it is read.
     """
     if source.source.endswith(TOKENS):
-        if share or from_held_out:
-            raise UserError(
-                f"{source.source} has token ids, not documents, so none can be held out: set "
-                "data.held_out to 0 and, to validate, validation.source"
-            )
+        check_held_out(source.source, share or from_held_out)
         return read_tokens(source.source, tokenizer, max_tokens=max_tokens)
 
     def documents() -> Iterator[Document]:

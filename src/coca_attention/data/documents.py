@@ -111,6 +111,15 @@ def source_files(source: str) -> list[Path]:
     return find_files(source)
 
 
+def check_held_out(source: str, share: float) -> None:
+    """Raise UserError if a source is a file of token ids, and a share of it is to be held out."""
+    if share and source.endswith(TOKENS):
+        raise UserError(
+            f"{source} has token ids, not documents, so none can be held out: set data.held_out to "
+            "0 and, to validate, validation.source"
+        )
+
+
 def held_out(document: Document, share: float) -> bool:
     """Whether a document belongs to the held-out split.
 

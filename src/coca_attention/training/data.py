@@ -71,6 +71,8 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
         UserError: If a source is missing, malformed or too short, or a cache cannot be written.
     """
     data = recipe.data
+    # Before the text is read, which can take hours.
+    retrieval = load_retrieval(recipe, tokenizer)
     read = _blocks_read(recipe) if data.mixture else None
     texts: dict[str, TokenText] = {}
     blocks: dict[str, Any] = {}
@@ -101,7 +103,6 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
     fingerprint = {
         name: {"tokens": len(text.tokens), "sha256": text.sha256} for name, text in texts.items()
     }
-    retrieval = load_retrieval(recipe, tokenizer)
     return TrainingData(dataset, validation, retrieval, fingerprint, epochs)
 
 

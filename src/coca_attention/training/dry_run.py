@@ -39,7 +39,8 @@ from coca_attention.training.trainer import RecipeTrainer, training_arguments
 
 ADAM_STATES = 2  # of AdamW, for every trained weight
 LONGEST = 60.0
-"""Seconds after which no further step of a stage is measured."""
+"""Seconds after which no further step of a stage is measured; a second one always is, as the first
+may compile."""
 
 
 @dataclass
@@ -136,7 +137,8 @@ def dry_run(recipe: Recipe, *, steps: int = 3) -> RunCost:
             not read whole: the time of a step is that of its micro-batches and its update.
 
     Raises:
-        UserError: If the start, the teacher or the tokenizer cannot be loaded or does not fit.
+        UserError: If the start, the teacher or the tokenizer cannot be loaded or does not fit, or
+            the batch sizes do not divide.
     """
     recipe.check()
     state: Any = PartialState(cpu=not torch.accelerator.is_available())
@@ -186,6 +188,7 @@ def _sizes(
 ) -> StageCost:
     """The cost of a stage as far as the shapes of its model say."""
     settings = stage.settings(recipe.training)
+    arguments = training_arguments(settings, Path(), state.num_processes)
     model = _stage_model(recipe, stage, vocabulary, _blocks(recipe, vocabulary, 1), empty=True)
     trained, parameters = parameter_counts(model)
     teacher = 0
@@ -203,7 +206,7 @@ def _sizes(
         parameters,
         trained,
         settings.steps,
-        settings.global_batch_size // (settings.micro_batch_size * state.num_processes),
+        arguments.gradient_accumulation_steps,
         settings.global_batch_size * recipe.data.block_length,
         _bytes(model) // shares,
         gradients // shares,
@@ -241,7 +244,7 @@ def _measure(recipe: Recipe, cost: RunCost, vocabulary: Any, steps: int) -> None
     """Fill in what only running shows."""
     for stage, found in zip(recipe.run_stages, cost.stages, strict=True):
         settings = stage.settings(recipe.training)
-        per_pass = settings.micro_batch_size * cost.processes
+        per_pass = settings.global_batch_size // found.passes
         settings = replace(
             settings, global_batch_size=min(found.passes, 2) * per_pass, report_to=[]
         )
@@ -321,7 +324,8 @@ class _Clock(TrainerCallback):
             self.peak = torch.cuda.max_memory_allocated()
         else:
             self.peak = int(resident_megabytes("VmHWM") * 1e6)
-        if state.global_step > self.steps or self.at - self.began > LONGEST:
+        late = len(self.last) > 1 and self.at - self.began > LONGEST
+        if late or state.global_step > self.steps:
             control.should_training_stop = True
 
     def _lap(self) -> float:

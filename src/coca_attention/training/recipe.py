@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from coca_attention.data.documents import TOKENS, check_held_out
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.options import OptionParser, check_sections, from_file
 from coca_attention.settings import form_names
@@ -62,6 +63,15 @@ class Recipe:
             with error_prefix(f"{name}."):
                 getattr(self, name).check()
         data, validation = self.data, self.validation
+        sources = [source.source for source in data.sources.values()]
+        for source in [*sources, validation.source or ""]:
+            if source.endswith(TOKENS) and not (data.tokenizer or self.model.start):
+                raise UserError(
+                    f"{source} has token ids, which need data.tokenizer: set it to the tokenizer "
+                    "that the file was made with"
+                )
+        for source in sources:
+            check_held_out(source, data.held_out)
         no_held_out = data.mixture or not data.held_out
         if validation.every is not None and validation.source is None and no_held_out:
             why = "data.mixture is set" if data.mixture else "data.held_out is 0"

@@ -163,8 +163,10 @@ def claim_folder(
     path = output / RECIPE_FILE
     if path.is_file():
         found = load_recipe(path)
-        # Neither has an influence on what is computed.
-        free = ("data.cache", "training.context_parallel")
+        # None of them has an influence on what is trained; model.dtype is that of the saved model.
+        free = {"data.cache", "training.context_parallel"}
+        if not is_finished(output):
+            free.add("model.dtype")
         changed = [n for n in differences(found.resolved(), recipe.resolved()) if n not in free]
         before, after = found.training.steps, recipe.training.steps
         if changed == ["training.steps"] and before < after and not recipe.stages:
@@ -180,6 +182,8 @@ def claim_folder(
                 f"{output} holds a run of another recipe (different: {', '.join(changed)}); choose "
                 "another --output, or remove the folder"
             )
+        if found.model.dtype != recipe.model.dtype:
+            write_text(path, as_yaml(recipe, sizes))
         return None
     # A start that was killed may have left partial files.
     there = output.iterdir() if output.is_dir() else []
