@@ -223,7 +223,8 @@ def split_sequences(model: PreTrainedModel, group: "dist.ProcessGroup") -> None:
     if any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise UserError(f"context parallelism is for causal models, got {type(model).__name__}")
     # Attention of other classes may ignore the attention function, or count positions itself.
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    adapted: Any = model
+    inner = adapted.get_base_model() if hasattr(model, "get_base_model") else model
     if family_of(inner) is None:
         raise UserError(
             f"context parallelism is for CoCA and rotary models of {supported_families(inner)}; "
