@@ -8,7 +8,7 @@ import pytest
 
 from coca_attention.cli import main
 from conftest import some_text, tiny_model
-from families import CELLS, readme_table
+from families import CELLS, readme_table, vanilla
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -25,10 +25,11 @@ def test_the_table_of_families_is_what_the_tests_say():
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch, tokenizer):
-    """A folder with what the README's examples speak of: a quickstart's model, and books."""
-    folder = tmp_path / "runs" / "quickstart" / "CoCA-Strict"
-    tiny_model("strict").save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    """A folder with what the README's examples speak of: a quickstart's models, and books."""
+    for name, made in (("CoCA-Strict", tiny_model("strict")), ("RoFormer", vanilla("GPT-NeoX"))):
+        folder = tmp_path / "runs" / "quickstart" / name
+        made.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     (tmp_path / "books").mkdir()
     for index in range(3):
         (tmp_path / "books" / f"{index}.txt").write_text(some_text(3000, seed=index))
@@ -51,7 +52,7 @@ def test_coca_commands_run(workplace, capsys):
         if line.startswith("coca ")
     ]
     kinds = {command[1] for command in commands}
-    assert kinds == {"train", "eval", "analyze", "generate", "report", "info"}
+    assert kinds == {"convert", "train", "eval", "analyze", "generate", "report", "info"}
     for command in commands:
         if command[1] == "train":
             recipe = Path(__file__).parents[1] / command[2]
