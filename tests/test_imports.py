@@ -30,13 +30,16 @@ MAY_IMPORT = {
     "lm_eval": set(),
     "data": {"settings", "lazy", "errors", "environment", "hub"},
     "training": {
-        "settings", "lazy", "ops", "layers", "models", "data", "errors", "environment", "options",
+        "fields", "settings", "lazy", "ops", "layers", "models", "data", "errors", "environment",
+        "options",
     },
     "evaluation": {
-        "settings", "ops", "layers", "models", "data", "errors", "environment", "options",
+        "fields", "settings", "ops", "layers", "models", "data", "errors", "environment", "options",
         "intervals",
     },
-    "analysis": {"lazy", "ops", "layers", "models", "data", "errors", "environment", "intervals"},
+    "analysis": {
+        "fields", "lazy", "ops", "layers", "models", "data", "errors", "environment", "intervals",
+    },
     "benchmarks": {"lazy", "ops", "layers", "models", "testing", "errors", "environment"},
     "report": {"errors", "environment", "intervals"},
     "registry": {"ops", "models", "evaluation", "benchmarks", "report", "errors"},

@@ -6,8 +6,9 @@ from transformers import AutoModelForCausalLM
 
 from coca_attention import convert
 from coca_attention.errors import UserError
+from coca_attention.fields import attention_of
 from coca_attention.models import Roles, StreamingCache
-from coca_attention.models.configuration import attention_of, rotation
+from coca_attention.models.configuration import rotation
 from coca_attention.ops import coca_attention
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from families import FAMILIES, vanilla

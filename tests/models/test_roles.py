@@ -11,9 +11,10 @@ from coca_attention import convert
 from coca_attention.analysis import AnalysisSettings, analyze, collect_layers
 from coca_attention.analysis.shift import score_rows
 from coca_attention.errors import UserError
+from coca_attention.fields import attention_of
 from coca_attention.models import Roles, set_rotary_scaling
 from coca_attention.models import attention as attention_module
-from coca_attention.models.configuration import attention_of, rotation
+from coca_attention.models.configuration import rotation
 from coca_attention.ops import attend, oracle
 from coca_attention.testing import (
     assert_consistent,

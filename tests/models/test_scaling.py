@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from coca_attention import convert
+from coca_attention.fields import rope_parameters
 from coca_attention.models import set_rotary_scaling, training_length
-from coca_attention.models.configuration import rope_parameters, rotation
+from coca_attention.models.configuration import rotation
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from conftest import VOCABULARY, tiny_model
 from families import FAMILIES, collinear, vanilla

@@ -5,13 +5,14 @@ import torch
 
 from coca_attention import convert
 from coca_attention.errors import UserError
+from coca_attention.fields import GLOBAL, LOCAL
 from coca_attention.models import (
     AlibiGPTNeoXConfig,
     AlibiGPTNeoXForCausalLM,
     StreamingCache,
     set_rotary_scaling,
 )
-from coca_attention.models.configuration import GLOBAL, LOCAL, has_own_roles
+from coca_attention.models.configuration import has_own_roles
 from coca_attention.models.half_cache import KeyPositions
 from coca_attention.testing import difference, logits, some_tokens
 from families import SIZES, collinear, vanilla

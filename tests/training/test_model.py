@@ -3,7 +3,8 @@
 import pytest
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import attention_of, rotation
+from coca_attention.fields import attention_of
+from coca_attention.models.configuration import rotation
 from coca_attention.training.model import _load_start, model_config
 from coca_attention.training.recipe import Recipe
 from coca_attention.training.sections import DataRecipe, ModelRecipe

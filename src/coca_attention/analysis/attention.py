@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.errors import UserError
+from coca_attention.fields import attention_of, free_pairs, head_width
 from coca_attention.models import attention as collinear
-from coca_attention.models.configuration import attention_of, free_pairs, head_width, rotation
+from coca_attention.models.configuration import rotation
 
 SDPA = "sdpa"
 

@@ -58,7 +58,7 @@ class Subject:
     @property
     def attention(self) -> str | None:
         """The name of a CoCA model's score form, ``rope``, ``alibi``, or None for any other."""
-        from coca_attention.models.configuration import attention_of
+        from coca_attention.fields import attention_of
 
         return attention_of(self.model.config.get_text_config())
 

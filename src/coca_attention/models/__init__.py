@@ -5,6 +5,7 @@ Importing this package also adds our own rope types, such as ``ntk``, to Transfo
 
 from transformers import AutoModel, AutoModelForCausalLM
 
+from coca_attention.fields import training_length
 from coca_attention.imports import when_imported
 from coca_attention.models.adapters import add_default_targets
 from coca_attention.models.alibi import (
@@ -12,7 +13,7 @@ from coca_attention.models.alibi import (
     AlibiGPTNeoXForCausalLM,
     AlibiGPTNeoXModel,
 )
-from coca_attention.models.configuration import add_rope_types, training_length
+from coca_attention.models.configuration import add_rope_types
 from coca_attention.models.context_parallel import split_sequences
 from coca_attention.models.conversion import convert, load_original
 from coca_attention.models.families import CLASSES, FAMILIES, register, register_family

@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers.utils import cached_file
 
-from coca_attention.models.configuration import (
+from coca_attention.fields import (
     GLOBAL,
     attention_of,
     free_pairs,

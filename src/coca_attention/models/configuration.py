@@ -7,10 +7,9 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from coca_attention.fields import (  # noqa: F401 (other modules take them from here)
+from coca_attention.fields import (
     GLOBAL,
     LOCAL,
-    attention_of,
     free_pairs,
     head_width,
     rope_parameters,

@@ -16,15 +16,13 @@ from transformers.masking_utils import (
     find_packed_sequence_indices,
 )
 
+from coca_attention.fields import GLOBAL, LOCAL, rope_parameters
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.cards import push_card
 from coca_attention.models.configuration import (
-    GLOBAL,
-    LOCAL,
     check_cache_kind,
     check_continuous_batching,
     has_own_roles,
-    rope_parameters,
     rotation,
 )
 from coca_attention.models.half_cache import KeyPositions

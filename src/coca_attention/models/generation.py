@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import training_length
+from coca_attention.fields import training_length
 from coca_attention.models.scaling import set_rotary_scaling
 
 

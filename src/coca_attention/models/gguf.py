@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import GLOBAL, LOCAL, free_pairs, head_width, rotation
+from coca_attention.fields import GLOBAL, LOCAL, free_pairs, head_width
+from coca_attention.models.configuration import rotation
 from coca_attention.models.loading import load_model
 from coca_attention.ops.positions import Rotation
 from coca_attention.ops.positions.rules import unscaled_frequencies

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import GLOBAL, LOCAL
+from coca_attention.fields import GLOBAL, LOCAL
 from coca_attention.settings import check_letters
 
 LETTERS = {"l": LOCAL, "g": GLOBAL}

@@ -7,11 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import (
-    ROTATION_FIELDS,
-    rope_parameters,
-    training_length,
-)
+from coca_attention.fields import rope_parameters, training_length
+from coca_attention.models.configuration import ROTATION_FIELDS
 from coca_attention.models.rotary import CoCARotary, VanillaRotary
 from coca_attention.ops import RULES
 from coca_attention.ops.positions import NTK

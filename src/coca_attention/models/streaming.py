@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import GLOBAL, LOCAL, rope_parameters, rotation
+from coca_attention.fields import GLOBAL, LOCAL, rope_parameters
+from coca_attention.models.configuration import rotation
 from coca_attention.models.families import family_of, supported_families
 from coca_attention.models.half_cache import KeyPositions, rotary_is_by_layer
 from coca_attention.ops import KeyFrames

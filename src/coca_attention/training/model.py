@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from coca_attention.errors import UserError
+from coca_attention.fields import attention_of, rope_parameters
 from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
-from coca_attention.models.configuration import attention_of, rope_parameters
 from coca_attention.models.conversion import convert
 from coca_attention.models.loading import load_model, model_without_weights
 from coca_attention.models.roles import Roles, rotation_fields

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from coca_attention.environment import read_json, write_json
 from coca_attention.errors import UserError
+from coca_attention.fields import attention_of
 from coca_attention.models.cards import write_card
-from coca_attention.models.configuration import attention_of
 from coca_attention.models.loading import load_model, model_without_weights
 from coca_attention.training.data import TrainingData
 from coca_attention.training.fit import curve, fit, save_trained, validation_curve

@@ -9,12 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, initialization
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import (
-    GLOBAL,
-    head_width,
-    rope_parameters,
-    training_length,
-)
+from coca_attention.fields import GLOBAL, head_width, rope_parameters, training_length
 from coca_attention.models.conversion.calibration import (
     attention_inputs,
     calibrate_t_projection,
