@@ -2,11 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from coca_attention.intervals import (
     DocumentScore,
     bootstrap_interval,
+    fit_power_law,
     mean_interval,
     paired_ratio_interval,
     perplexity,
@@ -61,3 +63,26 @@ def test_the_interval_of_a_mean():
     assert mean_interval(values, seed=0) == (low, high)
     assert mean_interval([0.3, 0.3], seed=1) == pytest.approx((0.3, 0.3))
     assert mean_interval([1.0], seed=0) is None
+
+
+def test_a_power_law_is_found_and_its_interval_covers_it():
+    sizes = [1e5, 2e5, 4e5, 8e5]
+    fit = fit_power_law(sizes, [3.0 * n**-0.1 for n in sizes])
+    assert fit is not None and fit.exponent == pytest.approx(-0.1)
+    assert fit.at(7e9) == pytest.approx((3.0 * 7e9**-0.1,) * 3)
+    generator = np.random.default_rng(0)
+    covered = dict.fromkeys((4e5, 3.5e8), 0)
+    for _ in range(200):
+        noisy = [3.0 * n**-0.1 * math.exp(generator.normal(0, 0.05)) for n in sizes]
+        fit = fit_power_law(sizes, noisy)
+        assert fit is not None
+        for size in covered:
+            _, low, high = fit.at(size)
+            covered[size] += low <= 3.0 * size**-0.1 <= high
+    assert all(183 <= hits <= 198 for hits in covered.values()), covered
+
+
+def test_a_power_law_needs_three_runs_of_two_sizes_and_finite_figures():
+    assert fit_power_law([1e5, 2e5], [1.0, 2.0]) is None
+    assert fit_power_law([1e5] * 3, [1.0, 2.0, 3.0]) is None
+    assert fit_power_law([1e5, 2e5, 3e5], [1.0, math.inf, 3.0]) is None

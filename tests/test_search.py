@@ -127,6 +127,23 @@ def test_what_has_changed_is_done_again_or_refused(small, tmp_path, here):
     assert here == [] and len(cells(results)) == 1
 
 
+def test_every_size_is_a_search_of_its_own(small, tmp_path, here):
+    sizes = "{small: {}, large: {model.hidden_size: 32}}"
+    wanted = load_search(small, ["--rungs=[{steps: 4}]", "--grid={}", f"--sizes={sizes}"])
+    found = cells(search(wanted, tmp_path / "out"))
+    assert [(c["search"], c["model"], c["kept"]) for c in found] == [
+        ("small", "none", True),
+        ("large", "none", True),
+    ]
+    assert found[1]["overrides"]["model.hidden_size"] == 32
+    assert found[0]["training"]["parameters"] < found[1]["training"]["parameters"]
+    assert cells(tmp_path / "out" / "large" / "results.json") == found[1:]
+    with pytest.raises(UserError, match=r"sizes are named by letters, .* got 'a/b'"):
+        load_search(small, ["--sizes={a/b: {}}"])
+    with pytest.raises(UserError, match=r"size s: trial none: .*hidden"):
+        load_search(small, ["--sizes={s: {model.hidden: 1}}"])
+
+
 def test_a_trial_that_fails_is_kept_as_failed_and_the_others_go_on(small, tmp_path, here):
     asked = load_search(small, ["--rungs=[{steps: 4}]", "--grid={training.learning_rate: [0.03]}"])
     asked.trials["broken"] = {"data.source": str(tmp_path / "nowhere")}

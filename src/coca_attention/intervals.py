@@ -1,4 +1,4 @@
-"""Intervals of measured figures: bootstrap over documents or prompts, Wilson for shares."""
+"""Intervals of figures: bootstrap (documents, prompts), Wilson (shares), Student (trends)."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -104,6 +104,56 @@ def wilson_interval(hits: int, trials: int, z: float = 1.959964) -> tuple[float,
     low = 0.0 if hits == 0 else max(0.0, middle - half)
     high = 1.0 if hits == trials else min(1.0, middle + half)
     return low, high
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """y = a x^b, fitted to log y by least squares.
+
+    Attributes:
+        exponent: b.
+        half: Half the width of the exponent's 95 % interval.
+        centre: Mean of log x and of log y.
+        spread: Sum of squares of log x about their mean.
+        error: Standard error of a run times Student's 97.5 % quantile.
+        runs: Number of runs fitted.
+    """
+
+    exponent: float
+    half: float
+    centre: tuple[float, float]
+    spread: float
+    error: float
+    runs: int
+
+    def at(self, x: float) -> tuple[float, float, float]:
+        """The trend at x and the ends of its 95 % interval, which holds if the law does."""
+        away = math.log(x) - self.centre[0]
+        middle = self.centre[1] + self.exponent * away
+        half = self.error * math.sqrt(1 / self.runs + away**2 / self.spread)
+        low, high = (min(middle + sign * half, LARGEST_EXPONENT) for sign in (-1, 1))
+        return math.exp(min(middle, LARGEST_EXPONENT)), math.exp(low), math.exp(high)
+
+
+def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw | None:
+    """The power law of positive values, or None for fewer than three runs or two different x."""
+    if len(x) < 3 or len(set(x)) < 2 or not all(map(math.isfinite, y)):
+        return None
+    across, up = np.log(x), np.log(y)
+    centre = float(across.mean()), float(up.mean())
+    across, up = across - centre[0], up - centre[1]
+    spread = float(across @ across)
+    exponent = float(across @ up) / spread
+    rest = up - exponent * across
+    freedom = len(x) - 2
+    error = math.sqrt(float(rest @ rest) / freedom) * _student(freedom)
+    return PowerLaw(exponent, error / math.sqrt(spread), centre, spread, error, len(x))
+
+
+def _student(freedom: int) -> float:
+    """Student's 97.5 % quantile, to half a percent, from draws of a fixed seed."""
+    draws = np.random.default_rng(0).standard_t(freedom, 2_000_000)
+    return float(np.quantile(np.abs(draws), 0.95))
 
 
 def _resampled_means(scores: Sequence[DocumentScore], seed: int, resamples: int) -> np.ndarray:

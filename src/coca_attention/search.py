@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +21,7 @@ from typing import IO, Any
 import yaml
 
 from coca_attention.environment import (
+    available_cores,
     check_writable,
     describe_environment,
     keep_other_results,
@@ -72,6 +73,10 @@ class Search:
     {RoFormer: {model.attention: rope}}."""
     grid: dict[str, list[Any]] = field(default_factory=dict)
     """Options of the recipe and values of each; all combinations are further trials."""
+    sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Sizes by name, each with options of the recipe, such as {0.2M: {model.hidden_size: 64}}.
+    Every size is a search of its own in a folder of its name, and the report draws trends over
+    all."""
     rungs: list[Rung] = field(default_factory=list)
     """The rounds, from short to long training."""
     rank: dict[str, list[int]] = field(default_factory=dict)
@@ -92,8 +97,18 @@ class Search:
             found[name] = options
         return found
 
+    def of_size(self, size: str) -> "Search":
+        """The search among the trials of one size."""
+        trials = {name: self.sizes[size] | options for name, options in self.overrides.items()}
+        return replace(self, trials=trials, grid={}, sizes={})
+
     def check(self) -> None:
         """Raise UserError where settings contradict each other, or a trial is no valid recipe."""
+        for size in self.sizes:
+            if _folder_name(size) != size:
+                raise UserError(f"sizes are named by letters, digits or . _ = -, got {size!r}")
+            with error_prefix(f"size {size}: "):
+                self.of_size(size).check()
         trials = self.overrides
         for name, wanted in (
             ("recipe", "the path of a recipe"),
@@ -265,7 +280,7 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
 
     Returns:
         The result file: a cell per trial, rung and seed, with the evaluation's cells. It is
-        written anew whenever a trial ends.
+        written anew whenever a trial ends, or a size.
 
     Raises:
         UserError: If the search is invalid, a folder holds a trial of another recipe, or all
@@ -273,9 +288,19 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
     """
     search.check()
     output = Path(output)
-    results = output / RESULTS_FILE
-    check_writable(results)
-    environment = {**describe_environment(), "threads": 1}
+    check_writable(output / RESULTS_FILE)
+    if not search.sizes:
+        return _halve(search, output, progress)
+    cells: list[Cell] = []
+    for size in search.sizes:
+        found = _halve(search.of_size(size), output / size, progress)
+        cells += json.loads(found.read_text(encoding="utf-8"))["results"]
+        _write(search, cells, output)
+    return output / RESULTS_FILE
+
+
+def _halve(search: Search, output: Path, progress: Progress | None) -> Path:
+    """All rungs of a search with one size."""
     trials, planned = search.overrides, 0
     earlier: list[Cell] = []
     remaining = len(trials)
@@ -285,9 +310,7 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
 
     def save(cells: list[Cell]) -> None:
         found = [*earlier, *cells]
-        content = {"results": found, "search": asdict(search), "environment": environment}
-        keep_other_results(results, "search", content["search"])
-        write_json(results, content)
+        _write(search, found, output)
         if progress is not None:
             failed = sum(cell["status"] == "failed" for cell in found)
             progress(f"trials ({failed} failed)" if failed else "trials", len(found), planned)
@@ -299,7 +322,7 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
             for seed in rung.seeds
         ]
         save([])
-        workers = search.workers or environment["cores"]
+        workers = search.workers or available_cores()
         cells = asyncio.run(_run_jobs(jobs, workers, save))
         ranks = mean_ranks(cells, search.rank)
         best = sorted(ranks, key=ranks.__getitem__)
@@ -311,11 +334,22 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
             failed = next(cell for cell in cells if cell["error"])
             raise UserError(
                 f"no trial of rung {number} finished with every seed; the first error, of "
-                f"{failed['model']}: {failed['error']} (results: {results})"
+                f"{failed['model']}: {failed['error']} (results: {output / RESULTS_FILE})"
             )
         earlier += cells
         trials = {name: trials[name] for name in trials if name in best}
-    return results
+    return output / RESULTS_FILE
+
+
+def _write(search: Search, cells: list[Cell], output: Path) -> None:
+    content = {
+        "results": cells,
+        "search": asdict(search),
+        "environment": {**describe_environment(), "threads": 1},
+    }
+    results = output / RESULTS_FILE
+    keep_other_results(results, "search", content["search"])
+    write_json(results, content)
 
 
 def mean_ranks(records: Sequence[Cell], rank: dict[str, list[int]]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from coca_attention.report.scaling import scaling_sections
 from coca_attention.report.section import Entry, Section, Table
 
 Cell = dict[str, Any]
@@ -11,11 +12,11 @@ SIZES = {"perplexity": "window", "passkey": "length", "needles": "length"}
 
 
 def search_sections(cells: Sequence[Cell]) -> list[Section]:
-    """A leaderboard for every rung, the last one first, and the trials that failed."""
+    """Trends over sizes, a leaderboard for every rung, the last one first, and what failed."""
     rungs: dict[tuple[str, int], list[Cell]] = {}
     for cell in cells:
         rungs.setdefault((cell["search"], -cell["rung"]), []).append(cell)
-    sections = [_leaderboard(rungs[key]) for key in sorted(rungs)]
+    sections = [*scaling_sections(cells), *(_leaderboard(rungs[key]) for key in sorted(rungs))]
     failed = [cell for cell in cells if cell["error"]]
     if failed:
         rows = [[c["model"], str(c["rung"]), str(c["seed"]), c["error"]] for c in failed]
