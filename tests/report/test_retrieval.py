@@ -5,15 +5,13 @@ from itertools import pairwise
 
 import pytest
 
-from coca_attention.report import build_report, printed_tables
+from coca_attention.report import build_report, paper, printed_tables
 from coca_attention.report.lines import by_line, strict_minus_slack
 from coca_attention.report.passkey import (
     distance_edges,
     passkey_findings,
-    passkey_paper,
     passkey_sections,
 )
-from coca_attention.report.perplexity import perplexity_paper
 from coca_attention.report.results import all_cells
 from coca_attention.report.tasks import by_task
 
@@ -135,16 +133,22 @@ def test_strict_is_compared_with_slack_as_in_the_papers_table_3():
 
 def test_the_papers_figures_are_shown_where_they_compare_or_are_asked_for():
     other = [passkey("m", 512, 3, trained=256)]
-    table, differences = passkey_paper(CELLS, asked=False)
+    table, differences = paper.passkey_sections(CELLS, asked=False)
     assert table.rows[4][1:3] == ["1.00", "1.00"]
     assert differences.rows[2][:3] == ["NTK (8)", "+0.0", "−0.05"]
-    assert passkey_paper(other, asked=False) == []
-    assert passkey_paper(other, asked=True) == [table, differences]
-    assert [s.title for s in perplexity_paper(CELLS, asked=False)] == [
+    assert paper.passkey_sections(other, asked=False) == []
+    assert [s.title for s in paper.perplexity_sections(CELLS, asked=False)] == [
         "The paper’s perplexity (its Table 1, training from scratch)",
         "The paper’s perplexity, strict minus slack (its Table 3)",
     ]
-    assert perplexity_paper(other, asked=False) == []
+    assert paper.perplexity_sections(other, asked=False) == []
+    # Trained under position interpolation: Table 4.
+    (interpolated,) = paper.passkey_sections(
+        [other[0] | {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}], asked=False
+    )
+    assert interpolated.rows[1][::6] == ["LLaMA-7B + CoCA + PI", "0.99"]
+    assert paper.passkey_sections(other, asked=True) == [table, differences, interpolated]
+    assert len(paper.perplexity_sections(other, asked=True)) == 3
 
 
 def test_findings_name_who_finds_most_then_the_others():

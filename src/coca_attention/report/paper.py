@@ -6,7 +6,9 @@ from typing import Any
 from coca_attention.report.section import Section
 
 TRAINING_LENGTH = 512
+Cell = dict[str, Any]
 MODEL = "350 million parameters, training length 512 (arXiv 2309.08646)"
+BASE = "7 billion parameters, training length 2,048, then 32,768 under interpolation."
 
 # Table 1, training from scratch: perplexity on 100 PG-19 documents, stride 512, training length
 # 512. "inf" and "OOM" as printed.
@@ -45,28 +47,65 @@ TABLE_3_PASSKEY: dict[int, tuple[str, ...]] = {
 }
 
 
-def is_comparable(cells: Sequence[dict[str, Any]]) -> bool:
-    """Whether models of the paper's training length are among those measured."""
-    return any(cell.get("training_length") == TRAINING_LENGTH for cell in cells)
+# Table 4: LLaMA-7B trained on under position interpolation, from 2,048 tokens to 32,768.
+TABLE_4_PERPLEXITY: dict[str, tuple[str, ...]] = {
+    "LLaMA-7B + PI": ("9.06", "7.55", "7.74", "7.16", "7.04", "6.93", "7.11"),
+    "LLaMA-7B + CoCA + PI": ("9.65", "8.19", "8.37", "7.87", "7.84", "7.83", "7.96"),
+}
+TABLE_4_PASSKEY: dict[str, tuple[str, ...]] = {
+    "LLaMA-7B + PI": ("1.0", "1.0", "1.0", "1.0", "1.0", "1.0", "0.99"),
+    "LLaMA-7B + CoCA + PI": ("1.0", "1.0", "1.0", "1.0", "1.0", "0.99", "0.99"),
+}
 
 
-def perplexity_sections() -> list[Section]:
-    """The paper's Table 1, and the part of its Table 3 about perplexity."""
+def perplexity_sections(cells: Sequence[Cell], asked: bool) -> list[Section]:
+    """The paper's Table 1, and the parts of its Tables 3 and 4 about perplexity.
+
+    Those that compare with models among the cells, or all if asked for: Tables 1 and 3 with models
+    of the paper's training length, Table 4 with models trained under position interpolation.
+    """
     note = (
         f"{MODEL}, 50 billion tokens, 100 documents of PG-19, stride 512. Model sizes and texts "
         "differ: compare the shapes, not the numbers."
     )
     title = "The paper’s perplexity (its Table 1, training from scratch)"
     columns = "tokens read at once"
-    return [_table(title, columns, TABLE_1, note), _differences(columns, TABLE_3_PERPLEXITY)]
+    found = []
+    if asked or _have_its_length(cells):
+        found += [_table(title, columns, TABLE_1, note), _differences(columns, TABLE_3_PERPLEXITY)]
+    if asked or _are_interpolated(cells):
+        found.append(_table(_interpolated("perplexity"), columns, TABLE_4_PERPLEXITY, BASE))
+    return found
 
 
-def passkey_sections() -> list[Section]:
-    """The paper's Table 2, and the part of its Table 3 about passkeys."""
+def passkey_sections(cells: Sequence[Cell], asked: bool) -> list[Section]:
+    """The same of passkeys, with its Table 2 in the place of Table 1."""
     title = "The paper’s passkeys (its Table 2, training from scratch)"
     columns = "prompt length in tokens"
-    table = _table(title, columns, TABLE_2, f"{MODEL}, 100 prompts each.")
-    return [table, _differences(columns, TABLE_3_PASSKEY)]
+    found = []
+    if asked or _have_its_length(cells):
+        found.append(_table(title, columns, TABLE_2, f"{MODEL}, 100 prompts each."))
+        found.append(_differences(columns, TABLE_3_PASSKEY))
+    if asked or _are_interpolated(cells):
+        found.append(_table(_interpolated("passkeys"), columns, TABLE_4_PASSKEY, BASE))
+    return found
+
+
+def _have_its_length(cells: Sequence[Cell]) -> bool:
+    return any(cell.get("training_length") == TRAINING_LENGTH for cell in cells)
+
+
+def _are_interpolated(cells: Sequence[Cell]) -> bool:
+    """Whether a model has position interpolation of its own, and so was trained under it."""
+    return any(
+        cell["scaling"] == "none"
+        and (cell.get("rope_parameters") or {}).get("rope_type") == "linear"
+        for cell in cells
+    )
+
+
+def _interpolated(what: str) -> str:
+    return f"The paper’s {what} after training under position interpolation (its Table 4)"
 
 
 def _table(title: str, columns: str, rows: dict[str, tuple[str, ...]], note: str = "") -> Section:

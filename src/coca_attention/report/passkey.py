@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from coca_attention.intervals import wilson_interval
-from coca_attention.report import paper
 from coca_attention.report.lines import (
     Cell,
     Lines,
@@ -50,11 +49,6 @@ def passkey_sections(cells: Sequence[Cell]) -> list[Section]:
     return sections + strict_minus_slack(
         cells, "accuracy", "length", "Strict minus slack: passkeys found"
     )
-
-
-def passkey_paper(cells: Sequence[Cell], asked: bool) -> list[Section]:
-    """The paper's Tables 2 and 3, where asked for or for models of its training length."""
-    return paper.passkey_sections() if asked or paper.is_comparable(cells) else []
 
 
 def passkey_tables(cells: Sequence[Cell]) -> list[Table]:

@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from coca_attention.intervals import DocumentScore, paired_ratio_interval, perplexity
-from coca_attention.report import paper
 from coca_attention.report.figures import INK, MARKERS, draw, turns
 from coca_attention.report.lines import (
     DASHES,
@@ -87,11 +86,6 @@ def perplexity_facts(cell: Cell) -> dict[str, Any]:
     if cell.get("scaling") != "attend-last":  # has a stride of its own
         facts["stride"] = cell.get("stride")
     return facts
-
-
-def perplexity_paper(cells: Sequence[Cell], asked: bool) -> list[Section]:
-    """The paper's Tables 1 and 3, where asked for or for models of its training length."""
-    return paper.perplexity_sections() if asked or paper.is_comparable(cells) else []
 
 
 def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coca_attention.report import paper
 from coca_attention.report.angles import angle_sections, angle_table
 from coca_attention.report.attention import attention_sections, attention_tables
 from coca_attention.report.bench import bench_facts, bench_sections, bench_tables
@@ -13,14 +14,12 @@ from coca_attention.report.lines import prompt_facts
 from coca_attention.report.needles import needle_sections, needle_tables
 from coca_attention.report.passkey import (
     passkey_findings,
-    passkey_paper,
     passkey_sections,
     passkey_tables,
 )
 from coca_attention.report.perplexity import (
     perplexity_facts,
     perplexity_findings,
-    perplexity_paper,
     perplexity_sections,
     perplexity_tables,
 )
@@ -72,7 +71,7 @@ REPORTS: dict[str, TaskReport] = {
         perplexity_findings,
         "Perplexity against context length",
         perplexity_facts,
-        paper=perplexity_paper,
+        paper=paper.perplexity_sections,
     ),
     "passkey": TaskReport(
         passkey_sections,
@@ -81,7 +80,7 @@ REPORTS: dict[str, TaskReport] = {
         "Passkey retrieval",
         prompt_facts,
         "prompts",
-        passkey_paper,
+        paper.passkey_sections,
     ),
     "needles": TaskReport(
         needle_sections, needle_tables, title="Needles", facts=prompt_facts, noun="prompts"
