@@ -13,7 +13,7 @@ from coca_attention.cli import main
 from coca_attention.data import load_tokenizer
 from coca_attention.errors import UserError
 from coca_attention.training import load_recipe, read_summary
-from coca_attention.training.dry_run import _Clock, _sizes, _vocabulary, dry_run
+from coca_attention.training.dry_run import _Clock, _sizes, dry_run, vocabulary_of
 from stage_runs import TEACHER, weights, write_recipe
 
 base, straight = stage_runs.base, stage_runs.straight
@@ -81,7 +81,7 @@ def test_batches_are_shared_out_as_in_training():
     recipe = load_recipe(None, words + shared)
     two = SimpleNamespace(num_processes=2)
     [stage] = recipe.run_stages
-    assert _sizes(recipe, stage, _vocabulary(recipe), two, False).passes == 4
+    assert _sizes(recipe, stage, vocabulary_of(recipe), two, False).passes == 4
     for refused, message in [
         (shared, "context_parallel must divide the number of processes, got 2 and 1"),
         (["--training.micro_batch_size=16"], "must be a multiple of micro_batch_size"),
