@@ -90,6 +90,17 @@ def test_batches_are_shared_out_as_in_training():
             dry_run(load_recipe(None, words + refused))
 
 
+def test_a_sharded_run_is_known_by_its_arguments_or_by_its_launcher(monkeypatch):
+    def is_sharded(fsdp):
+        words = ["--model.hidden_size=32", "--model.num_layers=1", "--model.num_heads=2"]
+        words.append(f'--training.trainer={{"fsdp": {fsdp}}}')
+        return dry_run(load_recipe(None, words), steps=0).is_sharded
+
+    assert is_sharded("true") and not is_sharded("false")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert is_sharded("false")
+
+
 def test_a_first_step_that_compiles_is_not_the_time_of_a_step(monkeypatch):
     times = iter([0.0, 0.0, 100.0, 100.0, 101.0])
     monkeypatch.setattr(_Clock, "_now", lambda self: next(times))

@@ -13,9 +13,10 @@ from coca_attention.reproduce.plan import (
     make_plan,
     share_out,
     suite_of,
+    tokens_per_second,
 )
 from coca_attention.reproduce.settings import MODELS, ReproduceSettings
-from coca_attention.training.dry_run import RunCost
+from coca_attention.training.dry_run import StageCost
 from coca_attention.training.throughput import DEVICES, training_flops
 
 # For devices that are not at hand (docs/reproduce.md): the share of the peak FLOP/s; bytes of
@@ -60,14 +61,12 @@ def costs_of(settings: ReproduceSettings) -> list[Cost]:
     """
     settings.check()
     if not settings.device:
-        measured: dict[str, RunCost] = {}
+        measured: dict[str, StageCost] = {}
         plan = make_plan(settings, measured)
-        found = []
-        for name, cost in measured.items():
-            stage = cost.stages[0]
-            speed = stage.tokens_per_step / stage.step_seconds
-            found.append(_cost(settings, plan, name, stage.parameters, stage.peak, speed))
-        return found
+        return [
+            _cost(settings, plan, name, cost.parameters, cost.peak or 0, tokens_per_second(cost))
+            for name, cost in measured.items()
+        ]
     if settings.device not in DEVICES:
         raise UserError(
             f"device must be one of {', '.join(DEVICES)}, got "

@@ -18,7 +18,7 @@ from coca_attention.evaluation.suite import ScalingSettings, Suite
 from coca_attention.quickstart import SCALED
 from coca_attention.reproduce.settings import MODELS, ReproduceSettings
 from coca_attention.training import Recipe
-from coca_attention.training.dry_run import RunCost, dry_run, vocabulary_of
+from coca_attention.training.dry_run import StageCost, dry_run, vocabulary_of
 from coca_attention.training.model import make_model
 from coca_attention.training.sections import DataRecipe, ModelRecipe, TrainingRecipe
 
@@ -112,7 +112,7 @@ def load_plan(settings: ReproduceSettings) -> Plan:
     return plan
 
 
-def make_plan(settings: ReproduceSettings, costs: dict[str, RunCost] | None = None) -> Plan:
+def make_plan(settings: ReproduceSettings, costs: dict[str, StageCost] | None = None) -> Plan:
     """Decide on tokens and batches; on a GPU, or with minutes_per_model, after a few steps.
 
     Args:
@@ -133,12 +133,8 @@ def make_plan(settings: ReproduceSettings, costs: dict[str, RunCost] | None = No
     if costs is not None:
         costs.update(measured)
     if settings.minutes_per_model is not None:
-        speeds = [
-            cost.stages[0].tokens_per_step / cost.stages[0].step_seconds
-            for cost in measured.values()
-        ]
-        micro = plan.micro_batch_size
-        share_out(plan, settings, int(60 * settings.minutes_per_model * min(speeds)))
+        slowest, micro = min(map(tokens_per_second, measured.values())), plan.micro_batch_size
+        share_out(plan, settings, int(60 * settings.minutes_per_model * slowest))
         plan.micro_batch_size = min(micro, plan.micro_batch_size)
     return plan
 
@@ -167,20 +163,27 @@ def blocks_each(batch: int, processes: int = 0) -> int:
     return batch // processes
 
 
-def _fit(settings: ReproduceSettings, plan: Plan, name: str) -> RunCost:
+def _fit(settings: ReproduceSettings, plan: Plan, name: str) -> StageCost:
     """Halve the batch of a pass until a model fits into memory; return what a step costs."""
     while True:
         cost = dry_run(plan.recipe(settings, name), steps=2)
-        peak = cost.stages[0].peak
-        if not cost.why_not and (peak or 0) <= MEMORY_SHARE * cost.device_memory:
-            return cost
+        [stage] = cost.stages
+        peak = stage.peak or 0
+        if not cost.why_not and peak <= MEMORY_SHARE * cost.device_memory:
+            return stage
         if plan.micro_batch_size == 1:
             raise UserError(
                 f"{name} of size {settings.size} does not fit into {cost.device}: "
-                f"{cost.why_not or f'a step takes {(peak or 0) / 1e9:.1f} GB'}; choose a smaller "
+                f"{cost.why_not or f'a step takes {peak / 1e9:.1f} GB'}; choose a smaller "
                 "--size"
             )
         halve(plan)
+
+
+def tokens_per_second(cost: StageCost) -> float:
+    """Of the training, as measured."""
+    assert cost.step_seconds is not None
+    return cost.tokens_per_step / cost.step_seconds
 
 
 def halve(plan: Plan) -> None:
