@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "registry": {"ops", "models", "evaluation", "benchmarks", "report", "errors"},
     "quickstart": {"models", "data", "training", "evaluation", "report", "errors", "environment"},
     "reproduce": {
-        "quickstart", "data", "training", "evaluation", "report", "errors", "environment",
+        "quickstart", "lazy", "data", "training", "evaluation", "report", "errors", "environment",
     },
     "search": {"training", "evaluation", "errors", "environment", "options"},
     "cli": {

@@ -13,7 +13,7 @@ from coca_attention.cli import main
 from coca_attention.data import load_tokenizer
 from coca_attention.errors import UserError
 from coca_attention.training import load_recipe, read_summary
-from coca_attention.training.dry_run import _Clock, _sizes, _vocabulary, dry_run
+from coca_attention.training.dry_run import _Clock, _sizes, dry_run, vocabulary_of
 from stage_runs import TEACHER, weights, write_recipe
 
 base, straight = stage_runs.base, stage_runs.straight
@@ -81,13 +81,24 @@ def test_batches_are_shared_out_as_in_training():
     recipe = load_recipe(None, words + shared)
     two = SimpleNamespace(num_processes=2)
     [stage] = recipe.run_stages
-    assert _sizes(recipe, stage, _vocabulary(recipe), two, False).passes == 4
+    assert _sizes(recipe, stage, vocabulary_of(recipe), two, False).passes == 4
     for refused, message in [
         (shared, "context_parallel must divide the number of processes, got 2 and 1"),
         (["--training.micro_batch_size=16"], "must be a multiple of micro_batch_size"),
     ]:
         with pytest.raises(UserError, match=message):
             dry_run(load_recipe(None, words + refused))
+
+
+def test_a_sharded_run_is_known_by_its_arguments_or_by_its_launcher(monkeypatch):
+    def is_sharded(fsdp):
+        words = ["--model.hidden_size=32", "--model.num_layers=1", "--model.num_heads=2"]
+        words.append(f'--training.trainer={{"fsdp": {fsdp}}}')
+        return dry_run(load_recipe(None, words), steps=0).is_sharded
+
+    assert is_sharded("true") and not is_sharded("false")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert is_sharded("false")
 
 
 def test_a_first_step_that_compiles_is_not_the_time_of_a_step(monkeypatch):

@@ -317,6 +317,41 @@ def test_changed_text_is_noticed_when_a_run_resumes(text_folder, tmp_path):
         train(recipe(source, data__held_out=0.2), output)
 
 
+def test_named_fields_of_an_unfinished_run_may_change(text_folder, tmp_path):
+    run, moved = tmp_path / "run", tmp_path / "moved"
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 5
+
+    def again(fields, **changes):
+        changed = {"data__source": moved, "training__micro_batch_size": 4, **changes}
+        return train(recipe(text_folder, **changed), run, may_change=fields)
+
+    with pytest.raises(UserError, match="stopped at step 5"):
+        train(recipe(text_folder), run, callbacks=[Stop()])
+    begun = (run / "recipe.yaml").read_text()
+    shutil.copytree(text_folder, moved)
+    both = ("data.source", "training.micro_batch_size")
+    for fields, changes, refused in (
+        ((), {}, ", ".join(both)),
+        (both[:1], {}, both[1]),
+        (both, {"training__seed": 5}, "training.seed"),
+    ):
+        with pytest.raises(UserError, match=rf"another recipe \(different: {refused}\)"):
+            again(fields, **changes)
+        assert (run / "recipe.yaml").read_text() == begun
+    (moved / "zz.txt").write_text(some_text(400, seed=99))
+    with pytest.raises(UserError, match="the training text has changed"):
+        again(both)
+    (moved / "zz.txt").unlink()
+    assert is_finished(again(both))
+    assert load_recipe(run / "recipe.yaml").data.source == str(moved)
+    assert read_summary(run)["recipe"]["training"]["micro_batch_size"] == 4
+    with pytest.raises(UserError, match=r"another recipe \(different: data.source\)"):
+        again(both, data__source=text_folder)
+
+
 def test_held_out_documents_and_tokens_past_the_limit_are_never_trained_on(text_folder, tokenizer):
     documents = list(read_documents(str(text_folder)))
     chosen = recipe(text_folder, data__held_out=0.4)

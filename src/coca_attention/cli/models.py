@@ -375,7 +375,7 @@ def _print_conversion(path: str, settings: ConversionSettings, model: Any) -> No
         kinds.insert(0, before.config.model_type)
         counts.insert(0, f"{before.num_parameters():,}")
     layers = sum(isinstance(module, CollinearAttention) for module in model.modules())
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    size = model.get_memory_footprint(return_buffers=False)
     rows = [
         ["model", " → ".join(kinds)],
         ["form", settings.form],

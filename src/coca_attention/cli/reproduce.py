@@ -1,21 +1,22 @@
 """The command ``coca reproduce``."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from coca_attention.cli.console import Progress, duration, megabytes, parse, print_table
-from coca_attention.reproduce import (
-    ASSUMED_UTILIZATION,
-    Cost,
-    ReproduceSettings,
-    costs_of,
-    reproduce,
-)
+from coca_attention.reproduce.settings import ReproduceSettings
+
+if TYPE_CHECKING:
+    from coca_attention.reproduce import Cost
 
 
 def run_reproduce(words: list[str]) -> None:
     """Train the paper's models at a smaller size and evaluate them as the paper does."""
     settings = parse("coca reproduce", run_reproduce, words, [ReproduceSettings])[0]
+    settings.check()
     from accelerate import PartialState
+
+    from coca_attention.reproduce import costs_of, reproduce
 
     if settings.dry_run:
         costs = costs_of(settings)
@@ -40,7 +41,9 @@ def run_reproduce(words: list[str]) -> None:
     print(f"Results: {results}\nReport:  {page}")
 
 
-def _print_costs(settings: ReproduceSettings, costs: list[Cost]) -> None:
+def _print_costs(settings: ReproduceSettings, costs: "list[Cost]") -> None:
+    from coca_attention.reproduce import ASSUMED_UTILIZATION
+
     shown: dict[str, Callable[[Cost], str]] = {
         "parameters": lambda c: f"{c.parameters:,}",
         "tokens / 1e6": lambda c: f"{c.tokens / 1e6:,.1f}",

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
@@ -34,6 +33,7 @@ from coca_attention.training.model import (
 from coca_attention.training.objectives import check_teacher, teacher_loss
 from coca_attention.training.recipe import Recipe
 from coca_attention.training.sections import StageRecipe, TrainingRecipe
+from coca_attention.training.sharding import uses_fsdp
 from coca_attention.training.stages import load_teacher
 from coca_attention.training.trainer import RecipeTrainer, training_arguments
 
@@ -142,9 +142,8 @@ def dry_run(recipe: Recipe, *, steps: int = 3) -> RunCost:
     """
     recipe.check()
     state: Any = PartialState(cpu=not torch.accelerator.is_available())
-    options = recipe.training.trainer
-    sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" or "fsdp" in options
-    vocabulary = _vocabulary(recipe)
+    sharded = uses_fsdp(training_arguments(recipe.training, Path(), state.num_processes))
+    vocabulary = vocabulary_of(recipe)
     cost = RunCost(
         [_sizes(recipe, stage, vocabulary, state, sharded) for stage in recipe.run_stages],
         str(state.device),
@@ -167,8 +166,6 @@ def dry_run(recipe: Recipe, *, steps: int = 3) -> RunCost:
 
 
 class _Vocabulary:
-    """What a model needs to know of a tokenizer that is not trained yet."""
-
     eos_token_id = 0
 
     def __init__(self, size: int) -> None:
@@ -178,7 +175,8 @@ class _Vocabulary:
         return self.size
 
 
-def _vocabulary(recipe: Recipe) -> Any:
+def vocabulary_of(recipe: Recipe) -> Any:
+    """The recipe's tokenizer, or what a model needs to know of one that is not trained yet."""
     named = recipe.data.tokenizer or recipe.model.start
     return _Vocabulary(recipe.data.vocab_size) if named is None else load_tokenizer(named)
 
@@ -196,7 +194,7 @@ def _sizes(
         read = load_teacher(recipe, empty=True)
         inner: Any = model.get_base_model() if stage.train == "lora" else model
         check_teacher(read, inner, stage.objective)
-        teacher = _bytes(read)
+        teacher = read.get_memory_footprint(return_buffers=False)
     shares = state.num_processes if sharded else 1
     gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return StageCost(
@@ -208,7 +206,7 @@ def _sizes(
         settings.steps,
         arguments.gradient_accumulation_steps,
         settings.global_batch_size * recipe.data.block_length,
-        _bytes(model) // shares,
+        model.get_memory_footprint(return_buffers=False) // shares,
         gradients // shares,
         ADAM_STATES * gradients // shares,
         teacher,
@@ -219,10 +217,6 @@ def _stage_model(
     recipe: Recipe, stage: StageRecipe, vocabulary: Any, blocks: Any, *, empty: bool = False
 ) -> Any:
     return choose_parameters(make_model(recipe, vocabulary, blocks, empty=empty), stage)
-
-
-def _bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _blocks(recipe: Recipe, vocabulary: Any, count: int) -> BlockDataset:

@@ -45,14 +45,15 @@ def own_device() -> str:
 
 
 def make_model(
-    recipe: Recipe, tokenizer: Any, blocks: Dataset, *, empty: bool = False
+    recipe: Recipe, tokenizer: Any, blocks: Dataset | None, *, empty: bool = False
 ) -> PreTrainedModel:
     """The model that training starts from, in float32.
 
     Args:
         recipe: The recipe.
         tokenizer: Its tokenizer, of which the length and ``eos_token_id`` are read.
-        blocks: The run's blocks; ``init: calibrated`` fits T projections on some of them.
+        blocks: The run's blocks, of which ``init: calibrated`` alone needs some: it fits T
+            projections on them.
         empty: Whether to make the model on the meta device, without weights.
 
     Raises:
@@ -76,7 +77,7 @@ def make_model(
 
 
 def _load_start(
-    recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset, empty: bool = False
+    recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset | None, empty: bool = False
 ) -> PreTrainedModel:
     model = model_without_weights(start) if empty else load_model(start, device=own_device())
     entries: int = model.config.get_text_config().vocab_size

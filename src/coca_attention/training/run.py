@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import chain
@@ -54,6 +54,7 @@ def train(
     output: str | Path,
     *,
     extend: bool = False,
+    may_change: Collection[str] = (),
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Path:
     """Train a model, or resume an interrupted run of the same recipe.
@@ -66,6 +67,8 @@ def train(
         extend: Whether the recipe may have more steps than the run in the folder, which then goes
             on from its last checkpoint. The learning rate continues at the value that the longer
             schedule has for the next step.
+        may_change: Fields of the recipe, such as ``data.source``, that may differ from those of an
+            unfinished run in the folder. The text is compared in any case.
         callbacks: Further Trainer callbacks.
 
     Returns:
@@ -98,7 +101,7 @@ def train(
                 training_arguments(recipe.training, output, state.num_processes)
                 if recipe.model.teacher is not None:
                     model_without_weights(recipe.model.teacher)
-            before = claim_folder(recipe, output, extend=extend, sizes=sizes)
+            before = claim_folder(recipe, output, extend=extend, may_change=may_change, sizes=sizes)
             if is_finished(output) and before is None:
                 return output
             if state.is_main_process:
@@ -143,7 +146,12 @@ def check_same_text(fingerprint: dict[str, Any], output: Path) -> None:
 
 
 def claim_folder(
-    recipe: Recipe, output: Path, *, extend: bool = False, sizes: dict[str, Any] | None = None
+    recipe: Recipe,
+    output: Path,
+    *,
+    extend: bool = False,
+    may_change: Collection[str] = (),
+    sizes: dict[str, Any] | None = None,
 ) -> int | None:
     """Write the recipe into a run folder, or compare it with the one there.
 
@@ -151,6 +159,7 @@ def claim_folder(
         recipe: The run.
         output: Its folder.
         extend: As for `train`.
+        may_change: As for `train`.
         sizes: Those of the model to start from, if there is one.
 
     Returns:
@@ -163,11 +172,11 @@ def claim_folder(
     path = output / RECIPE_FILE
     if path.is_file():
         found = load_recipe(path)
+        different = differences(found.resolved(), recipe.resolved())
         # None of them has an influence on what is trained; model.dtype is that of the saved model.
-        free = {"data.cache", "training.context_parallel"}
-        if not is_finished(output):
-            free.add("model.dtype")
-        changed = [n for n in differences(found.resolved(), recipe.resolved()) if n not in free]
+        ignored = {"data.cache", "training.context_parallel"}
+        updated = set() if is_finished(output) else {"model.dtype", *may_change}
+        changed = [name for name in different if name not in ignored | updated]
         before, after = found.training.steps, recipe.training.steps
         if changed == ["training.steps"] and before < after and not recipe.stages:
             if extend:
@@ -182,7 +191,7 @@ def claim_folder(
                 f"{output} holds a run of another recipe (different: {', '.join(changed)}); choose "
                 "another --output, or remove the folder"
             )
-        if found.model.dtype != recipe.model.dtype:
+        if not updated.isdisjoint(different):
             write_text(path, as_yaml(recipe, sizes))
         return None
     # A start that was killed may have left partial files.

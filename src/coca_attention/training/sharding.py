@@ -32,6 +32,12 @@ from transformers import PreTrainedModel, TrainingArguments
 from coca_attention.errors import UserError
 
 
+def uses_fsdp(arguments: TrainingArguments) -> bool:
+    """Whether the Trainer's arguments or ``accelerate launch`` request FSDP."""
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    return launched or arguments.fsdp_plugin_args is not None
+
+
 def prepare_sharding(
     accelerator: Accelerator, arguments: TrainingArguments
 ) -> FullyShardedDataParallelPlugin | None:
@@ -47,15 +53,15 @@ def prepare_sharding(
     Raises:
         UserError: If the configuration is not supported.
     """
-    options: Any = arguments.fsdp_plugin_args
-    if options is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+    if not uses_fsdp(arguments):
         return None
     if arguments.torch_compile:
         raise UserError("training.compile cannot be combined with FSDP: leave one of them out")
     state: Any = accelerator.state
     if state.distributed_type == DistributedType.MULTI_CPU:
         # Accelerate ignores FSDP on CPUs, where PyTorch supports it as on GPUs.
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(**(options or {}))
+        options: Any = arguments.fsdp_plugin_args or {}
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**options)
         state.distributed_type = DistributedType.FSDP
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     if state.distributed_type != DistributedType.FSDP:
