@@ -4,8 +4,11 @@ Legend: B batch, T query length, S key length, H query heads, G key/value heads,
 P = D/2 rotary pairs, F free pairs.
 
 The core passes (Q', K', V) to Transformers' attention interface, so SDPA, FlashAttention,
-FlexAttention and eager attention all compute CoCA. The cache stores K' after rotation, of the usual
-width D (``kv_cache="full"``), or the coefficients before rotation, of width P + F (``"half"``).
+FlexAttention and eager attention all compute CoCA. A decay, limited distances and one token over a
+half cache have functions of their own, in place of SDPA.
+
+The cache stores K' after rotation, of the usual width D (``kv_cache="full"``), or the coefficients
+before rotation, of width P + F (``"half"``, and with limited distances).
 """
 
 from functools import partial
@@ -204,7 +207,7 @@ class CollinearAttention(nn.Module):
             _check_limits(config._attn_implementation, beyond=beyond)
             if not beyond:
                 far = bias = None  # both begin farther away
-        if half and cache is not None:
+        if half:
             # Without key_positions Transformers has created the cache, which was empty before.
             if key_positions is not None and not far and self._decodes(query, attention_mask):
                 mask = attention_mask
