@@ -1,31 +1,26 @@
 """Peak memory of a process when several share one long sequence (context parallelism), on CPUs.
 
 A training step, with activations recomputed, and the reading of a text by a small CoCA model of
-random weights. For every number of processes, the largest peak of one above what it has before.
+random weights. For every number of processes, the largest peak of one above what it has before, in
+MB (10^6 bytes).
 
 .venv/bin/python scripts/context_memory.py [--tokens 32768] [--processes 1 2 4]
 """
 
 import argparse
 import os
-import socket
+import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from coca_attention.environment import reset_peak, resident_megabytes
 from coca_attention.models import CoCALlamaConfig, CoCALlamaForCausalLM, split_sequences
 
 
-def megabytes(field: str) -> float:
-    """A field of this process's memory in Linux, such as VmRSS."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
-
-
-def measure(rank: int, what: str, processes: int, port: int, tokens: int, form: str) -> None:
+def measure(rank: int, what: str, processes: int, store: str, tokens: int, form: str) -> None:
     """Print what a training step or a text needs; the first process speaks for all."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -37,8 +32,7 @@ def measure(rank: int, what: str, processes: int, port: int, tokens: int, form: 
     model = CoCALlamaForCausalLM(config)
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)()
-    address = f"tcp://localhost:{port}"
-    dist.init_process_group("gloo", address, rank=rank, world_size=processes)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=processes)
     group = dist.group.WORLD
     assert group is not None
     if processes > 1:
@@ -53,10 +47,10 @@ def measure(rank: int, what: str, processes: int, port: int, tokens: int, form: 
 
     run = {"training step": step, "reading": read}[what]
     run(torch.randint(1024, (1, 256)))  # buffers of the first pass, and gradients
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before, started = megabytes("VmRSS"), time.perf_counter()
+    before = resident_megabytes("VmRSS" if reset_peak() else "VmHWM")
+    started = time.perf_counter()
     run(torch.randint(1024, (1, tokens)))
-    found = torch.tensor([megabytes("VmHWM") - before, time.perf_counter() - started])
+    found = torch.tensor([resident_megabytes("VmHWM") - before, time.perf_counter() - started])
     dist.all_reduce(found, dist.ReduceOp.MAX)
     if rank == 0:
         peak, seconds = found.tolist()
@@ -74,10 +68,9 @@ def main() -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"
     for what in ("training step", "reading"):
         for processes in options.processes:
-            with socket.socket() as server:
-                server.bind(("localhost", 0))
-                port = server.getsockname()[1]
-            spawn(measure, (what, processes, port, options.tokens, options.form), processes)
+            with tempfile.TemporaryDirectory() as folder:
+                store = f"{folder}/store"
+                spawn(measure, (what, processes, store, options.tokens, options.form), processes)
 
 
 if __name__ == "__main__":

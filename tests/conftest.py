@@ -93,3 +93,12 @@ def text_folder(tmp_path_factory):
     for index in range(12):
         (folder / f"{index:02}.txt").write_text(some_text(300, seed=index))
     return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory, tokenizer):
+    """A tiny CoCA model with its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("slack").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -4,6 +4,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coca_attention import convert
+from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 
 SIZES = {
     "vocab_size": 97,
@@ -48,6 +49,8 @@ FAMILIES = {
     "Cohere": ("cohere", {"use_qk_norm": True}),
     "GLM-4": ("glm4", {}),
 }
+# Without and with layer types; pairs (2j, 2j + 1), partial rotary; a fused projection.
+VARIED = ["Llama", "Qwen2", "GLM-4", "GPT-NeoX"]
 CAPABILITIES = [
     "convert",
     "forward",
@@ -109,3 +112,26 @@ def vanilla(family: str, seed: int = 0, **changes):
 
 def collinear(family: str, form: str = "slack", seed: int = 0, **changes):
     return convert(vanilla(family, seed, **changes), form)
+
+
+def assert_reads_the_same(model, ids):
+    """The same logits in one pass and with caches, and the same text generated."""
+    assert_consistent(model, ids)
+    outputs = [
+        model.generate(ids, max_new_tokens=12, do_sample=False, **options)
+        for options in ({"use_cache": False}, {}, {"cache_implementation": "static"})
+    ]
+    assert all(torch.equal(outputs[0], output) for output in outputs[1:])
+
+
+def assert_compiles_and_trains(model):
+    """One graph without breaks, and gradients for every projection."""
+    ids = some_tokens(model, length=20)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        found = compiled(input_ids=ids, use_cache=False).logits
+    assert difference(found, logits(model, ids)) < 1e-4
+    model.train().gradient_checkpointing_enable()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert all(w.grad.abs().max() > 0 for n, w in model.named_parameters() if "proj" in n)

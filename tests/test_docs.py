@@ -152,7 +152,11 @@ def test_the_notebook_is_committed_with_its_outputs():
     cells = [c for c in json.loads(NOTEBOOK.read_text())["cells"] if c["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert all(cell["outputs"] for cell in cells)
-    assert not re.search(r"/home/|/root/|/tmp/|/work/|Traceback", NOTEBOOK.read_text())
+    for output in (output for cell in cells for output in cell["outputs"]):
+        output.get("data", {}).pop("image/png", None)
+    text = json.dumps(cells).replace("\\n", "\n")
+    # An absolute path would be one of the machine that it ran on.
+    assert not re.search(r"(?<![\w.:/<])/\w[\w.-]*/|file://|Traceback", text)
 
 
 def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):

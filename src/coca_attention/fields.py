@@ -20,6 +20,12 @@ def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any
     return rope
 
 
+def layer_types(config: Any) -> list[str]:
+    """The type of every layer: in a family without types but with a window (Mistral), `LOCAL`."""
+    kind = LOCAL if getattr(config, "sliding_window", None) else GLOBAL
+    return list(getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers)
+
+
 def free_pairs(config: Any, layer_type: str | None = None) -> int:
     """Free pairs F of a CoCA model's heads in layers of a type."""
     given = config.coca_free_pairs

@@ -10,12 +10,16 @@ from coca_attention.fields import attention_of
 from coca_attention.models import Roles, StreamingCache
 from coca_attention.models.configuration import rotation
 from coca_attention.ops import coca_attention
-from coca_attention.testing import assert_consistent, difference, logits, some_tokens
-from families import FAMILIES, vanilla
+from coca_attention.testing import difference, logits, some_tokens
+from families import (
+    FAMILIES,
+    VARIED,
+    assert_compiles_and_trains,
+    assert_reads_the_same,
+    vanilla,
+)
 
 LIMIT = 11
-# Without and with layer types; pairs (2j, 2j + 1), partial rotary; a fused projection.
-VARIED = ["Llama", "Qwen2", "GLM-4", "GPT-NeoX"]
 
 
 def limited(family, form="rope", **changes):
@@ -54,12 +58,7 @@ def test_the_default_limit_is_half_the_training_length():
 def test_every_way_of_reading_gives_the_same(family, form, cache):
     model = limited(family, form, kv_cache=cache)
     ids = some_tokens(model, length=40)
-    assert_consistent(model, ids)
-    outputs = [
-        model.generate(ids, max_new_tokens=12, do_sample=False, **options)
-        for options in ({"use_cache": False}, {}, {"cache_implementation": "static"})
-    ]
-    assert all(torch.equal(outputs[0], output) for output in outputs[1:])
+    assert_reads_the_same(model, ids)
     found = logits(model, ids)
     model.set_attn_implementation("eager")
     assert difference(logits(model, ids), found) < 1e-9
@@ -93,16 +92,7 @@ def test_a_layer_is_the_operator(family):
 
 @pytest.mark.parametrize("family", VARIED)
 def test_it_compiles_in_one_graph_and_trains(family):
-    model = limited(family).float()
-    ids = some_tokens(model, length=20)
-    torch._dynamo.reset()
-    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        found = compiled(input_ids=ids, use_cache=False).logits
-    assert difference(found, logits(model, ids)) < 1e-4
-    model.train().gradient_checkpointing_enable()
-    model(ids, labels=ids, use_cache=False).loss.backward()
-    assert all(w.grad.abs().max() > 0 for n, w in model.named_parameters() if "proj" in n)
+    assert_compiles_and_trains(limited(family).float())
 
 
 def test_far_text_has_bounded_influence_and_is_seen():

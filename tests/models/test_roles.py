@@ -16,18 +16,10 @@ from coca_attention.models import Roles, set_rotary_scaling
 from coca_attention.models import attention as attention_module
 from coca_attention.models.configuration import rotation
 from coca_attention.ops import attend, oracle
-from coca_attention.testing import (
-    assert_consistent,
-    decoded_logits,
-    difference,
-    logits,
-    some_tokens,
-)
-from families import vanilla
+from coca_attention.testing import decoded_logits, difference, logits, some_tokens
+from families import VARIED, assert_compiles_and_trains, assert_reads_the_same, vanilla
 
 WINDOW = 6
-# Without and with layer types; pairs (2j, 2j + 1), partial rotary; a fused projection.
-VARIED = ["Llama", "Qwen2", "GLM-4", "GPT-NeoX"]
 
 
 def with_roles(family, form="strict", kinds=("sliding_attention", "full_attention"), **changes):
@@ -47,13 +39,7 @@ def with_roles(family, form="strict", kinds=("sliding_attention", "full_attentio
 @pytest.mark.parametrize("cache", ["full", "half"])
 def test_every_way_of_reading_gives_the_same(family, cache):
     model = with_roles(family, kv_cache=cache)
-    ids = some_tokens(model, length=40)
-    assert_consistent(model, ids)
-    outputs = [
-        model.generate(ids, max_new_tokens=12, do_sample=False, **options)
-        for options in ({"use_cache": False}, {}, {"cache_implementation": "static"})
-    ]
-    assert all(torch.equal(outputs[0], output) for output in outputs[1:])
+    assert_reads_the_same(model, some_tokens(model, length=40))
 
 
 @pytest.mark.parametrize("family", VARIED)
@@ -197,16 +183,7 @@ def test_documents_in_a_block_are_read_apart():
 
 @pytest.mark.parametrize("family", VARIED)
 def test_it_compiles_in_one_graph_and_trains(family):
-    model = with_roles(family).float()
-    ids = some_tokens(model, length=20)
-    torch._dynamo.reset()
-    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        found = compiled(input_ids=ids, use_cache=False).logits
-    assert difference(found, logits(model, ids)) < 1e-4
-    model.train().gradient_checkpointing_enable()
-    model(ids, labels=ids, use_cache=False).loss.backward()
-    assert all(w.grad.abs().max() > 0 for n, w in model.named_parameters() if "proj" in n)
+    assert_compiles_and_trains(with_roles(family).float())
 
 
 def test_analysis_looks_at_layers_with_pairs_that_turn():

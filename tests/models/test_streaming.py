@@ -198,6 +198,10 @@ def test_what_cannot_be_streamed_says_why(name, changes, sizes, message):
 def test_a_full_collinear_cache_padding_and_other_models_are_refused():
     with pytest.raises(UserError, match='kv_cache = "half"'):
         StreamingCache(collinear("Llama"), window=8)
+    following = collinear("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0})
+    following.config.kv_cache = "half"
+    with pytest.raises(UserError, match="'dynamic' changes its frequencies with the length"):
+        StreamingCache(following, window=8)
     with pytest.raises(UserError, match="AlibiGPTNeoXForCausalLM cannot read a stream"):
         StreamingCache(AlibiGPTNeoXForCausalLM(AlibiGPTNeoXConfig(**SIZES)), window=8)
     model = some_model("vanilla Llama")

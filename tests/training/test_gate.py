@@ -31,8 +31,8 @@ def asked(**validation):
 def learned(tokenizer):
     """A model that has learned the answers to three of four prompts by heart, and the prompts."""
     retrieval = load_retrieval(asked(passkeys=4), tokenizer)
-    assert retrieval is not None and list(retrieval.prompts) == [f"passkey_{LENGTH}"]
-    encode, prompts = encoder(tokenizer), retrieval.prompts[f"passkey_{LENGTH}"]
+    assert retrieval is not None and list(retrieval.questions) == [f"passkey_{LENGTH}"]
+    encode, prompts = encoder(tokenizer), retrieval.questions[f"passkey_{LENGTH}"].prompts
     texts = [
         [*prompt.ids, *encode(ANSWER.format(key=prompt.facts["key"])), tokenizer.eos_token_id]
         for prompt in prompts[:3]
@@ -93,9 +93,11 @@ def test_processes_share_the_prompts(learned, monkeypatch, processes):
 def test_needles_and_lengths(tokenizer):
     retrieval = load_retrieval(asked(needles=2, lengths="[400, 500]"), tokenizer)
     assert isinstance(retrieval, Retrieval)
-    sizes = {name: [len(p.ids) for p in found] for name, found in retrieval.prompts.items()}
+    sizes = {n: [len(p.ids) for p in asked.prompts] for n, asked in retrieval.questions.items()}
     assert sizes == {f"{kind}_{n}": [n, n] for n in (400, 500) for kind in ("single", "multi-key")}
     assert retrieval.shares(tiny_model("strict")) == dict.fromkeys(sizes, 0.0)
+    described = retrieval.describe()
+    assert described["multi-key_500"] == {"what": "multi-key needles", "length": 500, "prompts": 2}
     assert load_retrieval(asked(), tokenizer) is None
 
 
@@ -163,11 +165,13 @@ def test_the_report_draws_what_was_found():
             "name": name, "parameters": 1, "steps": 10, "tokens": 100, "epochs": 1.0,
             "seconds": 1, "curve": [], "validation": validation,
             "start": {"name": "base", "perplexity": 19.0, "retrieval": {"passkey_256": 1.0}},
-            "recipe": {"validation": {"passkeys": 50, "needles": 0}}, **changes,
+            "retrieval": {"passkey_256": {"what": "passkeys", "length": 256, "prompts": 50}},
+            **changes,
         }  # fmt: skip
 
     before = run("old", start={"name": "base", "perplexity": 19.0})
     before["validation"] = [{"step": 0, "perplexity": 20.0}]
+    del before["retrieval"]
     sections = {s.title: s for s in training_sections([run("new"), before])}
     section = sections["Retrieval in training"]
     assert section.rows == [["new: passkeys at 256", "1.00", "0.10", "0.98"]]

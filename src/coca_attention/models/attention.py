@@ -4,8 +4,11 @@ Legend: B batch, T query length, S key length, H query heads, G key/value heads,
 P = D/2 rotary pairs, F free pairs.
 
 The core passes (Q', K', V) to Transformers' attention interface, so SDPA, FlashAttention,
-FlexAttention and eager attention all compute CoCA. The cache stores K' after rotation, of the usual
-width D (``kv_cache="full"``), or the coefficients before rotation, of width P + F (``"half"``).
+FlexAttention and eager attention all compute CoCA. A decay, limited distances and one token over a
+half cache have functions of their own, in place of SDPA.
+
+The cache stores K' after rotation, of the usual width D (``kv_cache="full"``), or the coefficients
+before rotation, of width P + F (``"half"``, and with limited distances).
 """
 
 from functools import partial
@@ -40,20 +43,25 @@ from coca_attention.ops import (
 if TYPE_CHECKING:
     from coca_attention.models.context_parallel import Split
 
-NO_LIMITS = (
-    "a model with max_distance has two scores for a query and a key, which needs the attention "
-    "function sdpa or eager; got {}"
-)
 
+def _check_limits(implementation: str, *, beyond: bool) -> None:
+    """Raise ValueError if an attention function cannot attend with a largest distance.
 
-def _sees_all_keys(implementation: str) -> bool:
-    """Whether an attention function gets all keys; those of serving engines keep them themselves.
-
-    Within the largest distance the others can attend as usual, in training for example.
+    Args:
+        implementation: Its name.
+        beyond: Whether there are keys beyond the distance. Within it any function can attend as
+            usual that gets all keys, in training for example; serving engines keep keys themselves.
     """
-    known = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
-    from_hub = "/" in implementation and not implementation.startswith("paged|")
-    return implementation in known or from_hub
+    can = implementation in ("sdpa", "eager")
+    if not beyond:
+        known = ("flex_attention", "flash_attention_2", "flash_attention_3")
+        from_hub = "/" in implementation and not implementation.startswith("paged|")
+        can = can or implementation in known or from_hub
+    if not can:
+        raise ValueError(
+            "a model with max_distance has two scores for a query and a key, which needs the "
+            f"attention function sdpa or eager; got {implementation}"
+        )
 
 
 def eager_attention(
@@ -194,11 +202,12 @@ class CollinearAttention(nn.Module):
             coefficients, value = cache.update(coefficients, value, self.layer_idx)
         keys = coefficients.shape[-2]
         apart = key_positions is not None and key_positions.apart
-        if far is not None and not _sees_all_keys(config._attn_implementation):
-            raise ValueError(NO_LIMITS.format(config._attn_implementation))
-        if far is not None and (apart or keys <= far.max_distance):
-            far = bias = None  # both begin farther away
-        if half and cache is not None:
+        if far is not None:
+            beyond = not apart and keys > far.max_distance
+            _check_limits(config._attn_implementation, beyond=beyond)
+            if not beyond:
+                far = bias = None  # both begin farther away
+        if half:
             # Without key_positions Transformers has created the cache, which was empty before.
             if key_positions is not None and not far and self._decodes(query, attention_mask):
                 mask = attention_mask
@@ -328,9 +337,7 @@ class CollinearAttention(nn.Module):
             mask: None or a dense mask.
             bias: `Rotation.bias` or None.
         """
-        implementation, length = self.config._attn_implementation, queries[0].shape[-2]
-        if implementation not in ("sdpa", "eager"):
-            raise ValueError(NO_LIMITS.format(implementation))
+        length = queries[0].shape[-2]
         kind, consecutive = getattr(self, "layer_type", None), key_positions.consecutive
         if mask is None and not consecutive and length > 1:
             # The first queries of an empty cache with more slots.
@@ -354,7 +361,7 @@ class CollinearAttention(nn.Module):
             scale=self.kernel_scale,
             dropout=self.attention_dropout if self.training else 0.0,
             bias=bias,
-            with_weights=implementation == "eager",
+            with_weights=self.config._attn_implementation == "eager",
         )
 
     def _attend_split(

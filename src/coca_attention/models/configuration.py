@@ -173,9 +173,10 @@ class CoCAConfig(PackagedConfig):
             attention; a dictionary if it differs between layer types.
         kv_cache: What is cached besides the values. ``full``: the effective keys, as wide as a
             head; works everywhere. ``half``: the coefficients before rotation, half as wide
-            (without free pairs). Their positions are counted back from the current token, so in a
-            text read in several passes the positions of the real tokens must be consecutive; so
-            they must with any cache if there is a ``decay``, which counts distances alike.
+            (without free pairs); with ``max_distance``, ``full`` caches them too. Their positions
+            are counted back from the current token, so in a text read in several passes the
+            positions of the real tokens must be consecutive; so they must with any cache if there
+            is a ``decay``, which counts distances alike.
     """
 
     coca_form: str = "slack"

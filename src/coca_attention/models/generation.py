@@ -1,4 +1,4 @@
-"""Greedy answers to prompts of one length."""
+"""Greedy answers to prompts of one length, and what else reading with a loaded model needs."""
 
 import math
 from collections.abc import Iterator

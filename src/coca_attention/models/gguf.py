@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from coca_attention.errors import UserError
-from coca_attention.fields import GLOBAL, LOCAL, free_pairs, head_width
+from coca_attention.fields import LOCAL, free_pairs, head_width, layer_types
 from coca_attention.models.configuration import rotation
 from coca_attention.models.loading import load_model
 from coca_attention.ops.positions import Rotation
@@ -130,12 +130,8 @@ def frequency_divisors(found: Rotation) -> Tensor:
     return (unscaled_frequencies(found.width, found.base) / theta).clamp(max=STILL).float()
 
 
-def _layer_types(config: Any) -> list[str]:
-    return list(getattr(config, "layer_types", None) or [GLOBAL] * config.num_hidden_layers)
-
-
 def _add_settings(writer: Any, config: Any) -> None:
-    found, kinds = rotation(config), _layer_types(config)
+    found, kinds = rotation(config), layer_types(config)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -158,7 +154,7 @@ def _add_settings(writer: Any, config: Any) -> None:
 
 
 def _add_tensors(gguf: Any, writer: Any, model: Any) -> None:
-    config, kinds = model.config, _layer_types(model.config)
+    config, kinds = model.config, layer_types(model.config)
     types = gguf.GGMLQuantizationType
     kind_of = {torch.float32: types.F32, torch.float16: types.F16, torch.bfloat16: types.BF16}
     divisors = frequency_divisors(rotation(config))

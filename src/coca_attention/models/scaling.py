@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.fields import rope_parameters, training_length
+from coca_attention.fields import GLOBAL, rope_parameters, training_length
 from coca_attention.models.configuration import ROTATION_FIELDS
 from coca_attention.models.rotary import CoCARotary, VanillaRotary
 from coca_attention.ops import RULES
@@ -90,7 +90,7 @@ def set_rotary_scaling(
             f"the target length ({length} tokens) is shorter than the training length ({trained})"
         )
     rope = rope_parameters(config)
-    if rope is not config.rope_parameters and "full_attention" not in config.layer_types:
+    if rope is not config.rope_parameters and GLOBAL not in config.layer_types:
         raise UserError(
             "this model has no layer with full attention, and sliding windows are not scaled"
         )
@@ -162,7 +162,7 @@ def _with_rule(config: Any, rule: dict[str, Any]) -> Any:
     changed = copy.copy(config)
     current = config.rope_parameters
     nested = rope_parameters(config) is not current
-    changed.rope_parameters = {**current, "full_attention": rule} if nested else rule
+    changed.rope_parameters = {**current, GLOBAL: rule} if nested else rule
     return changed
 
 

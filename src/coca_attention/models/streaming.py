@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from coca_attention.errors import UserError
-from coca_attention.fields import GLOBAL, LOCAL, rope_parameters
+from coca_attention.fields import GLOBAL, LOCAL, layer_types, rope_parameters
 from coca_attention.models.configuration import rotation
 from coca_attention.models.families import family_of, supported_families
 from coca_attention.models.half_cache import KeyPositions, rotary_is_by_layer
@@ -33,7 +33,7 @@ from coca_attention.ops.positions import apply_rotary
 from coca_attention.settings import check_sizes
 
 FOLLOW_LENGTH = ("dynamic", "longrope")
-"""Rope types of Transformers whose frequencies change with the length of a pass."""
+"""Rope types whose frequencies change with the length of a pass in Transformers' own models."""
 
 
 @dataclass
@@ -227,8 +227,7 @@ class StreamingCache(Cache):
                 f"{config._attn_implementation!r}: call model.set_attn_implementation('sdpa')"
             )
         local = getattr(config, "sliding_window", None)
-        kinds = getattr(config, "layer_types", None)
-        kinds = list(kinds or (GLOBAL if local is None else LOCAL,) * config.num_hidden_layers)
+        kinds = layer_types(config)
         if GLOBAL not in kinds:
             raise UserError(
                 "every layer of this model sees a window of its own, so its memory is constant "
@@ -236,7 +235,10 @@ class StreamingCache(Cache):
             )
         for kind in set(kinds):
             rope_type = rope_parameters(config, kind).get("rope_type", "default")
-            if rope_type in FOLLOW_LENGTH[: 1 if self.collinear else 2]:
+            follows = rope_type in FOLLOW_LENGTH
+            if self.collinear:
+                follows = rotation(config, kind).rule.follows_length
+            if follows:
                 raise UserError(
                     f"rope_type {rope_type!r} changes its frequencies with the length, which a "
                     'stream does not have: set_rotary_scaling(model, "ntk" or "none")'

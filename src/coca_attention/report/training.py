@@ -110,18 +110,16 @@ def _validation_row(run: dict[str, Any]) -> list[str]:
 def _retrieval(runs: Sequence[dict[str, Any]]) -> list[Section]:
     """Passkeys and needles found in validation, where a run asked for some."""
     asked = [
-        (run, name)
+        (run, name, f"{run['name']}: {of['what']} at {of['length']:,}")
         for run in runs
-        if run.get("validation")
-        for name in run["validation"][-1].get("retrieval", {})
+        for name, of in run.get("retrieval", {}).items()
     ]
     if not asked:
         return []
-    styles = _styles([{"name": _prompts(run, name)} for run, name in asked])
+    styles = _styles([{"name": label} for _, _, label in asked])
 
     def plot(axes: Axes) -> None:
-        for run, name in asked:
-            label = _prompts(run, name)
+        for run, name, label in asked:
             axes.plot(
                 [entry["step"] * _per_step(run) / 1e6 for entry in run["validation"]],
                 [entry["retrieval"][name] for entry in run["validation"]],
@@ -134,10 +132,10 @@ def _retrieval(runs: Sequence[dict[str, Any]]) -> list[Section]:
         axes.set_xlabel("tokens trained on (millions)")
         axes.set_ylabel("share found")
 
-    def row(run: dict[str, Any], name: str) -> list[str]:
+    def row(run: dict[str, Any], name: str, label: str) -> list[str]:
         shares = [entry["retrieval"][name] for entry in run["validation"]]
         start = (run.get("start") or {}).get("retrieval", {}).get(name)
-        return [_prompts(run, name), "–" if start is None else f"{start:.2f}"] + [
+        return [label, "–" if start is None else f"{start:.2f}"] + [
             f"{share:.2f}" for share in (shares[0], shares[-1])
         ]
 
@@ -147,16 +145,9 @@ def _retrieval(runs: Sequence[dict[str, Any]]) -> list[Section]:
             text="Share of passkeys and needles found in prompts of so many tokens.",
             figure=draw("retrieval-in-training", plot),
             header=["run", "its start", "first", "last"],
-            rows=[row(run, name) for run, name in asked],
+            rows=[row(*each) for each in asked],
         )
     ]
-
-
-def _prompts(run: dict[str, Any], name: str) -> str:
-    """A run and what it was asked for, such as ``passkey_256``."""
-    kind, _, length = name.rpartition("_")
-    what = "passkeys" if kind == "passkey" else f"{kind} needles"
-    return f"{run['name']}: {what} at {int(length):,}"
 
 
 def _tokens_until(run: dict[str, Any], limit: float) -> str:

@@ -24,7 +24,7 @@ from coca_attention.errors import UserError
 from coca_attention.models.loading import no_progress_bars
 from coca_attention.training.model import parameter_counts
 from coca_attention.training.objectives import Loss
-from coca_attention.training.retrieval import Retrieval, is_retrieval
+from coca_attention.training.retrieval import Retrieval
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import catch_read_errors, check_kind
 from coca_attention.training.trainer import (
@@ -158,12 +158,12 @@ def _announce(settings: TrainingRecipe, folder: Path, model: PreTrainedModel, st
     )
 
 
-def measured(metrics: dict[str, Any]) -> dict[str, Any]:
+def measured(metrics: dict[str, Any], retrieval: Retrieval | None) -> dict[str, Any]:
     """``perplexity`` and, if prompts were asked, ``retrieval`` from what the Trainer logs."""
-    names = {key: key.removeprefix("eval_") for key in metrics}
-    found = {name: metrics[key] for key, name in names.items() if is_retrieval(name)}
-    perplexity = {"perplexity": math.exp(metrics["eval_loss"])}
-    return perplexity | ({"retrieval": found} if found else {})
+    found: dict[str, Any] = {"perplexity": math.exp(metrics["eval_loss"])}
+    if retrieval is not None:
+        found["retrieval"] = {name: metrics[f"eval_{name}"] for name in retrieval.questions}
+    return found
 
 
 def measure(
@@ -186,7 +186,7 @@ def measure(
     trainer = RecipeTrainer(
         settings, retrieval=retrieval, model=model, args=arguments, eval_dataset=validation
     )
-    return measured(trainer.evaluate())
+    return measured(trainer.evaluate(), retrieval)
 
 
 def _curves(settings: TrainingRecipe, folder: Path, state: PartialState) -> list[TrainerCallback]:
@@ -260,7 +260,7 @@ def curve(trainer: RecipeTrainer) -> list[dict[str, Any]]:
 def validation_curve(trainer: RecipeTrainer) -> list[dict[str, Any]]:
     """What validation measured by step, see `measured`; empty without validation."""
     return [
-        {"step": entry["step"], **measured(entry)}
+        {"step": entry["step"], **measured(entry, trainer.retrieval)}
         for entry in trainer.state.log_history
         if "eval_loss" in entry
     ]

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
+from coca_attention.fields import head_width
 from coca_attention.models.families import family_of, supported_families
 from coca_attention.training.sections import Objective
 
@@ -84,8 +85,7 @@ def _shape(config: Any, objective: Objective) -> dict[str, int]:
     if objective == "logits":
         return {"vocab_size": config.vocab_size}
     names = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return {**{name: getattr(config, name) for name in names}, "head_dim": width}
+    return {**{name: getattr(config, name) for name in names}, "head_dim": head_width(config)}
 
 
 def relative_distance(outputs: Tensor, targets: Tensor) -> Tensor:

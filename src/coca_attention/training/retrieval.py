@@ -4,7 +4,7 @@ Prompts and scoring are those of ``coca eval passkey`` and ``coca eval needles``
 their own.
 """
 
-import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -27,18 +27,42 @@ ANSWER = 32
 
 
 @dataclass(frozen=True)
+class Questions:
+    """Prompts of one kind and length with known answers.
+
+    Attributes:
+        what: What they ask for, such as ``passkeys``.
+        length: Their tokens.
+        prompts: The prompts.
+        score: Maps an answer and its prompt to the share found, 0 to 1.
+    """
+
+    what: str
+    length: int
+    prompts: list[Prompt]
+    score: Callable[[str, Prompt], float]
+
+
+@dataclass(frozen=True)
 class Retrieval:
-    """Prompts with known answers.
+    """What a model is asked next to perplexity.
 
     Attributes:
         tokenizer: The model's tokenizer.
-        prompts: By what is asked for and its length, such as ``passkey_256``.
+        questions: By the names of their figures, such as ``passkey_256``.
         tokens: Prompt tokens of a batch.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    prompts: dict[str, list[Prompt]]
+    questions: dict[str, Questions]
     tokens: int
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """``what`` is asked for, the ``length`` and the number of ``prompts``, by name."""
+        return {
+            name: {"what": asked.what, "length": asked.length, "prompts": len(asked.prompts)}
+            for name, asked in self.questions.items()
+        }
 
     def shares(self, model: Any) -> dict[str, float]:
         """Ask a model, in all processes together.
@@ -47,14 +71,13 @@ class Retrieval:
             model: A causal language model in evaluation mode, sharded or not.
 
         Returns:
-            The share found, by the names of `prompts`; the same in all processes.
+            The share found, by the names of `questions`; the same in all processes.
         """
-        return {name: self._share(model, name) for name in self.prompts}
+        return {name: self._share(model, asked) for name, asked in self.questions.items()}
 
-    def _share(self, model: Any, name: str) -> float:
-        prompts, state = self.prompts[name], PartialState()
-        size = max(1, self.tokens // len(prompts[0].ids))
-        score = _passkey_score if name.startswith("passkey") else _needle_score
+    def _share(self, model: Any, questions: Questions) -> float:
+        prompts, state = questions.prompts, PartialState()
+        size = max(1, self.tokens // questions.length)
         # All processes answer equally many; the first prompts are repeated, and counted once.
         every = -(-len(prompts) // state.num_processes) * state.num_processes
         mine = range(state.process_index, every, state.num_processes)
@@ -68,37 +91,35 @@ class Retrieval:
                 max_new_tokens=ANSWER,
                 together=state.num_processes > 1,
             )
-            found += map(score, answers, asked)
+            found += map(questions.score, answers, asked)
         counted = [value for index, value in zip(mine, found, strict=True) if index < len(prompts)]
         return fmean(gather_object(counted))
 
 
 def load_retrieval(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Retrieval | None:
-    """The prompts that a recipe asks for, or None.
+    """What a recipe asks for, or None.
 
     Raises:
         UserError: If a length is too short, or the tokenizer cannot write the answers.
     """
     validation, block = recipe.validation, recipe.data.block_length
-    prompts: dict[str, list[Prompt]] = {}
+    questions: dict[str, Questions] = {}
     for length in validation.lengths or [block]:
         if validation.passkeys:
             with error_prefix("validation.passkeys: "):
                 count = range(validation.passkeys)
-                prompts[f"passkey_{length}"] = ask_for_passkeys(tokenizer, length, count, seed=SEED)
+                prompts = ask_for_passkeys(tokenizer, length, count, seed=SEED)
+                asked = Questions("passkeys", length, prompts, _passkey_score)
+                questions[f"passkey_{length}"] = asked
         if validation.needles:
             with error_prefix("validation.needles: "):
                 count = range(validation.needles)
                 for kind in KINDS:
-                    asked = ask_for_needles(tokenizer, kind, length, count, seed=SEED)
-                    prompts[f"{kind}_{length}"] = asked
+                    prompts = ask_for_needles(tokenizer, kind, length, count, seed=SEED)
+                    asked = Questions(f"{kind} needles", length, prompts, _needle_score)
+                    questions[f"{kind}_{length}"] = asked
     tokens = recipe.training.micro_batch_size * block
-    return Retrieval(tokenizer, prompts, tokens) if prompts else None
-
-
-def is_retrieval(name: str) -> bool:
-    """Whether a figure of the validation is that of some `Retrieval.prompts`."""
-    return re.fullmatch(rf"(passkey|{'|'.join(KINDS)})_\d+", name) is not None
+    return Retrieval(tokenizer, questions, tokens) if questions else None
 
 
 def _passkey_score(answer: str, prompt: Prompt) -> float:

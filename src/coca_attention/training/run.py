@@ -299,6 +299,8 @@ def _summary(
         "seed": recipe.training.seed,
         "environment": describe_environment(),
     }
+    if data.retrieval is not None:
+        summary["retrieval"] = data.retrieval.describe()
     if recipe.stages:
         summary["stages"] = [{k: stage[k] for k in stage if k not in curves} for stage in stages]
     return summary
@@ -316,13 +318,10 @@ def what_was_kept(summary: dict[str, Any]) -> str:
     last = curve[-1]
     parts = [f"perplexity {100 * (last['perplexity'] / start['perplexity'] - 1):+.1f} %"]
     before = start.get("retrieval", {})
-    for name, share in last.get("retrieval", {}).items():
-        kind, _, length = name.rpartition("_")
-        validation = summary["recipe"]["validation"]
-        asked = validation["passkeys" if kind == "passkey" else "needles"]
-        had = f" where it has {round(before[name] * asked)}" if name in before else ""
-        label = "passkeys" if kind == "passkey" else f"{kind} needles"
-        parts.append(f"{label} at {int(length):,} tokens {round(share * asked)} of {asked}{had}")
+    for name, asked in summary.get("retrieval", {}).items():
+        count, where = asked["prompts"], f"{asked['what']} at {asked['length']:,} tokens"
+        had = f" where it has {round(before[name] * count)}" if name in before else ""
+        parts.append(f"{where} {round(last['retrieval'][name] * count)} of {count}{had}")
     return f"kept of {start['name']}: {', '.join(parts)}"
 
 

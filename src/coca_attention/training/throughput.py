@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from coca_attention.fields import LOCAL, head_width, layer_types
+
 # By words in the name of a GPU, the first that fit: peak FLOP/s in bfloat16 and float16 without
 # sparsity, and bytes of memory. From NVIDIA's data sheets, which print twice the FLOP/s, with
 # sparsity; of the A100 there is one of 80 GB as well.
@@ -76,16 +78,9 @@ def training_flops(model: nn.Module, length: int) -> float | None:
     if head is None or head.weight is not embeddings.weight:
         weights.pop(id(embeddings.weight))
     dense = sum((6 if w.requires_grad else 4) * w.numel() for w in weights.values())
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    layers = config.num_hidden_layers
-    window = getattr(config, "sliding_window", None)
-    kinds = (
-        getattr(config, "layer_types", None)
-        or ["sliding_attention" if window else "full_attention"] * layers
-    )
-    keys = sum(mean_keys(length, window if kind == "sliding_attention" else None) for kind in kinds)
-    return dense + 12 * heads * width * keys
+    windows = {LOCAL: getattr(config, "sliding_window", None)}
+    keys = sum(mean_keys(length, windows.get(kind)) for kind in layer_types(config))
+    return dense + 12 * config.num_attention_heads * head_width(config) * keys
 
 
 class Meter:

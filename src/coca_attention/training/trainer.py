@@ -3,11 +3,9 @@
 import hashlib
 import json
 import logging
-import math
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -30,8 +28,8 @@ from coca_attention.environment import sync, sync_folder, write_json
 from coca_attention.errors import UserError
 from coca_attention.models.context_parallel import split_sequences
 from coca_attention.training.chunks import chunk_loss
-from coca_attention.training.model import parameter_counts
 from coca_attention.training.objectives import Loss, without_adapters
+from coca_attention.training.progress import ProgressLines, QuietProgress
 from coca_attention.training.retrieval import Retrieval
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import (
@@ -48,7 +46,6 @@ from coca_attention.training.sharding import (
 from coca_attention.training.throughput import (
     Meter,
     device_name,
-    in_words,
     peak_flops,
     training_flops,
 )
@@ -414,50 +411,6 @@ def catch_write_errors(folder: Path, describe_saved: Callable[[], str]) -> Itera
             f"{folder} cannot be written ({reason}): training stopped, {describe_saved()}. Free "
             "disk space, then run the same command again to resume"
         ) from error
-
-
-class QuietProgress(ProgressCallback):
-    """A progress bar with the run's name and loss, instead of a line for every log entry."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
-        if self.training_bar is not None:
-            trained, total = parameter_counts(kwargs["model"])
-            part = "" if trained == total else f" ({trained / total:.1%} of the parameters)"
-            name = Path(args.output_dir).parent.name
-            self.training_bar.set_description(f"training {name}{part}")
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.training_bar is not None and logs and "loss" in logs:
-            speed = f", {words}" if (words := in_words(logs)) else ""
-            self.training_bar.set_postfix_str(f"loss={float(logs['loss']):.3f}{speed}", False)
-
-    def close(self) -> None:
-        """End the bars, so that what is printed next has a line of its own."""
-        for bar in (self.prediction_bar, self.training_bar):
-            if bar is not None:
-                bar.close()
-
-
-class ProgressLines(TrainerCallback):
-    """In place of the bar where the output is not a terminal: a line now and then."""
-
-    seconds = 10.0
-
-    def __init__(self) -> None:
-        self.said = -math.inf
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        now = time.monotonic()
-        late = now - self.said >= self.seconds or state.global_step >= state.max_steps
-        if state.is_world_process_zero and logs and "loss" in logs and late:
-            self.said = now
-            step, steps = f"{state.global_step:,}", f"{state.max_steps:,}"
-            speed = f", {words}" if (words := in_words(logs)) else ""
-            log.info("step %s of %s, loss %.3f%s", step, steps, float(logs["loss"]), speed)
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 def checksums(folder: Path) -> dict[str, list[Any]]:

@@ -47,8 +47,8 @@ def convert(
     """Convert a vanilla decoder to the CoCA model of its family, in place.
 
     Key projections (and key norms) are replaced by T projections, and class and configuration by
-    the registered ``coca_*`` ones. All other weights keep their tensors. The converted model
-    computes a different function and needs further training.
+    the registered ``coca_*`` ones. All other weights keep their tensors. Unless all of its pairs
+    are free, the converted model computes a different function and needs further training.
 
     Args:
         model: A loaded model of a supported family: language model, model with a head for
