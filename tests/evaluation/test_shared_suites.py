@@ -1,4 +1,4 @@
-"""A suite that processes share: the same results, and a killed one costs its piece alone."""
+"""Work that processes share: the same results, and a killed one costs its piece alone."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def slowly(*args):
     compute(*args)
     print("computed", args[0].texts[0], flush=True)
 pieces._compute = slowly
-sys.exit(main(["eval", "suite", *sys.argv[1:]]))
+sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -80,10 +80,15 @@ def results(path):
 
 
 def start(suite, output, rank=0, world=1, **variables):
+    """Start one process of a launch that evaluates a suite."""
+    return process(["eval", "suite", suite, "--output", output], rank, world, **variables)
+
+
+def process(words, rank, world, **variables):
     """Start one process of a launch."""
     own = {"RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(suite), "--output", str(output)],
+        [sys.executable, "-c", COMMAND, *map(str, words)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **own},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -126,10 +131,10 @@ def test_the_next_start_goes_on_after_all_were_killed(suite, alone, tmp_path):
 
 
 def launched(processes, *words):
-    """Run ``coca eval`` in processes as users start them."""
+    """Run ``coca`` in processes as users start them."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     done = subprocess.run(
-        [sys.executable, *launch, "-m", "coca_attention.cli", "eval", *map(str, words)],
+        [sys.executable, *launch, "-m", "coca_attention.cli", *map(str, words)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -142,8 +147,71 @@ def launched(processes, *words):
 
 def torchrun(suite, output, *words):
     """The results of a suite in two processes."""
-    launched(2, "suite", suite, *words, "--output", output)
+    launched(2, "eval", "suite", suite, *words, "--output", output)
     return results(output / "results.json")
+
+
+def analysis(suite, output, *words):
+    """The words of an analysis of four documents, or of other things."""
+    settings = ["--pairs=64", "--max-documents=4", "--shifts=[1]", *words]
+    model = suite.parent / "llama-slack"
+    return ["analyze", model, "--source", suite.parent / "text", *settings, "--output", output]
+
+
+def test_an_analysis_goes_on_where_a_process_was_killed(suite, tmp_path, monkeypatch):
+    alone, shared = tmp_path / "alone.json", tmp_path / "shared.json"
+    assert main([*map(str, analysis(suite, alone))]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["alone.json"]
+    killed = process(analysis(suite, shared), 1, 2, KILLED="2")
+    assert "computed" in killed.communicate(timeout=120)[0]
+    assert killed.returncode == -signal.SIGKILL
+    journal = tmp_path / "shared.journal.jsonl"
+    before = journal.read_text().splitlines()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main([*map(str, analysis(suite, shared))]) == 0
+    after = journal.read_text().splitlines()
+    assert len(before) == 1 and before == after[:1] and len(after) == 4
+    assert results(shared) == results(alone)
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (["analyze"], ["--source=TEXT", "--max-documents=2", "--pairs=64"]),
+        (["analyze"], ["--passkeys=260,300", "--prompts=3"]),
+        (["eval", "perplexity"], ["--source=TEXT", "--windows=[32,64]"]),
+        (["eval", "streaming"], ["--source=TEXT", "--tokens=300", "--window=28"]),
+    ],
+)
+def test_the_first_process_writes_what_all_have_done(
+    command, options, suite, tmp_path, monkeypatch, capsys
+):
+    text = str(suite.parent / "text")
+    options = [option.replace("TEXT", text) for option in options]
+    common = [*command, str(suite.parent / "llama-rope"), *options]
+    alone, shared = tmp_path / "alone.json", tmp_path / "shared.json"
+    assert main([*common, "--output", str(alone)]) == 0
+    capsys.readouterr()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert main([*common, "--output", str(shared)]) == 0  # takes all, as nobody else has begun
+    assert not capsys.readouterr().out and not shared.exists()
+    journal = tmp_path / "shared.journal.jsonl"
+    done = journal.read_text()
+    monkeypatch.setenv("RANK", "0")
+    assert main([*common, "--output", str(shared)]) == 0
+    assert journal.read_text() == done, "nothing was computed twice"
+    assert "Results:" in capsys.readouterr().out
+    assert results(shared) == results(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["--passkeys=260,300", "--prompts=3"]])
+def test_an_analysis_under_torchrun(words, suite, tmp_path):
+    assert main([*map(str, analysis(suite, tmp_path / "alone.json", *words))]) == 0
+    launched(2, *analysis(suite, tmp_path / "two.json", *words))
+    assert results(tmp_path / "two.json") == results(tmp_path / "alone.json")
 
 
 @pytest.mark.slow
@@ -181,7 +249,7 @@ def test_texts_that_are_split_over_processes(suite, alone, tmp_path):
     assert close(torchrun(suite, tmp_path / "suite", *words), expected)
     text = ["--source", suite.parent / "text", "--windows=[32,64]", "--stride=8"]
     model = [suite.parent / "llama-slack", *text, "--positions=4"]
-    command = ["perplexity", *model, "--name=CoCA-Slack", "--device=context-parallel"]
+    command = ["eval", "perplexity", *model, "--name=CoCA-Slack", "--device=context-parallel"]
     found = launched(2, *command, "--output", tmp_path / "results.json")
     mine = [c for c in expected if c["model"] == "CoCA-Slack" and c["scaling"] == "none"]
     assert close(results(tmp_path / "results.json"), mine), found.stdout
