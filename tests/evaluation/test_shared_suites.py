@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from coca_attention.analysis import task
 from coca_attention.cli import main
 from coca_attention.evaluation.journal import Journal
 from coca_attention.evaluation.pieces import Claims, Piece, cut, work
@@ -30,7 +31,7 @@ def slowly(*args):
     compute(*args)
     print("computed", args[0].texts[0], flush=True)
 pieces._compute = slowly
-sys.exit(main(sys.argv[1:]))
+sys.exit(main(["eval", "suite", *sys.argv[1:]]))
 """
 
 
@@ -80,15 +81,10 @@ def results(path):
 
 
 def start(suite, output, rank=0, world=1, **variables):
-    """Start one process of a launch that evaluates a suite."""
-    return process(["eval", "suite", suite, "--output", output], rank, world, **variables)
-
-
-def process(words, rank, world, **variables):
     """Start one process of a launch."""
     own = {"RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *map(str, words)],
+        [sys.executable, "-c", COMMAND, str(suite), "--output", str(output)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **own},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -152,27 +148,30 @@ def torchrun(suite, output, *words):
 
 
 def analysis(suite, output, *words):
-    """The words of an analysis of four documents, or of other things."""
+    """The words of an analysis of four documents."""
     settings = ["--pairs=64", "--max-documents=4", "--shifts=[1]", *words]
     model = suite.parent / "llama-slack"
     return ["analyze", model, "--source", suite.parent / "text", *settings, "--output", output]
 
 
-def test_an_analysis_goes_on_where_a_process_was_killed(suite, tmp_path, monkeypatch):
-    alone, shared = tmp_path / "alone.json", tmp_path / "shared.json"
+def test_an_analysis_goes_on_where_it_ended(suite, tmp_path, monkeypatch):
+    alone, broken = tmp_path / "alone.json", tmp_path / "broken.json"
     assert main([*map(str, analysis(suite, alone))]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["alone.json"]
-    killed = process(analysis(suite, shared), 1, 2, KILLED="2")
-    assert "computed" in killed.communicate(timeout=120)[0]
-    assert killed.returncode == -signal.SIGKILL
-    journal = tmp_path / "shared.journal.jsonl"
-    before = journal.read_text().splitlines()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    assert main([*map(str, analysis(suite, shared))]) == 0
-    after = journal.read_text().splitlines()
-    assert len(before) == 1 and before == after[:1] and len(after) == 4
-    assert results(shared) == results(alone)
+    read, indices = task.read_document, []
+
+    def read_document(model, document, index, *rest):
+        indices.append(index)
+        if len(indices) == 2:
+            raise MemoryError
+        return read(model, document, index, *rest)
+
+    monkeypatch.setattr(task, "read_document", read_document)
+    words = [*map(str, analysis(suite, broken))]
+    assert main(words) == 2 and not broken.exists()  # out of memory
+    assert main(words) == 0
+    assert sorted(indices) == [0, 1, 1, 2, 3]
+    assert results(broken) == results(alone)
+    assert {path.name for path in tmp_path.iterdir()} == {"alone.json", "broken.json"}
 
 
 @pytest.mark.parametrize(
