@@ -182,6 +182,21 @@ def test_statistics_of_known_weights():
     assert "trained" not in head_statistics(seen, prompt, 4, None)
 
 
+def test_keys_may_have_different_numbers_of_tokens():
+    def record(fact, distances):
+        statistics = {"fact": [fact], "peak_distance": [distances], "log_keys": [distances]}
+        layer = {"layer": 1, "attention": "rotary", "window": None, "statistics": statistics}
+        return {"sample": {"digits_right": 1.0}, "layers": [layer]}
+
+    records, settings = [record(0.2, [5.0]), record(0.6, [1.0, 3.0])], RetrievalSettings(prompts=2)
+    cell = retrieval_cell(tiny_model("rope"), settings, 99, records, "M")
+    (layer,) = cell["layers"]
+    assert (layer["layer"], layer["attention"], layer["log_keys"]) == (1, "rotary", 3.0)
+    assert layer["heads"][0]["peak_distance"] == 3.0
+    # A prompt counts once.
+    assert layer["heads"][0]["fact"]["mean"] == pytest.approx(0.4)
+
+
 @pytest.mark.parametrize("kind", ["rope", "alibi", "strict", "llama-slack"])
 def test_the_result_is_plain_and_repeatable(kind, tokenizer):
     model, told = tiny_model(kind), []

@@ -229,18 +229,18 @@ def _layer_values(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A layer's part of the result, from its part of the records."""
     facts, statistics = dict(records[0]), [record["statistics"] for record in records]
     del facts["statistics"]
-    # (prompts, H), and (prompts, H, M)
-    every = {
-        name: torch.tensor([x[name] for x in statistics], dtype=torch.float64)
-        for name in statistics[0]
-    }
-    distances, log_keys = (every.pop(name) for name in BY_DIGIT)
+    means = {name: [x[name] for x in statistics] for name in statistics[0] if name not in BY_DIGIT}
+    # (H, digits): a tokenizer may split keys into different numbers of tokens.
+    distances, log_keys = (
+        torch.cat([torch.tensor(x[name], dtype=torch.float64) for x in statistics], dim=-1)
+        for name in BY_DIGIT
+    )
     heads = [
         {
-            **{name: _mean(x[:, head].tolist()) for name, x in every.items()},
-            "peak_distance": distances[:, head].median().item(),
+            **{name: _mean([x[head] for x in rows]) for name, rows in means.items()},
+            "peak_distance": distances[head].median().item(),
         }
-        for head in range(distances.shape[1])
+        for head in range(len(distances))
     ]
     return {**facts, "log_keys": log_keys.mean().item(), "heads": heads}
 
