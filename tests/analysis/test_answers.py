@@ -11,7 +11,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from coca_attention import convert
 from coca_attention.analysis import RetrievalSettings, analyze_retrieval, check_retrieval
 from coca_attention.analysis.attention import LayerAttention, attention_rows, visit_attention
-from coca_attention.analysis.retrieval import Retrieval, head_statistics, retrievals
+from coca_attention.analysis.retrieval import (
+    Retrieval,
+    head_statistics,
+    retrieval_cell,
+    retrievals,
+)
 from coca_attention.data.passkey import encoder, passkey_text
 from coca_attention.errors import UserError
 from coca_attention.evaluation import Subject
