@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coca_attention.analysis import AnalysisSettings, analyze, check_settings, read_token_ids
 from coca_attention.analysis.angles import CASES, TURN, anomalous_share, anomalous_tokens
 from coca_attention.analysis.keys import draw_pairs, pairs_by_distance
+from coca_attention.analysis.task import angle_cell, cut_documents, read_document, unpack
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
 from coca_attention.models import set_rotary_scaling
@@ -331,3 +332,25 @@ def test_token_ids_of_a_source(tokenizer, text_folder, tmp_path):
     (tmp_path / "short.txt").write_text("a")
     with pytest.raises(UserError, match="no document of at least 2 tokens"):
         read_token_ids(SourceSettings(source=str(tmp_path)), tokenizer, AnalysisSettings())
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "slack", "pairs that do not turn", "nothing to see"])
+def test_texts_that_are_read_apart_add_up(kind):
+    """Also after they were written down; a pair that does not turn has no finite τ."""
+    model = vanilla("Llama")
+    if kind == "slack":
+        model = collinear("Llama")
+    if kind == "pairs that do not turn":
+        model = collinear("Llama")
+        model.config.rope_parameters["turning_pairs"] = 2
+    if kind == "nothing to see":
+        model = vanilla("Mistral", sliding_window=1)
+    texts, settings = cut_documents(model, documents(40, 48, 30), SMALL)
+    told = []
+    every = [read_document(model, x, i, settings, told.append) for i, x in enumerate(texts)]
+    packed = [sums.pack() for sums in every]
+    found = angle_cell(model, texts, settings, map(unpack, packed), "model")
+    assert found == analyze(model, texts, SMALL)
+    assert sum(told) == 118 * 3
+    # Every text counts.
+    assert kind == "nothing to see" or found["layers"] != analyze(model, texts[:2], SMALL)["layers"]

@@ -11,7 +11,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from coca_attention import convert
 from coca_attention.analysis import RetrievalSettings, analyze_retrieval, check_retrieval
 from coca_attention.analysis.attention import LayerAttention, attention_rows, visit_attention
-from coca_attention.analysis.retrieval import Retrieval, head_statistics, retrievals
+from coca_attention.analysis.retrieval import (
+    Retrieval,
+    head_statistics,
+    retrieval_cell,
+    retrievals,
+)
 from coca_attention.data.passkey import encoder, passkey_text
 from coca_attention.errors import UserError
 from coca_attention.evaluation import Subject
@@ -180,6 +185,21 @@ def test_statistics_of_known_weights():
     assert found["peak"] == pytest.approx([0.2, 1 / 16])
     assert found["peak_distance"] == [16, 19]
     assert "trained" not in head_statistics(seen, prompt, 4, None)
+
+
+def test_keys_may_have_different_numbers_of_tokens():
+    def record(fact, distances):
+        statistics = {"fact": [fact], "peak_distance": [distances], "log_keys": [distances]}
+        layer = {"layer": 1, "attention": "rotary", "window": None, "statistics": statistics}
+        return {"sample": {"digits_right": 1.0}, "layers": [layer]}
+
+    records, settings = [record(0.2, [5.0]), record(0.6, [1.0, 3.0])], RetrievalSettings(prompts=2)
+    cell = retrieval_cell(tiny_model("rope"), settings, 99, records, "M")
+    (layer,) = cell["layers"]
+    assert (layer["layer"], layer["attention"], layer["log_keys"]) == (1, "rotary", 3.0)
+    assert layer["heads"][0]["peak_distance"] == 3.0
+    # A prompt counts once.
+    assert layer["heads"][0]["fact"]["mean"] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("kind", ["rope", "alibi", "strict", "llama-slack"])

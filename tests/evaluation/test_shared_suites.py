@@ -1,4 +1,4 @@
-"""A suite that processes share: the same results, and a killed one costs its piece alone."""
+"""Work that processes share: the same results, and a killed one costs its piece alone."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from coca_attention.analysis import task
 from coca_attention.cli import main
 from coca_attention.evaluation.journal import Journal
 from coca_attention.evaluation.pieces import Claims, Piece, cut, work
@@ -126,10 +127,10 @@ def test_the_next_start_goes_on_after_all_were_killed(suite, alone, tmp_path):
 
 
 def launched(processes, *words):
-    """Run ``coca eval`` in processes as users start them."""
+    """Run ``coca`` in processes as users start them."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     done = subprocess.run(
-        [sys.executable, *launch, "-m", "coca_attention.cli", "eval", *map(str, words)],
+        [sys.executable, *launch, "-m", "coca_attention.cli", *map(str, words)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -142,8 +143,74 @@ def launched(processes, *words):
 
 def torchrun(suite, output, *words):
     """The results of a suite in two processes."""
-    launched(2, "suite", suite, *words, "--output", output)
+    launched(2, "eval", "suite", suite, *words, "--output", output)
     return results(output / "results.json")
+
+
+def analysis(suite, output, *words):
+    """The words of an analysis of four documents."""
+    settings = ["--pairs=64", "--max-documents=4", "--shifts=[1]", *words]
+    model = suite.parent / "llama-slack"
+    return ["analyze", model, "--source", suite.parent / "text", *settings, "--output", output]
+
+
+def test_an_analysis_goes_on_where_it_ended(suite, tmp_path, monkeypatch):
+    alone, broken = tmp_path / "alone.json", tmp_path / "broken.json"
+    assert main([*map(str, analysis(suite, alone))]) == 0
+    read, indices = task.read_document, []
+
+    def read_document(model, document, index, *rest):
+        indices.append(index)
+        if len(indices) == 2:
+            raise MemoryError
+        return read(model, document, index, *rest)
+
+    monkeypatch.setattr(task, "read_document", read_document)
+    words = [*map(str, analysis(suite, broken))]
+    assert main(words) == 2 and not broken.exists()  # out of memory
+    assert main(words) == 0
+    assert sorted(indices) == [0, 1, 1, 2, 3]
+    assert results(broken) == results(alone)
+    assert {path.name for path in tmp_path.iterdir()} == {"alone.json", "broken.json"}
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (["analyze"], ["--source=TEXT", "--max-documents=2", "--pairs=64"]),
+        (["analyze"], ["--passkeys=260,300", "--prompts=3"]),
+        (["eval", "perplexity"], ["--source=TEXT", "--windows=[32,64]"]),
+        (["eval", "streaming"], ["--source=TEXT", "--tokens=300", "--window=28"]),
+    ],
+)
+def test_the_first_process_writes_what_all_have_done(
+    command, options, suite, tmp_path, monkeypatch, capsys
+):
+    text = str(suite.parent / "text")
+    options = [option.replace("TEXT", text) for option in options]
+    common = [*command, str(suite.parent / "llama-rope"), *options]
+    alone, shared = tmp_path / "alone.json", tmp_path / "shared.json"
+    assert main([*common, "--output", str(alone)]) == 0
+    capsys.readouterr()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert main([*common, "--output", str(shared)]) == 0  # takes all, as nobody else has begun
+    assert not capsys.readouterr().out and not shared.exists()
+    journal = tmp_path / "shared.journal.jsonl"
+    done = journal.read_text()
+    monkeypatch.setenv("RANK", "0")
+    assert main([*common, "--output", str(shared)]) == 0
+    assert journal.read_text() == done, "nothing was computed twice"
+    assert "Results:" in capsys.readouterr().out
+    assert results(shared) == results(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["--passkeys=260,300", "--prompts=3"]])
+def test_an_analysis_under_torchrun(words, suite, tmp_path):
+    assert main([*map(str, analysis(suite, tmp_path / "alone.json", *words))]) == 0
+    launched(2, *analysis(suite, tmp_path / "two.json", *words))
+    assert results(tmp_path / "two.json") == results(tmp_path / "alone.json")
 
 
 @pytest.mark.slow
@@ -181,7 +248,7 @@ def test_texts_that_are_split_over_processes(suite, alone, tmp_path):
     assert close(torchrun(suite, tmp_path / "suite", *words), expected)
     text = ["--source", suite.parent / "text", "--windows=[32,64]", "--stride=8"]
     model = [suite.parent / "llama-slack", *text, "--positions=4"]
-    command = ["perplexity", *model, "--name=CoCA-Slack", "--device=context-parallel"]
+    command = ["eval", "perplexity", *model, "--name=CoCA-Slack", "--device=context-parallel"]
     found = launched(2, *command, "--output", tmp_path / "results.json")
     mine = [c for c in expected if c["model"] == "CoCA-Slack" and c["scaling"] == "none"]
     assert close(results(tmp_path / "results.json"), mine), found.stdout

@@ -138,7 +138,11 @@ def recipes(text_folder, tokenizer, tmp_path_factory):
             "training": TRAINING,
         },
         "staged": {
-            "model": {"start": str(folder / "base"), "attention": "slack"},
+            "model": {
+                "start": str(folder / "base"),
+                "attention": "slack",
+                "init": "calibrated",
+            },
             "data": data,
             "training": {
                 **TRAINING,

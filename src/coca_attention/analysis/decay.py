@@ -94,3 +94,10 @@ class BoundCheck:
         if bool(significant.any()):
             ratio = float((left[significant] / right[significant]).max())
             self.largest_ratio = max(ratio, self.largest_ratio or 0.0)
+
+    def merge(self, other: "BoundCheck") -> None:
+        """Add what another check has counted."""
+        self.checked += other.checked
+        self.violations += other.violations
+        if other.largest_ratio is not None:
+            self.largest_ratio = max(other.largest_ratio, self.largest_ratio or 0.0)

@@ -3,7 +3,7 @@
 Legend: H query heads, M queries (those that predict the key's digits), T length, n visible keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,9 @@ from coca_attention.data.passkey import (
 from coca_attention.errors import UserError
 from coca_attention.intervals import mean_interval
 from coca_attention.models import training_length
+
+BY_DIGIT = ("peak_distance", "log_keys")
+"""Statistics of which the values of single digits count."""
 
 
 @dataclass(frozen=True)
@@ -130,69 +133,116 @@ def analyze_retrieval(
         UserError: If a setting is out of range, a prompt does not fit, or the model's attention
             cannot be read.
     """
-    check_retrieval(settings)
-    config: Any = model.config.get_text_config()
-    trained = training_length(config)
-    prompts = {length: retrievals(tokenizer, settings, length) for length in settings.passkeys}
+    prompts = prompts_by_length(tokenizer, settings)
     total, done = sum(settings.passkeys) * settings.prompts, 0
     cells = []
     for length, asked in prompts.items():
-        layers: dict[int, _LayerStatistics] = {}
-        samples = []
+        records = []
         for prompt in asked:
-
-            def visit(seen: LayerAttention, prompt: Any = prompt, layers: Any = layers) -> None:
-                layer = layers.setdefault(seen.layer, _LayerStatistics(seen))
-                layer.add(head_statistics(seen, prompt, settings.near, trained))
-
-            ids, rows = prompt.ids.unsqueeze(0), prompt.rows
-            output = visit_attention(model, ids, rows, visit, logits_to_keep=rows.to(model.device))
-            right = output.logits[0].argmax(-1).cpu() == prompt.ids[rows + 1]
-            samples.append({**prompt.facts, "digits_right": right.double().mean().item()})
+            records.append(read_prompt(model, prompt, settings))
             done += length
             if progress is not None:
                 progress(f"{name} attention {length}", done, total)
-        cells.append(
-            {
-                "task": "attention",
-                "model": name,
-                "training_length": trained,
-                "length": length,
-                "prompts": settings.prompts,
-                "near": settings.near,
-                "seed": settings.seed,
-                "digits_right": _mean([sample["digits_right"] for sample in samples]),
-                "layers": [layers[index].values() for index in sorted(layers)],
-                "samples": samples,
-            }
-        )
+        cells.append(retrieval_cell(model, settings, length, records, name))
     return cells
 
 
-class _LayerStatistics:
-    """Statistics of one layer, one entry per prompt."""
+def prompts_by_length(
+    tokenizer: PreTrainedTokenizerBase, settings: RetrievalSettings
+) -> dict[int, list[Retrieval]]:
+    """The prompts that `analyze_retrieval` reads; errors as `retrievals`."""
+    check_retrieval(settings)
+    return {length: retrievals(tokenizer, settings, length) for length in settings.passkeys}
 
-    def __init__(self, seen: LayerAttention) -> None:
-        self.facts = {"layer": seen.layer, "attention": seen.attention, "window": seen.window}
-        self.by_prompt: list[dict[str, Tensor]] = []
 
-    def add(self, statistics: dict[str, Tensor]) -> None:
-        self.by_prompt.append(statistics)
+def read_prompt(
+    model: PreTrainedModel, prompt: Retrieval, settings: RetrievalSettings
+) -> dict[str, Any]:
+    """Read one prompt.
 
-    def values(self) -> dict[str, Any]:
-        """The layer's part of the result."""
-        # (prompts, H, M); the digits of a prompt are not independent, so intervals take its mean.
-        every = {name: torch.stack([x[name] for x in self.by_prompt]) for name in self.by_prompt[0]}
-        distances, log_keys = every.pop("peak_distance"), every.pop("log_keys")
-        means = {name: x.mean(-1) for name, x in every.items()}
-        heads = [
+    Returns:
+        Plain JSON values: the ``sample`` of the cell, and for each of its ``layers`` statistics by
+        name, each (H,), the mean over the digits, which are not independent; of ``peak_distance``
+        and ``log_keys`` (H, M).
+
+    Raises:
+        UserError: If the model's attention cannot be read.
+    """
+    trained = training_length(model.config.get_text_config())
+    layers = []
+
+    def visit(seen: LayerAttention) -> None:
+        found = head_statistics(seen, prompt, settings.near, trained)
+        layers.append(
             {
-                **{name: _mean(x[:, head].tolist()) for name, x in means.items()},
-                "peak_distance": distances[:, head].median().item(),
+                "layer": seen.layer,
+                "attention": seen.attention,
+                "window": seen.window,
+                "statistics": {
+                    name: (x if name in BY_DIGIT else x.mean(-1)).tolist()
+                    for name, x in found.items()
+                },
             }
-            for head in range(distances.shape[1])
-        ]
-        return {**self.facts, "log_keys": log_keys.mean().item(), "heads": heads}
+        )
+
+    ids, rows = prompt.ids.unsqueeze(0), prompt.rows
+    output = visit_attention(model, ids, rows, visit, logits_to_keep=rows.to(model.device))
+    right = output.logits[0].argmax(-1).cpu() == prompt.ids[rows + 1]
+    sample = {**prompt.facts, "digits_right": right.double().mean().item()}
+    return {"sample": sample, "layers": layers}
+
+
+def retrieval_cell(
+    model: PreTrainedModel,
+    settings: RetrievalSettings,
+    length: int,
+    records: Sequence[dict[str, Any]],
+    name: str,
+) -> dict[str, Any]:
+    """The result of `analyze_retrieval` for one length.
+
+    Args:
+        model: The model; its weights are not needed.
+        settings: What was measured.
+        length: Tokens of a prompt.
+        records: What `read_prompt` found in every prompt, in order.
+        name: Name of the model in the result.
+    """
+    samples = [record["sample"] for record in records]
+    by_layer = zip(*(record["layers"] for record in records), strict=True)
+    layers = sorted(map(_layer_values, by_layer), key=lambda layer: layer["layer"])
+    return {
+        "task": "attention",
+        "model": name,
+        "training_length": training_length(model.config.get_text_config()),
+        "length": length,
+        "prompts": settings.prompts,
+        "near": settings.near,
+        "seed": settings.seed,
+        "digits_right": _mean([sample["digits_right"] for sample in samples]),
+        "layers": layers,
+        "samples": samples,
+    }
+
+
+def _layer_values(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A layer's part of the result, from its part of the records."""
+    facts, statistics = dict(records[0]), [record["statistics"] for record in records]
+    del facts["statistics"]
+    means = {name: [x[name] for x in statistics] for name in statistics[0] if name not in BY_DIGIT}
+    # (H, digits): a tokenizer may split keys into different numbers of tokens.
+    distances, log_keys = (
+        torch.cat([torch.tensor(x[name], dtype=torch.float64) for x in statistics], dim=-1)
+        for name in BY_DIGIT
+    )
+    heads = [
+        {
+            **{name: _mean([x[head] for x in rows]) for name, rows in means.items()},
+            "peak_distance": distances[head].median().item(),
+        }
+        for head in range(len(distances))
+    ]
+    return {**facts, "log_keys": log_keys.mean().item(), "heads": heads}
 
 
 def _mean(values: list[float]) -> dict[str, Any]:

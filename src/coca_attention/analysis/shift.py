@@ -6,6 +6,8 @@ Rotary attention and shift-invariant forms depend only on m - n, so only round-o
 of the slack form (Eq. 10) depend on m and n.
 """
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -96,7 +98,16 @@ def visible_keys(queries: Tensor, length: int, window: int | None = None) -> Ten
     return (distance >= 0) & (distance < (window or length))
 
 
-class ScoreShift:
+class Sums:
+    """An object all of whose attributes are sums over texts."""
+
+    def merge(self, other: Self) -> None:
+        """Add the sums over other texts."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+class ScoreShift(Sums):
     """Change of a layer's scores under one shift, accumulated over texts.
 
     The mean over the visible keys of each query is subtracted first, because softmax ignores it.

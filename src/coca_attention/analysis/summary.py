@@ -52,6 +52,11 @@ class AngleSums:
         bins: Number of bins of the histogram over [0, 2π).
     """
 
+    ADDED = (
+        "samples", "angled", "histogram", "direction", "cases", "weight", "tau", "measured",
+        "by_length",
+    )  # fmt: skip
+
     def __init__(
         self, theta: Tensor, lengths: Sequence[int], window: int | None, bins: int
     ) -> None:
@@ -104,6 +109,14 @@ class AngleSums:
             borders = borders_crossed(angles, self.theta, farthest_key(length, self.window))
             parts = (tokens, anomalous_share(tokens, length, self.window), *borders)
             self.by_length[index] += torch.stack([summed(part) for part in parts])
+
+    def merge(self, other: "AngleSums") -> None:
+        """Add the sums over other texts."""
+        for name in self.ADDED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        if other.heads is not None:
+            self.heads = other.heads if self.heads is None else self.heads + other.heads
+        self.largest = max(self.largest, other.largest)
 
     def values(self) -> dict[str, Any]:
         """Plain JSON values, described in docs/analysis.md."""
@@ -179,17 +192,29 @@ class DecaySums:
             sums = torch.stack([*parts, here.sum().double()])
             self.by_distance[distance] = self.by_distance.get(distance, 0.0) + sums
 
-    def values(self) -> dict[str, Any]:
-        """Plain JSON values, described in docs/analysis.md."""
-        checks = {
+    def merge(self, other: "DecaySums") -> None:
+        """Add the sums over other texts."""
+        for name, check in self.checks.items():
+            check.merge(other.checks[name])
+        for distance, sums in other.by_distance.items():
+            self.by_distance[distance] = self.by_distance.get(distance, 0.0) + sums
+
+    @property
+    def checks(self) -> dict[str, BoundCheck]:
+        """The inequalities by their names in results."""
+        return {
             "eq19": self.rotary,
             "eq20": self.collinear,
             "eq21": self.steps,
             "score_against_eq20": self.score,
         }
+
+    def values(self) -> dict[str, Any]:
+        """Plain JSON values, described in docs/analysis.md."""
         rows = []
         for distance in sorted(self.by_distance):
             *sums, count = self.by_distance[distance]
             score, rotary, collinear = numbers(torch.stack(sums) / count)
             rows.append({"distance": distance, "score": score, "eq19": rotary, "eq20": collinear})
-        return {**{name: asdict(check) for name, check in checks.items()}, "by_distance": rows}
+        checks = {name: asdict(check) for name, check in self.checks.items()}
+        return {**checks, "by_distance": rows}

@@ -1,7 +1,9 @@
 """The angle analysis: from a model, token ids and settings to plain JSON values."""
 
-from collections.abc import Callable, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
+from io import BytesIO
 from itertools import islice
 from typing import Any
 
@@ -12,9 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.analysis.capture import VANILLA, LayerHeads, form_of, visit_layers
+from coca_attention.analysis.decay import BoundCheck
 from coca_attention.analysis.keys import draw_pairs, pairs_by_distance, seen_keys
 from coca_attention.analysis.settings import AnalysisSettings, check_settings
-from coca_attention.analysis.shift import ScoreShift, part_energies, score_rows, visible_keys
+from coca_attention.analysis.shift import ScoreShift, Sums, part_energies, score_rows, visible_keys
 from coca_attention.analysis.summary import AngleSums, DecaySums, numbers
 from coca_attention.data import SourceSettings, encode_documents
 from coca_attention.errors import UserError
@@ -70,8 +73,31 @@ def analyze(
             configuration.
     """
     settings = settings if settings is not None else AnalysisSettings()
+    documents, settings = cut_documents(model, token_ids, settings)
+    done, total = 0, sum(map(len, documents)) * (1 + len(settings.shifts))
+
+    def advance(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        if progress is not None:
+            progress(f"{name} angles", done, total)
+
+    every = (
+        read_document(model, document, index, settings, advance)
+        for index, document in enumerate(documents)
+    )
+    return angle_cell(model, documents, settings, every, name)
+
+
+def cut_documents(
+    model: PreTrainedModel, token_ids: Sequence[Sequence[int] | Tensor], settings: AnalysisSettings
+) -> tuple[list[Tensor], AnalysisSettings]:
+    """The texts that `analyze` reads, and the settings with every default filled in.
+
+    Raises:
+        UserError: If a setting is out of range or a document is too short.
+    """
     check_settings(settings)
-    form = form_of(model)
     config: Any = model.config.get_text_config()
     trained = training_length(config)
     cut = settings.max_tokens or min(trained or DEFAULT_TOKENS, DEFAULT_TOKENS)
@@ -88,65 +114,130 @@ def analyze(
             )
     base = trained or max(len(document) for document in documents)
     lengths = sorted(settings.lengths) or [base, 4 * base, 16 * base]
-    settings = replace(settings, max_tokens=cut, lengths=lengths)
+    return documents, replace(settings, max_tokens=cut, lengths=lengths)
 
-    layers: dict[int, _LayerSums] = {}
-    predictions = [_Predictions() for _ in settings.shifts]
-    total = sum(len(document) for document in documents) * (1 + len(settings.shifts))
-    done = 0
 
-    def advance(tokens: int) -> None:
-        nonlocal done
-        done += tokens
-        if progress is not None:
-            progress(f"{name} angles", done, total)
+class TextSums:
+    """What some texts contribute to the figures of a model: sums that add up over texts."""
 
-    for index, document in enumerate(documents):
-        rng = np.random.default_rng([settings.seed, index])
-        length = len(document)
-        # The last position has no target.
-        sampled = np.sort(rng.choice(length - 1, min(settings.judged, length - 1), replace=False))
-        keep = torch.from_numpy(sampled).to(model.device)
-        seed = int(rng.integers(2**31))
+    def __init__(self, settings: AnalysisSettings) -> None:
+        self.layers: dict[int, _LayerSums] = {}
+        self.predictions = [_Predictions() for _ in settings.shifts]
 
-        def visit(heads: LayerHeads, seed: int = seed) -> None:
-            if not heads.theta.any():
-                return  # without positions there are no angles
-            if heads.layer not in layers:
-                layers[heads.layer] = _LayerSums(heads, settings)
-            layers[heads.layer].add(heads, np.random.default_rng([seed, heads.layer]))
+    def merge(self, other: "TextSums") -> None:
+        """Add the sums over other texts."""
+        for index, layer in other.layers.items():
+            if index in self.layers:
+                self.layers[index].merge(layer)
+            else:
+                self.layers[index] = layer
+        for mine, theirs in zip(self.predictions, other.predictions, strict=True):
+            mine.merge(theirs)
 
-        rows = document.unsqueeze(0)
-        before = visit_layers(model, rows, visit, logits_to_keep=keep).logits[0]
+    def pack(self) -> str:
+        """The sums as text, to the last bit."""
+        file = BytesIO()
+        torch.save(self, file)
+        return b64encode(file.getvalue()).decode()
+
+
+def unpack(text: str) -> TextSums:
+    """The sums that `TextSums.pack` wrote."""
+    known = [TextSums, _LayerSums, _Predictions, AngleSums, DecaySums, BoundCheck, ScoreShift]
+    with torch.serialization.safe_globals(known):
+        return torch.load(BytesIO(b64decode(text)), weights_only=True)
+
+
+def read_document(
+    model: PreTrainedModel,
+    document: Tensor,
+    index: int,
+    settings: AnalysisSettings,
+    advance: Callable[[int], Any],
+) -> TextSums:
+    """Read one text, and again at shifted positions.
+
+    Args:
+        model: As for `analyze`.
+        document: Token ids from `cut_documents`, (T,).
+        index: Its number, which the samples drawn from it depend on.
+        settings: From `cut_documents`.
+        advance: Called with the tokens read since its last call.
+
+    Raises:
+        UserError: As `analyze`.
+    """
+    sums = TextSums(settings)
+    rng = np.random.default_rng([settings.seed, index])
+    length = len(document)
+    # The last position has no target.
+    sampled = np.sort(rng.choice(length - 1, min(settings.judged, length - 1), replace=False))
+    keep = torch.from_numpy(sampled).to(model.device)
+    seed = int(rng.integers(2**31))
+
+    def visit(heads: LayerHeads) -> None:
+        if heads.theta.any():  # without positions there are no angles
+            sums.layers[heads.layer] = layer = _LayerSums(heads, settings)
+            layer.add(heads, settings, np.random.default_rng([seed, heads.layer]))
+
+    rows = document.unsqueeze(0)
+    before = visit_layers(model, rows, visit, logits_to_keep=keep).logits[0]
+    advance(length)
+    targets = document[sampled + 1].to(model.device)
+    for shift, change in zip(settings.shifts, sums.predictions, strict=True):
+        positions = torch.arange(length, device=model.device).unsqueeze(0) + shift
+        with torch.no_grad():
+            after = model(
+                input_ids=rows.to(model.device),
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=keep,
+            ).logits[0]
+        change.add(before, after, targets)
         advance(length)
-        targets = document[sampled + 1].to(model.device)
-        for shift, change in zip(settings.shifts, predictions, strict=True):
-            positions = torch.arange(length, device=model.device).unsqueeze(0) + shift
-            with torch.no_grad():
-                after = model(
-                    input_ids=rows.to(model.device),
-                    position_ids=positions,
-                    use_cache=False,
-                    logits_to_keep=keep,
-                ).logits[0]
-            change.add(before, after, targets)
-            advance(length)
-    if not layers:
+    return sums
+
+
+def angle_cell(
+    model: PreTrainedModel,
+    documents: Sequence[Tensor],
+    settings: AnalysisSettings,
+    every: Iterable[TextSums],
+    name: str,
+) -> dict[str, Any]:
+    """The result of `analyze`, which describes it.
+
+    Args:
+        model: The model; its weights are not needed.
+        documents: From `cut_documents`.
+        settings: From `cut_documents`.
+        every: What `read_document` found in every document, in order.
+        name: Name of the model in the result.
+
+    Raises:
+        UserError: As `analyze`.
+    """
+    form = form_of(model)
+    config: Any = model.config.get_text_config()
+    sums = TextSums(settings)
+    for each in every:
+        sums.merge(each)
+    if not sums.layers:
         raise UserError(f"{name}: no layer has pairs that turn, so there are no angles")
     return {
         "task": "angles",
         "model": name,
         "form": form,
-        "training_length": trained,
+        "training_length": training_length(config),
         "rope_parameters": getattr(config, "rope_parameters", None),
         "documents": len(documents),
         "tokens": sum(len(document) for document in documents),
         "longest": max(len(document) for document in documents),
         "settings": asdict(settings),
-        "layers": [layers[index].values(settings) for index in sorted(layers)],
+        "layers": [sums.layers[index].values(settings) for index in sorted(sums.layers)],
         "shifts": [
             {"shift": shift, **change.values()}
-            for shift, change in zip(settings.shifts, predictions, strict=True)
+            for shift, change in zip(settings.shifts, sums.predictions, strict=True)
         ],
     }
 
@@ -159,7 +250,6 @@ class _LayerSums:
     """All statistics of one layer."""
 
     def __init__(self, heads: LayerHeads, settings: AnalysisSettings) -> None:
-        self.settings = settings
         self.theta = heads.theta
         self.facts = {
             "layer": heads.layer,
@@ -179,14 +269,9 @@ class _LayerSums:
         self.shifts = [ScoreShift() for _ in settings.shifts]
         self.energies = torch.zeros(2, dtype=torch.float64)  # of relative and absolute scores
 
-    def add(self, heads: LayerHeads, rng: np.random.Generator) -> None:
+    def add(self, heads: LayerHeads, settings: AnalysisSettings, rng: np.random.Generator) -> None:
         """Add one text."""
-        if not torch.equal(heads.theta, self.theta):
-            raise UserError(
-                "the rotary angles depend on the text length (rope_type dynamic or longrope): "
-                "analyze texts of one length, or of at most the training length"
-            )
-        settings, length = self.settings, heads.query.shape[-2]
+        length = heads.query.shape[-2]
         pairs = draw_pairs(length, settings.pairs, heads.window, rng)
         seen = seen_keys(heads, pairs)
         self.angles.add(seen.query, seen.built, pairs.distances)
@@ -202,6 +287,21 @@ class _LayerSums:
             before = score_rows(heads, queries)
             for shift, change in zip(settings.shifts, self.shifts, strict=True):
                 change.add(before, score_rows(heads, queries, shift), visible)
+
+    def merge(self, other: "_LayerSums") -> None:
+        """Add the sums over other texts."""
+        if not torch.equal(other.theta, self.theta):
+            raise UserError(
+                "the rotary angles depend on the text length (rope_type dynamic or longrope): "
+                "analyze texts of one length, or of at most the training length"
+            )
+        self.angles.merge(other.angles)
+        if self.effective is not None and other.effective is not None:
+            self.effective.merge(other.effective)
+        self.decay.merge(other.decay)
+        self.energies += other.energies
+        for mine, theirs in zip(self.shifts, other.shifts, strict=True):
+            mine.merge(theirs)
 
     def values(self, settings: AnalysisSettings) -> dict[str, Any]:
         """The layer's part of the result."""
@@ -222,7 +322,7 @@ class _LayerSums:
         }
 
 
-class _Predictions:
+class _Predictions(Sums):
     """Change of the predictions under one shift, accumulated over texts."""
 
     def __init__(self) -> None:

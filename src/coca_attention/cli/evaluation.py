@@ -1,10 +1,12 @@
 """Commands that evaluate a model."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from coca_attention.analysis import (
     AnalysisSettings,
@@ -24,8 +26,8 @@ from coca_attention.environment import (
 from coca_attention.evaluation import TASKS, Cell, Session, Subject, Task
 from coca_attention.evaluation import suite as suites
 from coca_attention.evaluation.journal import Journal, fingerprint
-from coca_attention.evaluation.pieces import join, rank
-from coca_attention.evaluation.task import load_subject
+from coca_attention.evaluation.pieces import Claims, Piece, join, local_device, processes, rank
+from coca_attention.evaluation.task import Part, load_subject
 from coca_attention.hub import check_name
 from coca_attention.options import OptionParser
 from coca_attention.settings import Scaling, check_scaling
@@ -61,17 +63,80 @@ class AnalyzeSettings(AnalysisSettings, SourceSettings, RetrievalSettings):
     """Which text to read, and what to measure."""
 
 
-def _analyze(subject: Subject, settings: AnalyzeSettings, session: Session) -> list[Cell]:
-    from coca_attention.analysis import analyze, analyze_retrieval, read_token_ids
+def _analysis_parts(subject: Subject, settings: AnalyzeSettings, session: Session) -> list[Part]:
+    return [(_answers if settings.passkeys else _angles)(subject, settings, session)]
 
-    model, tokenizer, progress = subject.model, subject.tokenizer, session.progress
-    if settings.passkeys:
-        return analyze_retrieval(model, tokenizer, settings, progress, name=subject.name)
-    documents = read_token_ids(settings, tokenizer, settings)
-    analysis = AnalysisSettings(
+
+def _angles(subject: Subject, settings: AnalyzeSettings, session: Session) -> Part:
+    """The work of `analyze`, a document a piece."""
+    from coca_attention import __version__
+    from coca_attention.analysis import read_token_ids
+    from coca_attention.analysis.task import angle_cell, cut_documents, read_document, unpack
+
+    model: Any = subject.model
+    asked = AnalysisSettings(
         **{name: getattr(settings, name) for name in AnalysisSettings.__dataclass_fields__}
     )
-    return [analyze(model, documents, analysis, progress, name=subject.name)]
+    documents, asked = cut_documents(
+        model, read_token_ids(settings, subject.tokenizer, settings), asked
+    )
+
+    def piece(index: int) -> Piece:
+        document = documents[index]
+        key = {
+            "task": "angles",
+            "version": __version__,
+            "model": subject.identity,
+            "settings": asdict(asked),
+            "document": [index, sha256(document.numpy().tobytes()).hexdigest()],
+        }
+        length, cost = len(document), len(document) * (1 + len(asked.shifts))
+
+        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
+            return [read_document(model, document, index, asked, advance).pack()]
+
+        return Piece(f"{subject.name} angles", [key], cost, length, compute)
+
+    pieces = [piece(index) for index in range(len(documents))]
+
+    def cells() -> list[Cell]:
+        every = (unpack(session.journal.get(each.keys[0])) for each in pieces)
+        return [angle_cell(model, documents, asked, every, subject.name)]
+
+    return Part(pieces, cells)
+
+
+def _answers(subject: Subject, settings: AnalyzeSettings, session: Session) -> Part:
+    """The work of `analyze_retrieval`, a prompt a piece."""
+    from coca_attention.analysis.retrieval import prompts_by_length, read_prompt, retrieval_cell
+
+    model: Any = subject.model
+    prompts = prompts_by_length(subject.tokenizer, settings)
+
+    def piece(length: int, index: int) -> Piece:
+        key = {
+            "task": "attention",
+            "model": subject.identity,
+            "prompt": [settings.seed, length, index],
+            "near": settings.near,
+        }
+
+        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
+            return [read_prompt(model, prompts[length][index], settings)]
+
+        return Piece(f"{subject.name} attention {length}", [key], length, length, compute)
+
+    pieces = {n: [piece(n, i) for i in range(len(asked))] for n, asked in prompts.items()}
+
+    def cells() -> list[Cell]:
+        return [
+            retrieval_cell(
+                model, settings, n, [session.journal.get(p.keys[0]) for p in each], subject.name
+            )
+            for n, each in pieces.items()
+        ]
+
+    return Part([piece for each in pieces.values() for piece in each], cells)
 
 
 def _check_analyze(settings: AnalyzeSettings) -> None:
@@ -83,9 +148,10 @@ ANALYSIS = Task(
     "analyze",
     "Angles of queries and keys, borders, bounds; or where attention goes with --passkeys.",
     AnalyzeSettings,
-    _analyze,
+    lambda subject, settings, session: session.finish(_analysis_parts(subject, settings, session)),
     _check_analyze,
     scaled=False,
+    parts=_analysis_parts,
 )
 
 
@@ -134,21 +200,29 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
         task.name: asdict(settings),
     }
     suites.check_device(loading.device, [task.name])
-    journal, joint = output.with_suffix(".journal.jsonl"), loading.device in suites.JOINT_DEVICES
-    if joint and rank() > 0:  # the first process speaks for all
-        session.journal = join(journal)
-        subject = load_subject(path, name, dtype=loading.dtype, device=loading.device)
-        task.run(subject, settings, session)
-        return
-    with hold(output.with_name(f".{output.name}.lock"), output):
+    first, joint = rank() == 0, loading.device in suites.JOINT_DEVICES
+    with ExitStack() as stack:
+        if first:  # it speaks for all
+            stack.enter_context(hold(output.with_name(f".{output.name}.lock"), output))
+        journal = output.with_suffix(".journal.jsonl")
         session.journal = join(journal) if joint else Journal(journal)
-        subject = load_subject(path, name, dtype=loading.dtype, device=loading.device)
-        with Progress() as session.progress:
+        device = local_device(loading.device)
+        subject = load_subject(path, name, dtype=loading.dtype, device=device)
+        if first:
+            session.progress = stack.enter_context(Progress())
+        if joint or processes() == 1:
             cells = task.run(subject, settings, session)
+        else:
+            claims = Claims(output.with_name(f".{output.name}.claims"), alone=False)
+            session.claims = stack.enter_context(closing(claims))
+            cells = task.share(subject, settings, session, wait=first)
+        if not first:
+            return
         keep_other_results(output, "measured", measured)
         environment = describe_environment()
         write_json(output, {"results": cells, "measured": measured, "environment": environment})
-        session.journal.remove()
+        if session.claims is None:  # a process that comes late looks there
+            session.journal.remove()
     from coca_attention.report import printed_tables
 
     for table in printed_tables(cells):

@@ -17,6 +17,7 @@ from coca_attention.cli.console import (
 )
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
+from coca_attention.evaluation.pieces import launch_group, rank
 from coca_attention.hub import check_name
 from coca_attention.options import OptionParser
 from coca_attention.settings import PIECE, check_letters, check_scaling, check_sizes
@@ -342,16 +343,28 @@ def run_convert(words: list[str]) -> None:
     if layers:
         check_letters(layers)
     check_name(path)
+    calibrated = settings.init == "calibrated" and not settings.dry_run
+    if rank() > 0 and not calibrated:
+        return  # nothing can be shared: the first process does it
     tokens = _calibration_tokens(path, settings.init, text)
     from coca_attention.models import Roles
     from coca_attention.models.configuration import rotation
     from coca_attention.models.conversion import convert_folder
 
     roles = Roles(layers, window) if layers else None
-    with Progress() as progress:
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress()) if rank() == 0 else None
         model = convert_folder(
-            path, target, **options, roles=roles, calibration=tokens, progress=progress
+            path,
+            target,
+            **options,
+            roles=roles,
+            calibration=tokens,
+            progress=progress,
+            group=launch_group() if calibrated else None,
         )
+    if rank() > 0:
+        return
     if settings.dry_run:
         _print_conversion(path, settings, model)
         return

@@ -250,11 +250,19 @@ def join(path: Path) -> Journal:
             "a model or text in parts needs several processes: torchrun --nproc-per-node N -m "
             "coca_attention.cli eval …"
         )
-    if not dist.is_initialized():
-        dist.init_process_group()
-        atexit.register(dist.destroy_process_group)
+    launch_group()
     journal = Journal(path if rank() == 0 else None)
     values = [journal.values]
     dist.broadcast_object_list(values)
     journal.values = values[0]
     return journal
+
+
+def launch_group() -> Any:
+    """The group of all processes of a launch, for collective operations; None in one process."""
+    import torch.distributed as dist
+
+    if processes() > 1 and not dist.is_initialized():
+        dist.init_process_group()
+        atexit.register(dist.destroy_process_group)
+    return dist.group.WORLD

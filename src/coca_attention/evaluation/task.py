@@ -214,3 +214,19 @@ class Task:
         """
         self.check(settings)
         return self.complete_cells(subject, self.evaluate(subject, settings, session))
+
+    def share(self, subject: Subject, settings: Any, session: Session, *, wait: bool) -> list[Cell]:
+        """`run` together with the other processes of a launch, which make the same call.
+
+        Args:
+            subject: The model.
+            settings: Settings of the task.
+            session: With ``claims``.
+            wait: Whether to wait for the others; if not, there are no cells.
+        """
+        self.check(settings)
+        parts = self.parts_of(subject, settings, session)
+        pieces = sorted((p for part in parts for p in part.pieces), key=lambda p: -p.cost)
+        work(pieces, session.journal, session.progress, session.claims, wait=wait)
+        cells = [cell for part in parts for cell in part.cells()] if wait else []
+        return self.complete_cells(subject, cells)

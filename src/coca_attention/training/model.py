@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -102,7 +103,15 @@ def _load_start(
                 f"model.attention to {found}, or start from a rotary model"
             )
         texts = _calibration_texts(blocks) if recipe.init == "calibrated" else None
-        convert(model, wanted, init=recipe.init, calibration=texts, max_distance=limit, empty=empty)
+        convert(
+            model,
+            wanted,
+            init=recipe.init,
+            calibration=texts,
+            max_distance=limit,
+            empty=empty,
+            group=dist.group.WORLD,
+        )
     return model
 
 

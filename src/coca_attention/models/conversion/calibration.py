@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -100,7 +101,9 @@ def check_calibration(input_ids: Any, vocab_size: int, modules: list[Any]) -> No
 
 
 @torch.no_grad()
-def calibrate_t_projection(attention: Any, hidden_states: Tensor) -> None:
+def calibrate_t_projection(
+    attention: Any, hidden_states: Tensor, group: dist.ProcessGroup | None = None
+) -> None:
     """Fit a layer's T projection so that its collinear scores are closest to its rotary scores.
 
     Rows of free pairs are not changed.
@@ -108,10 +111,19 @@ def calibrate_t_projection(attention: Any, hidden_states: Tensor) -> None:
     Args:
         attention: A CoCA attention module that still has its key projection.
         hidden_states: Input of the layer for B texts from position 0, (B, T, hidden).
+        group: Processes that fit the same projection, each with texts of its own.
     """
+
+    def over_all_texts(x: Tensor) -> Tensor:
+        if group is not None:
+            dist.all_reduce(x, group=group)
+        return x
+
     sums = [_score_sums(attention, row) for row in hidden_states.split(1)]
     products, squares = (torch.cat(rows) for rows in zip(*sums, strict=True))  # (B * T, G * P)
-    targets = products / (squares + FLOOR * squares.mean(0)).clamp_min(1e-30)
+    tokens = over_all_texts(squares.new_tensor(len(squares)))
+    mean = over_all_texts(squares.sum(0)) / tokens
+    targets = products / (squares + FLOOR * mean).clamp_min(1e-30)
     inputs = hidden_states.flatten(0, 1).double()
     biased = attention.k_proj.bias is not None
     if biased:
@@ -119,7 +131,8 @@ def calibrate_t_projection(attention: Any, hidden_states: Tensor) -> None:
     ridge = RIDGE * len(inputs) * inputs.square().mean()
     gram = inputs.T @ inputs
     gram.diagonal().add_(ridge)
-    rows = torch.linalg.solve(gram, inputs.T @ targets).T
+    right = over_all_texts(inputs.T @ targets)
+    rows = torch.linalg.solve(over_all_texts(gram), right).T
     parameters = {"weight": rows[:, :-1], "bias": rows[:, -1]} if biased else {"weight": rows}
     kv_heads, pairs = attention.k_proj.out_features // attention.head_dim, attention.head_dim // 2
     collinear = pairs - attention.free_pairs

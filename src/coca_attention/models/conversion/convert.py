@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, initialization
 
@@ -43,6 +44,7 @@ def convert(
     kv_cache: str = "full",
     progress: Callable[[str, int, int], Any] | None = None,
     empty: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> PreTrainedModel:
     """Convert a vanilla decoder to the CoCA model of its family, in place.
 
@@ -76,6 +78,8 @@ def convert(
             far, and their total.
         empty: Whether the model is on the meta device, without weights: classes, configuration and
             shapes are converted, and nothing is calibrated.
+        group: Processes that make the same call: each reads some of the calibration texts, and all
+            get the same projections. By default the process reads them all.
 
     Returns:
         The same model.
@@ -107,6 +111,7 @@ def convert(
             kv_cache=kv_cache,
             progress=progress,
             empty=empty,
+            group=group,
         )
         return model
     family, new_class = _find_family(model)
@@ -143,7 +148,7 @@ def convert(
     config._attn_implementation = old._attn_implementation
     config.name_or_path = old.name_or_path
     inputs: list[Tensor] = []
-    done, total = 0, len(body.layers) + (0 if calibration is None else len(calibration))
+    done, total = 0, len(body.layers)
 
     def advance() -> None:
         nonlocal done
@@ -159,6 +164,11 @@ def convert(
             )
         check_calibration(calibration, config.vocab_size, modules)
         assert calibration is not None  # checked
+        if group is not None and len(calibration) >= group.size():
+            calibration = calibration[group.rank() :: group.size()]
+        else:
+            group = None
+        total += len(calibration)
         if not empty:
             inputs = attention_inputs(model, modules, calibration, advance)
 
@@ -166,7 +176,7 @@ def convert(
         if init == "random":
             attention.t_proj.init_folded(config.initializer_range)
         if inputs:
-            calibrate_t_projection(attention, inputs[index])
+            calibrate_t_projection(attention, inputs[index], group)
         advance()
 
     for module in model.modules():

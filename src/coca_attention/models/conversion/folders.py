@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -38,6 +39,7 @@ def convert_folder(
     dtype: str = "auto",
     progress: Callable[[str, int, int], Any] | None = None,
     dry_run: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> PreTrainedModel:
     """`convert` or `load_original` from folder to folder, including tokenizer and model card.
 
@@ -61,6 +63,7 @@ def convert_folder(
         progress: As for `convert`.
         dry_run: Whether to check everything and write nothing. The weights are not read then, but
             for an original checkpoint's.
+        group: As for `convert`; its first process writes the result.
 
     Returns:
         The converted model; after a dry run, on the meta device.
@@ -100,8 +103,9 @@ def convert_folder(
             kv_cache=kv_cache,
             progress=progress,
             empty=dry_run,
+            group=group,
         )
-    if dry_run:
+    if dry_run or (group is not None and group.rank() > 0):
         return model
     if portable:
         make_portable(model)
