@@ -147,7 +147,8 @@ LIGHT = [
     ["bench", "--rounds", "0"], ["generate", "m", "p", "--temperature", "-1"],
     ["convert", "a", "b", "--layers", "x"], ["quickstart", "--workers", "0"],
     ["eval", "passkey", "./nowhere"], ["analyze", "./nowhere"], ["generate", "./nowhere", "p"],
-    ["convert", "./nowhere", "b"], ["export", "./nowhere", "b"], ["serve", "./nowhere"],
+    ["reproduce", "--minutes", "0"], ["convert", "./nowhere", "b"], ["export", "./nowhere", "b"],
+    ["serve", "./nowhere"],
 ]  # fmt: skip
 
 
