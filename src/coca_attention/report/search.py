@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from coca_attention.report.scaling import scaling_sections
 from coca_attention.report.section import Entry, Section, Table
+from coca_attention.report.sizes import size_sections
 
 Cell = dict[str, Any]
 SIZES = {"perplexity": "window", "passkey": "length", "needles": "length"}
@@ -16,7 +16,7 @@ def search_sections(cells: Sequence[Cell]) -> list[Section]:
     rungs: dict[tuple[str, int], list[Cell]] = {}
     for cell in cells:
         rungs.setdefault((cell["search"], -cell["rung"]), []).append(cell)
-    sections = [*scaling_sections(cells), *(_leaderboard(rungs[key]) for key in sorted(rungs))]
+    sections = [*size_sections(cells), *(_leaderboard(rungs[key]) for key in sorted(rungs))]
     failed = [cell for cell in cells if cell["error"]]
     if failed:
         rows = [[c["model"], str(c["rung"]), str(c["seed"]), c["error"]] for c in failed]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from coca_attention.report import build_report
-from coca_attention.report.scaling import scaling_sections
+from coca_attention.report.sizes import size_sections
 
 
 def run(
@@ -35,7 +35,7 @@ RUNS = [
 
 
 def test_costs_and_far_text_are_followed_over_sizes():
-    near, far = scaling_sections(RUNS)
+    near, far = size_sections(RUNS)
     assert near.title == "Perplexity at 256 tokens against RoFormer’s, by size"
     assert [str(entry) for entry in near.header[1:4]] == ["0.25M", "1M", "4M"]
     ((name, *costs),) = near.rows
@@ -46,16 +46,16 @@ def test_costs_and_far_text_are_followed_over_sizes():
     assert rows["CoCA-Strict"][:4] == ["4.000", "2.000", "1.000", "-0.500"]
     assert float(rows["CoCA-Strict"][4]) == pytest.approx(2 * 350**-0.5, rel=0.01)
     page = build_report([{"results": RUNS}])
-    assert page.count("scaling-cost-wide") > 1 and "if the trend holds" in page
+    assert page.count("sizes-cost-wide") > 1 and "if the trend holds" in page
 
 
 def test_one_size_has_no_trend_and_missing_figures_are_left_out():
-    assert scaling_sections([cell for cell in RUNS if cell["search"] == "1M"]) == []
+    assert size_sections([cell for cell in RUNS if cell["search"] == "1M"]) == []
     two = [cell for cell in RUNS if cell["search"] != "4M"]
     two[0] = two[0] | {"status": "failed", "training": None, "cells": []}
-    near, _ = scaling_sections(two)
+    near, _ = size_sections(two)
     assert [str(entry) for entry in near.rows[0][1:3]] == ["1.100", "1.100"]
     infinite = [
         cell | {"cells": [each | {"perplexity": None} for each in cell["cells"]]} for cell in RUNS
     ]
-    assert scaling_sections(infinite) == []
+    assert size_sections(infinite) == []

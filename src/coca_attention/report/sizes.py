@@ -16,7 +16,7 @@ FAR = {350_000_000: "350M", 7_000_000_000: "7B"}
 """Parameters of the paper's models, to which trends are extended."""
 
 
-def scaling_sections(cells: Sequence[Cell]) -> list[Section]:
+def size_sections(cells: Sequence[Cell]) -> list[Section]:
     """Trends of perplexity over the sizes of a search; none if it has one size."""
     last = (cell for cell in cells if cell["rung"] == cell["rungs"])
     runs = [cell for cell in last if cell["status"] == "finished" and _windows(cell)]
@@ -108,7 +108,7 @@ def _section(kind: str, title: str, runs: Runs, label: str, note: str = "") -> S
     ]
     return Section(
         title,
-        figure=draw(f"scaling-{kind}", plot) if fits else None,
+        figure=draw(f"sizes-{kind}", plot) if fits else None,
         header=[
             "trial",
             *sizes,
