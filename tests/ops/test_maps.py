@@ -132,3 +132,21 @@ def test_maps_compile_in_one_graph(form):
     ]
     for ours, expected in zip(*found, strict=True):
         assert (ours - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_queries_are_not_written_in_parts(form):
+    """Such a write is a choice in every compiled loop over the keys, which cannot be vectorized."""
+    q = tensors(1, 2, 1, 8)
+    cos, sin = Rotation(8).tables(torch.arange(1))
+    operations = []
+
+    def backend(graph, inputs):
+        operations.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    compiled = torch.compile(
+        lambda x: query_map(x, cos, sin, form=form), backend=backend, fullgraph=True
+    )
+    assert torch.allclose(compiled(q), query_map(q, cos, sin, form=form))
+    assert operations and not {"select", "addcmul_"} <= set(operations)
