@@ -34,6 +34,8 @@ def size_sections(cells: Sequence[Cell]) -> list[Section]:
     }
 
     def cost(cell: Cell) -> float | None:
+        if cell["model"] == control:
+            return None
         other = base.get((cell["search"], cell["seed"]))
         return other and _windows(cell)[near] / other
 
@@ -78,8 +80,6 @@ def _runs(cells: Sequence[Cell], figure: Callable[[Cell], float | None]) -> Runs
 
 
 def _section(kind: str, title: str, runs: Runs, label: str, note: str = "") -> Section:
-    # The control's own cost is 1 everywhere.
-    runs = {name: found for name, found in runs.items() if any(y != 1 for _, _, y in found)}
     points = {
         name: ([x for _, x, _ in found], [y for _, _, y in found]) for name, found in runs.items()
     }
