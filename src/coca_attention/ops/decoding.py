@@ -184,17 +184,14 @@ def attend_half(
         return kernels.decode.attend_half(query, coefficients, value, frames, attention_mask, scale)
     batch, heads, _, width = query.shape
     kv_heads = coefficients.shape[1]
-    rows = query.to(frames.cos.dtype).view(batch, kv_heads, heads // kv_heads, width)
+    rows = (query.to(frames.cos.dtype) * scale).view(batch, kv_heads, heads // kv_heads, width)
     q0, q1 = rows.unsqueeze(1).chunk(2, dim=-1)
     cos, sin = frames.cos[:, :, None, None], frames.sin[:, :, None, None]
     rotated0 = torch.addcmul(q0 * cos, q1, sin)  # (B, tiles, G, H/G, W)
     rotated1 = torch.addcmul(q1 * cos, q0, sin, value=-1)
     scores = _scores(rotated0, rotated1, coefficients, frames)
-    return (
-        _weighted_values(scores, value, attention_mask, scale)
-        .view(batch, heads, 1, -1)
-        .to(query.dtype)
-    )
+    output = _weighted_values(scores, value, attention_mask)
+    return output.view(batch, heads, 1, -1).to(query.dtype)
 
 
 def attend_half_at(
@@ -234,10 +231,10 @@ def attend_half_at(
     cos, sin = over_all_pairs(cos, sin, pairs, wide)
     cos, sin = (_paired(x, coefficients_width - pairs).unsqueeze(-3) for x in (cos, sin))
     batch, heads = query.shape[:2]
-    rows = paired_query(query, coefficients_width).to(wide)
+    rows = paired_query(query, coefficients_width).to(wide) * scale
     q0, q1 = rows.view(batch, kv_heads, heads // kv_heads, 1, -1).chunk(2, dim=-1)
     scores = ((q0 * cos + q1 * sin) * coefficients.unsqueeze(2)).sum(-1)
-    output = _weighted_values(scores, value, attention_mask, scale)
+    output = _weighted_values(scores, value, attention_mask)
     return output.view(batch, heads, 1, -1).to(query.dtype)
 
 
@@ -249,10 +246,8 @@ def _check_no_gradient(*tensors: Tensor) -> None:
         )
 
 
-def _weighted_values(scores: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """softmax(scale * scores + mask) V, (B, G, H/G, Dv); overwrites the scores."""
-    if scale != 1.0:
-        scores.mul_(scale)
+def _weighted_values(scores: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(scores + mask) V, (B, G, H/G, Dv); overwrites the scores."""
     if mask is not None:
         if mask.dtype == torch.bool:
             scores.masked_fill_(~mask, float("-inf"))
