@@ -30,9 +30,10 @@ from coca_attention.training import (
     retrieval,
     train,
 )
+from coca_attention.training.checkpoints import catch_write_errors, problem_of
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import check_layers, check_options
-from coca_attention.training.trainer import catch_write_errors, problem_of, training_arguments
+from coca_attention.training.trainer import training_arguments
 from conftest import VOCABULARY, tiny_model
 from families import FAMILIES, vanilla
 

@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     caplog.clear()
     seen = Record()
     train(recipe(text_folder), tmp_path, callbacks=[seen])
-    ours = "coca_attention.training.trainer"
+    ours = "coca_attention.training.checkpoints"
     said = [
         record.getMessage()
         for record in caplog.records

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from coca_attention.lazy import attach
 
 if TYPE_CHECKING:
+    from coca_attention.training.checkpoints import last_checkpoint
     from coca_attention.training.model import model_config
     from coca_attention.training.recipe import Recipe, as_yaml, load_recipe, recipe_parser
     from coca_attention.training.run import is_finished, read_summary, train
-    from coca_attention.training.trainer import TrainingDiverged, last_checkpoint
+    from coca_attention.training.trainer import TrainingDiverged
 
 __all__ = [
     "Recipe",
@@ -25,8 +26,9 @@ __all__ = [
 
 __getattr__, __dir__ = attach(
     __name__,
+    checkpoints="last_checkpoint",
     model="model_config",
     recipe="Recipe as_yaml load_recipe recipe_parser",
     run="is_finished read_summary train",
-    trainer="TrainingDiverged last_checkpoint",
+    trainer="TrainingDiverged",
 )

@@ -22,18 +22,13 @@ from transformers import (
 from coca_attention.environment import replace
 from coca_attention.errors import UserError
 from coca_attention.models.loading import no_progress_bars
+from coca_attention.training.checkpoints import STATE_FILE, catch_write_errors, last_checkpoint
 from coca_attention.training.model import parameter_counts
 from coca_attention.training.objectives import Loss
 from coca_attention.training.retrieval import Retrieval
 from coca_attention.training.sections import TrainingRecipe
 from coca_attention.training.sharding import catch_read_errors, check_kind
-from coca_attention.training.trainer import (
-    STATE_FILE,
-    RecipeTrainer,
-    catch_write_errors,
-    last_checkpoint,
-    training_arguments,
-)
+from coca_attention.training.trainer import RecipeTrainer, training_arguments
 
 log = logging.getLogger(__name__)
 

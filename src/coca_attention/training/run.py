@@ -26,17 +26,14 @@ from coca_attention.environment import (
 from coca_attention.errors import UserError
 from coca_attention.models.cards import write_card
 from coca_attention.models.loading import load_model, model_without_weights
+from coca_attention.training.checkpoints import catch_write_errors, last_checkpoint
 from coca_attention.training.data import TrainingData, check_sources, load_data, training_documents
 from coca_attention.training.fit import measure, save_trained
 from coca_attention.training.model import own_device, start_sizes
 from coca_attention.training.recipe import Recipe, as_yaml, differences, load_recipe
 from coca_attention.training.sections import TEXT
 from coca_attention.training.stages import join_curves, train_stages
-from coca_attention.training.trainer import (
-    catch_write_errors,
-    last_checkpoint,
-    training_arguments,
-)
+from coca_attention.training.trainer import training_arguments
 
 log = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from coca_attention.errors import UserError
 from coca_attention.fields import attention_of
 from coca_attention.models.cards import write_card
 from coca_attention.models.loading import load_model, model_without_weights
+from coca_attention.training.checkpoints import catch_write_errors
 from coca_attention.training.data import TrainingData
 from coca_attention.training.fit import curve, fit, save_trained, validation_curve
 from coca_attention.training.model import (
@@ -39,7 +40,7 @@ from coca_attention.training.objectives import teacher_loss
 from coca_attention.training.recipe import Recipe
 from coca_attention.training.sections import StageRecipe
 from coca_attention.training.throughput import summary as throughput
-from coca_attention.training.trainer import RecipeTrainer, catch_write_errors
+from coca_attention.training.trainer import RecipeTrainer
 
 # Written last: a stage whose folder has it is finished.
 STAGE_FILE = "stage.json"
