@@ -1,10 +1,11 @@
 """`coca info`: a folder described without loading it, compared with the loaded model."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen2Config
 
 from coca_attention.cli import main
 from coca_attention.errors import UserError
@@ -12,6 +13,15 @@ from coca_attention.fields import head_width
 from coca_attention.info import cache_bytes, machine, model_folder, read_weights
 from coca_attention.models import Roles, convert
 from conftest import tiny_model
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def saved(folder, form="slack", *, roles=None, kv_cache="full", dtype=torch.float32):
@@ -48,6 +58,28 @@ def test_parameters_and_cache_are_those_of_the_model(tmp_path, form, roles, kv_c
         model(input_ids=torch.ones(1, length, dtype=torch.long), past_key_values=cache)
     tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
     assert cache_bytes(model.config, weights, length) == sum(t.nbytes for t in tensors)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(**SMALL, sliding_window=8),
+        MistralConfig(**SMALL, sliding_window=None),
+        Qwen2Config(**SMALL, sliding_window=8, use_sliding_window=False),
+    ],
+    ids=["window", "no window", "window not used"],
+)
+def test_a_window_without_layer_types_is_that_of_all_layers(tmp_path, config):
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content.pop("layer_types", None)  # older files have none
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 40, dtype=torch.long), past_key_values=cache)
+    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+    found = cache_bytes(SimpleNamespace(**content), read_weights(tmp_path), 40)
+    assert found == sum(t.nbytes for t in tensors)
 
 
 def test_a_folder_is_described(tmp_path, capsys, tokenizer):

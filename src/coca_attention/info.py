@@ -248,8 +248,12 @@ def cache_bytes(config: Any, weights: Weights | None, tokens: int) -> int:
         weights: The headers of its weights, for the dtype and the width of cached coefficients.
         tokens: Length of the text. Local layers keep as much of it as their window needs.
     """
-    layers = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or [GLOBAL] * layers
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    # Without layer_types, as in Mistral's configuration, a window is that of all layers.
+    kinds = getattr(config, "layer_types", None)
+    kinds = kinds or [LOCAL if window else GLOBAL] * config.num_hidden_layers
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width, shapes = head_width(config), {} if weights is None else weights.shapes
     stored = next(iter(weights.kinds.most_common(1)), ("F32", 0))[0] if weights else "F32"
@@ -259,8 +263,7 @@ def cache_bytes(config: Any, weights: Weights | None, tokens: int) -> int:
         if getattr(config, "kv_cache", "full") == "half":
             pattern = f".{index}.self_attn.t_proj.weight", f".{index}.attention.t_proj.weight"
             keys = next((s[0] for name, s in shapes.items() if name.endswith(pattern)), keys)
-        window = getattr(config, "sliding_window", None) if kind == LOCAL else None
-        kept = min(tokens, window - 1) if window else tokens
+        kept = min(tokens, window - 1) if window and kind == LOCAL else tokens
         numbers += kept * (keys + heads * width)
     return numbers * BITS.get(stored, 32) // 8
 

@@ -275,7 +275,7 @@ class DataRecipe(SourceSettings):
 
 @dataclass
 class ValidationRecipe:
-    """Perplexity on text that is not trained on, measured during training."""
+    """Perplexity on text that is not trained on, passkeys and needles, measured during training."""
 
     every: int | None = None
     """Optimizer steps between measurements, which also take place before the first step and after
