@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import (
+    AutoModelForImageTextToText,
     CLIPVisionConfig,
     Gemma3Config,
     Gemma3Model,
@@ -16,6 +17,7 @@ from transformers import (
 
 from coca_attention import convert
 from coca_attention.errors import UserError
+from coca_attention.models.conversion.folders import convert_folder
 from coca_attention.testing import difference, logits, some_tokens
 from families import SIZES
 
@@ -28,6 +30,7 @@ VISION = {
     "patch_size": 14,
 }
 IMAGE, PATCHES = 5, 4
+IDS = torch.arange(6, 30).unsqueeze(0)
 
 
 def llava():
@@ -79,6 +82,22 @@ def test_a_decoder_that_could_not_be_reloaded_is_refused():
         with pytest.raises(UserError, match="part of a model of type gemma3, which always loads"):
             convert(given)
     assert type(model.language_model).__name__ == "Gemma3TextModel"
+
+
+def test_a_llava_is_converted_from_folder_to_folder(tmp_path):
+    source, target = tmp_path / "llava", tmp_path / "new"
+    model = llava()
+    model.save_pretrained(source)
+    (source / "preprocessor_config.json").write_text('{"size": 28}')
+    with pytest.raises(UserError, match="leave out --portable"):
+        convert_folder(source, target, form="strict", portable=True, dry_run=True)
+    convert_folder(source, target, form="strict")
+    assert (target / "preprocessor_config.json").read_text() == '{"size": 28}'
+    card = (target / "README.md").read_text()
+    assert "import coca_attention" in card and "AutoModelForImageTextToText" in card
+    assert "AutoProcessor" in card and "coca export" not in card
+    loaded = AutoModelForImageTextToText.from_pretrained(target).eval()
+    assert torch.equal(logits(loaded, IDS), logits(convert(model, "strict"), IDS))
 
 
 def test_a_decoder_alone_shares_no_configuration():

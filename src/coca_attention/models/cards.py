@@ -28,8 +28,10 @@ PIPELINES = {
     "SequenceClassification": "text-classification",
     "TokenClassification": "token-classification",
     "QuestionAnswering": "question-answering",
+    "ImageTextToText": "image-text-to-text",
 }
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md")
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 TEMPLATE = """\
 ---
 {{ card_data }}
@@ -58,16 +60,19 @@ pip install {{ "coca-attention" if ours else "transformers torch" }}
 ```python
 {% if ours %}import coca_attention  # registers the classes of the model
 {% endif -%}
-from transformers import {{ auto }}, AutoTokenizer
+from transformers import {{ auto }}, {{ "AutoProcessor" if composite else "AutoTokenizer" }}
 
 model = {{ auto }}.from_pretrained("{{ name }}")
-tokenizer = AutoTokenizer.from_pretrained("{{ name }}")
+{{ "processor = AutoProcessor" if composite else "tokenizer = AutoTokenizer" -}}
+.from_pretrained("{{ name }}")
 ```
 {% if ours %}
-Without the import, Transformers does not know the type `{{ type }}` and advises to upgrade it,
-which does not help. Where nothing can be imported, `coca export` writes a folder with a
+Without the import, Transformers does not know the type `{{ decoder }}` and advises to upgrade it,
+which does not help.
+{%- if not composite %} Where nothing can be imported, `coca export` writes a folder with a
 `modeling_coca.py`, which `trust_remote_code=True` loads: that file imports the package and nothing
 else.
+{%- endif %}
 {% endif %}
 {%- if untrained %}
 ## Training
@@ -129,7 +134,7 @@ def write_card(
         training=list((training or {}).items()),
         perplexity=perplexity,
         untrained=untrained,
-        source_files=", ".join(f"[{name}]({name})" for name in copied),
+        source_files=", ".join(f"[{x}]({x})" for x in copied if x not in PROCESSORS),
     )
     card.save(folder / CARD)
 
@@ -165,9 +170,12 @@ def _card(
     perplexity: float | None = None,
     **about: Any,
 ) -> ModelCard:
-    ours = isinstance(config, PackagedConfig)
+    decoder = config.get_text_config()
+    ours, composite = isinstance(decoder, PackagedConfig), decoder is not config
     data.library_name = "transformers"
     head = (config.architectures or ["ForCausalLM"])[0].rpartition("For")[2]
+    if composite and head == "ConditionalGeneration":
+        head = "ImageTextToText"
     data.pipeline_tag = PIPELINES.get(head)
     data.tags = [*(data.tags or []), *(["coca-attention"] if ours else [])]
     if perplexity is not None:
@@ -186,6 +194,8 @@ def _card(
         template_str=TEMPLATE,
         name=name,
         type=config.model_type,
+        decoder=decoder.model_type,
+        composite=composite,
         auto=f"AutoModelFor{head}" if head in PIPELINES else "AutoModel",
         ours=ours,
         facts=_facts(config),
@@ -227,14 +237,17 @@ def _described(source: str | Path, data: ModelCardData) -> str:
 
 
 def carry_over(source: str | Path, folder: Path, card: str = SOURCE_CARD) -> list[str]:
-    """Copy a model's card, under the name given, and its licenses; the names of what there was."""
+    """Copy what a model's folder has beside weights and tokenizer; the names of what there was.
+
+    These are its card, under the name given, its licenses, and how its images are prepared.
+    """
     optional: dict[str, Any] = {
         "_raise_exceptions_for_gated_repo": False,
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
     copied: list[str] = []
-    for name in (CARD, *LICENSES, *([SOURCE_CARD] if card == CARD else [])):
+    for name in (CARD, *LICENSES, *PROCESSORS, *([SOURCE_CARD] if card == CARD else [])):
         path = None
         with suppress(OSError):  # a folder that is gone, or no connection
             path = cached_file(str(source), name, **optional)

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import logging as transformers_logging
@@ -203,6 +209,9 @@ def _auto_class(path: str) -> Any:
     """The Auto class of the head that a folder's configuration names."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     task = (config.architectures or [""])[0].partition("For")[2]
+    composite = AutoModelForImageTextToText
+    if task == "ConditionalGeneration" and type(config) in composite._model_mapping:
+        return composite
     return getattr(transformers, f"AutoModelFor{task}", AutoModelForCausalLM)
 
 

@@ -90,6 +90,12 @@ def convert_folder(
             model = model_without_weights(source, dtype, any_head=True)
         else:
             model = load_model(source, dtype=dtype, device="cpu", any_head=True)
+        if portable and model.config.get_text_config() is not model.config:
+            raise UserError(
+                f"{source}: only its decoder becomes a model of this package, so the folder cannot "
+                "name the package in auto_map: leave out --portable, and import coca_attention "
+                "before loading it"
+            )
         if calibration is not None:
             calibration = calibration_texts(calibration, model.config.get_text_config())
         model = convert(
