@@ -8,7 +8,7 @@ from transformers.integrations.executorch import TorchExportableModuleWithStatic
 
 from caches import CELLS, make_cache, model_with, refusal
 from coca_attention.errors import UserError
-from coca_attention.models.half_cache import halve_static_keys
+from coca_attention.models.key_positions import halve_static_keys
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from families import vanilla
 

@@ -13,7 +13,7 @@ from coca_attention.models import (
     set_rotary_scaling,
 )
 from coca_attention.models.configuration import has_own_roles
-from coca_attention.models.half_cache import KeyPositions
+from coca_attention.models.key_positions import KeyPositions
 from coca_attention.testing import difference, logits, some_tokens
 from families import SIZES, collinear, vanilla
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layers.coca import project_collinear
-from coca_attention.models.half_cache import KeyPositions, compiling
+from coca_attention.models.key_positions import KeyPositions, compiling
 from coca_attention.models.projections import (
     AttentionLayout,
     head_norm,
@@ -252,23 +252,7 @@ class CollinearAttention(nn.Module):
             assert key_positions is not None  # always passed by the decoder
             places = key_positions.places(kind, first, key.shape[-2])
             if sdpa:
-                causal = attention_mask is None
-                if causal and length > 1:
-                    # The first queries of an empty cache, which may have more slots.
-                    key, value = key[..., :length, :], value[..., :length, :]
-                    places = places[0], places[1][:, :length]
-                # In blocks of queries, because the bias of all of them has T * S elements.
-                output = attend(
-                    query,
-                    key,
-                    value,
-                    attention_mask=attention_mask,
-                    is_causal=causal,
-                    scale=self.kernel_scale,
-                    dropout=dropout,
-                    bias=bias,
-                    positions=places,
-                )
+                output = self._attend_biased(query, key, value, attention_mask, bias, places)
                 return self._projected(output.transpose(1, 2), hidden_states), None
             shape = attention_mask.shape if isinstance(attention_mask, Tensor) else ()
             dense = len(shape) == 4 and shape[-1] == key.shape[-2]
@@ -310,6 +294,42 @@ class CollinearAttention(nn.Module):
             and self.config._attn_implementation == "sdpa"
             and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
             and not (self.training or torch.is_grad_enabled())
+        )
+
+    def _attend_biased(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        bias: Any,
+        places: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """`attend` in blocks of queries, because the bias of all of them has T * S elements.
+
+        Args:
+            query: Q', (B, H, T, D).
+            key: K', (B, G, S, D).
+            value: (B, G, S, D).
+            mask: None or a dense mask.
+            bias: `Rotation.bias`.
+            places: Positions of the queries and of the keys, (1 or B, T) and (1 or B, S).
+        """
+        length = query.shape[-2]
+        if mask is None and length > 1:
+            # The first queries of an empty cache, which may have more slots.
+            key, value = key[..., :length, :], value[..., :length, :]
+            places = places[0], places[1][:, :length]
+        return attend(
+            query,
+            key,
+            value,
+            attention_mask=mask,
+            is_causal=mask is None,
+            scale=self.kernel_scale,
+            dropout=self.attention_dropout if self.training else 0.0,
+            bias=bias,
+            positions=places,
         )
 
     def _attend_far(

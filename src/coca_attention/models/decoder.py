@@ -25,7 +25,7 @@ from coca_attention.models.configuration import (
     has_own_roles,
     rotation,
 )
-from coca_attention.models.half_cache import KeyPositions
+from coca_attention.models.key_positions import KeyPositions
 from coca_attention.models.portable import PackagedModel
 from coca_attention.models.projections import (
     FoldedLinear,

@@ -27,7 +27,7 @@ from coca_attention.errors import UserError
 from coca_attention.fields import GLOBAL, LOCAL, layer_types, rope_parameters
 from coca_attention.models.configuration import rotation
 from coca_attention.models.families import family_of, supported_families
-from coca_attention.models.half_cache import KeyPositions, rotary_is_by_layer
+from coca_attention.models.key_positions import KeyPositions, rotary_is_by_layer
 from coca_attention.ops import KeyFrames
 from coca_attention.ops.positions import apply_rotary
 from coca_attention.settings import check_sizes
