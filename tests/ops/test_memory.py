@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys, torch
-from coca_attention.ops import coca_attention
+from coca_attention.ops import Rotation, coca_attention
 for index, case in enumerate(sys.argv[1:]):
     *sizes, form, mode = case.split()
     heads, kv_heads, queries, keys, value_width = map(int, sizes)
@@ -18,12 +18,14 @@ for index, case in enumerate(sys.argv[1:]):
     q = torch.randn(1, heads, queries, 64)
     t = torch.rand(1, kv_heads, keys, 32)
     v = torch.randn(1, kv_heads, keys, value_width)
-    mask, train = None, mode == "train"
-    if train:
+    mask, train, rotation = None, mode != "infer", None
+    if mode == "decay":
+        rotation = Rotation(64, decay=1.0)
+    elif train:
         mask = torch.ones(1, 1, 1, keys, dtype=torch.bool)
-        q.requires_grad_()
+    q.requires_grad_(train)
     with torch.set_grad_enabled(train):
-        output = coca_attention(q, t, v, form=form, attention_mask=mask)
+        output = coca_attention(q, t, v, form=form, attention_mask=mask, rotation=rotation)
     if train:
         output.sum().backward()
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
@@ -33,7 +35,8 @@ for index, case in enumerate(sys.argv[1:]):
 def peak_megabytes(*cases: str) -> list[float]:
     """Growth of the process's peak memory until the end of each case, one after the other.
 
-    A case: heads, key/value heads, queries, keys, value width, form, and ``infer`` or ``train``.
+    A case: heads, key/value heads, queries, keys, value width, form, and ``infer``,
+    ``train`` (with a mask) or ``decay`` (training with a decay).
     """
     finished = subprocess.run(
         [sys.executable, "-c", PROGRAM, *cases], capture_output=True, text=True, check=True
@@ -46,14 +49,16 @@ def test_no_score_matrix_is_allocated():
 
     The masks of all blocks together would take 268 MB as numbers, the scores in training 2,147 MB.
     """
-    *inference, training = peak_megabytes(
+    *inference, decay, training = peak_megabytes(
         "4 4 8192 8192 64 slack infer",
         "4 1 8192 8192 64 strict infer",
         "4 4 6000 8192 64 slack infer",  # the last queries
         "4 2 8192 8192 48 slack infer",
+        "4 4 8192 8192 64 slack decay",
         "4 4 8192 8192 64 slack train",  # with a mask
     )
     assert max(inference) < 200
+    assert decay < 250
     assert training < 400
 
 
