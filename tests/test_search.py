@@ -198,6 +198,8 @@ def test_a_search_waits_for_the_processes_of_one_that_was_killed(small, tmp_path
     killed.wait()
     folder = out / "rung-1" / "none" / "seed-0"
     assert cells(out / "results.json") == [] and not is_finished(folder / "model")
+    command = json.loads((out / "results.json").read_text())["environment"]["command"]
+    assert command.startswith("python -m coca_attention.cli search ")
     search(load_search(small), out)
     assert [cell["status"] for cell in cells(out / "results.json")] == ["finished"]
     # Trained without an interruption, by the orphan.

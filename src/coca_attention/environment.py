@@ -54,7 +54,12 @@ def available_cores() -> int:
 
 def command_line() -> str:
     """The command line of this process, with the program's name instead of its path."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if module is None:
+        program = [Path(sys.argv[0]).name]
+    else:
+        program = ["python", "-m", module.name.removesuffix(".__main__")]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def processor() -> str:
