@@ -305,7 +305,7 @@ class CollinearAttention(nn.Module):
         bias: Any,
         places: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """`attend` in blocks of queries, because the bias of all of them has T * S elements.
+        """`attend` with a bias, which never has all T * S elements at once.
 
         Args:
             query: Q', (B, H, T, D).
