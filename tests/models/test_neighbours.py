@@ -215,7 +215,7 @@ def test_half_caches_are_decoded_without_forming_keys(family, form, monkeypatch)
         calls.append(options["attention_mask"])
         return attend_half(*arguments, **options)
 
-    monkeypatch.setattr("coca_attention.models.attention.attend_half", counted)
+    monkeypatch.setattr("coca_attention.models.layer_pass.attend_half", counted)
     ids = some_tokens(model)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -243,7 +243,7 @@ def test_half_caches_with_gaps_are_decoded_with_keys(monkeypatch):
     """With padding in the middle, positions are not consecutive."""
     model = collinear("Llama").double()
     model.config.kv_cache = "half"
-    monkeypatch.setattr("coca_attention.models.attention.attend_half", None)
+    monkeypatch.setattr("coca_attention.models.layer_pass.attend_half", None)
     ids = some_tokens(model)
     mask = torch.ones_like(ids)
     mask[:, 7:9] = 0

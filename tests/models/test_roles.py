@@ -12,8 +12,7 @@ from coca_attention.analysis import AnalysisSettings, analyze, collect_layers
 from coca_attention.analysis.shift import score_rows
 from coca_attention.errors import UserError
 from coca_attention.fields import attention_of
-from coca_attention.models import Roles, set_rotary_scaling
-from coca_attention.models import attention as attention_module
+from coca_attention.models import Roles, layer_pass, set_rotary_scaling
 from coca_attention.models.configuration import rotation
 from coca_attention.ops import attend, oracle
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
@@ -109,7 +108,7 @@ def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, ca
             windows.append(options["window"])
         return attend(*tensors, **options)
 
-    monkeypatch.setattr(attention_module, "attend", recorded)
+    monkeypatch.setattr(layer_pass, "attend", recorded)
     ways = [
         lambda: logits(model, ids),
         lambda: logits(model, ids, attention_mask=torch.ones_like(ids)),
@@ -143,7 +142,7 @@ def test_other_masks_of_local_layers_are_made(case, monkeypatch):
         assert "window" not in options
         return attend(*tensors, **options)
 
-    monkeypatch.setattr(attention_module, "attend", without_window)
+    monkeypatch.setattr(layer_pass, "attend", without_window)
     options = {}
     if case == "padded":
         options["attention_mask"] = torch.ones_like(ids).index_fill(1, torch.arange(3), 0)

@@ -19,7 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.errors import UserError
 from coca_attention.fields import attention_of, free_pairs, head_width
-from coca_attention.models import attention as collinear
+from coca_attention.models import layer_pass
+from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import rotation
 
 SDPA = "sdpa"
@@ -156,7 +157,7 @@ def visit_attention(
 def _watched(model: Any, look: Callable[..., None]) -> Iterator[None]:
     """Show ``look`` the arguments of every call of the attention function."""
     implementation = model.config._attn_implementation
-    function, attend = ALL_ATTENTION_FUNCTIONS[SDPA], collinear.attend
+    function, attend = ALL_ATTENTION_FUNCTIONS[SDPA], layer_pass.attend
     reading: list[Any] = []
 
     def watch(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
@@ -171,16 +172,16 @@ def _watched(model: Any, look: Callable[..., None]) -> Iterator[None]:
     hooks = [
         module.register_forward_pre_hook(lambda module, _: reading.append(module))
         for module in model.modules()
-        if isinstance(module, collinear.CollinearAttention)
+        if isinstance(module, CollinearAttention)
     ]
-    ALL_ATTENTION_FUNCTIONS[SDPA], collinear.attend = watch, watch_attend  # pyright: ignore
+    ALL_ATTENTION_FUNCTIONS[SDPA], layer_pass.attend = watch, watch_attend  # pyright: ignore
     try:
         # Other implementations have masks of their own format, or none to look at.
         if implementation != SDPA:
             model.set_attn_implementation(SDPA)
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS[SDPA], collinear.attend = function, attend
+        ALL_ATTENTION_FUNCTIONS[SDPA], layer_pass.attend = function, attend
         for hook in hooks:
             hook.remove()
         if implementation != SDPA:
