@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from coca_attention import coca_attention
-from coca_attention.ops import Rotation, clipped, make_rule, oracle
+from coca_attention.ops import (
+    Rotation,
+    attend_clipped,
+    clipped,
+    far_query_map,
+    key_map,
+    make_rule,
+    oracle,
+    query_map,
+)
 
 WIDTH, LIMIT = 16, 7
 
@@ -126,6 +135,36 @@ def test_half_precision(dtype):
     ours = coca_attention(*(x.to(dtype) for x in (q, t, v)), rotation=rotation, form="strict")
     assert ours.dtype == dtype
     assert (ours.double() - exact).abs().max() < 0.05
+
+
+def test_masks_of_float16_hide_however_large_the_scores_are():
+    q, t, v = (x.half() for x in inputs(0, queries=29))
+    rotation = Rotation(WIDTH)
+    places = torch.arange(29)
+    tables = rotation.tables(places, torch.float32)
+    hidden = torch.ones(29, 29, dtype=torch.bool).triu(1)
+    additive = torch.zeros(29, 29).half().masked_fill(hidden, torch.finfo(torch.float16).min)
+
+    def attended(t: torch.Tensor) -> torch.Tensor:
+        query = query_map(30 * q, *tables, form="strict")
+        key, far = key_map(t, *tables), far_query_map(query, 0)
+        options = {"max_distance": LIMIT, "positions": (places, places), "is_causal": False}
+        return attend_clipped(query, key, far, t, v, attention_mask=additive, **options)[0]
+
+    changed = t.clone()
+    changed[..., -1, :] += 90  # scores beyond the range of float16
+    before, after = attended(t), attended(changed)
+    assert torch.equal(after[:, :, :-1], before[:, :, :-1])
+    assert not torch.equal(after[:, :, -1], before[:, :, -1])
+
+
+@pytest.mark.parametrize(("batch", "queries"), [(2, 0), (0, 29)])
+def test_nothing_to_attend_from(batch, queries):
+    q, t, v = inputs(0, queries=29)
+    rotation = Rotation(WIDTH, max_distance=LIMIT)
+    found = coca_attention(q[:batch, :, :queries], t[:batch], v[:batch], rotation=rotation,
+                           form="strict")  # fmt: skip
+    assert found.shape == (batch, 4, queries, 12)
 
 
 def test_errors():

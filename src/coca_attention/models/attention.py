@@ -28,7 +28,7 @@ from coca_attention.models.projections import (
     replace_key_projection,
 )
 from coca_attention.models.rotary import Far
-from coca_attention.ops import key_map, query_map, score_scale
+from coca_attention.ops import hidden_by, key_map, query_map, score_scale
 
 if TYPE_CHECKING:
     from coca_attention.models.context_parallel import Split
@@ -66,9 +66,8 @@ def eager_attention(
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     scores = query.to(wide) @ key.to(wide).transpose(-2, -1) * scaling
     if attention_mask is not None:
-        # Masks use the lowest number of their dtype, which is not low enough for float16 masks.
-        masked = attention_mask <= torch.finfo(attention_mask.dtype).min / 2
-        scores = (scores + attention_mask).masked_fill(masked, torch.finfo(wide).min)
+        lowest = torch.finfo(wide).min
+        scores = (scores + attention_mask).masked_fill(hidden_by(attention_mask), lowest)
     weights = scores.softmax(-1).to(value.dtype)
     output = F.dropout(weights, p=dropout, training=module.training) @ value
     return output.transpose(1, 2).contiguous(), weights

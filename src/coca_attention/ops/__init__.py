@@ -13,7 +13,7 @@
 - `oracle`: the paper's equations as printed, in float64.
 """
 
-from coca_attention.ops.attention import attend, with_bias
+from coca_attention.ops.attention import attend, hidden_by, with_bias
 from coca_attention.ops.clipped import attend_clipped, check_clipped_form, far_query_map
 from coca_attention.ops.collinear import coca_attention
 from coca_attention.ops.decoding import (
@@ -54,6 +54,7 @@ __all__ = [
     "far_query_map",
     "fold",
     "get_form",
+    "hidden_by",
     "key_frames",
     "key_map",
     "make_rule",

@@ -209,6 +209,15 @@ def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     return mask + bias
 
 
+def hidden_by(mask: Tensor) -> Tensor:
+    """Where an additive mask hides a key.
+
+    Masks hide by -inf or by the lowest number of their dtype, and that of float16 is not low enough
+    for scores in float32.
+    """
+    return mask <= torch.finfo(mask.dtype).min / 2
+
+
 def cut_mask(mask: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
     """Part of a mask, whose last two dimensions may have length 1."""
     if mask is None:

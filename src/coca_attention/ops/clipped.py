@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from coca_attention.ops.attention import causal_mask, cut_mask, with_bias
+from coca_attention.ops.attention import causal_mask, cut_mask, hidden_by, with_bias
 from coca_attention.ops.forms import ScoreForm
 
 # Scores in a block of queries. On a CPU they should stay in its cache: eight times as many took two
@@ -69,6 +69,9 @@ def attend_clipped(
     batch, heads, queries = query.shape[:3]
     groups, keys = far_key.shape[1:3]
     near_from = keys - key.shape[-2]
+    if batch == 0 or queries == 0:
+        weights = query.new_zeros(batch, heads, queries, keys) if with_weights else None
+        return query.new_zeros(batch, heads, queries, value.shape[-1]), weights
     wide = torch.promote_types(query.dtype, torch.float32)
     query_positions, key_positions = positions
 
@@ -93,6 +96,8 @@ def attend_clipped(
         near = torch.where(distance < max_distance, near, scores[..., first:])
         scores = torch.cat((scores[..., :first], near), dim=-1) * scale
         mask = cut_mask(attention_mask, slice(start, stop), slice(last))
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(wide).masked_fill(hidden_by(mask), float("-inf"))
         if is_causal:
             mask = causal_mask(mask, stop - start, last, rows.device)
         if bias is not None:
