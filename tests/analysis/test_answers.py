@@ -32,10 +32,12 @@ def some_ids(length: int = 24) -> torch.Tensor:
     return torch.randint(3, 97, (1, length), generator=torch.Generator().manual_seed(0))
 
 
-def with_roles(decay=None, **changes):
+def with_roles(decay=None, max_distance=None, **changes):
     model = vanilla("GPT-NeoX", layer_types=["sliding_attention", "full_attention"])
     model.config.sliding_window = 6
     model.config.rope_parameters |= {"turning_pairs": 0, "temperature": 16, "decay": decay}
+    if max_distance is not None:
+        model.config.rope_parameters["max_distance"] = max_distance
     free = {"sliding_attention": 0, "full_attention": 4} | changes
     return convert(model, "strict", free_pairs=free)
 
@@ -47,6 +49,8 @@ MODELS |= {
     "strict with roles": with_roles,
     "rotary with roles": lambda: with_roles(sliding_attention=4),
     "roles with a decay": lambda: with_roles(decay=1.5),
+    "limited distances": lambda: convert(vanilla("Llama"), "rope", max_distance=9),
+    "limited distances with roles": lambda: with_roles(decay=1.5, max_distance=9),
 }
 
 

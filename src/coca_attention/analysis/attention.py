@@ -3,13 +3,14 @@
 Legend: B batch, H query heads, G key/value heads, M sampled queries, T length, D head width.
 
 What is captured are the arguments of Transformers' attention function: queries and keys after
-rotation, with whatever a model adds to masks or as columns. Only the M rows of the score matrix are
-computed.
+rotation, with whatever a model adds to masks or as columns; and those of the functions that take
+its place for a decay, a window or limited distances. Only M rows of the score matrix are computed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from coca_attention.fields import attention_of, free_pairs, head_width
 from coca_attention.models import layer_pass
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import rotation
+from coca_attention.ops import attend_clipped, hidden_by
 
 SDPA = "sdpa"
 
@@ -82,8 +84,7 @@ def attention_rows(
     else:
         visible = mask = of_rows(mask)
         if mask.dtype != torch.bool:
-            # Masks hide keys by the lowest number of their dtype.
-            visible, scores = mask > torch.finfo(mask.dtype).min / 2, scores + mask
+            visible, scores = ~hidden_by(mask), scores + mask
     visible = visible.expand_as(scores)
     return scores.masked_fill(~visible, float("-inf")).softmax(-1), visible.sum(-1)
 
@@ -116,16 +117,21 @@ def visit_attention(
     rows = rows.to(model.device)
     layers = 0
 
-    def look(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, options: Any) -> None:
+    def look(module: Any, tensors: Sequence[Any], options: Any) -> None:
         nonlocal layers
         layers += 1
-        bias = options.get("bias")
-        if bias is not None:  # a function of positions, which a CoCA model passes to `attend`
-            queries, keys = options["positions"]
-            bias = bias(queries[:, rows], keys, torch.float32).unsqueeze(1)
-        scale = options.get("scaling", options.get("scale"))
-        window = options.get("window")  # instead of a mask
-        weights, visible = attention_rows(query, key, mask, scale, rows, bias, window)
+        if "max_distance" in options:
+            weights, visible = _clipped_rows(tensors, options, rows)
+        else:
+            bias = options.get("bias")
+            if bias is not None:  # a function of positions, which a CoCA model passes to `attend`
+                queries, keys = options["positions"]
+                bias = bias(queries[:, rows], keys, torch.float32).unsqueeze(1)
+            query, key, _ = tensors
+            scale = options.get("scaling", options.get("scale"))
+            window = options.get("window")  # instead of a mask
+            mask = options.get("attention_mask")
+            weights, visible = attention_rows(query, key, mask, scale, rows, bias, window)
         if not weights.isfinite().all():
             raise UserError(
                 f"layer {module.layer_idx}: attention is not finite; the model's weights are "
@@ -153,35 +159,73 @@ def visit_attention(
     return output
 
 
+def _clipped_rows(
+    tensors: Sequence[Tensor], options: dict[str, Any], rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`attention_rows` from the arguments of `attend_clipped`."""
+    query, key, far_query, far_key, value = tensors
+    queries, keys = options["positions"]
+    mask, length = options["attention_mask"], query.shape[-2]
+    if mask is None:
+        mask = torch.arange(length, device=rows.device) <= rows.unsqueeze(-1)
+        mask = mask.expand(1, query.shape[1], -1, -1)
+    else:
+        mask = mask.expand(1, query.shape[1], length, -1)[..., rows, :]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    _, weights = attend_clipped(
+        query[..., rows, :],
+        key,
+        far_query[..., rows, :],
+        far_key,
+        value.to(wide),
+        **options
+        | {
+            "positions": (queries[..., rows], keys),
+            "consecutive": False,
+            "attention_mask": mask,
+            "is_causal": False,
+            "with_weights": True,
+        },
+    )
+    assert weights is not None
+    visible = mask if mask.dtype == torch.bool else ~hidden_by(mask)
+    return weights[0], visible[0].sum(-1)
+
+
 @contextmanager
 def _watched(model: Any, look: Callable[..., None]) -> Iterator[None]:
     """Show ``look`` the arguments of every call of the attention function."""
     implementation = model.config._attn_implementation
-    function, attend = ALL_ATTENTION_FUNCTIONS[SDPA], layer_pass.attend
+    function = ALL_ATTENTION_FUNCTIONS[SDPA]
+    own = {name: getattr(layer_pass, name) for name in ("attend", "attend_clipped")}
     reading: list[Any] = []
 
     def watch(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-        look(module, query, key, mask, options)
+        look(module, (query, key, value), {"attention_mask": mask, **options})
         return function(module, query, key, value, mask, **options)
 
-    def watch_attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        look(reading[-1], query, key, options.get("attention_mask"), options)
-        return attend(query, key, value, **options)
+    def watch_own(name: str, *tensors: Any, **options: Any) -> Any:
+        look(reading[-1], tensors, options)
+        return own[name](*tensors, **options)
 
-    # `attend`, which takes biases, is not told the module.
+    # Our own functions are not told the module.
     hooks = [
         module.register_forward_pre_hook(lambda module, _: reading.append(module))
         for module in model.modules()
         if isinstance(module, CollinearAttention)
     ]
-    ALL_ATTENTION_FUNCTIONS[SDPA], layer_pass.attend = watch, watch_attend  # pyright: ignore
+    ALL_ATTENTION_FUNCTIONS[SDPA] = watch  # pyright: ignore
+    for name in own:
+        setattr(layer_pass, name, partial(watch_own, name))
     try:
         # Other implementations have masks of their own format, or none to look at.
         if implementation != SDPA:
             model.set_attn_implementation(SDPA)
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS[SDPA], layer_pass.attend = function, attend
+        ALL_ATTENTION_FUNCTIONS[SDPA] = function
+        for name, function in own.items():
+            setattr(layer_pass, name, function)
         for hook in hooks:
             hook.remove()
         if implementation != SDPA:

@@ -149,7 +149,8 @@ class CollinearModel(CollinearPreTrained):
                     tokens, attention_mask, position_ids, past_key_values, window_alone
                 )
                 if isinstance(attention_mask, dict):
-                    attention_mask = attention_mask[GLOBAL]
+                    # One that the decoder can be called with; layers read their own of ``roles``.
+                    attention_mask = next(iter(attention_mask.values()))
         forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         return forward(
             input_ids=input_ids,
