@@ -279,6 +279,15 @@ def test_global_layers_alone_see_the_whole_text(family):
     assert (logits(model, changed) - logits(model, ids)).abs()[:, -1].max() > 1e-9
 
 
+@pytest.mark.parametrize("layers", ["l", "g", "lg"])
+def test_any_kinds_of_layers_generate_with_a_static_cache(layers):
+    model = convert(vanilla("Llama").double().eval(), "rope", roles=Roles(layers, window=6))
+    ids = some_tokens(model, length=9)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(model.generate(ids, **options, **static), model.generate(ids, **options))
+
+
 def test_what_cannot_add_a_bias_is_refused():
     model = with_roles("Llama").float()
     with pytest.raises(ValueError, match="does not support a decay"):
