@@ -148,9 +148,9 @@ class CollinearModel(CollinearPreTrained):
                 kwargs["roles"] = self._roles(
                     tokens, attention_mask, position_ids, past_key_values, window_alone
                 )
-                if isinstance(attention_mask, dict):
-                    # One that the decoder can be called with; layers read their own of ``roles``.
-                    attention_mask = next(iter(attention_mask.values()))
+        if isinstance(attention_mask, dict) and (own_roles or len(attention_mask) == 1):
+            # Families without layer types take no dictionary; layers with roles have masks there.
+            attention_mask = next(iter(attention_mask.values()))
         forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         return forward(
             input_ids=input_ids,
