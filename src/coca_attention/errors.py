@@ -40,6 +40,8 @@ def error_prefix(prefix: str) -> Iterator[None]:
         raise type(error)(f"{prefix}{error}") from error
 
 
+# In the messages of PyTorch's file writer, which reports a full disk as a RuntimeError.
+WRITER = "inline_container|PytorchStreamWriter|iostream error"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -63,7 +65,7 @@ def known_problem(error: BaseException) -> str | None:
     if found := re.search(r"os error (\d+)", text):  # Rust's wording
         number = int(found[1])
     if number is None:
-        if not re.search(r"inline_container|PytorchStreamWriter|iostream error", text):
+        if not re.search(WRITER, text):
             return None
         return f"a file cannot be written ({text}): free disk space, then run the command again"
     path = getattr(error, "filename", None)

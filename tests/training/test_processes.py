@@ -448,7 +448,7 @@ def test_fsdp_and_compilation_are_not_combined(recipes, tmp_path, monkeypatch):
 
 def test_a_full_disk_of_one_process_is_reported_in_one_line(tmp_path):
     failed = CheckpointException("write", {1: (OSError(ENOSPC, os.strerror(ENOSPC)), None)})  # pyright: ignore
-    said = r"cannot be written \(.*No space left.*\): .* all is well"
+    said = r"cannot be written: .* all is well\. No space left on device: free disk space"
     with pytest.raises(UserError, match=said), catch_write_errors(tmp_path, lambda: "all is well"):
         raise failed
     with pytest.raises(CheckpointException), catch_write_errors(tmp_path, str):

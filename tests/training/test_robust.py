@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_train import recipe, words
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 from coca_attention.environment import hold
 from coca_attention.errors import UserError
@@ -168,6 +168,17 @@ def test_a_finished_run_is_extended(text_folder, tmp_path, straight):
     assert json.loads((folder / "training-12.json").read_text())["steps"] == 12
     old, new = (load_file(path / "model.safetensors") for path in (straight, folder))
     assert any(not torch.equal(weight, new[name]) for name, weight in old.items())
+
+
+def test_a_model_with_several_chat_templates_is_saved_again(text_folder, tmp_path, straight):
+    """They lie in a folder beside the weights, which a second save finds there."""
+    tokenizer = AutoTokenizer.from_pretrained(straight)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    options = {"data__tokenizer": str(tmp_path / "tokenizer")}
+    folder = train(recipe(text_folder, **options), tmp_path / "run")
+    train(recipe(text_folder, training__steps=14, **options), folder, extend=True)
+    assert is_finished(folder) and (folder / "additional_chat_templates" / "tools.jinja").is_file()
 
 
 def test_an_extension_that_was_interrupted_resumes(text_folder, tmp_path):

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from coca_attention.errors import UserError
+from coca_attention.errors import WRITER, UserError, known_problem
 from coca_attention.training.sharding import first_failure
 
 log = logging.getLogger(__name__)
@@ -21,8 +21,6 @@ log = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 # Written last: size and SHA-256 of every file of a checkpoint.
 CHECKSUM_FILE = "checksums.json"
-# In the messages of PyTorch's file writer, which reports a full disk as a RuntimeError.
-WRITER = "inline_container|PytorchStreamWriter|iostream"
 
 
 @contextmanager
@@ -39,10 +37,10 @@ def catch_write_errors(folder: Path, describe_saved: Callable[[], str]) -> Itera
         cause = first_failure(error) if isinstance(error, CheckpointException) else error
         if isinstance(cause, RuntimeError) and not re.search(WRITER, str(cause)):
             raise
-        reason = " ".join(str(cause).split())[:200]
+        text = " ".join(str(cause).split())[:200]
+        problem = known_problem(cause) or f"{text}: run the same command again to resume"
         raise UserError(
-            f"{folder} cannot be written ({reason}): training stopped, {describe_saved()}. Free "
-            "disk space, then run the same command again to resume"
+            f"{folder} cannot be written: training stopped, {describe_saved()}. {problem}"
         ) from error
 
 

@@ -238,6 +238,8 @@ def save_trained(
         )  # a pickle; recipe.yaml has all settings
         tokenizer.save_pretrained(partial)
         for path in partial.iterdir():
+            if path.is_dir():  # chat templates; a folder takes the place of an empty one alone
+                shutil.rmtree(folder / path.name, ignore_errors=True)
             replace(path, folder / path.name)
         partial.rmdir()
     return model
