@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from errno import ENOSPC
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,20 @@ def test_a_trial_that_fails_is_kept_as_failed_and_the_others_go_on(small, tmp_pa
     assert cells(tmp_path / "all" / "results.json")[0]["status"] == "failed"
 
 
+def test_a_trial_that_a_full_disk_ended_is_tried_again(small, tmp_path, here, monkeypatch):
+    def full(path, content):
+        raise OSError(ENOSPC, os.strerror(ENOSPC))
+
+    asked = load_search(small, ["--rungs=[{steps: 4}]", "--grid={training.learning_rate: [0.03]}"])
+    asked.trials = {}
+    with monkeypatch.context() as patched:
+        patched.setattr("coca_attention.training.run.write_json", full)
+        with pytest.raises(UserError, match=r"no trial of rung 1 .*No space left on device: free"):
+            search(asked, tmp_path / "out")
+    (trial,) = cells(search(asked, tmp_path / "out"))
+    assert trial["status"] == "finished"
+
+
 @pytest.mark.parametrize(
     ("printed", "code", "error"),
     [
@@ -274,6 +289,12 @@ def test_a_rung_keeps_a_share_or_a_number(keep, remaining):
         ({"rungs": [{"steps": 1, "keep": 1.5}, {"steps": 2}]}, "rung 1: keep must be a share"),
         ({"rungs": [{"steps": 1, "keep": 1}]}, "rung 1: the last rung keeps nothing"),
         ({"rungs": [{"steps": 1, "seeds": [1, 1]}]}, "rung 1: seeds must be different"),
+        ({"trials": {64: {}}}, "named by text, got 64"),
+        ({"sizes": {True: {}}}, "named by text, got True"),
+        (
+            {"perplexity": {"windows": [16, 32], "targets": "one-pass"}},
+            r"perplexity is evaluated at \[32\]",
+        ),
         ({"workers": 0}, "workers must be at least 1"),
         ({"trials": {"a": {"model.atention": "rope"}}}, "trial a: .*model.atention"),
         ({"trials": {"a": {"model.num_layers": 0}}}, "trial a: .*num_layers must be at least 1"),

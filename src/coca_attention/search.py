@@ -41,6 +41,8 @@ RANKED = {
     "passkey": ("length", "accuracy", True),
     "needles": ("length", "recall", True),
 }
+# In what `coca` says of a full disk and the like.
+RESUMABLE = "run the same command again"
 BY_RUNG = ("training.steps", "training.seed")
 
 
@@ -104,6 +106,9 @@ class Search:
 
     def check(self) -> None:
         """Raise UserError where settings contradict each other, or a trial is no valid recipe."""
+        for name in (*self.sizes, *self.trials):
+            if not isinstance(name, str):
+                raise UserError(f"sizes and trials are named by text, got {name!r}: put quotes")
         for size in self.sizes:
             if _folder_name(size) != size:
                 raise UserError(f"sizes are named by letters, digits or . _ = -, got {size!r}")
@@ -166,6 +171,8 @@ class Search:
             if task not in self.tasks:
                 raise UserError(f"rank: the search has no section {task} to evaluate it")
             measured = getattr(self.tasks[task], RANKED[task][0] + "s")
+            if getattr(self.tasks[task], "targets", None) == "one-pass":
+                measured = [max(measured)]  # all others are ranges of its text
             if not sizes or not set(sizes) <= set(measured):
                 raise UserError(f"rank: {task} is evaluated at {measured}; got {sizes}")
 
@@ -229,7 +236,7 @@ class Job:
         return self.facts | found["measured"]
 
     async def _measure(self, lock: IO[str]) -> tuple[Cell, bool]:
-        """What was measured, and whether a signal such as that of a lack of memory ended it."""
+        """What was measured, and whether it ended by something that may pass, such as a signal."""
         model, evaluation = self.folder / "model", self.folder / "evaluation"
         log = self.folder / "log.txt"
         found: Cell = {"status": "failed", "error": None, "training": None, "cells": []}
@@ -241,7 +248,8 @@ class Job:
             if code in (130, -signal.SIGINT, -signal.SIGTERM):
                 raise UserError(f"{log} was interrupted; run the same command again to resume")
             if code:
-                return found | {"error": _error(log, code)}, code < 0
+                error = _error(log, code)
+                return found | {"error": error}, code < 0 or RESUMABLE in error
             if words[0] == "train":
                 from coca_attention.training import read_summary
 

@@ -72,6 +72,8 @@ def test_what_is_in_the_journal_is_not_read_again(tmp_path):
     model = tiny_model("rope")
     model.forward = None
     assert evaluate(model, some_stream(), session) == cell
+    with pytest.raises(TypeError):  # another text is read
+        evaluate(model, some_stream() + 1, session)
 
 
 def test_documents_follow_one_another(tmp_path, tokenizer):

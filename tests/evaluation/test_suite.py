@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from coca_attention.cli import main
 from coca_attention.evaluation import suite as suites
-from coca_attention.evaluation.suite import load_suite, run_suite
+from coca_attention.evaluation.suite import check_models, load_suite, run_suite
 from conftest import some_text, tiny_model
 
 OWN = sorted((Path(__file__).parents[2] / "suites").glob("*.yaml"))
@@ -50,7 +51,7 @@ def test_what_is_finished_is_not_measured_again(small, tmp_path, monkeypatch):
     seen = []
     path = run_suite(load_suite(small), tmp_path / "out", progress=lambda *a: seen.append(a))
     cells = json.loads(path.read_text())["results"]
-    assert len(cells) == 3 * (3 + 2 + 2)
+    assert len(cells) == 3 * (3 + 2 + 2) - 1  # attend-last has no scaling
     done = [d for _, d, _ in seen]
     assert done == sorted(done) and done[-1] <= seen[-1][2]
     assert done[-1] > 0.9 * seen[-1][2]
@@ -152,6 +153,10 @@ def test_from_the_command_line_to_a_report(small, tmp_path, capsys):
         ("models: {a: b}\nperplexity: {windows: [8], stride: 9}", "stride"),
         ("models: {a: b}\nscalings: [{kind: cubic}]\npasskey: {}", "cubic"),
         ("models: {a: b}\nscalings: [{kind: ntk, models: [c]}]\npasskey: {}", "does not have: c"),
+        (
+            "models: {a: b, c: d}\nscalings: [{kind: ntk, models: [a]}]\npasskey: {}",
+            "no scaling applies to c",
+        ),
     ],
 )
 def test_unfit_suites_are_refused(text, message, tmp_path):
@@ -160,6 +165,18 @@ def test_unfit_suites_are_refused(text, message, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         load_suite(path)
     assert "\n" not in str(caught.value)
+
+
+def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, tmp_path, tokenizer):
+    def cached_text(name):
+        subjects = check_models(load_suite(small))
+        return subjects["RoFormer"]._cache is subjects[name]._cache
+
+    assert cached_text("CoCA-Slack")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "llama-slack")
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
+    tokenizer.save_pretrained(tmp_path / "llama-slack")
+    assert not cached_text("CoCA-Slack")
 
 
 def test_a_missing_suite_and_a_damaged_journal_are_named(small, tmp_path):

@@ -8,7 +8,8 @@ import pytest
 
 from coca_attention.cli import main
 from coca_attention.errors import UserError
-from coca_attention.evaluation import TASKS, Subject, Task
+from coca_attention.evaluation import TASKS, Session, Subject, Task
+from coca_attention.evaluation.journal import Journal
 from coca_attention.registry import register_task
 from coca_attention.report import REPORTS, Entry, Section, TaskReport
 from conftest import some_text, tiny_model
@@ -81,6 +82,16 @@ def test_a_task_from_outside_runs_as_a_command(toy, folder, tmp_path, capsys):
     assert "Lengths of words" in page and '<span class="bold">' in page
     assert main(["eval", "lengths", str(folder), "--words", ""]) == 2
     assert "give at least one word" in capsys.readouterr().err
+
+
+def test_what_is_kept_is_shown_under_the_name_of_the_model(tokenizer):
+    def cells(name, journal=Journal()):  # noqa: B008
+        task = Task("toy", "", LengthSettings, lambda s, *_: [{**s.facts, "tokens": next(count)}])
+        subject, session = Subject(model, tokenizer, name, "same"), Session(journal=journal)
+        return task.share(subject, LengthSettings(), session, wait=True)
+
+    model, count = tiny_model("rope"), iter([1])
+    assert [(c["model"], c["tokens"]) for c in cells("a") + cells("b")] == [("a", 1), ("b", 1)]
 
 
 def test_a_task_from_outside_is_a_section_of_a_suite(toy, folder, tmp_path, capsys):

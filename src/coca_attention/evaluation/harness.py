@@ -68,7 +68,7 @@ def evaluate_harness(subject: Subject, settings: HarnessSettings, session: Sessi
         "model": subject.identity,
         "harness": lm_eval.__version__,
         "settings": asdict(settings),
-        "files": _task_files(settings),
+        "files": _task_files(subject, settings),
     }
     stored = session.journal.get(key)
     if stored is not None:
@@ -144,7 +144,7 @@ def evaluate_harness(subject: Subject, settings: HarnessSettings, session: Sessi
     return cells
 
 
-def _task_files(settings: HarnessSettings) -> dict[str, str]:
+def _task_files(subject: Subject, settings: HarnessSettings) -> dict[str, str]:
     """SHA-256 of every local task file."""
     files = [Path(task) for task in settings.tasks if Path(task).is_file()]
     if settings.include_path is not None:

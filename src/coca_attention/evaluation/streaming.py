@@ -1,5 +1,6 @@
 """Endless text in constant memory: perplexity, speed and memory by position."""
 
+import hashlib
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -116,6 +117,7 @@ def evaluate_streaming(
         "model": subject.identity,
         "scaling": [session.scaling, factor],
         "settings": about,
+        "text": _hash(tokens),
     }
     stored = session.journal.get(key)
     if stored is not None:
@@ -177,6 +179,10 @@ def _tokens(subject: Subject, settings: StreamingSettings) -> "Tensor":
     return subject.cached(f"stream {settings}", lambda: load_stream(settings, subject))
 
 
+def _hash(tokens: "Tensor") -> str:
+    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+
+
 def _prepare(subject: Subject, settings: StreamingSettings) -> None:
     from coca_attention.models.streaming import streaming
 
@@ -197,4 +203,5 @@ TASK = Task(
     check_settings,
     lambda settings: [settings.tokens],
     _prepare,
+    depends=lambda subject, settings: _hash(_tokens(subject, settings)),
 )

@@ -86,6 +86,15 @@ class Suite:
                     f"scaling {scaling.kind} names models that the suite does not have: "
                     f"{', '.join(unknown)}"
                 )
+        unscaled = [
+            name
+            for name in self.models
+            if all(s.models is not None and name not in s.models for s in self.scalings)
+        ]
+        if unscaled:
+            raise UserError(
+                f"no scaling applies to {', '.join(unscaled)}: add {{kind: none}} to the scalings"
+            )
         check_device(self.device, self.tasks)
         for name, settings in self.tasks.items():
             TASKS[name].check(settings)
@@ -241,15 +250,19 @@ def plan_suite(suite: Suite, journal: Journal, claims: Claims | None = None) -> 
     subjects, weights = check_models(suite), _Weights(suite)
     jobs = []
     for name, subject in subjects.items():
+        seen: set[str] = set()  # what does not depend on the scaling is planned once
         scalings = [s for s in suite.scalings if s.models is None or name in s.models]
         for number, scaling in enumerate(scalings):
             session = Session(scaling.kind, scaling.factor, journal, claims=claims)
             for task, settings in suite.tasks.items():
                 if TASKS[task].scaled or number == 0:
-                    parts = [
-                        replace(part, pieces=[weights.before(subject, p) for p in part.pieces])
-                        for part in TASKS[task].parts_of(subject, settings, session)
-                    ]
+                    parts = []
+                    for part in TASKS[task].parts_of(subject, settings, session):
+                        texts = {text for piece in part.pieces for text in piece.texts}
+                        if not texts <= seen:
+                            pieces = [weights.before(subject, piece) for piece in part.pieces]
+                            parts.append(replace(part, pieces=pieces))
+                        seen |= texts
                     jobs.append(Job(scaling.kind, task, subject, parts))
     return jobs
 
@@ -306,6 +319,7 @@ def check_models(suite: Suite) -> dict[str, Subject]:
             tokenizer = load_tokenizer(path)
             backend: Any = getattr(tokenizer, "backend_tokenizer", None)
             rules = backend.to_str() if tokenizer.is_fast else path
+            rules = f"{rules} {tokenizer.bos_token_id} {tokenizer.eos_token_id}"
             subject = Subject(
                 model_without_weights(path, suite.dtype),
                 tokenizer,

@@ -162,7 +162,8 @@ class Task:
         parts: The same as pieces of work that processes share, before any weights are loaded: the
             model it receives has none, until a piece is computed. Without it, the task of a suite
             is one piece, and its cells are kept by model, scaling, settings and ``depends``.
-        depends: What else the cells of a task without ``parts`` depend on, as JSON values.
+        depends: From the model, which may have no weights, and the settings to what else the cells
+            of a task without ``parts`` depend on, such as a hash of the text, as JSON values.
         check: Raises UserError for settings out of range, before any model is loaded.
         cost: Tokens read for each cell, in order, of a task without ``parts``.
         prepare: Raises UserError for texts, prompts or sizes that do not fit a model, before any
@@ -180,7 +181,7 @@ class Task:
     prepare: Callable[[Subject, Any], Any] = lambda subject, settings: None
     scaled: bool = True
     parts: Callable[[Subject, Any, Session], list[Part]] | None = None
-    depends: Callable[[Any], Any] = lambda settings: None
+    depends: Callable[[Subject, Any], Any] = lambda subject, settings: None
 
     def parts_of(self, subject: Subject, settings: Any, session: Session) -> list[Part]:
         """``parts``, or the whole task as one."""
@@ -191,7 +192,7 @@ class Task:
             "model": subject.identity,
             "scaling": [session.scaling, session.applied_factor],
             "settings": asdict(settings),
-            "depends": self.depends(settings),
+            "depends": self.depends(subject, settings),
         }
         cost = sum(max(1, tokens) for tokens in self.cost(settings))
 
@@ -204,7 +205,8 @@ class Task:
 
     def complete_cells(self, subject: Subject, cells: list[Cell]) -> list[Cell]:
         """The cells with their task and the facts of their model."""
-        return [{"task": self.name, **subject.facts, **cell} for cell in cells]
+        known = {"task": self.name, **subject.facts}  # a kept cell may have another name
+        return [known | cell | known for cell in cells]
 
     def run(self, subject: Subject, settings: Any, session: Session) -> list[Cell]:
         """Check the settings and evaluate; every cell names its task and its model.

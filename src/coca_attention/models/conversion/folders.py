@@ -66,14 +66,15 @@ def convert_folder(
         group: As for `convert`; its first process writes the result.
 
     Returns:
-        The converted model; after a dry run, on the meta device.
+        The converted model; after a dry run, on the meta device, but for an original checkpoint.
 
     Raises:
         UserError: If the source cannot be loaded or converted, or the target cannot be written.
     """
     target = _new_folder(source, target)
     given = (form, init, free_pairs, roles, max_distance)
-    if from_original and given != ("slack", "fold", 0, None, None):
+    changed = given != ("slack", "fold", 0, None, None) or calibration is not None
+    if from_original and changed:
         raise UserError(
             "an original checkpoint has the slack form and its own T projection: omit --form, "
             "--init, --free-pairs, --layers and --max-distance"
