@@ -24,27 +24,28 @@ SMALL = {
 }
 
 
-def saved(folder, form="slack", *, roles=None, kv_cache="full", dtype=torch.float32):
+def saved(folder, form="slack", *, kv_cache="full", dtype=torch.float32, **changes):
     model = tiny_model("rope")
-    if roles is not None or form != "rope":
-        model = convert(model, form, roles=roles)
+    if changes or form != "rope":
+        model = convert(model, form, **changes)
         model.config.kv_cache = kv_cache
     model.to(dtype).save_pretrained(folder)
     return model.eval()
 
 
 @pytest.mark.parametrize(
-    ("form", "roles", "kv_cache", "dtype"),
+    ("form", "changes", "kv_cache", "dtype"),
     [
-        ("rope", None, "full", torch.float32),
-        ("slack", None, "full", torch.bfloat16),
-        ("strict", None, "half", torch.float32),
-        ("strict", Roles("lg", window=8), "full", torch.float32),
-        ("strict", Roles("lg", window=8), "half", torch.float32),
+        ("rope", {}, "full", torch.float32),
+        ("slack", {}, "full", torch.bfloat16),
+        ("strict", {}, "half", torch.float32),
+        ("strict", {"max_distance": 16}, "full", torch.float32),
+        ("strict", {"roles": Roles("lg", window=8)}, "full", torch.float32),
+        ("strict", {"roles": Roles("lg", window=8)}, "half", torch.float32),
     ],
 )
-def test_parameters_and_cache_are_those_of_the_model(tmp_path, form, roles, kv_cache, dtype):
-    model = saved(tmp_path, form, roles=roles, kv_cache=kv_cache, dtype=dtype)
+def test_parameters_and_cache_are_those_of_the_model(tmp_path, form, changes, kv_cache, dtype):
+    model = saved(tmp_path, form, kv_cache=kv_cache, dtype=dtype, **changes)
     weights = read_weights(tmp_path)
     assert weights is not None
     state = model.state_dict()

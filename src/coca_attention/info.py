@@ -25,6 +25,7 @@ from coca_attention.fields import (
     attention_of,
     free_pairs,
     head_width,
+    layer_types,
     rope_parameters,
     training_length,
 )
@@ -251,16 +252,15 @@ def cache_bytes(config: Any, weights: Weights | None, tokens: int) -> int:
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
         window = None
-    # Without layer_types, as in Mistral's configuration, a window is that of all layers.
-    kinds = getattr(config, "layer_types", None)
-    kinds = kinds or [LOCAL if window else GLOBAL] * config.num_hidden_layers
+    kinds = layer_types(config)
+    limited = rope_parameters(config).get("max_distance") is not None
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width, shapes = head_width(config), {} if weights is None else weights.shapes
     stored = next(iter(weights.kinds.most_common(1)), ("F32", 0))[0] if weights else "F32"
     numbers = 0
     for index, kind in enumerate(kinds):
         keys = heads * width
-        if getattr(config, "kv_cache", "full") == "half":
+        if limited or getattr(config, "kv_cache", "full") == "half":
             pattern = f".{index}.self_attn.t_proj.weight", f".{index}.attention.t_proj.weight"
             keys = next((s[0] for name, s in shapes.items() if name.endswith(pattern)), keys)
         kept = min(tokens, window - 1) if window and kind == LOCAL else tokens

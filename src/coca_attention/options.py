@@ -416,6 +416,16 @@ def _error(make: Callable[[list[str]], Any], words: list[str]) -> str | None:
     return None
 
 
+def _field_name(name: str, types: dict[str, Any]) -> str:
+    """``data.held-out`` as the parser expects it; the keys of a dictionary are as they are."""
+    found: list[str] = []
+    for part in name.split("."):
+        kinds = _alternatives(types.get(".".join(found)))
+        is_key = any(get_origin(kind) is dict for kind in kinds)
+        found.append(part if is_key else part.replace("-", "_"))
+    return ".".join(found)
+
+
 def _as_fields(words: list[str], types: dict[str, Any]) -> list[str]:
     """Write ``--attend-last 8 --skip-short --windows 1,2`` as the parser expects it.
 
@@ -429,7 +439,7 @@ def _as_fields(words: list[str], types: dict[str, Any]) -> list[str]:
             found.append(word)
             continue
         name, equals, value = word[2:].partition("=")
-        name = name.replace("-", "_")
+        name = _field_name(name, types)
         following = rest[0] if rest else "--"
         is_flag = types.get(name) is bool
         is_value = not following.startswith("--") and (

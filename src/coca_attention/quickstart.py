@@ -70,11 +70,7 @@ class Sizes:
     @property
     def windows(self) -> list[int]:
         """Training length times 1, 2, 4 … longest."""
-        return [
-            self.block_length * 2**power
-            for power in range(self.longest.bit_length())
-            if 2**power <= self.longest
-        ]
+        return [self.block_length * 2**power for power in range(self.longest.bit_length())]
 
 
 @dataclass

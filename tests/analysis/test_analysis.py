@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coca_attention import convert
 from coca_attention.analysis import AnalysisSettings, analyze, check_settings, read_token_ids
 from coca_attention.analysis.angles import CASES, TURN, anomalous_share, anomalous_tokens
 from coca_attention.analysis.keys import draw_pairs, pairs_by_distance
@@ -314,6 +316,19 @@ def test_angles_that_depend_on_the_length_are_refused():
     assert analyze(model, documents(50, 64), settings)["layers"]
     with pytest.raises(UserError, match="depend on the text length"):
         analyze(model, documents(100, 90), settings)
+
+
+def test_angles_that_stop_growing_are_followed_up_to_there():
+    model = convert(vanilla("Llama"), "rope", max_distance=40)
+    short = AnalysisSettings(max_tokens=30, pairs=8, shifts=[], lengths=[40])
+    found, expected = (
+        analyze(x, documents(30), short)["layers"][0] for x in (model, vanilla("Llama"))
+    )
+    assert found == expected
+    with pytest.raises(UserError, match=r"stop growing at 40 tokens .* --passkeys"):
+        analyze(model, documents(30), replace(short, lengths=[41]))
+    with pytest.raises(UserError, match="stop growing at 40 tokens"):
+        analyze(model, documents(50), replace(short, max_tokens=50))
 
 
 def test_damaged_predictions_are_refused():

@@ -9,7 +9,12 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention import convert
-from coca_attention.analysis import RetrievalSettings, analyze_retrieval, check_retrieval
+from coca_attention.analysis import (
+    RetrievalSettings,
+    analyze_retrieval,
+    check_retrieval,
+    collect_layers,
+)
 from coca_attention.analysis.attention import LayerAttention, attention_rows, visit_attention
 from coca_attention.analysis.retrieval import (
     Retrieval,
@@ -17,6 +22,7 @@ from coca_attention.analysis.retrieval import (
     retrieval_cell,
     retrievals,
 )
+from coca_attention.analysis.shift import score_rows, visible_keys
 from coca_attention.data.passkey import encoder, passkey_text
 from coca_attention.errors import UserError
 from coca_attention.evaluation import Subject
@@ -74,6 +80,15 @@ def test_captured_weights_are_those_of_the_model(name):
             layer.weights, weights[0][:, ROWS].double(), rtol=1e-4, atol=1e-6
         )
         assert torch.equal(layer.visible[0], (ROWS + 1).clamp(max=layer.window or 24))
+
+
+@pytest.mark.parametrize("name", ["Llama slack", "strict with roles", "roles with a decay"])
+def test_scores_of_the_angles_are_those_of_the_weights(name):
+    model = MODELS[name]().double().eval()
+    for heads, seen in zip(collect_layers(model, some_ids()), captured(model), strict=True):
+        hidden = ~visible_keys(ROWS, 24, heads.window)
+        weights = score_rows(heads, ROWS).masked_fill(hidden, -math.inf).softmax(-1)
+        torch.testing.assert_close(weights, seen.weights, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["Llama slack", "alibi", "roles with a decay"])

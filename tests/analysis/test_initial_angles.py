@@ -116,6 +116,11 @@ def test_anomalous_distance_is_where_the_score_stops_rising():
     assert (slope(tau * 0.001) > 0).all()
 
 
+def test_the_score_of_a_pair_that_does_not_turn_never_rises():
+    tau = anomalous_distance(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.0]))
+    assert tau.tolist() == pytest.approx([TURN - 4.0, 0.0])
+
+
 @pytest.mark.parametrize("factor", [2.0, 8.0])
 def test_scaling_widens_the_zone_as_in_the_paper(factor):
     # Appendix D.2: k times under PI, λ^(2j/d) times where the base is multiplied by λ.

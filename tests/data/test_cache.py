@@ -234,6 +234,14 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(source, tokenizer, tmp
         tokenise(source, tokenizer, folder=tmp_path / "cache")
 
 
+def test_a_source_that_cannot_be_read_is_no_fault_of_the_cache(source, tokenizer, tmp_path):
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "a.txt").symlink_to("/proc/self/mem")
+    with pytest.raises(DataError, match=r"a\.txt: cannot be read: Input/output error"):
+        tokenise(SourceSettings(str(folder)), tokenizer, folder=tmp_path / "cache")
+
+
 def test_an_empty_source_leaves_no_cache(source, tokenizer, tmp_path):
     with pytest.raises(DataError, match="no documents"):
         tokenise(source, tokenizer, share=1.0, folder=tmp_path / "cache")

@@ -167,6 +167,11 @@ def test_the_last_suffix_determines_the_file_type(tmp_path):
     assert read(path) == EXPECTED
 
 
+def test_a_name_that_is_nothing_but_a_suffix(tmp_path):
+    (tmp_path / ".jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
+    assert read(tmp_path) == EXPECTED
+
+
 def test_an_id_of_zero_is_an_id(tmp_path):
     path = tmp_path / "books.jsonl"
     path.write_text('{"id": 0, "text": "x"}\n')

@@ -188,6 +188,12 @@ def test_a_missing_suite_and_a_damaged_journal_are_named(small, tmp_path):
         run_suite(load_suite(small), tmp_path / "out")
 
 
+def test_a_model_whose_name_has_a_hyphen_is_set_on_the_command_line(small):
+    suite = load_suite(small, ["--models.CoCA-Slack", "elsewhere", "--perplexity.attend-last=16"])
+    assert list(suite.models) == ["RoFormer", "CoCA-Slack"]
+    assert suite.models["CoCA-Slack"] == "elsewhere" and suite.tasks["perplexity"].attend_last == 16
+
+
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
 def test_the_projects_own_suites_load(path):
     assert load_suite(path).models

@@ -444,6 +444,30 @@ def test_the_attend_last_line_of_two_evaluations_is_one():
     assert by_line([*CELLS, again], "window") == by_line(CELLS, "window")
 
 
+def test_two_lengths_of_attend_last_are_two_lines():
+    cells = [*CELLS, cell("RoFormer", 32, 43.0, "attend-last", stride=4)]
+    html = build_report([{"results": cells}], title="t")
+    for size in (32, 64):
+        assert f"RoFormer, last {size} tokens only" in html
+    (_, rows), *_ = printed_tables(cells)
+    assert ["RoFormer, last 32 tokens only", "43.0", "43.0"] in rows
+
+
+def test_what_was_measured_otherwise_has_a_table_of_its_own():
+    def ranges(count):
+        size = 8 // count
+        return [{"first": i * size + 1, "last": (i + 1) * size, "nats": 8.0, "tokens": 4}
+                for i in range(count)]  # fmt: skip
+
+    cells = [
+        cell("a", 8, 3.0, by_position=ranges(2), key_tokens=4, keys="x", key_perplexity=5.0),
+        cell("b", 8, 3.0, by_position=ranges(4), key_tokens=4, keys="y", key_perplexity=9.0),
+    ]
+    sections = perplexity_sections(all_cells([{"results": cells}]))
+    assert [len(section.header) for section in sections[2:4]] == [5, 3]
+    assert [section.rows for section in sections[4:6]] == [[["a", "5.0"]], [["b", "9.0"]]]
+
+
 def test_a_folder_is_no_page_to_write(tmp_path):
     path = tmp_path / "r.json"
     path.write_text(json.dumps(CONTENT))

@@ -96,6 +96,12 @@ def test_text_is_tokenised_once_and_then_needs_no_source(tokenised):
     assert sorted(p.name for p in tokenised.iterdir()) == [
         "test.jsonl.xz", "text.json", "tokenizer", "train.npy"
     ]  # fmt: skip
+    for changes, message in (
+        ({"longest": 2}, "made for windows of up to 256 tokens, not 512: choose a smaller --longe"),
+        ({"documents": 2}, "made for at most 1 documents, not 2"),
+    ):
+        with pytest.raises(UserError, match=message):
+            reproduce(settings(tokenised, tokenised / "x", **changes))
     with pytest.raises(UserError, match="not of elsewhere"):
         reproduce(settings(tokenised, tokenised / "x", text="elsewhere"))
 

@@ -43,6 +43,23 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn(family, objective):
     assert max(g.abs().max().item() for g in found.values()) < 1e-5
 
 
+@pytest.mark.parametrize("objective", ["attention", "logits", "hidden_states"])
+def test_packed_documents_are_told_apart_by_both(objective):
+    """The first document must not matter to what is learned from the second."""
+    teacher = vanilla("Llama").double()
+    student = convert(copy.deepcopy(teacher), "slack").train()
+    ids = batch(student)["input_ids"][:1]
+    places = torch.tensor([[*range(6), *range(6)]])
+    with teacher_loss(teacher, student, objective) as loss:
+        packed = loss(student, {"input_ids": ids, "position_ids": places})
+        parts = [loss(student, {"input_ids": part}) for part in ids.split(6, dim=1)]
+    if objective == "logits":  # a mean over tokens
+        assert packed.item() == pytest.approx(sum(parts).item() / 2, rel=1e-6)
+    with teacher_loss(teacher, student, objective) as loss:
+        running = loss(student, {"input_ids": ids})
+    assert running.item() != pytest.approx(packed.item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_learns_from_the_teachers_own_input(family):
     """So a layer's gradient does not depend on the layers before it, nor reach them."""

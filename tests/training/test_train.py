@@ -415,6 +415,13 @@ def test_nan_stops_training_and_is_never_saved(text_folder, tmp_path, step, mess
         assert all(weight.isfinite().all() for weight in load_file(path).values())
 
 
+def test_validation_that_is_nan_stops_training(text_folder, tmp_path):
+    changes = {"validation__every": "5", "validation__batches": "1"}
+    with pytest.raises(TrainingDiverged, match="the validation loss is nan at step"):
+        train(recipe(text_folder, **changes), tmp_path, callbacks=[Poison(5)])
+    assert not is_finished(tmp_path)
+
+
 def test_text_shorter_than_a_block_is_rejected(tmp_path):
     (tmp_path / "tiny.txt").write_text("too little")
     for length, message in ((512, "fewer than one block"), (1, "fewer than global_batch_size")):

@@ -96,12 +96,13 @@ def anomalous_distance(angles: Tensor, theta: Tensor) -> Tensor:
 
     Args:
         angles: Θ in [0, 2π), (..., P).
-        theta: Angle per token of every pair, (P,), positive.
+        theta: Angle per token of every pair, (P,).
 
     Returns:
-        (..., P), in tokens, not rounded.
+        (..., P), in tokens, not rounded; 0 for pairs that do not turn, whose score never rises.
     """
-    return torch.where(angles > math.pi, (TURN - angles) / theta, 0.0)
+    rises = (angles > math.pi) & (theta > 0)
+    return torch.where(rises, (TURN - angles) / theta, 0.0)
 
 
 def farthest_key(length: int, window: int | None = None) -> int:

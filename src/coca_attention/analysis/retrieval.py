@@ -238,7 +238,7 @@ def _layer_values(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     heads = [
         {
             **{name: _mean([x[head] for x in rows]) for name, rows in means.items()},
-            "peak_distance": distances[head].median().item(),
+            "peak_distance": distances[head].quantile(0.5).item(),
         }
         for head in range(len(distances))
     ]

@@ -28,7 +28,7 @@ def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
         shift: Added to the positions of queries and keys, in tokens.
 
     Returns:
-        (H, M, T), float64, including keys after a query.
+        (H, M, T), float64, including keys after a query, and a decay if there is one.
     """
     query, key = heads.query[:, :, queries].double(), heads.key.double()
     positions = torch.arange(key.shape[-2]) + shift
@@ -52,7 +52,10 @@ def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
         )
         key = key_map(key, cos, sin, free_pairs=heads.free_pairs)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return (query @ key.transpose(-2, -1) * heads.scale)[0]
+    scores = (query @ key.transpose(-2, -1) * heads.scale)[0]
+    if heads.rotation.decay is not None:
+        scores = scores + heads.rotation.bias(positions[queries], positions, torch.float64)
+    return scores
 
 
 def relative_parts(heads: LayerHeads, query: Tensor) -> tuple[Tensor, Tensor]:

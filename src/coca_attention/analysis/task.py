@@ -21,6 +21,7 @@ from coca_attention.analysis.shift import ScoreShift, Sums, part_energies, score
 from coca_attention.analysis.summary import AngleSums, DecaySums, numbers
 from coca_attention.data import SourceSettings, encode_documents
 from coca_attention.errors import UserError
+from coca_attention.fields import rope_parameters
 from coca_attention.models import training_length
 from coca_attention.ops import get_form
 
@@ -114,6 +115,13 @@ def cut_documents(
             )
     base = trained or max(len(document) for document in documents)
     lengths = sorted(settings.lengths) or [base, 4 * base, 16 * base]
+    limit = rope_parameters(config).get("max_distance")
+    if limit is not None and max(*lengths, *map(len, documents)) > limit:
+        raise UserError(
+            f"angles of this model stop growing at {limit:,} tokens (max_distance), which figures "
+            "by distance do not follow: read shorter texts (--max-tokens, --lengths), analyze the "
+            "model without the limit, or see where attention goes with --passkeys"
+        )
     return documents, replace(settings, max_tokens=cut, lengths=lengths)
 
 

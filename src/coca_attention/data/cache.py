@@ -11,6 +11,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,8 @@ def _read(path: Path, settings: dict[str, Any], files: list[Path]) -> TokenText 
                     tokens = np.memmap(file, dtype=settings["dtype"], mode="r")
                     return TokenText(tokens, about["sha256"])
             problem = "it is truncated or damaged"
+    except DataError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"it cannot be read ({error})"
     log.warning("%s: tokenising the text again: %s", path, problem)
@@ -257,6 +260,15 @@ def _same_files(known: dict[str, str], files: list[Path]) -> bool:
     return known["state"] == _state(files) or known["content"] == _content(files)
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name a file of the source that cannot be read, which is no fault of the cache."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
 def _state(files: list[Path]) -> str:
     """SHA-256 of names, sizes and times: fast, and different after every change.
 
@@ -264,7 +276,8 @@ def _state(files: list[Path]) -> str:
     """
     found = hashlib.sha256()
     for path in files:
-        status = path.stat()
+        with _reading(path):
+            status = path.stat()
         times = (status.st_mtime_ns, status.st_ctime_ns)
         found.update(repr((path.name, status.st_size, *times)).encode())
     return found.hexdigest()
@@ -274,7 +287,7 @@ def _content(files: list[Path]) -> str:
     """SHA-256 of names and contents."""
     found = hashlib.sha256()
     for path in files:
-        with open(path, "rb") as file:
+        with _reading(path), open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         found.update(repr((path.name, digest)).encode())
     return found.hexdigest()

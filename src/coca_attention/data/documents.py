@@ -164,8 +164,10 @@ def find_files(source: str) -> list[Path]:
 
 def _file_documents(files: list[Path], text_field: str, bad_lines: BadLines) -> Iterator[Document]:
     for path in files:
-        suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
-        kind = suffixes[-1]
+        name = path.name
+        for compression in COMPRESSIONS:
+            name = name.removesuffix(compression)
+        kind = name[name.rfind(".") :]
         if path.stat().st_size == 0:
             raise DataError(f"{path}: the file is empty")
         if kind == ".txt":

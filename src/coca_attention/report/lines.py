@@ -13,7 +13,7 @@ from coca_attention.report.section import Entry, Section
 
 Cell = dict[str, Any]
 Key = tuple[str, str, float | None]
-"""Model, scaling, factor."""
+"""Model, scaling, factor; ``attend-last`` has its window as the factor."""
 Lines = dict[Key, dict[int, Cell]]
 """Cells by line, then by window or prompt length."""
 SCALING_NAMES = {"linear": "PI", "ntk": "NTK", "dynamic": "dynamic NTK", "yarn": "YaRN"}
@@ -30,16 +30,17 @@ DASHES = {
 
 def line_key(cell: Cell) -> Key:
     """The line that a cell belongs to."""
-    return cell["model"], cell["scaling"], cell.get("factor")
+    last = cell["scaling"] == "attend-last"
+    return cell["model"], cell["scaling"], cell["window"] if last else cell.get("factor")
 
 
-def line_label(key: Key, line: dict[int, Cell] | None = None) -> str:
-    """The name of a line; that of ``attend-last`` has the window of its cell."""
+def line_label(key: Key) -> str:
+    """The name of a line."""
     model, kind, factor = key
     if kind == "none":
         return model
     if kind == "attend-last":
-        return f"{model}, last {next(iter(line or {}))} tokens only"
+        return f"{model}, last {factor} tokens only"
     return f"{model} + {SCALING_NAMES.get(kind, kind)} ({factor:g})"
 
 

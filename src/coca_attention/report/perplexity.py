@@ -58,20 +58,19 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
         ),
     ]
     placed = [cell for cell in cells if cell.get("by_position")]
-    for alike in _by_window(placed):
+    for alike in _by_ranges(placed):
         header, rows = _position_table(alike)
         title = f"Perplexity by position, window {alike[0]['window']:,}"
         sections.append(Section(title, header=header, rows=rows))
-    keyed = [cell for cell in cells if cell.get("key_tokens")]
-    if keyed:
-        header, rows = key_table(keyed)
+    for alike in _by_key_tokens(cells):
+        header, rows = key_table(alike)
         sections.append(
             Section(
                 "Perplexity on key tokens",
                 text="Tokens that an evaluator predicts from a long context only, after LongPPL.",
                 header=header,
                 rows=rows,
-                note=f"{keyed[0]['key_tokens']:,} tokens.",
+                note=f"{alike[0]['key_tokens']:,} tokens.",
             )
         )
     return sections + strict_minus_slack(
@@ -96,12 +95,11 @@ def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:
     for key, line in lines.items():
         found = [_at(line, window) for window in windows]
         values = ["–" if cell is None else f"{_value(cell):.1f}" for cell in found]
-        rows.append([line_label(key, line), *values])
+        rows.append([line_label(key), *values])
     tables: list[Table] = [(["perplexity at", *(f"{window:,}" for window in windows)], rows)]
-    keyed = [cell for cell in cells if cell.get("key_tokens")]
     once = [cell for cell in cells if cell.get("targets") == "one-pass" and "by_position" in cell]
-    tables += [_position_table(cells) for cells in _by_window(once)]
-    return tables + ([key_table(keyed)] if keyed else [])
+    tables += [_position_table(cells) for cells in _by_ranges(once)]
+    return tables + [key_table(alike) for alike in _by_key_tokens(cells)]
 
 
 def perplexity_findings(cells: Sequence[Cell]) -> list[str]:
@@ -113,9 +111,9 @@ def perplexity_findings(cells: Sequence[Cell]) -> list[str]:
     windows = _windows(lines)
     sentences = [_ranking(plain, window) for window in dict.fromkeys((windows[0], windows[-1]))]
     longest = windows[-1]
-    alone = {key[0]: line for key, line in lines.items() if key[1] == "attend-last"}
+    alone = [(key[0], line) for key, line in lines.items() if key[1] == "attend-last"]
     improved = []
-    for model, line in alone.items():
+    for model, line in alone:
         last, cell = next(iter(line.items()))
         better = [
             line_label(key)
@@ -151,10 +149,22 @@ def key_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     return ["key tokens: perplexity at", *(f"{window:,}" for window in windows)], rows
 
 
-def _by_window(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells of one window each, the smallest window first."""
-    windows = sorted({cell["window"] for cell in cells})
-    return [[cell for cell in cells if cell["window"] == window] for window in windows]
+def _by_ranges(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells of one window and the same ranges of positions each, the smallest window first."""
+    groups: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        ranges = tuple((each["first"], each["last"]) for each in cell["by_position"])
+        groups.setdefault((cell["window"], ranges), []).append(cell)
+    return [groups[key] for key in sorted(groups)]
+
+
+def _by_key_tokens(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells with the same key tokens each; older results say their number alone."""
+    groups: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        if cell.get("key_tokens"):
+            groups.setdefault((cell["key_tokens"], cell.get("keys")), []).append(cell)
+    return list(groups.values())
 
 
 def _position_table(cells: Sequence[Cell]) -> Table:
@@ -251,7 +261,7 @@ def _paired(mine: Cell, theirs: Cell) -> str:
 
 def _rows(lines: Lines, windows: Sequence[int]) -> list[list[str | Entry]]:
     """Perplexity with its interval; bold: lowest of a column, unless all or only one are shown."""
-    rows: list[list[str | Entry]] = [[line_label(key, line)] for key, line in lines.items()]
+    rows: list[list[str | Entry]] = [[line_label(key)] for key, line in lines.items()]
     for window in windows:
         found = [_at(line, window) for line in lines.values()]
         competing = [c for c in found if c is not None and c["scaling"] != "attend-last"]
@@ -314,7 +324,7 @@ def _figure(lines: Lines, training_length: int | None) -> dict[str, str]:
             model, kind, _ = key
             colour, turn = looks[model]
             style: dict[str, Any] = {"color": colour, "ls": DASHES[kind]}
-            style["label"] = line_label(key, line)
+            style["label"] = line_label(key)
             values = [_value(cell) for cell in line.values()]
             if kind == "attend-last":
                 axes.plot([windows[0], windows[-1]], 2 * values, lw=1.2, **style)

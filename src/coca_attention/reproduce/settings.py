@@ -129,8 +129,7 @@ class ReproduceSettings:
     def lengths(self) -> list[int]:
         """Windows and prompts to evaluate at: the training length times 1, 2, 4 … longest."""
         shape = self.shape
-        powers = range(shape.longest.bit_length())
-        return [shape.block_length * 2**p for p in powers if 2**p <= shape.longest]
+        return [shape.block_length * 2**power for power in range(shape.longest.bit_length())]
 
     @property
     def kept(self) -> dict[str, Any]:

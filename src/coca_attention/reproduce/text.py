@@ -35,12 +35,24 @@ def prepare_text(settings: ReproduceSettings) -> None:
     folder, shape = settings.text_folder, settings.shape
     about = folder / "text.json"
     if about.is_file():
-        known = read_json(about)["text"]
-        if settings.text and known != settings.text:
+        known = read_json(about)
+        if settings.text and known["text"] != settings.text:
             raise UserError(
-                f"{folder} has tokens of {known}, not of {settings.text}: leave out --text, or "
-                "choose another --tokenised"
+                f"{folder} has tokens of {known['text']}, not of {settings.text}: leave out "
+                "--text, or choose another --tokenised"
             )
+        for option, kept, asked in (
+            ("longest", known.get("longest"), settings.lengths[-1]),
+            ("documents", known.get("documents"), shape.documents),
+        ):
+            if kept is not None and asked > kept:
+                of = "windows of up to" if option == "longest" else "at most"
+                unit = "tokens" if option == "longest" else "documents"
+                raise UserError(
+                    f"the test text of {folder} was made for {of} {kept:,} {unit}, not {asked:,}: "
+                    f"choose a smaller --{option}, or make text anew with --text and another "
+                    "--tokenised"
+                )
         return
     if not settings.text:
         raise UserError(
@@ -93,4 +105,5 @@ def prepare_text(settings: ReproduceSettings) -> None:
     for path in sorted(cache.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     cache.rmdir()
-    write_json(about, {"text": settings.text, "tokens": count, "test_documents": len(lines)})
+    made = {"longest": longest, "documents": shape.documents, "test_documents": len(lines)}
+    write_json(about, {"text": settings.text, "tokens": count, **made})

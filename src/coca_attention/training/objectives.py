@@ -233,5 +233,6 @@ def _read(teacher: Any, batch: dict[str, Tensor], **kwargs: Any) -> Any:
 
 def _inputs(batch: dict[str, Tensor]) -> dict[str, Any]:
     """A batch as a model's inputs; without labels the model computes no loss of its own."""
-    read = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
-    return {**read, "use_cache": False}
+    # Positions tell packed documents apart.
+    names = ("input_ids", "attention_mask", "position_ids")
+    return {**{name: batch[name] for name in names if name in batch}, "use_cache": False}

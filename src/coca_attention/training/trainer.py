@@ -1,5 +1,6 @@
 """Transformers' Trainer with the paper's schedule, a stop at NaN, and reliable checkpoints."""
 
+import math
 import shutil
 import sys
 from contextlib import nullcontext
@@ -244,6 +245,9 @@ class RecipeTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         output = super().evaluation_loop(*args, **kwargs)
+        loss = (output.metrics or {}).get("eval_loss", 0.0)
+        if not loss < math.log(sys.float_info.max):  # nan, or no perplexity
+            raise self._diverged(f"the validation loss is {loss}")
         if self.retrieval is not None and output.metrics is not None:
             shares = self.retrieval.shares(self.model)  # in evaluation mode after the loop
             output.metrics.update({f"eval_{name}": share for name, share in shares.items()})

@@ -420,7 +420,7 @@ def _part(
         if keys is not None:
             nats, tokens = _sum(sums["keys"][0] for sums in found)
             mean = nats / tokens if tokens else math.inf
-            cell["key_tokens"] = tokens
+            cell["key_tokens"], cell["keys"] = tokens, key["keys"]
             cell["key_perplexity"] = _number(math.exp(mean)) if mean < LARGEST_EXPONENT else None
         return [cell]
 
