@@ -205,8 +205,8 @@ class Task:
 
     def complete_cells(self, subject: Subject, cells: list[Cell]) -> list[Cell]:
         """The cells with their task and the facts of their model."""
-        known = {"task": self.name, **subject.facts}  # a kept cell may have another name
-        return [known | cell | known for cell in cells]
+        facts = subject.facts  # a cell that was kept may have another name
+        return [{"task": self.name, **facts, **cell, **facts} for cell in cells]
 
     def run(self, subject: Subject, settings: Any, session: Session) -> list[Cell]:
         """Check the settings and evaluate; every cell names its task and its model.
