@@ -42,6 +42,8 @@ def error_prefix(prefix: str) -> Iterator[None]:
 
 # In the messages of PyTorch's file writer, which reports a full disk as a RuntimeError.
 WRITER = "inline_container|PytorchStreamWriter|iostream error"
+RESUMABLE = "free disk space, then run the same command again; what is done is kept"
+"""What `known_problem` advises where a later start can go on."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -67,12 +69,12 @@ def known_problem(error: BaseException) -> str | None:
     if number is None:
         if not re.search(WRITER, text):
             return None
-        return f"a file cannot be written ({text}): free disk space, then run the command again"
+        return f"a file cannot be written ({text}): {RESUMABLE}"
     path = getattr(error, "filename", None)
     where = f"{os.fsdecode(path)}: " if isinstance(path, str | bytes | os.PathLike) else ""
     reason = f"{where}{os.strerror(number)}"
     if number in FULL:
-        return f"{reason}: free disk space, then run the same command again; what is done is kept"
+        return f"{reason}: {RESUMABLE}"
     if number in FORBIDDEN:
         return f"{reason}: choose another folder, or change its permissions"
     return f"{reason}: check the path and run the command again"

@@ -28,7 +28,7 @@ from coca_attention.environment import (
     write_json,
     write_text,
 )
-from coca_attention.errors import UserError, error_prefix
+from coca_attention.errors import RESUMABLE, UserError, error_prefix
 from coca_attention.evaluation import TASKS
 from coca_attention.evaluation.suite import RESULTS_FILE, load_with_tasks, task_parser
 from coca_attention.evaluation.task import Cell, Progress
@@ -41,8 +41,6 @@ RANKED = {
     "passkey": ("length", "accuracy", True),
     "needles": ("length", "recall", True),
 }
-# In what `coca` says of a full disk and the like.
-RESUMABLE = "run the same command again"
 BY_RUNG = ("training.steps", "training.seed")
 
 

@@ -97,8 +97,8 @@ def test_text_is_tokenised_once_and_then_needs_no_source(tokenised):
         "test.jsonl.xz", "text.json", "tokenizer", "train.npy"
     ]  # fmt: skip
     for changes, message in (
-        ({"longest": 2}, "made for windows of up to 256 tokens, not 512: choose a smaller --longe"),
-        ({"documents": 2}, "made for at most 1 documents, not 2"),
+        ({"longest": 2}, "made for 256 tokens a window, not 512: choose a smaller --longest"),
+        ({"documents": 2}, "made for 1 documents, not 2"),
     ):
         with pytest.raises(UserError, match=message):
             reproduce(settings(tokenised, tokenised / "x", **changes))

@@ -259,7 +259,7 @@ def plan_suite(suite: Suite, journal: Journal, claims: Claims | None = None) -> 
                     parts = []
                     for part in TASKS[task].parts_of(subject, settings, session):
                         texts = {text for piece in part.pieces for text in piece.texts}
-                        if not texts <= seen:
+                        if not texts or not texts <= seen:
                             pieces = [weights.before(subject, piece) for piece in part.pieces]
                             parts.append(replace(part, pieces=pieces))
                         seen |= texts

@@ -147,11 +147,7 @@ class LayerPass(NamedTuple):
 
         Returns:
             The output, and the attention weights of eager attention or None.
-
-        Raises:
-            ValueError: If the attention function is neither ``sdpa`` nor ``eager``.
         """
-        self.check_limits(beyond=True)
         length, free_pairs = query.shape[2], self.module.free_pairs
         consecutive = self._at.consecutive
         if self.mask is None and not consecutive and length > 1:

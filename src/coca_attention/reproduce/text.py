@@ -41,17 +41,15 @@ def prepare_text(settings: ReproduceSettings) -> None:
                 f"{folder} has tokens of {known['text']}, not of {settings.text}: leave out "
                 "--text, or choose another --tokenised"
             )
-        for option, kept, asked in (
-            ("longest", known.get("longest"), settings.lengths[-1]),
-            ("documents", known.get("documents"), shape.documents),
+        for option, unit, asked in (
+            ("longest", "tokens a window", settings.lengths[-1]),
+            ("documents", "documents", shape.documents),
         ):
-            if kept is not None and asked > kept:
-                of = "windows of up to" if option == "longest" else "at most"
-                unit = "tokens" if option == "longest" else "documents"
+            if asked > known.get(option, asked):
                 raise UserError(
-                    f"the test text of {folder} was made for {of} {kept:,} {unit}, not {asked:,}: "
-                    f"choose a smaller --{option}, or make text anew with --text and another "
-                    "--tokenised"
+                    f"the test text of {folder} was made for {known[option]:,} {unit}, not "
+                    f"{asked:,}: choose a smaller --{option}, or make text anew with --text and "
+                    "another --tokenised"
                 )
         return
     if not settings.text:
