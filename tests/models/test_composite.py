@@ -17,7 +17,7 @@ from transformers import (
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.models.conversion.folders import convert_folder
+from coca_attention.models.conversion.folders import convert_folder, export_folder
 from coca_attention.testing import difference, logits, some_tokens
 from families import SIZES
 
@@ -89,7 +89,7 @@ def test_a_llava_is_converted_from_folder_to_folder(tmp_path):
     model = llava()
     model.save_pretrained(source)
     (source / "preprocessor_config.json").write_text('{"size": 28}')
-    with pytest.raises(UserError, match="leave out --portable"):
+    with pytest.raises(UserError, match="without --portable"):
         convert_folder(source, target, form="strict", portable=True, dry_run=True)
     convert_folder(source, target, form="strict")
     assert (target / "preprocessor_config.json").read_text() == '{"size": 28}'
@@ -98,6 +98,9 @@ def test_a_llava_is_converted_from_folder_to_folder(tmp_path):
     assert "AutoProcessor" in card and "coca export" not in card
     loaded = AutoModelForImageTextToText.from_pretrained(target).eval()
     assert torch.equal(logits(loaded, IDS), logits(convert(model, "strict"), IDS))
+    with pytest.raises(UserError, match="only the decoder can be"):
+        export_folder(target, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
 
 
 def test_a_decoder_alone_shares_no_configuration():

@@ -5,10 +5,15 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForSequenceClassification,
+)
 
 from coca_attention import convert
 from coca_attention.cli import main
+from coca_attention.models.conversion.folders import export_folder
 from coca_attention.models.portable import CODE
 from coca_attention.testing import logits, some_tokens
 from conftest import tiny_model
@@ -74,6 +79,17 @@ def test_with_the_import_no_code_of_the_folder_runs(portable):
     for trust in (None, False, True):
         loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
         assert torch.equal(logits(loaded, some_tokens(model)), logits(model, some_tokens(model)))
+
+
+def test_a_model_with_another_head_keeps_it(tmp_path):
+    torch.manual_seed(0)
+    model = convert(LlamaForSequenceClassification(tiny_model("llama-rope").config), "strict")
+    model.save_pretrained(tmp_path / "model")
+    export_folder(tmp_path / "model", tmp_path / "portable")
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "portable")
+    assert "AutoModelForSequenceClassification" in exported.config.auto_map
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, exported.state_dict()[name])
 
 
 def test_conversion_writes_a_portable_folder_on_request(tmp_path, tokenizer, capsys):

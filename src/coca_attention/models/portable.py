@@ -48,12 +48,23 @@ class PackagedModel:
         """Nothing, see `PackagedConfig`."""
 
 
+def check_portable(model: Any) -> None:
+    """Raise UserError if the model has parts beside its decoder."""
+    if model.config.get_text_config() is not model.config:
+        raise UserError(
+            f"of {type(model).__name__} only the decoder can be a model of this package, so its "
+            "folder cannot name the package in auto_map: use a folder of coca convert without "
+            "--portable, and import coca_attention before loading it"
+        )
+
+
 def make_portable(model: Any) -> None:
     """Have a model and its configuration saved with an ``auto_map``, now and by who loads it.
 
     Raises:
         UserError: If the model's classes are not of this package.
     """
+    check_portable(model)
     config: Any = model.config
     if PackagedConfig not in type(config).__mro__:
         raise UserError(

@@ -19,7 +19,7 @@ from coca_attention.models.conversion.calibration import calibration_texts
 from coca_attention.models.conversion.convert import Initialisation, convert
 from coca_attention.models.conversion.original import load_original
 from coca_attention.models.loading import load_model, model_without_weights, no_progress_bars
-from coca_attention.models.portable import make_portable
+from coca_attention.models.portable import check_portable, make_portable
 from coca_attention.models.roles import Roles
 
 
@@ -91,12 +91,8 @@ def convert_folder(
             model = model_without_weights(source, dtype, any_head=True)
         else:
             model = load_model(source, dtype=dtype, device="cpu", any_head=True)
-        if portable and model.config.get_text_config() is not model.config:
-            raise UserError(
-                f"{source}: only its decoder becomes a model of this package, so the folder cannot "
-                "name the package in auto_map: leave out --portable, and import coca_attention "
-                "before loading it"
-            )
+        if portable:
+            check_portable(model)
         if calibration is not None:
             calibration = calibration_texts(calibration, model.config.get_text_config())
         model = convert(
@@ -140,7 +136,7 @@ def export_folder(
             target cannot be written.
     """
     target = _new_folder(source, target)
-    model = load_model(source, dtype=dtype, device="cpu")
+    model = load_model(source, dtype=dtype, device="cpu", any_head=True)
     make_portable(model)
     with _writing(model, source, target) as folder:
         if CARD not in carry_over(source, folder, CARD):
