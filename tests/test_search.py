@@ -97,6 +97,7 @@ def test_the_best_go_on_and_finished_trials_are_not_repeated(small, tmp_path, he
     best = [cell for cell in found if cell["model"] == "learning_rate=0.03"]
     assert [(c["rung"], c["steps"], c["seed"]) for c in best] == [(1, 4, 0), (2, 6, 0), (2, 6, 1)]
     assert best[1]["training"]["loss"] != best[2]["training"]["loss"]
+    assert [cell["seed"] for cell in found if cell["rung"] == 2] == [0, 0, 1, 1]
     for cell in found:
         assert cell["status"] == "finished" and cell["training"]["seconds_per_step"] > 0
         assert [c["task"] for c in cell["cells"]] == ["perplexity", "perplexity", "passkey"]
@@ -143,6 +144,21 @@ def test_every_size_is_a_search_of_its_own(small, tmp_path, here):
         load_search(small, ["--sizes={a/b: {}}"])
     with pytest.raises(UserError, match=r"size s: trial none: .*hidden"):
         load_search(small, ["--sizes={s: {model.hidden: 1}}"])
+
+
+def test_a_size_cut_short_leaves_what_was_measured(small, tmp_path, here, monkeypatch):
+    run = searches.run_coca
+
+    async def interrupted(words, log, lock):
+        return 130 if "--training.learning_rate=0.03" in words else await run(words, log, lock)
+
+    monkeypatch.setattr(searches, "run_coca", interrupted)
+    words = ["--rungs=[{steps: 4}]", "--sizes={small: {}}", "--workers=1"]
+    with pytest.raises(UserError, match="run the same command again to resume"):
+        search(load_search(small, words), tmp_path / "out")
+    left = cells(tmp_path / "out" / "results.json")
+    assert [c["model"] for c in left] == ["none", "learning_rate=0.001"]
+    assert left == cells(tmp_path / "out" / "small" / "results.json")
 
 
 def test_a_trial_that_fails_is_kept_as_failed_and_the_others_go_on(small, tmp_path, here):

@@ -286,7 +286,7 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
 
     Returns:
         The result file: a cell per trial, rung and seed, with the evaluation's cells. It is
-        written anew whenever a trial ends, or a size.
+        written anew whenever a trial ends.
 
     Raises:
         UserError: If the search is invalid, a folder holds a trial of another recipe, or all
@@ -296,17 +296,25 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
     output = Path(output)
     check_writable(output / RESULTS_FILE)
     if not search.sizes:
-        return _halve(search, output, progress)
+        _halve(search, output, progress)
+        return output / RESULTS_FILE
     cells: list[Cell] = []
+
+    def save(found: list[Cell]) -> None:
+        _write(search, cells + found, output)
+
     for size in search.sizes:
-        found = _halve(search.of_size(size), output / size, progress)
-        cells += json.loads(found.read_text(encoding="utf-8"))["results"]
-        _write(search, cells, output)
+        cells += _halve(search.of_size(size), output / size, progress, save)
     return output / RESULTS_FILE
 
 
-def _halve(search: Search, output: Path, progress: Progress | None) -> Path:
-    """All rungs of a search with one size."""
+def _halve(
+    search: Search,
+    output: Path,
+    progress: Progress | None,
+    also_save: Callable[[list[Cell]], None] | None = None,
+) -> list[Cell]:
+    """The records of all rungs of a search with one size, written whenever a trial ends."""
     trials, planned = search.overrides, 0
     earlier: list[Cell] = []
     remaining = len(trials)
@@ -317,6 +325,8 @@ def _halve(search: Search, output: Path, progress: Progress | None) -> Path:
     def save(cells: list[Cell]) -> None:
         found = [*earlier, *cells]
         _write(search, found, output)
+        if also_save is not None:
+            also_save(found)
         if progress is not None:
             failed = sum(cell["status"] == "failed" for cell in found)
             progress(f"trials ({failed} failed)" if failed else "trials", len(found), planned)
@@ -324,8 +334,8 @@ def _halve(search: Search, output: Path, progress: Progress | None) -> Path:
     for number, rung in enumerate(search.rungs, start=1):
         jobs = [
             _make_job(search, number, name, options, seed, output)
+            for seed in rung.seeds  # outer: cut short, a search has compared all trials
             for name, options in trials.items()
-            for seed in rung.seeds
         ]
         save([])
         workers = search.workers or available_cores()
@@ -344,7 +354,7 @@ def _halve(search: Search, output: Path, progress: Progress | None) -> Path:
             )
         earlier += cells
         trials = {name: trials[name] for name in trials if name in best}
-    return output / RESULTS_FILE
+    return earlier
 
 
 def _write(search: Search, cells: list[Cell], output: Path) -> None:
