@@ -146,6 +146,19 @@ def test_every_size_is_a_search_of_its_own(small, tmp_path, here):
         load_search(small, ["--sizes={s: {model.hidden: 1}}"])
 
 
+def test_a_size_can_have_seeds_of_its_own(small, tmp_path):
+    sizes = "{small: {}, large: {model.hidden_size: 32, seeds: [0]}}"
+    wanted = load_search(small, [f"--sizes={sizes}"])
+    assert [rung.seeds for rung in wanted.of_size("small").rungs] == [[0], [0, 1]]
+    assert [rung.seeds for rung in wanted.of_size("large").rungs] == [[0], [0]]
+    assert "seeds" not in wanted.of_size("large").trials["none"]
+    for seeds in ("2", "[]", "[a]", "[-1]", "[1, 1]"):
+        with pytest.raises(UserError, match=r"size s: rung 2: seeds must be different numbers"):
+            load_search(small, [f"--sizes={{s: {{seeds: {seeds}}}}}"])
+    with pytest.raises(UserError, match="size s: a search needs rungs"):
+        load_search(small, ["--sizes={s: {seeds: [0]}}", "--rungs=[]"])
+
+
 def test_a_size_cut_short_leaves_what_was_measured(small, tmp_path, here, monkeypatch):
     run = searches.run_coca
 

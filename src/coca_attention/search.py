@@ -74,9 +74,9 @@ class Search:
     grid: dict[str, list[Any]] = field(default_factory=dict)
     """Options of the recipe and values of each; all combinations are further trials."""
     sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Sizes by name, each with options of the recipe, such as {0.2M: {model.hidden_size: 64}}.
-    Every size is a search of its own in a folder of its name, and the report draws trends over
-    all."""
+    """Sizes by name, each with options of the recipe, such as {0.2M: {model.hidden_size: 64}},
+    and, where they should differ, the seeds of its last rung ({seeds: [0, 1]}). Every size is a
+    search of its own in a folder of its name, and the report draws trends over all."""
     rungs: list[Rung] = field(default_factory=list)
     """The rounds, from short to long training."""
     rank: dict[str, list[int]] = field(default_factory=dict)
@@ -99,8 +99,11 @@ class Search:
 
     def of_size(self, size: str) -> "Search":
         """The search among the trials of one size."""
-        trials = {name: self.sizes[size] | options for name, options in self.overrides.items()}
-        return replace(self, trials=trials, grid={}, sizes={})
+        common, rungs = dict(self.sizes[size]), list(self.rungs)
+        if rungs and "seeds" in common:
+            rungs[-1] = replace(rungs[-1], seeds=common.pop("seeds"))
+        trials = {name: common | options for name, options in self.overrides.items()}
+        return replace(self, trials=trials, grid={}, sizes={}, rungs=rungs)
 
     def check(self) -> None:
         """Raise UserError where settings contradict each other, or a trial is no valid recipe."""
@@ -150,10 +153,13 @@ class Search:
     def _check_rung(self, rung: Rung, *, is_last: bool) -> None:
         if rung.steps < 1:
             raise UserError(f"steps must be at least 1, got {rung.steps}")
-        if not rung.seeds or len(set(rung.seeds)) < len(rung.seeds) or min(rung.seeds) < 0:
-            raise UserError(
-                f"seeds must be different numbers from 0, at least one, got {rung.seeds}"
-            )
+        seeds: Any = rung.seeds  # those of a size are not typed
+        if (
+            not isinstance(seeds, list)
+            or not all(isinstance(seed, int) and seed >= 0 for seed in seeds)
+            or not 0 < len(seeds) == len(set(seeds))
+        ):
+            raise UserError(f"seeds must be different numbers from 0, at least one, got {seeds}")
         if is_last and rung.keep is not None:
             raise UserError("the last rung keeps nothing: leave out keep, or add a rung")
         keep = rung.keep
