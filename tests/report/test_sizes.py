@@ -47,6 +47,7 @@ def test_costs_and_far_text_are_followed_over_sizes():
     assert float(rows["CoCA-Strict"][4]) == pytest.approx(2 * 350**-0.5, rel=0.01)
     page = build_report([{"results": RUNS}])
     assert page.count("sizes-cost-wide") > 1 and "if the trend holds" in page
+    assert "1,000,000" in page and "e+0" not in page  # the ticks of parameters
 
 
 def test_one_size_has_no_trend_and_missing_figures_are_left_out():

@@ -171,7 +171,9 @@ def _describe(axes: Axes) -> str:
     for line in axes.get_lines():
         x, y = (np.asarray(data).tolist() for data in line.get_data())
         if x and not _unnamed(line):
-            ends = [f"{b:,.3g} at {a:,g}" for a, b in dict.fromkeys([(x[0], y[0]), (x[-1], y[-1])])]
+            ends = [
+                f"{b:,.3g} at {a:,.10g}" for a, b in dict.fromkeys([(x[0], y[0]), (x[-1], y[-1])])
+            ]
             parts.append(f"{line.get_label()}: {' to '.join(ends)}")
     return f"Lines of {up} against {across}. {'; '.join(parts)}."
 
@@ -180,13 +182,20 @@ def _unnamed(line: Any) -> bool:
     return re.fullmatch(r"_child\d+", str(line.get_label())) is not None
 
 
+class _Numbers(LogFormatter):
+    """Labels such as 0.9 and 200,000 in place of 9e-01 and 2e+05, at the same ticks."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:,.10g}" if super().__call__(x, pos) else ""
+
+
 def _write_powers_as_numbers(axes: Axes) -> None:
     """Replace matplotlib's own labels of logarithmic axes, which are set as mathematics."""
     for axis in (axes.xaxis, axes.yaxis):
         if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
-            axis.set_major_formatter(LogFormatter())
+            axis.set_major_formatter(_Numbers())
         if isinstance(axis.get_minor_formatter(), LogFormatterMathtext):
-            axis.set_minor_formatter(LogFormatter())
+            axis.set_minor_formatter(_Numbers())
 
 
 def _within_tags(change: Callable[[str], str], svg: str) -> str:
