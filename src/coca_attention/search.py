@@ -301,9 +301,6 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
     search.check()
     output = Path(output)
     check_writable(output / RESULTS_FILE)
-    if not search.sizes:
-        _halve(search, output, progress)
-        return output / RESULTS_FILE
     cells: list[Cell] = []
 
     def save(found: list[Cell]) -> None:
@@ -311,6 +308,8 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
 
     for size in search.sizes:
         cells += _halve(search.of_size(size), output / size, progress, save)
+    if not search.sizes:
+        _halve(search, output, progress)
     return output / RESULTS_FILE
 
 
