@@ -50,7 +50,7 @@ def suite(tmp_path_factory, tokenizer):
     path.write_text(
         f"""
 models: {{RoFormer: {folder / "llama-rope"}, CoCA-Slack: {folder / "llama-slack"}}}
-scalings: [{{kind: none}}, {{kind: ntk, factor: 4, models: [CoCA-Slack]}}]
+scalings: [{{kind: none}}, {{kind: ntk, factor: 4}}]
 perplexity:
   {{{text}, windows: [32, 64], stride: 8, attend_last: 32, positions: 4}}
 passkey: {{lengths: [260, 500], samples: 5, max_new_tokens: 4, batch_tokens: 600}}
@@ -108,6 +108,16 @@ def test_processes_share_a_suite_and_take_over_what_a_killed_one_left(suite, alo
     assert len(computed) == len(set(computed)), "nothing was computed twice"
     assert "Results:" in first[0] and "Results:" not in last[0]
     assert results(out / "results.json") == alone
+
+
+def test_results_do_not_depend_on_the_order_of_pieces(suite, alone, tmp_path, monkeypatch):
+    """Which a process takes, and when, is up to the others."""
+
+    def reverse(pieces, *rest, **options):
+        work(pieces[::-1], *rest, **options)
+
+    monkeypatch.setattr("coca_attention.evaluation.suite.work", reverse)
+    assert results(run_suite(load_suite(suite), tmp_path)) == alone
 
 
 def test_the_next_start_goes_on_after_all_were_killed(suite, alone, tmp_path):
@@ -334,7 +344,7 @@ def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(suite, tmp_path, 
     assert not out.exists()
     wanted = load_suite(suite, ["--streaming=null"])
     before = estimate_suite(wanted, out)
-    assert [e.cells for e in before] == [3, 2, 3, 2, 2, 2]  # attend-last has no scaling
+    assert [e.cells for e in before] == [3, 2, 2, 2, 3, 2, 2, 2]  # attend-last has no scaling
     assert all(e.seconds > 0 and e.left == e.tokens for e in before)
     passkeys = before[1]
     assert passkeys.tokens == 5 * (260 + 4 * 4) + 5 * (500 + 4 * 4)

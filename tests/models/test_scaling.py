@@ -1,5 +1,6 @@
 """Rotary scaling of loaded models, CoCA and vanilla."""
 
+import copy
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from coca_attention import convert
 from coca_attention.fields import rope_parameters
 from coca_attention.models import set_rotary_scaling, training_length
 from coca_attention.models.configuration import rotation
+from coca_attention.models.generation import rotary_scaling_for
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from conftest import VOCABULARY, tiny_model
 from families import FAMILIES, collinear, vanilla
@@ -74,6 +76,31 @@ def test_a_long_input_does_not_change_a_later_short_one(kind, scaling):
     before = model(IDS[:, :10]).logits
     model(IDS.repeat(1, 4))
     assert torch.equal(model(IDS[:, :10]).logits, before)
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_a_scaling_that_is_restored_leaves_every_bit(kind):
+    model = tiny_model(kind)
+    plain, rule = model(IDS).logits, model.config.rope_parameters
+    with rotary_scaling_for(model, "ntk", 4.0, 48):
+        assert not torch.allclose(model(IDS).logits, plain, atol=1e-2)
+    assert model.config.rope_parameters is rule
+    assert torch.equal(model(IDS).logits, plain)
+
+
+@pytest.mark.parametrize("kind", ["rope", "llama-rope"])
+def test_what_transformers_remembers_of_a_long_text_ends_with_its_scaling(kind):
+    """Of two texts beyond the training length, the second keeps the frequencies of the first."""
+    model = tiny_model(kind)
+    config = model.config.to_dict()
+    config["rope_parameters"] = {**config["rope_parameters"], "rope_type": "dynamic", "factor": 4.0}
+    theirs = AutoModelForCausalLM.from_config(type(model.config)(**config)).eval()
+    theirs.load_state_dict(model.state_dict())
+    alone = copy.deepcopy(theirs)(IDS).logits
+    with rotary_scaling_for(theirs, "none", 4.0, 96):
+        theirs(IDS.repeat(1, 2))
+        assert not torch.allclose(theirs(IDS).logits, alone, atol=1e-2)
+    assert torch.equal(theirs(IDS).logits, alone)
 
 
 @pytest.mark.parametrize("kind", ["slack", "llama-slack"])

@@ -16,7 +16,7 @@ from transformers import (
 
 from coca_attention.errors import UserError
 from coca_attention.fields import training_length
-from coca_attention.models.scaling import set_rotary_scaling
+from coca_attention.models.scaling import rotary_restored, set_rotary_scaling
 
 
 @contextmanager
@@ -35,15 +35,11 @@ def rotary_scaling_for(
         The rotary parameters in effect.
     """
     config = model.config.get_text_config()
-    as_loaded = getattr(config, "rope_parameters", None)
-    try:
+    with rotary_restored(model):
         if kind != "none":
             target = max(length, training_length(config) or 0) if kind == "ntk" else None
             set_rotary_scaling(model, kind, factor=factor, length=target)  # pyright: ignore
         yield getattr(config, "rope_parameters", None)
-    finally:
-        if kind != "none":
-            config.rope_parameters = as_loaded
 
 
 @contextmanager

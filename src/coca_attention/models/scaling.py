@@ -1,9 +1,12 @@
 """Changing the rotary scaling of a loaded model, CoCA or vanilla."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
@@ -57,11 +60,7 @@ def set_rotary_scaling(
             out of range. The model is then unchanged.
     """
     config = model.config.get_text_config()
-    modules = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, CoCARotary) or hasattr(module, "compute_default_rope_parameters")
-    }
+    modules = _rotary_modules(model)
     if not modules:
         raise UserError(
             f"a model of type {config.model_type!r} has no rotary embedding to scale; use scaling "
@@ -134,8 +133,42 @@ def set_rotary_scaling(
     }
     config.rope_parameters = probe.rope_parameters
     for name, replacement in replacements.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, replacement)
+        model.set_submodule(name, replacement)
+
+
+@contextmanager
+def rotary_restored(model: PreTrainedModel) -> Iterator[None]:
+    """Restore the rotary embedding of a model after the ``with`` block, to the last bit.
+
+    Restores the rule, the modules, and what they remember: Transformers' own ``dynamic`` keeps the
+    frequencies of the longest text read until a short one.
+
+    Args:
+        model: A loaded model, CoCA or vanilla; without rotary embedding, nothing happens.
+    """
+    config = model.config.get_text_config()
+    rule = getattr(config, "rope_parameters", None)
+    kept = [
+        (name, module, vars(module).copy(), module._buffers.copy())
+        for name, module in _rotary_modules(model).items()
+    ]
+    try:
+        yield
+    finally:
+        if rule is not None:
+            config.rope_parameters = rule
+        for name, module, attributes, buffers in kept:
+            vars(module).clear()
+            vars(module).update(attributes, _buffers=buffers)
+            model.set_submodule(name, module)
+
+
+def _rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, CoCARotary) or hasattr(module, "compute_default_rope_parameters")
+    }
 
 
 def _stateless(module: Any, config: Any) -> VanillaRotary:
