@@ -50,6 +50,17 @@ def test_costs_and_far_text_are_followed_over_sizes():
     assert "1,000,000" in page and "e+0" not in page  # the ticks of parameters
 
 
+def test_far_figures_are_written_out():
+    sizes = (("0.25M", 250_000), ("1M", 1_000_000), ("4M", 4_000_000))
+    runs = [
+        run(name, size, model, 0, 20.0, 80.0 * size / 1e6)
+        for name, size in sizes
+        for model in ("RoFormer", "CoCA-Strict")
+    ]
+    far = size_sections(runs)[-1]
+    assert [str(entry) for entry in far.rows[0][5:]] == ["1,400", "28,000"]
+
+
 def test_one_size_has_no_trend_and_missing_figures_are_left_out():
     assert size_sections([cell for cell in RUNS if cell["search"] == "1M"]) == []
     two = [cell for cell in RUNS if cell["search"] != "4M"]

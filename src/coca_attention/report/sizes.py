@@ -145,5 +145,11 @@ def _extended(fit: PowerLaw | None) -> list[str | Entry]:
     trends = (fit.at(size) for size in FAR)
     return [
         Entry(f"{fit.exponent:+.3f}", f"{low:+.3f} to {high:+.3f}"),
-        *(Entry(f"{y:.3g}", f"{a:.2g} to {b:.2g}") for y, a, b in trends),
+        *(Entry(_plain(y, 3), f"{_plain(a, 2)} to {_plain(b, 2)}") for y, a, b in trends),
     ]
+
+
+def _plain(value: float, digits: int) -> str:
+    """Rounded to significant digits, below a million without an exponent."""
+    rounded = float(f"{value:.{digits}g}")
+    return f"{rounded:,.{digits}g}" if abs(rounded) >= 1e6 else f"{rounded:,.6g}"
