@@ -31,14 +31,20 @@ def test_scaling_changes_logits_and_none_restores_them(kind, scaling):
     assert torch.allclose(model(IDS).logits, plain, rtol=0, atol=1e-5)
 
 
+def scaled_by_transformers(model, rope_type):
+    """A vanilla model with the same weights and a rule of Transformers' own."""
+    config = model.config.to_dict()
+    config["rope_parameters"] = {**config["rope_parameters"], "rope_type": rope_type, "factor": 4.0}
+    scaled = AutoModelForCausalLM.from_config(type(model.config)(**config)).eval()
+    scaled.load_state_dict(model.state_dict())
+    return scaled
+
+
 @pytest.mark.parametrize("kind", ["rope", "llama-rope"])
 @pytest.mark.parametrize("scaling", ["linear", "dynamic"])
 def test_vanilla_models_scale_as_transformers_scales_them(kind, scaling):
     model = tiny_model(kind)
-    config = model.config.to_dict()
-    config["rope_parameters"] = {**config["rope_parameters"], "rope_type": scaling, "factor": 4.0}
-    theirs = AutoModelForCausalLM.from_config(type(model.config)(**config)).eval()
-    theirs.load_state_dict(model.state_dict())
+    theirs = scaled_by_transformers(model, scaling)
     set_rotary_scaling(model, scaling, factor=4.0)
     assert torch.allclose(model(IDS).logits, theirs(IDS).logits, rtol=0, atol=2e-4)
 
@@ -91,11 +97,7 @@ def test_a_scaling_that_is_restored_leaves_every_bit(kind):
 @pytest.mark.parametrize("kind", ["rope", "llama-rope"])
 def test_what_transformers_remembers_of_a_long_text_ends_with_its_scaling(kind):
     """Of two texts beyond the training length, the second keeps the frequencies of the first."""
-    model = tiny_model(kind)
-    config = model.config.to_dict()
-    config["rope_parameters"] = {**config["rope_parameters"], "rope_type": "dynamic", "factor": 4.0}
-    theirs = AutoModelForCausalLM.from_config(type(model.config)(**config)).eval()
-    theirs.load_state_dict(model.state_dict())
+    theirs = scaled_by_transformers(tiny_model(kind), "dynamic")
     alone = copy.deepcopy(theirs)(IDS).logits
     with rotary_scaling_for(theirs, "none", 4.0, 96):
         theirs(IDS.repeat(1, 2))
