@@ -150,6 +150,5 @@ def _extended(fit: PowerLaw | None) -> list[str | Entry]:
 
 
 def _plain(value: float, digits: int) -> str:
-    """Rounded to significant digits, below a million without an exponent."""
-    rounded = float(f"{value:.{digits}g}")
-    return f"{rounded:,.{digits}g}" if abs(rounded) >= 1e6 else f"{rounded:,.6g}"
+    """Rounded to significant digits, and written without an exponent."""
+    return f"{float(f'{value:.{digits}g}'):,.10g}"
