@@ -109,6 +109,19 @@ SMALL = {
 }  # fmt: skip
 
 
+ARXIV = re.compile(r"arxiv(?:\.org/abs/|[\s:]+)(\d{4}\.\d{5})", re.IGNORECASE)
+POST = re.compile(r"kexue\.fm/archives/(\d+)")
+
+
+@pytest.mark.parametrize("cited", [ARXIV, POST], ids=["arxiv", "posts"])
+def test_whatever_is_cited_is_among_the_related_work(cited):
+    sources = [*PAGES, *ROOT.glob("src/**/*.py"), *ROOT.glob("recipes/*.yaml")]
+    listed = set(cited.findall((ROOT / "docs" / "related-work.md").read_text(encoding="utf-8")))
+    for path in sources:
+        missing = set(cited.findall(path.read_text(encoding="utf-8"))) - listed
+        assert not missing, f"{path.relative_to(ROOT)} cites {missing}"
+
+
 @pytest.mark.slow
 def test_the_tutorials_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     """With models that learn nothing; a server is started in tests/test_serve.py."""

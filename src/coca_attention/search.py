@@ -1,4 +1,4 @@
-"""Trials of one recipe, compared by successive halving; every one runs in processes of its own.
+"""Trials of one recipe, compared by successive halving (arXiv 1502.07943), each in own processes.
 
 A rung trains all remaining trials for its number of steps, evaluates them alike, and passes on the
 best. A learning-rate schedule depends on the number of steps, so every rung trains from the start.

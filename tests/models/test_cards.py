@@ -52,6 +52,8 @@ def test_a_converted_folder_has_a_card_with_the_terms_of_its_source(source, tmp_
         assert text in card.text
     assert "turning_pairs 0, temperature 64, decay 1.0, decay_length 8.0" in card.text
     assert "| training length | 64 tokens |" in card.text
+    for source in ("kexue.fm/archives/9603", "kexue.fm/archives/8823", "arxiv.org/abs/2205.09921"):
+        assert source in card.text, source
     assert "pip install coca-attention" in card.text and "needs further training" in card.text
     monkeypatch.chdir(tmp_path)
     loaded = run_python(card)["model"]

@@ -66,7 +66,7 @@ class ConversionSettings:
     """What the converted model is like."""
 
     form: str = "slack"
-    """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (our own); with layers,
+    """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (cf. PoPE); with layers,
     that of the local layers. rope keeps rotary attention; without layers it limits distances, which
     changes nothing in texts of up to max_distance tokens."""
     init: Literal["fold", "calibrated", "random"] = "fold"

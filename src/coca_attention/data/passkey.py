@@ -1,6 +1,7 @@
 """The passkey text (CoCA paper, App. B.1, Listing 1) as token ids of an exact length.
 
-A key of five digits is hidden in a repeated filler, and the question comes last. Training recipes
+A key of five digits is hidden in a repeated filler, and the question comes last, as in arXiv
+2305.16300. Training recipes
 mix such texts in and ask for keys in validation, and the passkey task evaluates on them.
 """
 

@@ -32,6 +32,15 @@ PIPELINES = {
 }
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md")
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+# By score form or rotary parameter, where its idea is from (docs/related-work.md).
+HWFA = "[HWFA](https://kexue.fm/archives/9603)"
+SOURCES = {
+    "magnitude": "[PoPE](https://arxiv.org/abs/2509.10534)",
+    "turning_pairs": "[p-RoPE](https://arxiv.org/abs/2410.06205)",
+    "temperature": "[log n scaling](https://kexue.fm/archives/8823)",
+    "decay": "[KERPLE](https://arxiv.org/abs/2205.09921)",
+    "max_distance": "[ReRoPE](https://github.com/bojone/rerope)",
+}
 TEMPLATE = """\
 ---
 {{ card_data }}
@@ -221,12 +230,15 @@ def _facts(config: Any) -> list[tuple[str, str]]:
         found.append(("rotation", f"{kind}, {given}"))
     if kinds:
         roles = "".join("g" if kind == GLOBAL else "l" for kind in kinds)
-        found.append(("layers", f"{roles} (g: sees the whole text, l: a window)"))
+        named = f"; g without positions, as in {HWFA}" if rope.get("turning_pairs") == 0 else ""
+        found.append(("layers", f"{roles} (g: sees the whole text, l: a window{named})"))
     if getattr(config, "sliding_window", None):
         found.append(("window", f"{config.sliding_window:,} tokens"))
     length = training_length(config)
     if length:
         found.append(("training length", f"{length:,} tokens"))
+    sources = [link for name, link in SOURCES.items() if name == form or rope.get(name)]
+    found.append(("methods", ", ".join(sources) or None))
     return [(label, str(value)) for label, value in found if value is not None]
 
 

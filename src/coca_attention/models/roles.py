@@ -15,7 +15,9 @@ LETTERS = {"l": LOCAL, "g": GLOBAL}
 class Roles:
     """Local layers, which see a window, and global ones, which see the whole text.
 
-    A query at distance d from a key in a global layer scores
+    Without the decay this is HWFA (Su, 2023, kexue.fm/archives/9603) or RNoPE-SWA (arXiv
+    2501.18795) with queries times log n; the decay is KERPLE's (arXiv 2205.09921). A query at
+    distance d from a key in a global layer scores
     ``q · k * ln(n + 1) / ln(L + 1) / sqrt(D) - decay * ln(1 + d / decay_length)``, where it sees n
     keys and L is the training length. The defaults are what this project recommends.
 

@@ -1,7 +1,7 @@
 """Attention under clipped distances: a key farther back than W tokens is scored as if W back.
 
-Within W tokens nothing changes, and no angle is ever larger than W theta_j: the distance limit of
-arXiv 2308.16137.
+Within W tokens nothing changes, and no angle is ever larger than W theta_j: ReRoPE (Su, 2023,
+kexue.fm/archives/9708).
 
 Legend: B batch, T query length, S key length, N the keys that may be near, H query heads, G
 key/value heads, D head width, P = D/2 rotary pairs, F free pairs.

@@ -47,8 +47,8 @@ def coca_attention(
             G divides H. With F free pairs (B, G, S, D/2 + F), see `coca_attention.ops.maps`.
         value: (B, G, S, Dv); Dv may differ from D.
         form: Score form or its name: ``slack`` (Eq. 10, what the authors trained), ``strict``
-            (Eq. 9 = Eq. 17, shift-invariant) or ``magnitude`` (our own, shift-invariant: |q_j|
-            instead of |q_j|^2).
+            (Eq. 9 = Eq. 17, shift-invariant) or ``magnitude`` (cf. PoPE, arXiv 2509.10534,
+            shift-invariant: |q_j| instead of |q_j|^2).
         rotation: Rotation of the pairs; default `Rotation(D)`. A smaller width is partial rotary.
         query_positions: (T,) or (B, T); default: the last T of 0 … S - 1.
         key_positions: (S,) or (B, S); default 0 … S - 1. Pass the true positions of padded or

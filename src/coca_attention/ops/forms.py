@@ -10,10 +10,11 @@ so a form is a query map, linear in cos m θ_j and sin m θ_j:
 
     slack     (Eq. 10):     Q'_j = (|q|² cos m θ_j, (q_1² - q_0²) cos m θ_j + 2 q_0 q_1 sin m θ_j)
     strict    (Eq. 9, 17):  Q'_j = |q|² (cos m θ_j, sin m θ_j)
-    magnitude (our own):    Q'_j = |q|  (cos m θ_j, sin m θ_j)
+    magnitude (cf. PoPE):   Q'_j = |q|  (cos m θ_j, sin m θ_j)
 
 where q = (q_0, q_1) is pair j of the query and Q'_m · K'_n the score. The paper writes the slack
 form with the key R_n [t, t]; collecting its terms by cos n θ_j and sin n θ_j gives the query above.
+PoPE (arXiv 2509.10534) scores by softplus of single elements and with a learned phase.
 
 The last pairs of a head may be left free (`free_pairs`): they score by the ordinary dot product of
 rotated queries and keys, whatever the form.

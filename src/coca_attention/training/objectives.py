@@ -3,7 +3,8 @@
 ``attention``: every attention layer of the student gets the input of the teacher's layer, and its
 output before the output projection is matched to the teacher's. ``logits``: the student's
 prediction is matched to the teacher's. ``hidden_states``: the prediction and the outputs of all
-layers are matched.
+layers are matched. The first is LoLCATs' attention transfer (arXiv 2410.10254), and the order from
+attention to predictions MOHAWK's (arXiv 2408.10189).
 
 The teacher runs once per batch, without gradients, in its own dtype. Only the objective refers to
 it, so it is never saved with the student. The student runs through its own forward pass, so masks,

@@ -58,7 +58,8 @@ def convert(
             has its decoder converted, and a decoder's composite model learns of it.
         form: Name of the score form: ``slack`` (the paper's Eq. 10), ``strict`` (Eq. 9) or
             ``magnitude``; with roles, that of the local layers. ``rope`` keeps rotary attention:
-            without roles it limits distances alone, and texts of up to W tokens give what they did.
+            without roles it limits distances alone (ReRoPE), and texts of up to W tokens give what
+            they did.
         init: Initialisation of the T projections. ``fold``: the pair means of the key projection's
             rows, so that t_j is the ReLU of the mean of key pair j. ``calibrated``: fitted to the
             model's own scores on the calibration texts (`calibration.py`), for models without a

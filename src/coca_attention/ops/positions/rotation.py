@@ -29,19 +29,20 @@ class Rotation:
         width: Rotary width R, the number of elements of a head that are rotated; even.
         base: Base of the geometric series of frequencies.
         rule: Scaling rule for texts longer than the training length.
-        turning: Number of pairs that rotate; the slower ones after them have angle 0. Default: all.
+        turning: Number of pairs that rotate; the slower ones after them have angle 0 (p-RoPE,
+            arXiv 2410.06205). Default: all.
         temperature: Length in tokens at which queries keep their size: a query that sees n keys is
             multiplied by ln(n + 1) / ln(temperature + 1), so that attention does not spread out as
-            texts grow (arXiv 2501.19399). Default: no such factor. With `max_distance` no query
-            becomes smaller.
+            texts grow (Su, kexue.fm/archives/8823; arXiv 2202.12172). Default: no such factor. With
+            `max_distance` no query becomes smaller.
         decay: Exponent c of a power law. The weight of a key n tokens back is multiplied by
             (1 + n / decay_length)^-c, so that every doubling of the distance costs the same:
-            ``bias``. 0 and the default are no decay.
+            ``bias`` (KERPLE's logarithmic kernel, arXiv 2205.09921). 0 and the default: no decay.
         decay_length: Distance in tokens at which the decay begins.
-        max_distance: W; keys farther back than W tokens are scored as if W back, so that no angle
-            is larger than W theta_j, and the decay counts the tokens beyond W alone: up to a
-            distance of W nothing changes, in texts of up to ``temperature`` tokens. Scores must
-            depend on distances alone. Default: no limit.
+        max_distance: W; keys farther back than W tokens are scored as if W back (ReRoPE, Su,
+            kexue.fm/archives/9708), so that no angle is larger than W theta_j, and the decay counts
+            the tokens beyond W alone: up to a distance of W nothing changes, in texts of up to
+            ``temperature`` tokens. Scores must depend on distances alone. Default: no limit.
     """
 
     width: int

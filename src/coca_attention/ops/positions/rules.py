@@ -190,7 +190,7 @@ class Linear(Rule):
 @register_rule
 @dataclass(frozen=True)
 class NTK(Rule):
-    """NTK-aware scaling: a larger base, which does not change during a request.
+    """NTK-aware scaling (bloc97, 2023): a larger base, which does not change during a request.
 
     Attributes:
         factor: k, at least 1.
@@ -231,7 +231,7 @@ class NTK(Rule):
 @register_rule
 @dataclass(frozen=True)
 class DynamicNTK(NTK):
-    """NTK-aware scaling whose base depends on the current length: inexact with a cache.
+    """Dynamic NTK (emozilla, 2023): a base for the current length, inexact with a cache.
 
     Attributes:
         factor: k, at least 1.
