@@ -7,7 +7,9 @@ import os
 import platform
 import resource
 import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -141,9 +143,54 @@ def naming(path: Path) -> Iterator[None]:
 
 def replace(partial: Path, path: Path) -> None:
     """Move a finished file or folder to its place, on the disk before and after."""
+    _share_weights(partial)
     sync(partial)
     os.replace(partial, path)
     sync_folder(path.parent)
+
+
+def _share_weights(path: Path) -> None:
+    """Give weights, which safetensors writes for the user alone, the mode of any new file."""
+    weights = [path] if path.suffix == ".safetensors" else [*path.rglob("*.safetensors")]
+    if weights:
+        with tempfile.TemporaryDirectory() as folder:
+            probe = Path(folder) / "probe"
+            probe.touch()
+            for file in weights:
+                file.chmod(probe.stat().st_mode)
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[Path]:
+    """A path beside a new file or folder, which takes the target's place when the block ends.
+
+    Only one process at a time writes a target; an interruption leaves nothing of it.
+
+    Args:
+        target: Must not exist, or be an empty folder.
+
+    Raises:
+        UserError: If the target exists, or another process writes it.
+    """
+    partial = target.with_name(f".{target.name}.coca-partial")
+
+    def remove() -> None:
+        shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
+
+    with hold(target.with_name(f".{target.name}.lock"), target):
+        check_new(target)  # another process may have written it since the caller looked
+        remove()  # of a process that was killed
+        try:
+            yield partial
+            replace(partial, target)
+        finally:
+            remove()
+
+
+def check_new(target: Path) -> None:
+    """Raise UserError unless a path is free, or an empty folder."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists and is not empty: name another folder, or remove it")
 
 
 @contextmanager
@@ -169,8 +216,8 @@ def hold(path: Path, what: Path | None = None) -> Iterator[None]:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
             raise UserError(
-                f"{what or path.parent} is in use by {holder}: wait until it ends, or choose "
-                "another --output"
+                f"{what or path.parent} is in use by {holder}: wait until it ends, or write "
+                "elsewhere"
             ) from error
         except OSError:
             break  # a file system without locks

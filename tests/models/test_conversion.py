@@ -1,17 +1,22 @@
 """Conversion: errors, what stays unchanged, and folders."""
 
+import os
 import signal
+import stat
 import subprocess
 import sys
+from functools import partial
 
 import peft
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from coca_attention import convert
 from coca_attention.cli import main
 from coca_attention.data import read_documents, token_array
+from coca_attention.errors import UserError
+from coca_attention.models.conversion import convert_folder, folders
 from coca_attention.models.decoder import CollinearModel
 from coca_attention.models.projections import FoldedLinear
 from coca_attention.testing import logits, some_tokens
@@ -291,3 +296,45 @@ def test_a_kill_while_writing_leaves_no_model(tmp_path):
     assert main(["convert", str(source), str(target)]) == 0
     AutoModelForCausalLM.from_pretrained(target)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
+
+
+@pytest.mark.parametrize("moment", ["save_pretrained", "convert"])
+def test_of_two_conversions_to_one_target_the_first_to_write_wins(moment, tmp_path, monkeypatch):
+    """The other one begins while the first writes; or writes all while the first converts."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    vanilla("Llama").save_pretrained(source)
+    owner = folders if moment == "convert" else PreTrainedModel
+    usual = getattr(owner, moment)
+
+    def with_another(*args, **kwargs):
+        found = usual(*args, **kwargs)
+        monkeypatch.setattr(owner, moment, usual)
+        other = partial(convert_folder, source, target, form="strict")
+        if moment == "convert":
+            other()
+        else:
+            with pytest.raises(UserError, match="target is in use by process"):
+                other()
+        return found
+
+    monkeypatch.setattr(owner, moment, with_another)
+    first = partial(convert_folder, source, target, form="magnitude")
+    if moment == "convert":
+        with pytest.raises(UserError, match="target exists and is not empty"):
+            first()
+    else:
+        first()
+    written = AutoModelForCausalLM.from_pretrained(target).config.coca_form
+    assert written == ("strict" if moment == "convert" else "magnitude")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
+
+
+def test_weights_have_the_mode_of_any_new_file(tmp_path):
+    vanilla("Llama").save_pretrained(tmp_path / "source")
+    usual = os.umask(0o027)
+    try:
+        convert_folder(tmp_path / "source", tmp_path / "target")
+    finally:
+        os.umask(usual)
+    for name in ("model.safetensors", "config.json"):
+        assert stat.S_IMODE((tmp_path / "target" / name).stat().st_mode) == 0o640

@@ -1,6 +1,5 @@
 """Converting a model from folder to folder, atomically."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from coca_attention.environment import replace
+from coca_attention.environment import check_new, writing
 from coca_attention.errors import UserError, known_problem
 from coca_attention.models.cards import CARD, carry_over, write_card
 from coca_attention.models.configuration import check_cache_kind
@@ -58,7 +57,7 @@ def convert_folder(
         max_distance: See `convert`.
         kv_cache: ``full`` or ``half``.
         from_original: Whether the source is in the format of the paper's authors.
-        portable: Whether the folder loads without importing this package, see `make_portable`.
+        portable: Whether Transformers imports this package by itself, see `make_portable`.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
         progress: As for `convert`.
         dry_run: Whether to check everything and write nothing. The weights are not read then, but
@@ -121,7 +120,7 @@ def convert_folder(
 def export_folder(
     source: str | Path, target: str | Path, *, dtype: str = "auto"
 ) -> PreTrainedModel:
-    """Write a CoCA model to a folder that loads without importing this package.
+    """Write a CoCA model to a folder for which Transformers imports this package by itself.
 
     Args:
         source: Folder of the model (or its name).
@@ -153,8 +152,7 @@ def _new_folder(source: str | Path, target: str | Path) -> Path:
         raise UserError(
             f"{target} is inside the source, which must not change: name another folder"
         )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists and is not empty: name another folder, or remove it")
+    check_new(target)
     return target
 
 
@@ -164,20 +162,17 @@ def _writing(model: Any, source: str | Path, target: Path) -> Iterator[Path]:
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise UserError(f"{source}: {name} has values that are not finite: it is damaged")
-    partial = target.with_name(f".{target.name}.coca-partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        with no_progress_bars():
-            model.save_pretrained(partial)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
-        except (OSError, ValueError, KeyError):
-            tokenizer = None  # a model without a tokenizer
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
-        yield partial
-        replace(partial, target)
+        with writing(target) as partial:
+            with no_progress_bars():
+                model.save_pretrained(partial)
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
+            except (OSError, ValueError, KeyError):
+                tokenizer = None  # a model without a tokenizer
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+            yield partial
     except UserError:
         raise
     except Exception as error:
@@ -185,5 +180,3 @@ def _writing(model: Any, source: str | Path, target: Path) -> Iterator[Path]:
         if problem is None:
             raise
         raise UserError(f"{target} cannot be written: {problem}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
