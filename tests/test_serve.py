@@ -22,7 +22,7 @@ from families import vanilla
 
 needs_server = pytest.mark.skipif(
     not is_serve_available(),
-    reason="Transformers' server is not installed: pip install 'coca-attention[serve]'",
+    reason="Transformers' server is not installed: pip install 'PATH/TO/coca-attention[serve]'",
 )
 
 
@@ -190,4 +190,4 @@ def test_a_decay_and_continuous_batching_are_refused_before_the_server_starts(
 def test_a_missing_server_says_what_to_install(folder, capsys, monkeypatch):
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
     assert main(["serve", str(folder)]) == 2
-    assert "pip install 'coca-attention[serve]'" in capsys.readouterr().err
+    assert "pip install 'PATH/TO/coca-attention[serve]'" in capsys.readouterr().err

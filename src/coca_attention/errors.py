@@ -27,6 +27,12 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"; did you mean {near[0]}?" if near else otherwise
 
 
+def install(extra: str = "") -> str:
+    """How to install this package, which no package index has, with an extra: a command line."""
+    tree = f"'PATH/TO/coca-attention[{extra}]'" if extra else "PATH/TO/coca-attention"
+    return f"pip install {tree}  # its source tree"
+
+
 @contextmanager
 def error_prefix(prefix: str) -> Iterator[None]:
     """Put a prefix before the message of every UserError raised in the context.

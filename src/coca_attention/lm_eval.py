@@ -6,11 +6,13 @@ Takes the words of ``lm_eval``, such as ``run --model hf --model_args pretrained
 import importlib.util
 import sys
 
+from coca_attention.errors import install
+
 
 def main() -> None:
     """Run the harness' command line."""
     if importlib.util.find_spec("lm_eval") is None:
-        sys.exit("this needs the lm-evaluation-harness: pip install 'coca-attention[harness]'")
+        sys.exit(f"this needs the lm-evaluation-harness: {install('harness')}")
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

@@ -89,8 +89,13 @@ def test_generate_in_constant_memory(capsys, model_folder):
     code, short, err = run(capsys, *words, "--window", "1", "--sinks", "0")
     assert code == 0, err
     plain = run(capsys, *words)[1]
-    assert run(capsys, *words, "--window", "2000", "--scaling", "ntk")[0] == 0
-    assert run(capsys, *words, "--window", "2000")[1] == plain != short
+    wide = [*words, "--window", "2000"]
+    assert run(capsys, *wide, "--scaling", "ntk")[0] == 0
+    code, _, err = run(capsys, *wide)
+    assert code == 2 and "2,004 tokens and the model was trained on 32: choose a smaller" in err
+    words[2] = "alpha1 beta2"
+    assert run(capsys, *words, "--window", "28")[1] == run(capsys, *words)[1]
+    assert plain != short
 
 
 def test_generate_refuses_an_empty_prompt(capsys, model_folder):

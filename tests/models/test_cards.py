@@ -54,10 +54,18 @@ def test_a_converted_folder_has_a_card_with_the_terms_of_its_source(source, tmp_
     assert "| training length | 64 tokens |" in card.text
     for source in ("kexue.fm/archives/9603", "kexue.fm/archives/8823", "arxiv.org/abs/2205.09921"):
         assert source in card.text, source
-    assert "pip install coca-attention" in card.text and "needs further training" in card.text
+    assert "pip install PATH/TO/coca-attention  # its source tree\n" in card.text
+    assert "Collinear Constrained Attention" in card.text and "needs further training" in card.text
     monkeypatch.chdir(tmp_path)
     loaded = run_python(card)["model"]
     assert torch.equal(logits(loaded, some_tokens(loaded)), logits(model, some_tokens(loaded)))
+
+
+def test_the_card_of_rotary_attention_does_not_call_it_coca(source, tmp_path):
+    for name, roles in (("roles", Roles("lg", window=8)), ("limited", None)):
+        convert_folder(source, tmp_path / name, form="rope", roles=roles)
+        text = (tmp_path / name / "README.md").read_text()
+        assert "Collinear" not in text and "Its classes are in the package coca-attention." in text
 
 
 def test_a_run_and_its_stages_have_cards(base, text_folder, tmp_path, monkeypatch):  # noqa: F811

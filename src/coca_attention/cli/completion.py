@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from coca_attention.cli.console import Run, parse
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, install
 from coca_attention.options import DESCRIBE, Described, OptionParser, choices
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -20,7 +20,7 @@ def run_completion(words: list[str]) -> None:
     try:
         shtab: Any = import_module("shtab")
     except ImportError as error:
-        raise UserError("this needs shtab: pip install 'coca-attention[completion]'") from error
+        raise UserError(f"this needs shtab: {install('completion')}") from error
     from coca_attention.cli import COMMANDS
 
     root = ArgumentParser("coca")

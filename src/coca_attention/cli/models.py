@@ -47,7 +47,7 @@ class GenerateSettings:
     """Factor of the scaling."""
     window: int | None = None
     """Keep only the last this many tokens and the sinks, in constant memory, for endless text; with
-    the sinks at most the training length."""
+    the sinks at most the training length, unless there is a scaling."""
     sinks: int = 4
     """First tokens of the text that stay in sight, with a window."""
     chat: bool = False
@@ -87,8 +87,8 @@ class ConversionSettings:
     from_original: bool = False
     """MODEL is a checkpoint in the format of the paper's authors."""
     portable: bool = False
-    """Add a file that lets Transformers load the folder without importing this package first, by
-    trust_remote_code=True; the package must be installed all the same."""
+    """Add a file by which Transformers, with trust_remote_code=True, imports this package itself;
+    the package must be installed."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the weights; auto keeps it."""
     dry_run: bool = False
@@ -256,14 +256,19 @@ def run_generate(words: list[str]) -> None:
         prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not settings.chat)
     inputs = inputs.to(model.device)
+    trained = training_length(model.config.get_text_config())
+    sight = None if settings.window is None else settings.window + settings.sinks
+    if settings.scaling == "none" and sight and trained and sight > trained:
+        raise UserError(
+            f"window and sinks are {sight:,} tokens and the model was trained on {trained:,}: "
+            "choose a smaller --window, or set --scaling"
+        )
     before = inputs["input_ids"].shape[-1]
     if before == 0:
         raise UserError("the prompt has no tokens; give some text to continue")
     if settings.scaling != "none":
         total = before + settings.max_new_tokens
-        if settings.window is not None:
-            total = min(total, settings.window + settings.sinks)
-        length = max(total, training_length(model.config.get_text_config()) or 0)
+        length = max(min(total, sight or total), trained or 0)
         set_rotary_scaling(
             model,
             settings.scaling,
@@ -412,7 +417,7 @@ class ExportSettings:
 
 
 def run_export(words: list[str]) -> None:
-    """Write a model to a folder that loads without importing this package, or to a GGUF file."""
+    """Write a folder for which Transformers imports this package by itself, or a GGUF file."""
     path, target, settings = parse(
         "coca export", run_export, words, [ExportSettings], positionals=["model", "target"]
     )
@@ -428,8 +433,8 @@ def run_export(words: list[str]) -> None:
 
     export_folder(path, target, dtype=settings.dtype)
     print(
-        f"{target}: loads with trust_remote_code=True where coca-attention is installed, without "
-        "being imported; the code in the folder imports that package and nothing else"
+        f"{target}: with trust_remote_code=True, Transformers imports coca-attention by itself, "
+        "which must be installed; the code in the folder imports that package and nothing else"
     )
 
 

@@ -5,7 +5,7 @@ import signal
 import sys
 from typing import Any
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, install
 from coca_attention.hub import check_name
 
 # Messages one after another, for models that were not trained on conversations.
@@ -50,7 +50,7 @@ def _check_installed() -> None:
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
-        raise UserError("this needs Transformers' server: pip install 'coca-attention[serve]'")
+        raise UserError(f"this needs Transformers' server: {install('serve')}")
 
 
 def _start(words: list[str]) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, install
 from coca_attention.hub import go_online
 
 BadLines = Literal["error", "skip"]
@@ -390,9 +390,7 @@ def _need(module: str, purpose: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(
-            f"{purpose} needs {module.split('.')[0]}: pip install 'coca-attention[data]'"
-        ) from error
+        raise UserError(f"{purpose} needs {module.split('.')[0]}: {install('data')}") from error
 
 
 def _warn(message: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from yaml import YAMLError
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, install
 from coca_attention.evaluation.task import Cell, Session, Subject, Task, check_at_least
 
 
@@ -33,9 +33,7 @@ class HarnessSettings:
 def check_settings(settings: HarnessSettings) -> None:
     """Raise UserError unless the harness is installed and the settings name a task."""
     if find_spec("lm_eval") is None:
-        raise UserError(
-            "this needs the lm-evaluation-harness: pip install 'coca-attention[harness]'"
-        )
+        raise UserError(f"this needs the lm-evaluation-harness: {install('harness')}")
     if not settings.tasks:
         raise UserError("name at least one task: --tasks hellaswag,arc_easy")
     check_at_least(settings, 1, "batch_size", "limit")

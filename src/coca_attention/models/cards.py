@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers.utils import cached_file
 
+from coca_attention.errors import install
 from coca_attention.fields import (
     GLOBAL,
     attention_of,
@@ -49,9 +50,11 @@ TEMPLATE = """\
 # {{ name }}
 
 A language model of type `{{ type }}`{% if base %}, made from {{ base }}{% endif %}.
-{%- if ours %}
+{%- if collinear %}
 Its attention is that of [Collinear Constrained Attention](https://arxiv.org/abs/2309.08646), in the
 package coca-attention.
+{%- elif ours %}
+Its classes are in the package coca-attention.
 {%- endif %}
 
 | | |
@@ -63,7 +66,7 @@ package coca-attention.
 ## Use
 
 ```sh
-pip install {{ "coca-attention" if ours else "transformers torch" }}
+{{ install if ours else "pip install transformers torch" }}
 ```
 
 ```python
@@ -207,6 +210,8 @@ def _card(
         composite=composite,
         auto=f"AutoModelFor{head}" if head in PIPELINES else "AutoModel",
         ours=ours,
+        collinear=ours and attention_of(decoder) not in ("rope", "alibi"),
+        install=install(),
         facts=_facts(config),
         results=None if perplexity is None else f"{perplexity:.2f}",
         **about,

@@ -5,7 +5,6 @@ Legend: D head width, P = D/2 rotary pairs, F free pairs.
 
 import importlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from coca_attention.errors import UserError
+from coca_attention.environment import writing
+from coca_attention.errors import UserError, install
 from coca_attention.fields import LOCAL, free_pairs, head_width, layer_types
 from coca_attention.models.configuration import rotation
 from coca_attention.models.loading import load_model
@@ -63,31 +63,25 @@ def export_gguf(source: str | Path, target: str | Path, *, dtype: str = "auto") 
     try:
         gguf: Any = importlib.import_module("gguf")
     except ImportError as error:
-        raise UserError(
-            "this needs the package gguf: pip install 'coca-attention[gguf]'"
-        ) from error
+        raise UserError(f"this needs the package gguf: {install('gguf')}") from error
     target = Path(target)
     if target.exists():
         raise UserError(f"{target} exists: name a new file")
     model: Any = load_model(source, dtype=dtype, device="cpu")
     check_supported(model.config)
-    partial = target.with_name(f".{target.name}.coca-partial")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        writer = gguf.GGUFWriter(partial, ARCHITECTURE)
-        writer.add_name(target.stem)
-        _add_settings(writer, model.config)
-        has_tokenizer = _add_tokenizer(writer, source, model.config)
-        _add_tensors(gguf, writer, model)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        os.replace(partial, target)
+        with writing(target) as partial:
+            writer = gguf.GGUFWriter(partial, ARCHITECTURE)
+            writer.add_name(target.stem)
+            _add_settings(writer, model.config)
+            has_tokenizer = _add_tokenizer(writer, source, model.config)
+            _add_tensors(gguf, writer, model)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return has_tokenizer
 
 

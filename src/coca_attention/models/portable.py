@@ -1,7 +1,8 @@
-"""Folders that load without importing this package first, by Transformers' ``auto_map``.
+"""Folders for which Transformers imports this package by itself, by their ``auto_map``.
 
-The code in such a folder only imports the classes from the installed package, so what runs is never
-code of the folder. Transformers asks for ``trust_remote_code=True`` all the same.
+The code in such a folder only imports the classes from the package, which must be installed, so
+what runs is never code of the folder. Transformers asks for ``trust_remote_code=True`` all the
+same.
 """
 
 from pathlib import Path
@@ -9,17 +10,17 @@ from typing import Any
 
 from transformers.models.auto import modeling_auto
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, install
 
 MODULE = "modeling_coca"
-CODE = '''\
+CODE = f'''\
 """The classes of this model, from the package that has their code."""
 
 try:
     from coca_attention.models import CLASSES
 except ImportError as error:
     raise ImportError(
-        "this model needs the package coca-attention: pip install coca-attention"
+        "this model needs the package coca-attention: {install()}"
     ) from error
 
 globals().update(CLASSES)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from coca_attention.data import SourceSettings
-from coca_attention.errors import UserError, did_you_mean, error_prefix
+from coca_attention.errors import UserError, did_you_mean, error_prefix, install
 from coca_attention.settings import Initialisation, check_letters, check_vocab_size, form_names
 
 # Names of the only source of a recipe without a mixture, and of the blocks of `passkey_share`.
@@ -423,7 +423,7 @@ class StageRecipe:
         self.settings(training).check()
         check_positive_counts(self, "lora_rank")
         if self.train == "lora" and find_spec("peft") is None:
-            raise UserError("lora needs peft: pip install 'coca-attention[lora]'")
+            raise UserError(f"lora needs peft: {install('lora')}")
         if self.objective == "attention" and self.train in ("all", "lora"):
             raise UserError(
                 f"objective attention trains attention layers only: set train to t, qt or qtv, got "
