@@ -1,8 +1,9 @@
-"""The exception that the command line reports in one line, with exit code 2."""
+"""What the command line reports in one line: errors of the user, with exit code 2, and signals."""
 
 import errno
 import os
 import re
+import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -13,6 +14,19 @@ class UserError(ValueError):
 
     The message says what was expected, what was received, and what to do.
     """
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has ended the work; the message says what was saved.
+
+    Args:
+        message: What to tell the user.
+        number: The signal, which determines the exit code.
+    """
+
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.signal = number
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -249,7 +249,7 @@ class Job:
             ["eval", "suite", str(self.folder / "suite.yaml"), f"--output={evaluation}"],
         ):
             code = await run_coca(words, log, lock)
-            if code in (130, -signal.SIGINT, -signal.SIGTERM):
+            if code in (130, 143, -signal.SIGINT, -signal.SIGTERM):
                 raise UserError(f"{log} was interrupted; run the same command again to resume")
             if code:
                 error = _error(log, code)

@@ -2,8 +2,11 @@
 
 import json
 import logging
+import math
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -15,7 +18,15 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from coca_attention.environment import hold
 from coca_attention.errors import UserError
-from coca_attention.training import is_finished, last_checkpoint, load_recipe, read_summary, train
+from coca_attention.training import (
+    as_yaml,
+    interrupts,
+    is_finished,
+    last_checkpoint,
+    load_recipe,
+    read_summary,
+    train,
+)
 
 
 class Stop(TrainerCallback):
@@ -293,3 +304,76 @@ def test_what_needs_no_text_is_checked_first(text_folder, tmp_path, monkeypatch,
     with pytest.raises(UserError, match=message):
         train(recipe(text_folder, **changes), tmp_path / "run")
     assert not (tmp_path / "run" / "recipe.yaml").exists()
+
+
+class Send(TrainerCallback):
+    """Sends signals to this process in the middle of a step."""
+
+    def __init__(self, step: int, *numbers: int):
+        self.step, self.numbers = step, numbers
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step - 1:
+            for number in self.numbers:
+                signal.raise_signal(number)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_saves_the_step_in_which_it_came(
+    text_folder, tmp_path, straight, name, monkeypatch
+):
+    """Twice at once, as torchrun sends it; the resumed run ends with the same weights."""
+    monkeypatch.setattr(interrupts, "ONE_SIGNAL", math.inf)
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    if name == "SIGTERM":  # must not end the tests if nothing handles it
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        with pytest.raises(
+            KeyboardInterrupt, match=r"ended after step 6 of 12, which is saved"
+        ) as e:
+            train(recipe(text_folder), tmp_path, callbacks=[Send(6, number, number)])
+    finally:
+        signal.signal(number, before)
+    assert e.value.signal == number
+    assert last_checkpoint(tmp_path / "checkpoints").name == "checkpoint-6"
+    seen = Record()
+    train(recipe(text_folder), tmp_path, callbacks=[seen])
+    assert list(seen.rates) == list(range(7, 13))
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path, straight))
+    assert all(torch.equal(weight, theirs[key]) for key, weight in ours.items())
+
+
+def test_a_second_signal_ends_a_step_at_once(text_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(interrupts, "ONE_SIGNAL", 0.0)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="within a step"):
+        train(recipe(text_folder), tmp_path, callbacks=[Send(6, signal.SIGINT, signal.SIGINT)])
+    assert last_checkpoint(tmp_path / "checkpoints").name == "checkpoint-4"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_the_command_names_the_step_that_a_signal_saved(text_folder, tmp_path, name, code):
+    path = tmp_path / "recipe.yaml"
+    changes = {"training__steps": 10**6, "training__save_every": 10**6}
+    path.write_text(as_yaml(recipe(text_folder, **changes)))
+    command = [
+        sys.executable,
+        "-m",
+        "coca_attention.cli",
+        "train",
+        path,
+        "--output",
+        tmp_path / "run",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = iter(process.stderr)
+        assert any(line.startswith("step 1 of") for line in said)
+        process.send_signal(getattr(signal, name))
+        *_, last = said
+    assert process.returncode == code
+    step = re.search(r"interrupted: .*ended after step (\S+) of 1,000,000, which is saved", last)[1]
+    saved = last_checkpoint(tmp_path / "run" / "checkpoints")
+    assert saved is not None and saved.name == f"checkpoint-{step.replace(',', '')}"

@@ -1,5 +1,6 @@
 """The command ``coca``: a table of names and functions; options come from documented fields."""
 
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Command-line arguments; by default those of the process.
 
     Returns:
-        Exit code: 0; 2 for a usage or input error, 1 for an internal error, 130 when interrupted.
+        Exit code: 0; 2 for a usage or input error, 1 for an internal error; 130 when interrupted,
+        143 when training was ended by SIGTERM.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
@@ -59,9 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command is not None:
             command(rest)
         return 0
-    except KeyboardInterrupt:
-        print("coca: interrupted; run the same command again to resume", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        then = str(error) or "the same command goes on from what has been saved, if anything"
+        print(f"coca: interrupted: {then}", file=sys.stderr)
+        return 128 + getattr(error, "signal", signal.SIGINT)
     except BrokenPipeError:
         return 0
     except Exception as error:

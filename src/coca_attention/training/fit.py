@@ -3,6 +3,7 @@
 import logging
 import math
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
@@ -20,9 +21,10 @@ from transformers import (
 )
 
 from coca_attention.environment import replace
-from coca_attention.errors import UserError
+from coca_attention.errors import Interrupted, UserError
 from coca_attention.models.loading import no_progress_bars
 from coca_attention.training.checkpoints import STATE_FILE, catch_write_errors, last_checkpoint
+from coca_attention.training.interrupts import StopOnSignal
 from coca_attention.training.model import parameter_counts
 from coca_attention.training.objectives import Loss
 from coca_attention.training.retrieval import Retrieval
@@ -74,6 +76,7 @@ def fit(
         UserError: If the Trainer rejects the settings, or a checkpoint cannot be written.
         TrainingStopped: If a callback has stopped training early.
         TrainingDiverged: If the loss or a weight is no longer finite.
+        Interrupted: If SIGINT or SIGTERM came; the last step is saved unless two came.
     """
     state = PartialState()
     set_seed(settings.seed)
@@ -115,12 +118,14 @@ def fit(
         if resume is not None:
             check_kind(resume, sharded=trainer.shards is not None)
         seconds = None
+        stop = StopOnSignal(trainer.accelerator)
+        trainer.add_callback(stop)
         if done and trained is not None:
             trainer._load_from_checkpoint(str(resume))
             trainer.state = trained
         else:
             try:
-                with no_progress_bars(), closing(trainer.progress):
+                with stop, no_progress_bars(), closing(trainer.progress):
                     result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             except UserError:
                 raise
@@ -129,6 +134,12 @@ def fit(
                     raise
                 raise UserError(f"training.trainer cannot be used: {error}") from error
             seconds = result.metrics.get("train_runtime") if resume is None else None
+    if stop.requested():
+        raise Interrupted(
+            f"{folder}: training ended after step {trainer.state.global_step:,} of "
+            f"{settings.steps:,}, which is saved; run the same command again to resume",
+            stop.signal or signal.SIGTERM,
+        )
     if trainer.state.global_step != settings.steps:
         raise TrainingStopped(
             f"training stopped at step {trainer.state.global_step} of {settings.steps}; run the "
