@@ -2,7 +2,6 @@
 
 import copy
 
-import peft
 import pytest
 import torch
 from transformers import (
@@ -168,15 +167,3 @@ def test_what_is_for_causal_models_is_refused():
     model = convert(vanilla(), kv_cache="half")
     with pytest.raises(UserError, match="cannot read a stream"):
         StreamingCache(model, window=8)
-
-
-def test_default_targets_of_adapters():
-    model = convert(vanilla())
-    for settings, targets in (
-        (peft.LoraConfig(), {"q_proj", "t_proj", "v_proj"}),
-        (peft.IA3Config(), {"t_proj", "v_proj", "Wo"}),
-    ):
-        adapted = peft.get_peft_model(copy.deepcopy(model), settings)
-        names = adapted.targeted_module_names
-        assert {name.split(".")[-1] for name in names} == targets
-        assert not any(name.endswith("attn.Wo") for name in names)

@@ -6,8 +6,6 @@ Importing this package also adds our own rope types, such as ``ntk``, to Transfo
 from transformers import AutoModel, AutoModelForCausalLM
 
 from coca_attention.fields import training_length
-from coca_attention.imports import when_imported
-from coca_attention.models.adapters import add_default_targets
 from coca_attention.models.alibi import (
     AlibiGPTNeoXConfig,
     AlibiGPTNeoXForCausalLM,
@@ -16,9 +14,14 @@ from coca_attention.models.alibi import (
 from coca_attention.models.configuration import add_rope_types
 from coca_attention.models.context_parallel import split_sequences
 from coca_attention.models.conversion import convert, load_original
-from coca_attention.models.families import CLASSES, FAMILIES, register, register_family
-from coca_attention.models.families.gpt_neox import CoCAGPTNeoXConfig, CoCAGPTNeoXForCausalLM
-from coca_attention.models.families.llama import CoCALlamaConfig, CoCALlamaForCausalLM
+from coca_attention.models.families import (
+    CLASSES,
+    FAMILIES,
+    GPT_NEOX,
+    LLAMA,
+    register,
+    register_family,
+)
 from coca_attention.models.loading import load_model
 from coca_attention.models.roles import Roles
 from coca_attention.models.scaling import set_rotary_scaling
@@ -30,12 +33,14 @@ def register_models() -> None:
     add_rope_types()
     for family in FAMILIES:
         register_family(family)
-    when_imported("peft.utils.constants", add_default_targets)
     alibi = [(AutoModel, AlibiGPTNeoXModel), (AutoModelForCausalLM, AlibiGPTNeoXForCausalLM)]
     register(AlibiGPTNeoXConfig, alibi)
 
 
 register_models()
+
+CoCALlamaConfig, CoCALlamaForCausalLM = LLAMA.config, LLAMA.causal_lm
+CoCAGPTNeoXConfig, CoCAGPTNeoXForCausalLM = GPT_NEOX.config, GPT_NEOX.causal_lm
 
 __all__ = [
     "CLASSES",
