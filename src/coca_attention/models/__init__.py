@@ -39,8 +39,14 @@ def register_models() -> None:
 
 register_models()
 
-CoCALlamaConfig, CoCALlamaForCausalLM = LLAMA.config, LLAMA.causal_lm
-CoCAGPTNeoXConfig, CoCAGPTNeoXForCausalLM = GPT_NEOX.config, GPT_NEOX.causal_lm
+CoCALlamaConfig = LLAMA.config
+"""Llama's configuration with the fields of `CoCAConfig`."""
+CoCALlamaForCausalLM = LLAMA.causal_lm
+"""Llama with CoCA attention."""
+CoCAGPTNeoXConfig = GPT_NEOX.config
+"""GPT-NeoX's configuration with the fields of `CoCAConfig`."""
+CoCAGPTNeoXForCausalLM = GPT_NEOX.causal_lm
+"""GPT-NeoX, the body of the paper's models, with CoCA attention."""
 
 __all__ = [
     "CLASSES",
