@@ -236,7 +236,6 @@ CASES = {
     "long windows": (perplexity(lambda p: p.model, "--windows", str(10**18)), "smaller windows"),
     "factor": (perplexity(lambda p: p.model, "--scaling", "ntk", "--factor", "0"), "at least 1"),
     "ALiBi": (perplexity(lambda p: p.folder / "alibi", "--scaling", "ntk"), "no rotary embedding"),
-    "bootstrap": (perplexity(lambda p: p.model, "--seed=-1"), "seed must be at least 0"),
     "folder as output": (perplexity(lambda p: p.model, "--output", "."), "is a folder"),
     "device as folder": (perplexity(lambda p: p.model, "--output", "/dev/null/x"), "/dev/null"),
     "prompt": (task("passkey", "--lengths", "3"), "too short"),

@@ -1,13 +1,16 @@
-"""Intervals of figures: bootstrap (documents, prompts), Wilson (shares), Student (trends)."""
+"""Intervals of figures: Student's t (documents, prompts, seeds, trends), Wilson (shares)."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 LARGEST_EXPONENT = 700.0
 """exp of more overflows float64."""
+FEW_DOCUMENTS = 10
+"""With fewer, no interval is reliable: one unusual document may be missing from the sample."""
 
 
 @dataclass(frozen=True)
@@ -26,44 +29,35 @@ def perplexity(scores: Iterable[DocumentScore]) -> float:
     return math.exp(mean) if mean < LARGEST_EXPONENT else math.inf
 
 
-def bootstrap_interval(
-    scores: Sequence[DocumentScore], *, seed: int, resamples: int = 2000, level: float = 0.95
-) -> tuple[float, float] | None:
-    """Percentile interval of the perplexity under resampling of whole documents.
+def perplexity_interval(scores: Sequence[DocumentScore]) -> tuple[float, float] | None:
+    """95 % interval of the perplexity of all documents like these.
+
+    Documents are the sample, as tokens of one document are alike. Nats per token get Student's t
+    interval with the jackknife's error: the nats per token without each document in turn. Its
+    degrees of freedom are those of Kish's effective number of documents, which is smaller than
+    their number if a few have most of the tokens. scripts/interval_coverage.py measures how often
+    it contains the truth.
 
     Args:
         scores: One score per document.
-        seed: Random seed of the resampling.
-        resamples: Number of bootstrap samples.
-        level: Share of bootstrap samples inside the interval.
 
     Returns:
         Lower and upper end, or None for fewer than two documents or infinite nats.
     """
-    if len(scores) < 2 or not all(math.isfinite(score.nats) for score in scores):
-        return None
-    return _interval(_resampled_means(scores, seed, resamples), level)
+    return _ratio_interval([score.nats for score in scores], [score.tokens for score in scores])
 
 
 def paired_ratio_interval(
-    first: Sequence[DocumentScore],
-    second: Sequence[DocumentScore],
-    *,
-    seed: int,
-    resamples: int = 2000,
-    level: float = 0.95,
+    first: Sequence[DocumentScore], second: Sequence[DocumentScore]
 ) -> tuple[float, float] | None:
-    """Percentile interval of the ratio of two perplexities on the same documents.
+    """95 % interval of the ratio of two perplexities on the same documents.
 
-    Each bootstrap sample uses the same documents for both. What makes a document hard for every
+    It is `perplexity_interval` of the differences in nats. What makes a document hard for every
     model cancels, so the interval is far narrower than those of the two perplexities.
 
     Args:
         first: Scores of the numerator.
         second: Scores of the denominator, for the same documents in the same order.
-        seed: Random seed of the resampling.
-        resamples: Number of bootstrap samples.
-        level: Share of bootstrap samples inside the interval.
 
     Returns:
         Lower and upper end, or None for fewer than two documents or infinite nats.
@@ -73,37 +67,31 @@ def paired_ratio_interval(
     """
     if [(s.id, s.tokens) for s in first] != [(s.id, s.tokens) for s in second]:
         raise ValueError("a paired interval needs the same scored tokens of the same documents")
-    if len(first) < 2 or not all(math.isfinite(score.nats) for score in (*first, *second)):
-        return None
-    means = [_resampled_means(scores, seed, resamples) for scores in (first, second)]
-    return _interval(means[0] - means[1], level)
+    nats = [a.nats - b.nats for a, b in zip(first, second, strict=True)]
+    return _ratio_interval(nats, [score.tokens for score in first])
 
 
-def mean_interval(
-    values: Sequence[float], *, seed: int, resamples: int = 2000, level: float = 0.95
-) -> tuple[float, float] | None:
-    """Bootstrap percentile interval of a mean; None for fewer than two values."""
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Student's 95 % interval of a mean, of prompts or seeds; None for fewer than two values."""
+    from scipy.stats import sem
+
     if len(values) < 2:
         return None
-    scores = [DocumentScore("", value, 1) for value in values]
-    means = _resampled_means(scores, seed, resamples)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    mean, half = sum(values) / len(values), float(sem(values)) * student(len(values) - 1)
+    return mean - half, mean + half
 
 
-def wilson_interval(hits: int, trials: int, z: float = 1.959964) -> tuple[float, float] | None:
-    """Wilson's score interval of a share (95 % by default); None without trials.
+def wilson_interval(hits: int, trials: int) -> tuple[float, float] | None:
+    """Wilson's 95 % score interval of a share; None without trials.
 
     Unlike the normal approximation it is valid for shares near 0 and 1, and for few trials.
     """
+    from scipy.stats import binomtest
+
     if trials == 0:
         return None
-    share, square = hits / trials, z * z / trials
-    middle = (share + square / 2) / (1 + square)
-    half = z / (1 + square) * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
-    low = 0.0 if hits == 0 else max(0.0, middle - half)
-    high = 1.0 if hits == trials else min(1.0, middle + half)
-    return low, high
+    interval = binomtest(hits, trials).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 @dataclass(frozen=True)
@@ -114,57 +102,58 @@ class PowerLaw:
         exponent: b.
         half: Half the width of the exponent's 95 % interval.
         centre: Mean of log x and of log y.
-        spread: Sum of squares of log x about their mean.
-        error: Standard error of a run times Student's 97.5 % quantile.
-        runs: Number of runs fitted.
+        half_at_centre: Half the width of the interval of log y at the centre.
     """
 
     exponent: float
     half: float
     centre: tuple[float, float]
-    spread: float
-    error: float
-    runs: int
+    half_at_centre: float
 
     def at(self, x: float) -> tuple[float, float, float]:
         """The trend at x and the ends of its 95 % interval, which holds if the law does."""
         away = math.log(x) - self.centre[0]
         middle = self.centre[1] + self.exponent * away
-        half = self.error * math.sqrt(1 / self.runs + away**2 / self.spread)
-        low, high = (min(middle + sign * half, LARGEST_EXPONENT) for sign in (-1, 1))
-        return math.exp(min(middle, LARGEST_EXPONENT)), math.exp(low), math.exp(high)
+        half = math.hypot(self.half_at_centre, self.half * away)
+        low, high = (_exp(middle + sign * half) for sign in (-1, 1))
+        return _exp(middle), low, high
 
 
 def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw | None:
     """The power law of positive values, or None for fewer than three runs or two different x."""
+    from scipy.stats import linregress
+
     if len(x) < 3 or len(set(x)) < 2 or not all(map(math.isfinite, y)):
         return None
     across, up = np.log(x), np.log(y)
     centre = float(across.mean()), float(up.mean())
-    across, up = across - centre[0], up - centre[1]
-    spread = float(across @ across)
-    exponent = float(across @ up) / spread
-    rest = up - exponent * across
-    freedom = len(x) - 2
-    error = math.sqrt(float(rest @ rest) / freedom) * _student(freedom)
-    return PowerLaw(exponent, error / math.sqrt(spread), centre, spread, error, len(x))
+    fit: Any = linregress(across - centre[0], up)
+    quantile = student(len(x) - 2)
+    halves = float(fit.stderr) * quantile, float(fit.intercept_stderr) * quantile
+    return PowerLaw(float(fit.slope), halves[0], centre, halves[1])
 
 
-def _student(freedom: int) -> float:
-    """Student's 97.5 % quantile, to half a percent, from draws of a fixed seed."""
-    draws = np.random.default_rng(0).standard_t(freedom, 2_000_000)
-    return float(np.quantile(np.abs(draws), 0.95))
+def student(freedom: float) -> float:
+    """Student's 97.5 % quantile."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 0.975))
 
 
-def _resampled_means(scores: Sequence[DocumentScore], seed: int, resamples: int) -> np.ndarray:
-    """Nats per token of every bootstrap sample, (resamples,); the seed fixes the documents."""
-    nats = np.array([score.nats for score in scores])
-    tokens = np.array([score.tokens for score in scores], dtype=np.float64)
-    drawn = np.random.default_rng(seed).integers(len(scores), size=(resamples, len(scores)))
-    return nats[drawn].sum(axis=1) / tokens[drawn].sum(axis=1)
+def _ratio_interval(nats: Sequence[float], tokens: Sequence[int]) -> tuple[float, float] | None:
+    """95 % interval of exp(nats / tokens); documents without tokens are left out."""
+    scored = [(n, t) for n, t in zip(nats, tokens, strict=True) if t]
+    if len(scored) < 2 or not all(math.isfinite(n) for n, _ in scored):
+        return None
+    sums, counts = np.array(scored, dtype=np.float64).T
+    mean = sums.sum() / counts.sum()
+    without_one = (sums.sum() - sums) / (counts.sum() - counts)
+    # The squares' sum, and not (n - 1) / n of it: wider, by one document's worth.
+    error = math.sqrt(np.square(without_one - mean).sum())
+    effective = counts.sum() ** 2 / np.square(counts).sum()
+    half = student(max(effective - 1, 1.0)) * error
+    return _exp(mean - half), _exp(mean + half)
 
 
-def _interval(nats: np.ndarray, level: float) -> tuple[float, float]:
-    """The central part of the samples, converted from nats to perplexity."""
-    low, high = np.quantile(nats, [(1 - level) / 2, (1 + level) / 2])
-    return float(np.exp(min(low, LARGEST_EXPONENT))), float(np.exp(min(high, LARGEST_EXPONENT)))
+def _exp(value: float) -> float:
+    return math.exp(min(value, LARGEST_EXPONENT))

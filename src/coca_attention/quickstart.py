@@ -65,7 +65,7 @@ class Sizes:
     judged: int = 4
     """Blocks scored per test document."""
     seed: int = 0
-    """Random seed of the weights, the order of the blocks and the bootstrap."""
+    """Random seed of the weights and the order of the blocks."""
 
     @property
     def windows(self) -> list[int]:
@@ -254,7 +254,6 @@ def _measure(settings: QuickstartSettings, name: str, advance: Advance) -> Measu
         windows=sizes.windows,
         stride=sizes.block_length,
         attend_last=sizes.block_length,
-        seed=sizes.seed,
     )
     weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     measurement = {

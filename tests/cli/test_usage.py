@@ -45,7 +45,7 @@ def test_the_fields_of_a_stage_have_help(capsys):
                 "--output",
             ],
         ),
-        (["eval", "perplexity"], ["--windows", "--attend-last", "Random seed of the bootstrap"]),
+        (["eval", "perplexity"], ["--windows", "--attend-last", "Tokens scored in one pass"]),
         (["generate"], ["--max-new-tokens", "prompt", "Tokens to generate at most"]),
         (["report"], ["--title", "HTML file to write"]),
     ],

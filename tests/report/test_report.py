@@ -41,7 +41,6 @@ def cell(model: str, window: int, value: float, scaling: str = "none", **changes
         "perplexity": value,
         "ci95": [value * 0.9, value * 1.1],
         "tokens": 1000,
-        "seed": 0,
         "documents": [{"id": "a", "nats": 1.0, "tokens": 1000}],
         **changes,
     }
@@ -203,6 +202,22 @@ def test_changes_carry_an_interval_over_paired_documents():
     )
 
 
+def test_few_documents_are_named_below_the_intervals():
+    def measured(count: int) -> list[dict]:
+        documents = [{"id": str(i), "nats": 350.0 + i, "tokens": 100} for i in range(count)]
+        found = [cell("RoFormer", window, 40.0, documents=documents) for window in (64, 128)]
+        return all_cells([{"results": found}])
+
+    warning = "8 documents: below 10, one unusual document makes intervals unreliable."
+    assert printed_tables(measured(8))[1:] == [([warning], [])]
+    note = perplexity_sections(measured(8))[1].note
+    assert warning in note
+    # The stride is 64.
+    assert "W − 63 to W tokens before it, at 64 tokens 1 to 64." in note
+    assert len(printed_tables(measured(10))) == 1
+    assert "unreliable" not in perplexity_sections(measured(10))[1].note
+
+
 def test_the_page_is_the_same_every_time():
     assert build_report([CONTENT], title="t") == build_report([CONTENT], title="t")
 
@@ -276,7 +291,7 @@ def test_results_on_other_texts_stand_apart(tmp_path):
     assert bold(page) == ["40.00", "40.00", "54.00", "20.00"]
     drawn = re.findall(r'aria-label="([^"]*)"', page)
     assert len(set(drawn)) == 2 and not any("30 at" in label for label in drawn if "90" in label)
-    headers = [header for header, _ in printed_tables([*CELLS, *other])]
+    headers = [header for header, rows in printed_tables([*CELLS, *other]) if rows]
     assert [header[0] for header in headers] == [
         "perplexity at (text 1)",
         "perplexity at (text 2)",

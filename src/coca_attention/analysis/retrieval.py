@@ -247,4 +247,4 @@ def _layer_values(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _mean(values: list[float]) -> dict[str, Any]:
     """Mean over prompts with its interval."""
-    return {"mean": sum(values) / len(values), "interval95": mean_interval(values, seed=0)}
+    return {"mean": sum(values) / len(values), "interval95": mean_interval(values)}

@@ -52,7 +52,7 @@ def attention_sections(cells: Sequence[Cell]) -> list[Section]:
             f"least {RETRIEVES:.0%} on the line with the key at some length, or else the one that "
             "has most. On digit: on the two mentions of the digit to predict; before digit: on the "
             "tokens before these. Elsewhere: the largest weight outside of that line and its "
-            "median distance in tokens. Small: 95 % bootstrap intervals over prompts.",
+            "median distance in tokens. Small: 95 % intervals over prompts (Student’s t).",
         )
     )
     return sections

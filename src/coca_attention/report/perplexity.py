@@ -7,7 +7,12 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from coca_attention.intervals import DocumentScore, paired_ratio_interval, perplexity
+from coca_attention.intervals import (
+    FEW_DOCUMENTS,
+    DocumentScore,
+    paired_ratio_interval,
+    perplexity,
+)
 from coca_attention.report.figures import INK, MARKERS, draw, turns
 from coca_attention.report.lines import (
     DASHES,
@@ -39,7 +44,7 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
         Section(
             "Perplexity against the length read at once",
             figure=_figure(lines, trained),
-            note="Shaded: 95 % bootstrap interval over documents, for the lines without scaling. "
+            note="Shaded: 95 % interval over documents, for the lines without scaling. "
             + "; ".join(_facts(cells))
             + ".",
         ),
@@ -49,12 +54,14 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
             rows=_rows(lines, windows),
             muted=[i for i, key in enumerate(lines) if key[1] == "attend-last"],
             note="Bold: the lowest of a column. Below each figure its 95 % interval."
+            + _about_context(cells)
             + (
                 " A row “last n tokens only” shows the perplexity of the model without any text "
                 "before these: long windows are useful only if they improve on it."
                 if any(key[1] == "attend-last" for key in lines)
                 else ""
-            ),
+            )
+            + _about_few(cells),
         ),
     ]
     placed = [cell for cell in cells if cell.get("by_position")]
@@ -99,7 +106,9 @@ def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:
     tables: list[Table] = [(["perplexity at", *(f"{window:,}" for window in windows)], rows)]
     once = [cell for cell in cells if cell.get("targets") == "one-pass" and "by_position" in cell]
     tables += [_position_table(cells) for cells in _by_ranges(once)]
-    return tables + [key_table(alike) for alike in _by_key_tokens(cells)]
+    tables += [key_table(alike) for alike in _by_key_tokens(cells)]
+    few = _about_few(cells)
+    return [*tables, ([few.strip()], [])] if few else tables
 
 
 def perplexity_findings(cells: Sequence[Cell]) -> list[str]:
@@ -147,6 +156,33 @@ def key_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
         values = [found.get((key, window)) for window in windows]
         rows.append([line_label(key), *("–" if v is None else f"{v:.1f}" for v in values)])
     return ["key tokens: perplexity at", *(f"{window:,}" for window in windows)], rows
+
+
+def _about_context(cells: Sequence[Cell]) -> str:
+    """How many tokens the targets of a column have before them; empty where strides differ."""
+    plain = [cell for cell in cells if cell["scaling"] != "attend-last"]
+    if {cell["targets"] for cell in plain} != {"shared"}:
+        return ""
+    strides, window = {cell["stride"] for cell in plain}, min(cell["window"] for cell in plain)
+    if len(strides) > 1:
+        return ""
+    stride = strides.pop()
+    return (
+        f" Windows move by {stride:,} tokens: a target in column W has W − {stride - 1:,} to W "
+        f"tokens before it, at {window:,} tokens {window - stride + 1:,} to {window:,}."
+    )
+
+
+def _about_few(cells: Sequence[Cell]) -> str:
+    """A warning where intervals are over few documents; else empty."""
+    count = min(len(cell["documents"]) for cell in cells)
+    if count >= FEW_DOCUMENTS:
+        return ""
+    plural = "" if count == 1 else "s"
+    return (
+        f" {count} document{plural}: below {FEW_DOCUMENTS}, one unusual document "
+        "makes intervals unreliable."
+    )
 
 
 def _by_ranges(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -250,7 +286,7 @@ def _paired(mine: Cell, theirs: Cell) -> str:
         for cell in (mine, theirs)
     )
     try:
-        interval = paired_ratio_interval(first, second, seed=0)
+        interval = paired_ratio_interval(first, second)
     except ValueError:
         return ""
     if interval is None:
@@ -296,7 +332,6 @@ def _facts(cells: Sequence[Cell]) -> list[str]:
         ("targets", "Targets: {}"),
         ("stride", "stride: {} tokens"),
         ("tokens", "tokens scored at every window: {:,}"),
-        ("seed", "seed of the bootstrap: {}"),
     ):
         values = list(dict.fromkeys(cell[name] for cell in plain))
         if len(values) == 1:

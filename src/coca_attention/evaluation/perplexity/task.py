@@ -17,8 +17,8 @@ from coca_attention.evaluation.task import Cell, Part, Session, Subject, Task, c
 from coca_attention.intervals import (
     LARGEST_EXPONENT,
     DocumentScore,
-    bootstrap_interval,
     perplexity,
+    perplexity_interval,
 )
 
 if TYPE_CHECKING:
@@ -66,8 +66,6 @@ class WindowSettings:
     predicts from the largest window but not from key_short tokens."""
     key_short: int = 64
     """Length in tokens of the short context that does not suffice to predict key tokens."""
-    seed: int = 0
-    """Random seed of the bootstrap."""
 
 
 @dataclass
@@ -168,7 +166,6 @@ def check_settings(settings: WindowSettings) -> int:
             f"{settings.key_short}"
         )
     check_at_least(settings, 1, "batch_tokens")
-    check_at_least(settings, 0, "seed")
     return stride
 
 
@@ -339,7 +336,6 @@ def _part(
         "window": [window, stride, first],
         "targets": settings.targets,
         "text": text,
-        "seed": settings.seed,
         "positions": settings.windows if settings.targets == "one-pass" else settings.positions,
         "keys": None if keys is None else fingerprint(keys),
     }
@@ -392,7 +388,7 @@ def _part(
         ]
         with rotary_scaling_for(subject.model, applied, session.factor, window) as rope:
             pass
-        interval = bootstrap_interval(scores, seed=settings.seed)
+        interval = perplexity_interval(scores)
         cell = {
             "task": "perplexity",
             **subject.facts,
@@ -407,7 +403,6 @@ def _part(
             "ci95": list(interval) if interval else None,
             "nats": _number(sum(score.nats for score in scores)),
             "tokens": sum(score.tokens for score in scores),
-            "seed": settings.seed,
             "seconds": session.seconds(pieces),
             "documents": [{**asdict(s), "nats": _number(s.nats)} for s in scores],
         }
