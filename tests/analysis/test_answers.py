@@ -82,6 +82,18 @@ def test_captured_weights_are_those_of_the_model(name):
         assert torch.equal(layer.visible[0], (ROWS + 1).clamp(max=layer.window or 24))
 
 
+def test_a_text_is_read_as_if_it_were_the_first():
+    """Transformers' own dynamic scaling keeps the frequencies of the longest text."""
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    model = vanilla("Llama", rope_parameters=rope, max_position_embeddings=16)
+    for read in (captured, collect_layers):
+        alone = read(model, some_ids())
+        read(model, some_ids(90))
+        for layer, same in zip(read(model, some_ids()), alone, strict=True):
+            name = "weights" if read is captured else "query"
+            assert torch.equal(getattr(layer, name), getattr(same, name))
+
+
 @pytest.mark.parametrize("name", ["Llama slack", "strict with roles", "roles with a decay"])
 def test_scores_of_the_angles_are_those_of_the_weights(name):
     model = MODELS[name]().double().eval()

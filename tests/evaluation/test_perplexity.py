@@ -1,5 +1,6 @@
 """The perplexity task on models whose answer is known, and on tiny real ones."""
 
+import copy
 import json
 import math
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
 from coca_attention.data import Document, train_tokenizer
@@ -36,7 +37,9 @@ from coca_attention.evaluation.pieces import cut
 from coca_attention.intervals import perplexity
 from coca_attention.models import set_rotary_scaling, split_sequences
 from coca_attention.models.generation import rotary_scaling_for
+from coca_attention.testing import some_tokens
 from conftest import VOCABULARY, some_text, tiny_model
+from families import vanilla
 from processes import in_processes
 
 
@@ -366,6 +369,7 @@ class Remembers(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.anchor = torch.nn.Parameter(torch.zeros(1))
+        self.config = PreTrainedConfig()
 
     def forward(self, input_ids, use_cache=False):
         seen = (input_ids == 7).cumsum(-1) > 0
@@ -381,6 +385,22 @@ def test_key_tokens_are_those_known_from_far_away_only():
     # 7 at 6 and at 18 lie farther from the 7 before them than three tokens; 9 does not.
     assert mask.nonzero().flatten().tolist() == [6, 18]
     assert not key_tokens(Remembers(), documents, window=4, short=3, stride=1)[0].any()
+
+
+def test_the_short_context_is_read_as_if_it_were_the_first():
+    """Transformers' own dynamic scaling keeps the frequencies of the longest text."""
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    made = vanilla("Llama", rope_parameters=rope, max_position_embeddings=16)
+    document = TokenDocument("a", some_tokens(made, batch=1, length=200)[0])
+    found = []
+    for window, stride in ((90, 30), (24, 3)):
+        scores = TokenScores(200)
+        score_documents(
+            copy.deepcopy(made), [document], window=window, stride=stride, per_token=[scores]
+        )
+        found.append(scores.nats)
+    options = {"window": 90, "short": 24, "stride": 30, "gain": 0.0, "least": -math.inf}
+    assert torch.equal(key_tokens(made, [document], **options)[0], found[1] > found[0])
 
 
 def test_key_perplexity_is_that_of_the_chosen_tokens(tmp_path, tokenizer):

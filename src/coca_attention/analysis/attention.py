@@ -23,6 +23,7 @@ from coca_attention.fields import attention_of, free_pairs, head_width
 from coca_attention.models import layer_pass
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import rotation
+from coca_attention.models.scaling import rotary_restored
 from coca_attention.ops import attend_clipped, hidden_by
 
 SDPA = "sdpa"
@@ -149,7 +150,8 @@ def visit_attention(
             )
         )
 
-    with _watched(model, look), torch.no_grad():
+    # Transformers' own dynamic scaling would keep the frequencies of this text for the next.
+    with rotary_restored(model), _watched(model, look), torch.no_grad():
         output = model(input_ids=input_ids.to(model.device), use_cache=False, **kwargs)
     if not layers:
         raise UserError(

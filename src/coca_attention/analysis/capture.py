@@ -22,6 +22,7 @@ from coca_attention.models.configuration import rotation
 from coca_attention.models.families import Family, family_of, supported_families
 from coca_attention.models.projections import project_rotary
 from coca_attention.models.rotary import CoCARotary
+from coca_attention.models.scaling import rotary_restored
 from coca_attention.ops import Rotation
 from coca_attention.ops.positions import join_pairs
 
@@ -121,7 +122,7 @@ def visit_layers(
         for index, attention in enumerate(family.layout.modules(body))
     ]
     try:
-        with torch.no_grad():
+        with rotary_restored(model), torch.no_grad():
             return model(input_ids=input_ids.to(model.device), use_cache=False, **kwargs)
     finally:
         for hook in hooks:

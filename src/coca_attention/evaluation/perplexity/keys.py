@@ -6,8 +6,8 @@ that is good at long context (the evaluator) selects the others; all models are 
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.data import load_tokenizer
 from coca_attention.errors import UserError
@@ -17,10 +17,11 @@ from coca_attention.evaluation.perplexity.score import (
     score_documents,
 )
 from coca_attention.models import load_model
+from coca_attention.models.scaling import rotary_restored
 
 
 def key_tokens(
-    evaluator: nn.Module,
+    evaluator: PreTrainedModel,
     documents: Sequence[TokenDocument],
     *,
     window: int,
@@ -53,15 +54,17 @@ def key_tokens(
     found = []
     for size, step in ((window, stride), (short, max(1, min(short // 8, stride)))):
         scores = [TokenScores(len(document.tokens)) for document in documents]
-        score_documents(
-            evaluator,
-            documents,
-            window=size,
-            stride=step,
-            first_target=first_target,
-            batch_tokens=batch_tokens,
-            per_token=scores,
-        )
+        # Transformers' own dynamic scaling would read the short context as it did the long one.
+        with rotary_restored(evaluator):
+            score_documents(
+                evaluator,
+                documents,
+                window=size,
+                stride=step,
+                first_target=first_target,
+                batch_tokens=batch_tokens,
+                per_token=scores,
+            )
         found.append(scores)
     # Tokens that were not scored are NaN; comparisons with NaN are false.
     return [
@@ -72,7 +75,7 @@ def key_tokens(
 
 def load_evaluator(
     path: str, tokenizer: PreTrainedTokenizerBase, *, dtype: str = "float32", device: str | None
-) -> nn.Module:
+) -> PreTrainedModel:
     """Load the evaluator from a folder or by name.
 
     Raises:
