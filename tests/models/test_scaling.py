@@ -332,6 +332,15 @@ def test_a_converted_model_keeps_its_scaling():
     assert_consistent(model.double(), some_tokens(model, length=40))
 
 
+def test_the_defaults_of_a_rule_are_saved(tmp_path):
+    model = vanilla("Llama")
+    set_rotary_scaling(model, "llama3", factor=4)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = some_tokens(model, length=80)
+    assert difference(logits(again, ids), logits(model, ids)) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

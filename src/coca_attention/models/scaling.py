@@ -115,7 +115,9 @@ def set_rotary_scaling(
     if length is not None:
         changed["length"] = length
     for name in own:
+        # With defaults, because Transformers requires some parameters to save the configuration.
         value = parameters.get(name, rope.get(name) if same else None)
+        value = getattr(rule, name, None) if value is None else value
         if value is not None:
             changed[name] = list(value) if isinstance(value, tuple) else value
     probe = _with_rule(config, changed)
