@@ -44,13 +44,22 @@ LLAMA = {
     "limit beyond": lambda: convert(vanilla("Llama"), "rope", max_distance=64),
     "dynamic": lambda: scaled(vanilla("Llama"), rope_type="dynamic", factor=4.0),
 }
-OTHERS = {
-    f"{form} {family}": partial(lambda f, x: convert(vanilla(f), x) if x else vanilla(f), family, x)
-    for family in FAMILIES
-    if family != "Llama"
-    for form, x in (("rope", None), ("slack", "slack"))
-} | {f"roles {family}": partial(with_roles, family) for family in ("Qwen2", "GLM-4", "GPT-NeoX")}
-FEW = ["slack", "strict roles", "limited", "dynamic"]
+OTHERS = (
+    {
+        f"{form} {family}": partial(
+            lambda f, x: convert(vanilla(f), x) if x else vanilla(f), family, x
+        )
+        for family in FAMILIES
+        if family != "Llama"
+        for form, x in (("rope", None), ("slack", "slack"))
+    }
+    | {
+        "limited Mistral": lambda: convert(vanilla("Mistral"), "rope", max_distance=5),
+        "limited beyond the window": lambda: convert(vanilla("Mistral"), "rope", max_distance=11),
+    }
+    | {f"roles {family}": partial(with_roles, family) for family in ("Qwen2", "GLM-4", "GPT-NeoX")}
+)
+FEW = ["slack", "strict roles", "limited", "limited Mistral", "dynamic"]
 
 
 def computed(model, ids, labels, own=lambda x: x, share=1):

@@ -219,6 +219,7 @@ class LayerPass(NamedTuple):
                     coefficients[..., seen, :],
                     value[..., seen, :],
                     max_distance=limit.max_distance,
+                    window=self.window,
                     positions=(steps[chunk], steps[seen]),
                     **self._options,
                 )[0]

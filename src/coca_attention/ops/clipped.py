@@ -35,6 +35,7 @@ def attend_clipped(
     consecutive: bool = True,
     attention_mask: Tensor | None = None,
     is_causal: bool = True,
+    window: int | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
     bias: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None,
@@ -58,6 +59,7 @@ def attend_clipped(
             that are W before it by index need no near score.
         attention_mask: Boolean (True = may attend) or additive, broadcastable to (B, H, T, S).
         is_causal: Whether query i sees only keys 0 … S - T + i.
+        window: Keys that a query sees if `is_causal`, its own included; default: all before it.
         scale: Multiplies the scores.
         dropout: Probability of dropping an attention weight.
         bias: See `attend`.
@@ -99,7 +101,7 @@ def attend_clipped(
         if mask is not None and mask.is_floating_point():
             mask = mask.to(wide).masked_fill(hidden_by(mask), float("-inf"))
         if is_causal:
-            mask = causal_mask(mask, stop - start, last, rows.device)
+            mask = causal_mask(mask, stop - start, last, rows.device, window)
         if bias is not None:
             added = bias(*places, wide)
             mask = with_bias(mask, added.unsqueeze(1) if added.dim() == 3 else added)
