@@ -26,6 +26,12 @@ def layer_types(config: Any) -> list[str]:
     return list(getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers)
 
 
+def window_of(config: Any, layer_type: str | None = None) -> int | None:
+    """Tokens that a query sees in layers of a type, its own included; None for all."""
+    kinds = {layer_type} if layer_type else set(layer_types(config))
+    return config.sliding_window if kinds == {LOCAL} else None
+
+
 def free_pairs(config: Any, layer_type: str | None = None) -> int:
     """Free pairs F of a CoCA model's heads in layers of a type."""
     given = config.coca_free_pairs

@@ -53,6 +53,14 @@ def test_the_default_limit_is_half_the_training_length():
     assert difference(logits(model, longer), before[1]) > 1e-4
 
 
+@pytest.mark.parametrize("family", ["Mistral", "Phi-3"])
+def test_a_window_within_the_limit_leaves_nothing_to_limit(family):
+    model = vanilla(family).double().eval()
+    ids = some_tokens(model, length=200)
+    before = logits(model, ids)
+    assert difference(logits(convert(model, "rope", max_distance=16), ids), before) < 1e-6
+
+
 @pytest.mark.parametrize("family", VARIED)
 @pytest.mark.parametrize(("form", "cache"), [("rope", "full"), ("strict", "half")])
 def test_every_way_of_reading_gives_the_same(family, form, cache):

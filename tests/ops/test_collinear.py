@@ -89,13 +89,18 @@ def test_all_pairs_free_is_rotary_attention():
     assert (coca_attention(q, k, v) - expected).abs().max() <= 1e-12
 
 
-def test_temperature_multiplies_scores_by_the_logarithm_of_visible_keys():
+@pytest.mark.parametrize("window", [None, 20])
+def test_temperature_multiplies_scores_by_the_logarithm_of_visible_keys(window):
     q, t, v = inputs()
-    ours = coca_attention(q, t, v, rotation=Rotation(16, temperature=20), form="strict")
+    options = {"rotation": Rotation(16, temperature=20), "form": "strict", "window": window}
+    ours = coca_attention(q, t, v, **options)
     scores = oracle.strict_scores(
         q, t.repeat_interleave(2, 1), torch.arange(16, 29), torch.arange(29)
     )
-    seen = torch.arange(17, 30, dtype=torch.float64)
+    seen = torch.arange(17, 30, dtype=torch.float64).clamp(max=window or 29)
+    if window:
+        distance = torch.arange(16, 29)[:, None] - torch.arange(29)
+        scores = scores.masked_fill(distance >= window, -torch.inf)
     scores = scores * ((seen + 1).log() / torch.tensor(21.0).double().log()).unsqueeze(-1)
     expected = oracle.attention(scores, v.repeat_interleave(2, 1), scale=0.25)
     assert (ours - expected).abs().max() <= 1e-12

@@ -273,6 +273,8 @@ def test_pairs_that_do_not_turn_and_the_temperature():
     assert rotation.frequencies().tolist() == [1.0, 0.5, 0.0, 0.0]
     factor = rotation.query_factor(torch.tensor([0, 6, 62]), torch.float64)
     assert factor.tolist() == pytest.approx([1 / 3, 1.0, 2.0])  # ln(n + 1) / ln 8
+    factor = rotation.query_factor(torch.tensor([0, 6, 62]), torch.float64, window=7)
+    assert factor.tolist() == pytest.approx([1 / 3, 1.0, 1.0])
     assert Rotation(8).query_factor(torch.arange(3)) is None
 
 

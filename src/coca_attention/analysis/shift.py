@@ -33,7 +33,7 @@ def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
     query, key = heads.query[:, :, queries].double(), heads.key.double()
     positions = torch.arange(key.shape[-2]) + shift
     cos, sin = heads.rotation.tables(positions, torch.float64)
-    factor = heads.rotation.query_factor(positions[queries], torch.float64)
+    factor = heads.rotation.query_factor(positions[queries], torch.float64, heads.window)
     if heads.form == VANILLA:
         query = apply_rotary(query, cos[queries], sin[queries], heads.interleaved)
         key = apply_rotary(key, cos, sin, heads.interleaved)

@@ -226,7 +226,7 @@ class CoCAAttention(nn.Module):
             sin,
             form=self.form,
             scale=self.head_dim**-0.5 / divisor,
-            factor=rotation.query_factor(positions, wide),
+            factor=rotation.query_factor(positions, wide, self.window),
             free_pairs=self.free_pairs,
             parameters=dict(self.form_parameters.items()),
         )

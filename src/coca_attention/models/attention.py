@@ -162,7 +162,7 @@ class CollinearAttention(nn.Module):
         apart = key_positions is not None and key_positions.apart
         layer = LayerPass(self, attention_mask, bias, key_positions, first)
         if far is not None:
-            beyond = not apart and keys > far.max_distance
+            beyond = not apart and min(keys, layer.window or keys) > far.max_distance
             if split is None:
                 layer.check_limits(beyond=beyond)
             if not beyond:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from coca_attention.fields import window_of
 from coca_attention.models.configuration import rotation
 from coca_attention.ops.positions import join_pairs
 
@@ -41,7 +42,8 @@ class CoCARotary(nn.Module):
         """
         found = rotation(self.config, layer_type)
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        factor = found.query_factor(position_ids, dtype)
+        window = window_of(self.config, layer_type)
+        factor = found.query_factor(position_ids, dtype, window)
         bias = None if found.decay is None else found.bias
         far = None
         if found.max_distance is not None:

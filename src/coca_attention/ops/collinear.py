@@ -120,7 +120,7 @@ def coca_attention(
             query,
             cos,
             sin,
-            factor=rotation.query_factor(query_positions, wide),
+            factor=rotation.query_factor(query_positions, wide, window),
             form=form,
             scale=factor / divisor,
             interleaved=interleaved,

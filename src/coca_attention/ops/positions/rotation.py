@@ -142,14 +142,16 @@ class Rotation:
         Args:
             positions: Positions, any shape (..., T).
             dtype: dtype of the result, float32 or wider.
+            window: Keys that a query sees at most, its own included; default: all before it.
 
         Returns:
             (..., T).
         """
         if self.temperature is None:
             return None
-        # The query at position m sees n = m + 1 keys, so n + 1 = m + 2.
-        factor = (positions.to(dtype) + 2).log() / math.log(self.temperature + 1)
+        # The query at position m sees n = m + 1 keys, or as many as the window holds.
+        seen = (positions.to(dtype) + 1).clamp(max=window or math.inf)
+        factor = (seen + 1).log() / math.log(self.temperature + 1)
         return factor if self.max_distance is None else factor.clamp(min=1)
 
     def bias(
