@@ -234,16 +234,16 @@ def test_a_layer_of_free_pairs_is_analysed_as_a_rotary_one(family):
     torch.testing.assert_close(score_rows(hot, rows), expected[0] * factor[:, None])
 
 
-@pytest.mark.parametrize("family", VARIED)
+@pytest.mark.parametrize("family", [*VARIED, "Qwen3"])
 def test_a_model_is_converted_to_roles(family, tmp_path):
-    kinds = {"layer_types": ["full_attention"] * 2} if family == "Qwen2" else {}
+    kinds = {"use_sliding_window": False, "layer_types": None} if "Qwen" in family else {}
     model = vanilla(family, **kinds).double().eval()
     ids = some_tokens(model, length=20)
     before, length = logits(model, ids), model.config.max_position_embeddings
     # Windows as long as the text and rotary attention everywhere: what it was.
     same = Roles("lg", window=20, turning_pairs=None, temperature=False, decay=0)
     assert difference(logits(convert(model, "rope", roles=same), ids), before) < 1e-6
-    converted = convert(vanilla(family).double().eval(), "rope", roles=Roles("lg"))
+    converted = convert(vanilla(family, **kinds).double().eval(), "rope", roles=Roles("lg"))
     config = converted.config
     assert config.layer_types == ["sliding_attention", "full_attention"]
     assert config.sliding_window == length // 8

@@ -247,7 +247,9 @@ def _role_fields(config: Any, roles: Roles, form: str, free_pairs: int) -> dict[
             f"roles need a training length and one set of rotary parameters; {config.model_type} "
             "has rotary parameters per layer type or no max_position_embeddings"
         )
-    return roles.fields(
+    # Qwen drops its window unless told to use it.
+    kept = {"use_sliding_window": True} if hasattr(config, "use_sliding_window") else {}
+    return kept | roles.fields(
         form,
         num_layers=config.num_hidden_layers,
         head_width=head_width(config),
