@@ -22,6 +22,11 @@ def scaled(rule, **parameters):
     return model
 
 
+def linear():
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    return vanilla("Llama", rope_parameters=rope)
+
+
 MODELS = {
     "slack": lambda: collinear("Llama"),
     "strict": lambda: collinear("Llama", "strict"),
@@ -184,8 +189,12 @@ def test_bfloat16_and_no_tokenizer(tmp_path, capsys):
         (lambda: convert(vanilla("Llama"), roles=Roles("lg", window=4)), "a decay, a bias on"),
         (lambda: scaled("dynamic", factor=2.0), "dynamic scaling, which follows the text's length"),
         (lambda: collinear("Llama", hidden_act="gelu"), "the activation gelu"),
+        (
+            lambda: convert(linear(), roles=Roles("lg", window=4, decay=0)),
+            "a scaling rule in local layers",
+        ),
     ],
-    ids=["family", "max_distance", "decay", "dynamic", "activation"],
+    ids=["family", "max_distance", "decay", "dynamic", "activation", "local rule"],
 )
 def test_what_the_graph_cannot_compute_is_refused(make, message, tmp_path, capsys):
     make().save_pretrained(tmp_path / "model")

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from coca_attention import convert
 from coca_attention.fields import rope_parameters
-from coca_attention.models import set_rotary_scaling, training_length
+from coca_attention.models import Roles, set_rotary_scaling, training_length
 from coca_attention.models.configuration import rotation
 from coca_attention.models.generation import rotary_scaling_for
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
@@ -330,6 +330,30 @@ def test_a_converted_model_keeps_its_scaling():
     assert (found.base, scaling.kind, scaling.factor) == (500000.0, "llama3", 8.0)
     assert scaling.training_length == 16
     assert_consistent(model.double(), some_tokens(model, length=40))
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3", "dynamic"])
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+def test_local_layers_keep_the_rule_they_were_trained_with(family, kind, tmp_path):
+    rope = {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0,
+            "original_max_position_embeddings": 16, **RULES.get(kind, {})}  # fmt: skip
+    model = vanilla(family, rope_parameters=rope).double().eval()
+    ids = some_tokens(model, length=16)
+    before = logits(model, ids)
+    if family == "Qwen3":  # with a window in its first layer
+        convert(model, "rope", max_distance=16)
+    else:
+        same = Roles("lg", window=16, turning_pairs=None, temperature=False, decay=0)
+        convert(model, "rope", roles=same)
+    assert difference(logits(model, ids), before) < 1e-6
+    # A later rule is for global layers.
+    local = rotation(model.config, "sliding_attention")
+    set_rotary_scaling(model, "ntk", factor=4.0)
+    assert rotation(model.config, "sliding_attention") == local
+    assert rotation(model.config, "full_attention").rule.kind == "ntk"
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).double().eval()
+    assert difference(logits(again, ids), logits(model, ids)) < 1e-12
 
 
 def test_the_defaults_of_a_rule_are_saved(tmp_path):

@@ -231,7 +231,9 @@ def _facts(config: Any) -> list[tuple[str, str]]:
         found.append(("cache", config.kv_cache))
     if rope and form != "alibi":
         kind = rope.pop("rope_type", "default")
-        given = ", ".join(f"{n} {x}" for n, x in rope.items() if not isinstance(x, list | None))
+        given = ", ".join(
+            f"{n} {x}" for n, x in rope.items() if not isinstance(x, list | dict | None)
+        )
         found.append(("rotation", f"{kind}, {given}"))
     if kinds:
         roles = "".join("g" if kind == GLOBAL else "l" for kind in kinds)

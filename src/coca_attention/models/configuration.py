@@ -28,6 +28,8 @@ ROTATION_FIELDS = {
     "decay_length": "decay_length",
     "max_distance": "max_distance",
 }
+LOCAL_RULE = "local"
+"""Our addition to ``rope_parameters``: those of local layers that keep a rule of the original."""
 
 
 def has_own_roles(config: Any) -> bool:
@@ -69,15 +71,17 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
             `Rule`; ``ntk`` and ``longrope`` have an optional target ``length`` in tokens), and
             the names of `ROTATION_FIELDS` for the `Rotation`.
         layer_type: See `rope_parameters`. With one set of parameters for all layers, the rule and
-            those of the `Rotation` apply to global layers alone: a local layer never sees far.
+            those of the `Rotation` apply to global layers alone: a local layer never sees far. A
+            rule that a converted model was trained with stays in its local layers (`LOCAL_RULE`).
 
     Raises:
         ValueError: If the type is unknown or a parameter is out of range.
     """
     rope = rope_parameters(config, layer_type)
-    if layer_type == LOCAL and has_own_roles(config):
+    local = layer_type == LOCAL and has_own_roles(config)
+    if local:
         kept = ("rope_theta", "partial_rotary_factor")
-        rope = {name: rope[name] for name in kept if name in rope}
+        rope = rope.get(LOCAL_RULE) or {name: rope[name] for name in kept if name in rope}
     rope_type = rope.get("rope_type", "default")
     rule = rule_of(rope_type)
     unknown = sorted(name for name in ("mscale", "mscale_all_dim") if rope.get(name) is not None)
@@ -88,10 +92,11 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
         )
     trained = rope.get("original_max_position_embeddings") or training_length(config)
     longest = getattr(config, "max_position_embeddings", None)
+    made = rule.from_parameters(rope, trained, longest)
     return Rotation(
         width=int(head_width(config) * rope.get("partial_rotary_factor", 1.0)),
         base=float(rope.get("rope_theta", 10000.0)),
-        rule=rule.from_parameters(rope, trained, longest),
+        rule=made.for_length(config.sliding_window) if local else made,
         **{
             field: rope[name]
             for name, field in ROTATION_FIELDS.items()
@@ -186,7 +191,7 @@ class CoCAConfig(PackagedConfig):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         known = getattr(cls, "ignore_keys_at_rope_validation", None) or set()
-        cls.ignore_keys_at_rope_validation = {*known, "length", *ROTATION_FIELDS}
+        cls.ignore_keys_at_rope_validation = {*known, "length", LOCAL_RULE, *ROTATION_FIELDS}
         # Shard families with separate projections as before, with T instead of the key projection.
         if "base_model_tp_plan" not in cls.__dict__:
             plan = getattr(cls, "base_model_tp_plan", None) or {}

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from coca_attention.environment import writing
 from coca_attention.errors import UserError, install
-from coca_attention.fields import LOCAL, free_pairs, head_width, layer_types
-from coca_attention.models.configuration import rotation
+from coca_attention.fields import LOCAL, free_pairs, head_width, layer_types, rope_parameters
+from coca_attention.models.configuration import LOCAL_RULE, rotation
 from coca_attention.models.loading import load_model
 from coca_attention.ops.positions import Rotation
 from coca_attention.ops.positions.rules import unscaled_frequencies
@@ -102,6 +102,7 @@ def check_supported(config: Any) -> None:
             config.coca_form not in FORMS
         ),
         f"the activation {config.hidden_act} in place of silu": config.hidden_act != "silu",
+        "a scaling rule in local layers": LOCAL_RULE in rope_parameters(config),
         "partial rotary": found.width != head_width(config),
         f"{found.rule.kind} scaling, which follows the text's length (use ntk, or set a length)": (
             found.rule.follows_length

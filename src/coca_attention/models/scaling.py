@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.fields import GLOBAL, rope_parameters, training_length
-from coca_attention.models.configuration import ROTATION_FIELDS
+from coca_attention.models.configuration import LOCAL_RULE, ROTATION_FIELDS
 from coca_attention.models.rotary import CoCARotary, VanillaRotary
 from coca_attention.ops import RULES
 from coca_attention.ops.positions import NTK
@@ -21,6 +21,7 @@ KEPT = (
     "rope_theta",
     "partial_rotary_factor",
     "original_max_position_embeddings",
+    LOCAL_RULE,
     *ROTATION_FIELDS,
 )
 

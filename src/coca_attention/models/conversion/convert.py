@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, initiali
 
 from coca_attention.errors import UserError
 from coca_attention.fields import GLOBAL, head_width, rope_parameters, training_length
+from coca_attention.models.configuration import LOCAL_RULE, ROTATION_FIELDS, has_own_roles
 from coca_attention.models.conversion.calibration import (
     attention_inputs,
     calibrate_t_projection,
@@ -146,6 +147,10 @@ def convert(
     except Exception as error:
         # Strict configurations wrap the errors of their checks.
         raise UserError(f"not a valid configuration of a CoCA model: {error}") from error
+    rope = rope_parameters(old.get_text_config())
+    if has_own_roles(config) and rope.get("rope_type", "default") != "default":
+        kept = {name: x for name, x in rope.items() if name not in ROTATION_FIELDS}
+        config.rope_parameters[LOCAL_RULE] = kept
     config._attn_implementation = old._attn_implementation
     config.name_or_path = old.name_or_path
     inputs: list[Tensor] = []
