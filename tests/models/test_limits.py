@@ -53,6 +53,29 @@ def test_the_default_limit_is_half_the_training_length():
     assert difference(logits(model, longer), before[1]) > 1e-4
 
 
+LONGROPE = {"short_factor": [1.0, 1.1], "long_factor": [2.0, 4.0]}
+
+
+@pytest.mark.parametrize("rule", ["longrope", "dynamic"])
+def test_rules_by_the_length_of_the_text_are_kept_up_to_the_limit(rule):
+    rope = {"rope_type": rule, "rope_theta": 100.0, "original_max_position_embeddings": 32}
+    if rule == "longrope":
+        family, rope = "Phi-3", rope | {"partial_rotary_factor": 0.5, **LONGROPE}
+        sizes = {"sliding_window": None, "max_position_embeddings": 512}
+    else:
+        family, rope, sizes = "Llama", rope | {"factor": 4.0}, {"max_position_embeddings": 32}
+    model = vanilla(family, rope_parameters=rope, **sizes).double().eval()
+    texts = {n: some_tokens(model, length=n) for n in (10, 32, 33, 90)}
+    before = {n: logits(model, ids) for n, ids in texts.items()}
+    convert(model, "rope", max_distance=32)
+    assert all(difference(logits(model, texts[n]), before[n]) < 1e-6 for n in (10, 32))
+    assert_reads_the_same(model, texts[33])
+    assert not rotation(model.config).follows_length
+    # A limit beyond the length of the rule, whose frequencies then change with the text.
+    model.config.rope_parameters |= {"max_distance": 90, "temperature": 90}
+    assert all(difference(logits(model, texts[n]), before[n]) < 1e-6 for n in texts)
+
+
 @pytest.mark.parametrize("family", ["Mistral", "Phi-3"])
 def test_a_window_within_the_limit_leaves_nothing_to_limit(family):
     model = vanilla(family).double().eval()

@@ -177,5 +177,3 @@ def test_errors():
             coca_attention(q, t, v, rotation=rotation, form="strict", **options)
     with pytest.raises(ValueError, match="max_distance must be at least 1 token, got 0"):
         Rotation(WIDTH, max_distance=0)
-    with pytest.raises(ValueError, match="scaling rule dynamic, which follows the text's length"):
-        Rotation(WIDTH, rule=make_rule("dynamic", factor=2.0, training_length=16), max_distance=5)

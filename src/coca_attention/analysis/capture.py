@@ -7,7 +7,7 @@ projections and norms. The model is not changed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -198,10 +198,10 @@ def _rotation(body: Any, kind: str | None, length: int) -> Rotation:
         found = rotation(body.config, kind)
     except ValueError as error:
         raise UserError(f"the model's rotary embedding is not supported: {error}") from error
-    # Transformers selects the longrope factors by the length of the text; our module does not.
-    if found.rule.kind == "longrope" and not isinstance(body.rotary_emb, CoCARotary):
-        return replace(found, rule=replace(found.rule, length=length))  # pyright: ignore
-    return found.for_length(length)
+    # Transformers always selects the longrope factors by the length of the text.
+    if found.follows_length or not isinstance(body.rotary_emb, CoCARotary):
+        return found.for_length(length)
+    return found
 
 
 def _check_tables(index: int, tables: Any, found: Rotation) -> None:

@@ -116,7 +116,7 @@ def transformers_frequencies(
         Frequencies (P,), float32, and the factor on cos and sin.
     """
     found = rotation(config, layer_type)
-    if found.rule.follows_length:
+    if found.follows_length:
         found = found.for_length(seq_len or training_length(config) or 1)
     return found.frequencies().to(device, torch.float32), found.rule.magnitude
 
@@ -150,7 +150,7 @@ def check_continuous_batching(config: Any) -> None:
             "continuous batching stores keys and values in one pool, so it does not support "
             'keys of half the width: set config.kv_cache = "full"'
         )
-    if found.rule.follows_length:
+    if found.follows_length:
         raise ValueError(
             "continuous batching reads several texts in one pass, so it does not support "
             f"{found.rule.kind} scaling, which depends on the length of a text: use ntk, or set a "

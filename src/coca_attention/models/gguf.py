@@ -105,7 +105,7 @@ def check_supported(config: Any) -> None:
         "a scaling rule in local layers": LOCAL_RULE in rope_parameters(config),
         "partial rotary": found.width != head_width(config),
         f"{found.rule.kind} scaling, which follows the text's length (use ntk, or set a length)": (
-            found.rule.follows_length
+            found.follows_length
         ),
         "max_distance, which needs two scores for a query and a key": (
             found.max_distance is not None

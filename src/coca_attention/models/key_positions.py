@@ -129,7 +129,7 @@ class KeyPositions:
         if kind not in self.tables:
             config = self.body.config
             found = rotation(config, layer_type if rotary_is_by_layer(config) else None)
-            if found.rule.follows_length:
+            if found.follows_length:
                 return None  # the base depends on the largest position
             self.tables[kind] = key_frames(
                 self.first_position + first,

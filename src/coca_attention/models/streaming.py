@@ -237,7 +237,7 @@ class StreamingCache(Cache):
             rope_type = rope_parameters(config, kind).get("rope_type", "default")
             follows = rope_type in FOLLOW_LENGTH
             if self.collinear:
-                follows = rotation(config, kind).rule.follows_length
+                follows = rotation(config, kind).follows_length
             if follows:
                 raise UserError(
                     f"rope_type {rope_type!r} changes its frequencies with the length, which a "

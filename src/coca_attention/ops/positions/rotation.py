@@ -72,11 +72,9 @@ class Rotation:
             raise ValueError(f"decay_length must be above 0 tokens, got {self.decay_length}")
         if self.max_distance is not None and self.max_distance < 1:
             raise ValueError(f"max_distance must be at least 1 token, got {self.max_distance}")
-        if self.max_distance is not None and self.rule.follows_length:
-            raise ValueError(
-                f"max_distance keeps angles within the training length, so it cannot be combined "
-                f"with the scaling rule {self.rule.rope_type}, which follows the text's length"
-            )
+        if (self.max_distance or math.inf) <= (getattr(self.rule, "training_length", None) or 0):
+            # No distance is longer than in training, however long the text.
+            object.__setattr__(self, "rule", self.rule.for_length(1))
 
     def frequencies(self) -> Tensor:
         """theta of shape (R/2,), float64, in radians per token.
@@ -90,8 +88,18 @@ class Rotation:
         return theta
 
     def for_length(self, length: int) -> "Rotation":
-        """The rotation for a text of ``length`` tokens."""
-        return replace(self, rule=self.rule.for_length(length))
+        """The rotation for a text of ``length`` tokens, of which `max_distance` count at most."""
+        return replace(self, rule=self.rule.for_length(min(length, self.max_distance or length)))
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether the frequencies depend on the length of the current text.
+
+        Limited distances are to change nothing up to ``max_distance``, so that longrope then
+        selects its factors by the text, as Transformers does.
+        """
+        limited = self.max_distance is not None
+        return self.rule.follows_length or (limited and self.rule != self.rule.for_length(1))
 
     def angles(self, positions: Tensor) -> Tensor:
         """Angle of every rotated pair, in float64, or in float32 on devices without it.
@@ -122,7 +130,7 @@ class Rotation:
         Returns:
             cos and sin, each (..., T, R/2).
         """
-        if self.rule.follows_length:
+        if self.follows_length:
             return self.for_length(int(positions.max().item()) + 1).tables(positions, dtype)
         angles, magnitude = self.angles(positions), self.rule.magnitude
         return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
@@ -136,7 +144,9 @@ class Rotation:
         cos, sin = self.tables(torch.tensor([self.max_distance], device=device), dtype)
         return cos * self.rule.magnitude, sin * self.rule.magnitude
 
-    def query_factor(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    def query_factor(
+        self, positions: Tensor, dtype: torch.dtype = torch.float32, window: int | None = None
+    ) -> Tensor | None:
         """Factor on the query at every position, or None if there is no temperature.
 
         Args:

@@ -435,6 +435,10 @@ class LongRoPE(_WithMagnitude):
         theta = unscaled_frequencies(width, base)
         return theta / torch.tensor(divisors, dtype=torch.float64)
 
+    def for_length(self, length: int) -> Self:
+        """The rule with this length, unless its length is already set."""
+        return self if self.length is not None else replace(self, length=length)
+
     @classmethod
     def from_parameters(
         cls, parameters: dict[str, Any], training_length: int | None, longest: int | None = None
