@@ -199,7 +199,8 @@ def _by_key_tokens(cells: Sequence[Cell]) -> list[list[Cell]]:
     groups: dict[Any, list[Cell]] = {}
     for cell in cells:
         if cell.get("key_tokens"):
-            groups.setdefault((cell["key_tokens"], cell.get("keys")), []).append(cell)
+            chosen = cell["key_tokens"], tuple(cell.get("keys") or ())
+            groups.setdefault(chosen, []).append(cell)
     return list(groups.values())
 
 
