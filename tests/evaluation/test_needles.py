@@ -1,6 +1,7 @@
 """Needle prompts of every kind, and their scores."""
 
 import re
+import statistics
 
 import pytest
 
@@ -12,11 +13,12 @@ from coca_attention.data.needles import (
     NAMES,
     QUESTIONS,
     needle_text,
+    r_precision,
 )
 from coca_attention.data.passkey import FILLER, encoder
 from coca_attention.evaluation import Session, Subject
 from coca_attention.evaluation.needles import NeedleSettings, evaluate_needles
-from coca_attention.evaluation.needles.task import needle_prompts, recall
+from coca_attention.evaluation.needles.task import needle_prompts
 from conftest import tiny_model
 
 
@@ -53,6 +55,7 @@ def test_prompts_hold_what_they_ask_for(words, kind, length):
             assert next(iter(facts)) in question
         else:
             assert places == sorted(places)  # a variable is assigned before it is copied
+            assert len(text.needles) == 8
             assigned = dict(re.findall(r"^([A-Z]{4}) = (\w+)$", written, re.M))
             value = re.search(r"value (\d{5})\?", question)[1]
 
@@ -106,13 +109,35 @@ def test_samples_depend_on_seed_kind_and_length(words):
         (" 1234", ["12345"], 0.0),
         (" 123456", ["12345"], 0.0),
         ("11111, 22222 and 99999", ["11111", "22222", "33333", "44444"], 0.5),
+        ("99999, or 12345", ["12345"], 0.0),
+        (" 12345. The number of the tiger is 99999", ["12345"], 1.0),
+        ("12345 and 12345", ["12345", "22222"], 0.5),
+        ("1. 12345 2. 22222", ["12345", "22222"], 1.0),
         ("ABCD EFGH", ["ABCD", "EFGH"], 1.0),
+        ("As I see: EFGH, ABCD.", ["ABCD", "EFGH"], 1.0),
+        ("WXYZ ABCD EFGH", ["ABCD", "EFGH"], 0.5),
         ("ABCDE", ["ABCD"], 0.0),
         ("", ["1"], 0.0),
     ],
 )
-def test_recall_counts_whole_numbers_and_names(answer, expected, share):
-    assert recall(answer, expected) == share
+def test_as_many_whole_numbers_or_names_count_as_were_requested(answer, expected, share):
+    assert r_precision(answer, expected) == share
+
+
+@pytest.mark.parametrize(("kind", "chance"), [("multi-key", 1 / 4), ("variables", 1 / 2)])
+@pytest.mark.parametrize("length", [340, 1200])
+def test_a_list_of_everything_in_the_text_scores_as_chance_does(kind, chance, length):
+    """Also where there is no filler between the facts."""
+
+    def encode(text):
+        return list(text.encode())
+
+    scores = []
+    for index in range(400):
+        text = needle_text(encode, kind, length, (index,))
+        written = bytes(text.ids).decode()
+        scores.append(r_precision(written[: written.rindex("\n")], text.expected))
+    assert statistics.fmean(scores) == pytest.approx(chance, abs=0.06)
 
 
 def test_every_kind_is_evaluated_and_recorded(words):

@@ -196,3 +196,17 @@ def test_two_results_in_one_place_are_refused():
     with pytest.raises(ValueError, match=r"RoFormer .none. at 512 tokens twice"):
         build_report([{"results": [*CELLS, other]}])
     build_report([{"results": [*CELLS, CELLS[0]]}])  # the same figure is no contradiction
+
+
+def test_needles_of_another_metric_stand_apart():
+    """Results of version 0.1, which name none, counted what stands anywhere in an answer."""
+    about = {"task": "needles", "kind": "single", "length": 512, "scaling": "none", "samples": []}
+    cells = [
+        {**about, "model": "A", "recall": 0.5},
+        {**about, "model": "B", "recall": 0.25, "metric": "R-precision"},
+    ]
+    titles = {table[0][0]: table[1] for table in printed_tables(cells)}
+    assert titles == {
+        "single: recall at (prompts 1)": [["A", "0.50"]],
+        "single: R-precision at (prompts 2)": [["B", "0.25"]],
+    }

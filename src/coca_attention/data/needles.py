@@ -49,7 +49,7 @@ class NeedleText:
 
     Attributes:
         ids: Token ids.
-        expected: What a complete answer contains: numbers, or names of variables.
+        expected: What a complete answer consists of: numbers, or names of variables.
         needles: Text of every needle, in the order of the prompt.
         depths: Share of the filler before each, 0 to 1.
         distances: Tokens between each and the end of the prompt.
@@ -75,15 +75,15 @@ def needle_text(
 
     ``single``: one fact. ``multi-key``: ``count`` facts about different names, one of which is
     requested. ``multi-value``: ``count`` facts about one name, all requested. ``variables``: a
-    chain of ``count`` variables, each assigned from the previous one; all variables with the value
-    are requested.
+    chain of ``count`` variables, each assigned from the previous one, all of which are requested,
+    and between its links those of a second chain with another value.
 
     Args:
         encode: Text to token ids.
         kind: One of `KINDS`.
         length: Length of the prompt in tokens.
         seed: Random seed of names, values and depths.
-        count: Number of facts, at least 1.
+        count: Number of facts, or of variables of a chain, at least 1.
         before: Special tokens at the beginning; they count towards the length.
 
     Raises:
@@ -91,15 +91,16 @@ def needle_text(
     """
     drawn = np.random.default_rng(list(seed))
     count = 1 if kind == "single" else count
-    values = [str(v) for v in drawn.choice(90_000, count, replace=False) + 10_000]
     if kind == "variables":
-        names = _variables(drawn, count)
-        needles = [ASSIGN.format(name=names[0], value=values[0])]
-        needles += [COPY.format(name=name, other=other) for other, name in pairwise(names)]
-        depths = sorted(drawn.random(count).tolist())
-        question = QUESTIONS[kind].format(value=values[0])
-        expected = names
+        value, other = _values(drawn, 2)
+        names = _variables(drawn, 2 * count)
+        chains = [_chain(names[:count], value), _chain(names[count:], other)]
+        needles = [chains[turn].pop(0) for turn in drawn.permutation([0, 1] * count)]
+        depths = sorted(drawn.random(2 * count).tolist())
+        question = QUESTIONS[kind].format(value=value)
+        expected = names[:count]
     else:
+        values = _values(drawn, count)
         names = [NAMES[i] for i in drawn.choice(len(NAMES), count, replace=count > len(NAMES))]
         if kind == "multi-value":
             names = [names[0]] * count
@@ -138,7 +139,7 @@ def ask_for_needles(
         length: Tokens of a prompt.
         indices: Numbers of the prompts, which with seed, kind and length determine them.
         seed: Random seed.
-        count: Number of facts, for every kind except ``single``.
+        count: Number of facts, or of variables of a chain, for every kind except ``single``.
 
     Raises:
         UserError: If the length is too short, or the tokenizer does not reproduce the needles.
@@ -171,10 +172,32 @@ def words(text: str) -> list[str]:
     return re.findall(r"\d+|[^\W\d_]+", text)
 
 
-def recall(answer: str, expected: list[str]) -> float:
-    """Share of the expected numbers or names that occur in an answer as whole words."""
-    found = set(words(answer))
-    return sum(item in found for item in expected) / len(expected)
+def r_precision(answer: str, expected: list[str]) -> float:
+    """Share of the requested numbers or names among the first ones of an answer.
+
+    As many different ones count as were requested, so precision and recall are the same: a wrong
+    number or name takes the place of a right one, and what follows a complete answer is free.
+
+    Args:
+        answer: Numbers or names are its whole words of the form of those requested: as many
+            digits, or capital letters.
+        expected: Those requested.
+    """
+    alike = str.isdigit if expected[0].isdigit() else str.isupper
+    given = [word for word in words(answer) if len(word) == len(expected[0]) and alike(word)]
+    first = list(dict.fromkeys(given))[: len(expected)]
+    return sum(item in expected for item in first) / len(expected)
+
+
+def _values(drawn: np.random.Generator, count: int) -> list[str]:
+    """Distinct numbers of five digits."""
+    return [str(value) for value in drawn.choice(90_000, count, replace=False) + 10_000]
+
+
+def _chain(names: list[str], value: str) -> list[str]:
+    """Needles that assign a value to the first variable, and each to the next."""
+    copies = [COPY.format(name=name, other=other) for other, name in pairwise(names)]
+    return [ASSIGN.format(name=names[0], value=value), *copies]
 
 
 def _variables(drawn: np.random.Generator, count: int) -> list[str]:

@@ -1,6 +1,7 @@
-"""Needles in the report: recall by kind and prompt length."""
+"""Needles in the report: R-precision by kind and prompt length, recall of earlier results."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from coca_attention.report.lines import (
     Cell,
@@ -8,14 +9,27 @@ from coca_attention.report.lines import (
     by_line,
     length_table,
     prompt_counts,
+    prompt_facts,
     share_figure,
 )
 from coca_attention.report.section import Section, Table
 
+EARLIER = "recall"
+"""The metric of cells that name none, those of version 0.1."""
+METRICS = {
+    "R-precision": "Mean share of the requested facts among as many that the answer gives first",
+    EARLIER: "Mean share of the requested facts anywhere in the answer, among whatever others",
+}
+
+
+def needle_facts(cell: Cell) -> dict[Any, Any]:
+    """The facts of the prompts, and the metric."""
+    return {**prompt_facts(cell), "metric": _metric(cell)}
+
 
 def needle_sections(cells: Sequence[Cell]) -> list[Section]:
     """A figure and a table for every kind of needle."""
-    sections = []
+    sections, metric = [], _metric(cells[0])
     for kind, lines in _kinds(cells).items():
         header, rows = length_table(lines, _recall)
         points = {
@@ -25,24 +39,26 @@ def needle_sections(cells: Sequence[Cell]) -> list[Section]:
         sections.append(
             Section(
                 f"Needles: {kind}",
-                figure=share_figure(f"needles-{kind}", points, "mean recall"),
+                figure=share_figure(f"needles-{kind}", points, f"mean {metric}"),
                 header=["prompt length in tokens", *header],
                 rows=rows,
-                note="Mean share of the requested facts that the answer contains"
-                + prompt_counts(lines)
-                + ".",
+                note=f"{METRICS[metric]}{prompt_counts(lines)}.",
             )
         )
     return sections
 
 
 def needle_tables(cells: Sequence[Cell]) -> list[Table]:
-    """Recall by prompt length for every kind, for the terminal."""
+    """R-precision by prompt length for every kind, for the terminal."""
     tables: list[Table] = []
     for kind, lines in _kinds(cells).items():
         header, rows = length_table(lines, _recall)
-        tables.append(([f"{kind}: recall at", *header], rows))
+        tables.append(([f"{kind}: {_metric(cells[0])} at", *header], rows))
     return tables
+
+
+def _metric(cell: Cell) -> str:
+    return cell.get("metric", EARLIER)
 
 
 def _recall(cell: Cell) -> str:

@@ -11,7 +11,7 @@ from coca_attention.report.bench import bench_facts, bench_sections, bench_table
 from coca_attention.report.groups import Facts, comparable
 from coca_attention.report.harness import harness_sections
 from coca_attention.report.lines import prompt_facts
-from coca_attention.report.needles import needle_sections, needle_tables
+from coca_attention.report.needles import needle_facts, needle_sections, needle_tables
 from coca_attention.report.passkey import (
     passkey_findings,
     passkey_sections,
@@ -83,7 +83,7 @@ REPORTS: dict[str, TaskReport] = {
         paper.passkey_sections,
     ),
     "needles": TaskReport(
-        needle_sections, needle_tables, title="Needles", facts=prompt_facts, noun="prompts"
+        needle_sections, needle_tables, title="Needles", facts=needle_facts, noun="prompts"
     ),
     "streaming": TaskReport(
         streaming_sections,

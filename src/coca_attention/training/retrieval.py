@@ -14,7 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
-from coca_attention.data.needles import Kind, ask_for_needles, recall
+from coca_attention.data.needles import Kind, ask_for_needles, r_precision
 from coca_attention.data.passkey import Prompt, ask_for_passkeys, is_hit
 from coca_attention.errors import error_prefix
 from coca_attention.models.generation import greedy_answers
@@ -127,4 +127,4 @@ def _passkey_score(answer: str, prompt: Prompt) -> float:
 
 
 def _needle_score(answer: str, prompt: Prompt) -> float:
-    return recall(answer, prompt.facts["expected"])
+    return r_precision(answer, prompt.facts["expected"])

@@ -6,7 +6,7 @@ from itertools import product
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from coca_attention.data.needles import KINDS, NAMES, Kind, ask_for_needles, recall
+from coca_attention.data.needles import KINDS, NAMES, Kind, ask_for_needles, r_precision
 from coca_attention.data.passkey import Prompt
 from coca_attention.errors import UserError
 from coca_attention.evaluation.prompts import (
@@ -20,6 +20,9 @@ from coca_attention.intervals import wilson_interval
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+METRIC = "R-precision"
+"""What ``recall`` is. Cells without it, of version 0.1, count what stands anywhere in an answer."""
+
 
 @dataclass
 class NeedleSettings(PromptSettings):
@@ -32,7 +35,7 @@ class NeedleSettings(PromptSettings):
     samples: int = 50
     """Prompts per kind and length."""
     count: int = 4
-    """Facts in a prompt, for every kind except single."""
+    """Facts in a prompt, or variables of a chain, for every kind except single."""
 
 
 def needle_prompts(
@@ -72,8 +75,8 @@ def evaluate_needles(subject: Subject, settings: NeedleSettings, session: Sessio
     Arguments and errors as for `evaluate_passkey`.
 
     Returns:
-        One cell per kind and length: the mean recall, the share of complete answers with its
-        Wilson interval, and the record of every sample.
+        One cell per kind and length: the mean ``recall`` (`r_precision`), the share of complete
+        answers with its Wilson interval, and the record of every sample.
     """
     check_settings(settings)
     return session.finish(needle_parts(subject, settings, session))
@@ -85,6 +88,7 @@ def needle_parts(subject: Subject, settings: NeedleSettings, session: Session) -
     def part(kind: Kind, length: int) -> Part:
         about = {
             "task": "needles",
+            "metric": METRIC,
             "kind": kind,
             "length": length,
             "count": settings.count,
@@ -105,7 +109,7 @@ def needle_parts(subject: Subject, settings: NeedleSettings, session: Session) -
             subject,
             length,
             lambda indices: needle_prompts(subject.tokenizer, settings, kind, length, indices),
-            lambda answer, prompt: {"recall": recall(answer, prompt.facts["expected"])},
+            lambda answer, prompt: {"recall": r_precision(answer, prompt.facts["expected"])},
             with_statistics,
             settings,
             about,
