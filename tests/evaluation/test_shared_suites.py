@@ -300,6 +300,15 @@ def test_claims_end_with_their_process(tmp_path):
     assert seen == [[0]] and Journal(tmp_path / "journal.jsonl").get("a") == 1
 
 
+def test_a_piece_is_not_looked_at_again_for_every_other_one(monkeypatch):
+    seen, looks, missing = [], [], Piece.missing
+    monkeypatch.setattr(Piece, "missing", lambda *args: looks.append(1) or missing(*args))
+    pieces = [Piece("a", [i], 10, 10, lambda missing, advance: [1]) for i in range(300)]
+    work(pieces, Journal(), lambda label, done, total: seen.append(done))
+    assert seen == [*range(10, 3001, 10)]
+    assert len(looks) < 10 * len(pieces)
+
+
 def test_file_systems_without_locks_serve_one_process(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(95, "Operation not supported")

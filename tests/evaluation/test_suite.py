@@ -118,7 +118,12 @@ def test_from_the_command_line_to_a_report(small, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["eval", "suite", str(small), "--output", str(out)]) == 0
     printed = capsys.readouterr().out
-    for words in ("perplexity at", "passkeys found at", "single: R-precision at", "CoCA-Slack + NTK"):
+    for words in (
+        "perplexity at",
+        "passkeys found at",
+        "single: R-precision at",
+        "CoCA-Slack + NTK",
+    ):
         assert words in printed
     assert main(["report", str(out / "results.json"), "--output", str(tmp_path / "r.html")]) == 0
     page = (tmp_path / "r.html").read_text()

@@ -142,8 +142,9 @@ def work(
     journal.refresh()
     total = sum(piece.cost for piece in pieces)
     left = [piece for piece in pieces if piece.missing(journal)]
+    done, counted = total - sum(piece.cost for piece in left), time.monotonic()
     for label in {piece.label: None for piece in pieces if not piece.missing(journal)}:
-        progress(label, total - sum(piece.cost for piece in left), total)
+        progress(label, done, total)
     while left:
         worked = False
         for piece in left:
@@ -153,8 +154,12 @@ def work(
             try:
                 journal.refresh()
                 if missing := piece.missing(journal):
-                    done = total - sum(p.cost for p in left if p.missing(journal))
+                    # What others have done is counted now and then: it takes a look at every piece.
+                    if time.monotonic() - counted > POLL:
+                        done = total - sum(p.cost for p in left if p.missing(journal))
+                        counted = time.monotonic()
                     _compute(piece, missing, journal, done, total, progress)
+                    done += piece.cost
                     worked = True
             finally:
                 if claims:
