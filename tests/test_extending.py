@@ -1,9 +1,13 @@
 """Everything that can be added from outside, as docs/extending.md adds it, used end to end."""
 
+import asyncio
 import importlib
 import json
+import os
 import re
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,9 @@ from coca_attention.cli import main
 from coca_attention.evaluation import TASKS
 from coca_attention.models import set_rotary_scaling
 from coca_attention.ops import FORMS, RULES, oracle
+from coca_attention.quickstart import _watch_parent
 from coca_attention.report import REPORTS
+from coca_attention.search import run_coca
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from conftest import some_text
 from families import vanilla
@@ -35,7 +41,7 @@ def extensions(tmp_path_factory):
     sys.path.insert(0, str(folder))
     importlib.import_module("extensions")
     assert all(name in table for name, table in ADDED.items())
-    yield
+    yield folder
     for name, table in ADDED.items():
         del table[name]
     del REPORTS["repeats"], sys.modules["extensions"]
@@ -142,6 +148,27 @@ def test_the_task_is_a_command_a_section_of_suites_and_of_the_report(trained, tm
     words = ["eval", "repeats", str(trained), "--prompt", "alpha1", "--tokens", "4"]
     assert main([*words, "--name", "mine", "--output", str(output)]) == 0
     assert json.loads(output.read_text())["results"][0]["repeated"] == cell["repeated"]
+
+
+def test_processes_of_a_command_know_what_was_added(extensions, tmp_path, monkeypatch):
+    """Trials of a search, and the processes of the quickstart."""
+    monkeypatch.setenv("PYTHONPATH", str(extensions), prepend=os.pathsep)
+    monkeypatch.setenv("COCA_IMPORT", "extensions")
+    log = tmp_path / "log.txt"
+    with open(tmp_path / "lock", "w") as lock:
+        code = asyncio.run(run_coca(["eval", "repeats", "--help"], log, lock))
+    assert code == 0 and "Text to continue" in log.read_text()
+    context = get_context("spawn")
+    shared = context.Queue(), context.Event()
+    with ProcessPoolExecutor(1, context, _watch_parent, shared) as pool:
+        known = "[*__import__('coca_attention.ops').ops.FORMS]"
+        assert "phase" in pool.submit(eval, known).result()
+
+
+def test_a_module_that_is_missing_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("COCA_IMPORT", "no_such_module")
+    assert main(["info"]) == 2
+    assert "COCA_IMPORT=no_such_module" in capsys.readouterr().err
 
 
 def test_the_case_is_timed_and_drawn(tmp_path, capsys):

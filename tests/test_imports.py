@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "coca_attention"
 # Each part may import itself and what stands in its row.
 MAY_IMPORT = {
     "errors": set(),
-    "imports": set(),
+    "imports": {"errors"},
     "options": {"errors"},
     "intervals": set(),
     "environment": {"errors"},
@@ -43,7 +43,9 @@ MAY_IMPORT = {
     "benchmarks": {"lazy", "ops", "layers", "models", "testing", "errors", "environment"},
     "report": {"errors", "environment", "intervals"},
     "registry": {"ops", "models", "evaluation", "benchmarks", "report", "errors"},
-    "quickstart": {"models", "data", "training", "evaluation", "report", "errors", "environment"},
+    "quickstart": {
+        "imports", "models", "data", "training", "evaluation", "report", "errors", "environment",
+    },
     "reproduce": {
         "quickstart", "lazy", "data", "training", "evaluation", "report", "errors", "environment",
     },
@@ -51,7 +53,7 @@ MAY_IMPORT = {
     "cli": {
         "info", "settings", "models", "data", "training", "evaluation", "analysis", "benchmarks",
         "report", "quickstart", "reproduce", "search", "errors", "environment", "options",
-        "hub", "__init__",
+        "hub", "imports", "__init__",
     },
     "__init__": {"lazy", "imports", "ops", "layers", "models"},
 }  # fmt: skip

@@ -1,10 +1,34 @@
-"""Doing something when another package's module is imported, without importing it."""
+"""Modules of others: what the user wants imported, and acting when one of a package is."""
 
 import importlib.abc
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from coca_attention.errors import UserError
+
+EXTENSIONS = "COCA_IMPORT"
+"""The environment variable with the names of the user's own modules, separated by commas."""
+
+
+def import_extensions() -> None:
+    """Import the modules that `EXTENSIONS` names, for what they register.
+
+    Every command and every process of one begins with it. Processes inherit the variable, and so
+    know what their parent does.
+
+    Raises:
+        UserError: If there is no such module, or it imports one that is missing.
+    """
+    for name in filter(None, os.environ.get(EXTENSIONS, "").split(",")):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"{EXTENSIONS}={name}: {error}; install it, or set PYTHONPATH to its folder"
+            ) from error
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -24,6 +24,7 @@ from coca_attention.evaluation.perplexity import (
     tokens_needed,
 )
 from coca_attention.evaluation.task import Progress, Session, Subject
+from coca_attention.imports import import_extensions
 from coca_attention.training import Recipe
 from coca_attention.training.sections import DataRecipe, ModelRecipe, TrainingRecipe
 
@@ -205,6 +206,7 @@ def _watch_parent(queue: Any, stop: Any) -> None:
 
     When the parent has been killed, nothing more may be written into its folders.
     """
+    import_extensions()
     global _progress
     _progress, parent = queue, parent_process()
     assert parent is not None

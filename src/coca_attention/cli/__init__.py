@@ -23,6 +23,7 @@ from coca_attention.cli.reproduce import run_reproduce
 from coca_attention.cli.search import run_search
 from coca_attention.cli.serve import run_serve
 from coca_attention.errors import UserError, did_you_mean, known_problem
+from coca_attention.imports import import_extensions
 
 COMMANDS: dict[str, Run | Mapping[str, Run]] = {
     "quickstart": run_quickstart,
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"]
     show_messages()
     try:
+        import_extensions()
         command, rest = _find(words)
         if command is not None:
             command(rest)
