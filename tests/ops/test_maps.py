@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from coca_attention.ops import FORMS, Rotation, key_map, query_map
 
@@ -39,46 +39,6 @@ def test_magnitude_has_gradient_zero_where_the_query_is_zero():
     (first,) = torch.autograd.grad(made.sum(), q, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), q)
     assert torch.equal(first, torch.zeros_like(q)) and torch.equal(second, torch.zeros_like(q))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_batches_of_functions(form):
-    """torch.func maps and differentiates them like any other operation."""
-    q = tensors(3, 1, 2, 5, 8)
-    cos, sin = Rotation(8).tables(torch.arange(5), torch.float64)
-
-    def loss(x):
-        return query_map(x, cos, sin, form=form).square().sum()
-
-    found = torch.func.vmap(torch.func.grad(loss))(q)
-    for mapped, x in zip(found, q, strict=True):
-        x = x.clone().requires_grad_()
-        (expected,) = torch.autograd.grad(loss(x), x)
-        assert (mapped - expected).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("interleaved", "span", "free"), [(False, 8, 0), (True, 4, 3)])
-def test_forward_mode_derivatives(form, interleaved, span, free):
-    """By torch.func, by dual numbers with and without gradients, and of a gradient."""
-    q, t = tensors(2, 2, 3, 8), tensors(2, 1, 3, 4 + free, seed=1)
-    cos, sin = Rotation(span).tables(torch.arange(3), torch.float64)
-    settings = {"form": form, "interleaved": interleaved, "free_pairs": free}
-    for function, x in (
-        (lambda x: query_map(x, cos, sin, **settings), q),
-        (lambda x: key_map(x, cos, sin, free_pairs=free), t),
-    ):
-        v = tensors(*x.shape, seed=2)
-        expected = (function(x + 1e-6 * v) - function(x - 1e-6 * v)) / 2e-6
-        assert (torch.func.jvp(function, (x,), (v,))[1] - expected).abs().max() < 1e-8
-        for gradients in (True, False):
-            with torch.set_grad_enabled(gradients), forward_ad.dual_level():
-                dual = function(forward_ad.make_dual(x, v))
-                assert (forward_ad.unpack_dual(dual).tangent - expected).abs().max() < 1e-8
-        gradient = torch.func.grad(lambda x, f=function: f(x).square().sum())
-        expected = (gradient(x + 1e-6 * v) - gradient(x - 1e-6 * v)) / 2e-6
-        found = torch.func.jvp(gradient, (x,), (v,))[1]
-        assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from coca_attention.ops import kernels
 from coca_attention.ops.forms import ScoreForm, get_form
@@ -166,13 +166,8 @@ def over_all_pairs(
 
 def _call(function: Any, *arguments: Any) -> Tensor:
     """Call a `Function`; without gradients skip `apply`, which would slow down decoding."""
-    compiling = torch.compiler.is_compiling()
-    # `forward` on its own would lose a tangent in the Triton kernels.
-    if not torch.is_grad_enabled() and (
-        compiling or forward_ad.unpack_dual(arguments[0]).tangent is None
-    ):
-        return function.forward(*arguments)
-    return (function if compiling else _DUAL[function]).apply(*arguments)
+    called = function.apply if torch.is_grad_enabled() else function.forward
+    return called(*arguments)
 
 
 def _query(
@@ -227,8 +222,6 @@ def _query_gradient(
 
 
 class _QueryMap(Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(
         query: Tensor,
@@ -263,8 +256,6 @@ class _QueryMap(Function):
 
 
 class _KeyMap(Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(coefficients: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
         if kernels.supports(coefficients):
@@ -294,42 +285,3 @@ class _KeyMap(Function):
             f0, f1, c, s = (x[..., -free_pairs:] for x in (g0, g1, cos, sin))
             gradient = torch.cat((gradient, torch.addcmul(f1 * c, f0, s, value=-1)), dim=-1)
         return gradient.to(grad.dtype), None, None, None
-
-
-class _DualQueryMap(_QueryMap):
-    """With a derivative in forward mode, which torch.compile cannot trace."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _QueryMap.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[:3])
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        query, cos, sin = ctx.saved_tensors
-        interleaved, span = ctx.settings[1:3]
-        halves = []
-        for index in range(2):
-            # The rows of every pair's Jacobian are the gradients of the two members of Q'.
-            unit = torch.zeros_like(query).unflatten(-1, (2, -1))
-            unit.select(-2, index).fill_(1.0)
-            row = _query_gradient(query, unit.flatten(-2), cos, sin, *ctx.settings)
-            halves.append(sum(split_pairs(row * tangent, interleaved, span)))
-        return torch.cat(halves, dim=-1)
-
-
-class _DualKeyMap(_KeyMap):
-    """With a derivative in forward mode, which torch.compile cannot trace."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _KeyMap.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[1:3])
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        cos, sin = ctx.saved_tensors
-        return _KeyMap.forward(tangent, cos, sin, ctx.free_pairs)
-
-
-_DUAL = {_QueryMap: _DualQueryMap, _KeyMap: _DualKeyMap}
