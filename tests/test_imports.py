@@ -27,7 +27,7 @@ MAY_IMPORT = {
         "fields", "settings", "lazy", "imports", "ops", "layers", "errors", "environment", "hub",
     },
     "testing": set(),
-    "lm_eval": set(),
+    "lm_eval": {"errors"},
     "data": {"settings", "lazy", "errors", "environment", "hub"},
     "training": {
         "fields", "settings", "lazy", "ops", "layers", "models", "data", "errors", "environment",
@@ -51,9 +51,9 @@ MAY_IMPORT = {
     },
     "search": {"training", "evaluation", "errors", "environment", "options"},
     "cli": {
-        "info", "settings", "models", "data", "training", "evaluation", "analysis", "benchmarks",
-        "report", "quickstart", "reproduce", "search", "errors", "environment", "options",
-        "hub", "imports", "__init__",
+        "fields", "info", "settings", "models", "data", "training", "evaluation", "analysis",
+        "benchmarks", "report", "quickstart", "reproduce", "search", "errors", "environment",
+        "options", "hub", "imports", "__init__",
     },
     "__init__": {"lazy", "imports", "ops", "layers", "models"},
 }  # fmt: skip

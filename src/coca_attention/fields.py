@@ -53,10 +53,16 @@ def attention_of(config: Any) -> str | None:
 
 
 def training_length(config: Any) -> int | None:
-    """Training length in tokens: the original length if set, or else ``max_position_embeddings``.
+    """L, the longest text that a model was trained to read, in tokens; None if it does not say.
 
-    None if the configuration has neither.
+    With a rotary rule that is the length that training went on to with the rule (Llama 3.1:
+    131,072), not `original_length`.
     """
+    return getattr(config, "max_position_embeddings", None) or original_length(config)
+
+
+def original_length(config: Any) -> int | None:
+    """The length in tokens that a rotary rule scales from; without a rule, the training length."""
     given = rope_parameters(config).get("original_max_position_embeddings")
     return given or getattr(config, "max_position_embeddings", None)
 

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coca_attention import convert
+from coca_attention.cli import main
 from coca_attention.errors import UserError
 from coca_attention.fields import attention_of
 from coca_attention.models import Roles, StreamingCache
@@ -44,13 +45,57 @@ def test_nothing_changes_within_the_training_length(family, tmp_path):
     assert difference(logits(again, longer), logits(model, longer)) < 1e-6
 
 
-def test_the_default_limit_is_half_the_training_length():
-    model = vanilla("Llama").double().eval()
-    short, longer = some_tokens(model, length=32), some_tokens(model, length=34)
-    before = [logits(model, ids) for ids in (short, longer)]
-    assert rotation(convert(model, "rope").config).max_distance == 32
-    assert difference(logits(model, short), before[0]) < 1e-6
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rounding"),
+    [({}, 1e-6), ({"rope_parameters": LLAMA3}, 1e-5)],  # of frequencies, by Transformers in float32
+)
+def test_by_default_nothing_changes_in_texts_that_the_model_was_made_to_read(changes, rounding):
+    """Also where a rule has extended what it was trained on first, as in Llama 3.1."""
+    model = vanilla("Llama", **changes).double().eval()
+    longest, longer = some_tokens(model, length=64), some_tokens(model, length=68)
+    before = [logits(model, ids) for ids in (longest, longer)]
+    found = rotation(convert(model, "rope").config)
+    assert (found.max_distance, found.temperature) == (64, 64)
+    assert difference(logits(model, longest), before[0]) < rounding
     assert difference(logits(model, longer), before[1]) > 1e-4
+
+
+def test_the_training_length_can_be_set():
+    found = rotation(convert(vanilla("Llama"), "rope", length=16).config)
+    assert (found.max_distance, found.temperature, found.decay_length) == (16, 16, 2)
+    roles = rotation(convert(vanilla("Llama"), "rope", roles=Roles("lg"), length=16).config)
+    assert (roles.temperature, roles.decay_length) == (16, 2)
+    for arguments, message in (
+        ({"length": 0}, "at least 1 token, got 0"),
+        ({"length": 8, "max_distance": 9}, "at most the training length of 8 tokens, got 9"),
+        ({"length": 8, "form": "slack"}, "is for roles and limits of distances, got 8"),
+    ):
+        with pytest.raises(UserError, match=message):
+            convert(vanilla("Llama"), **{"form": "rope", **arguments})
+
+
+def test_coca_convert_says_which_training_length_it_takes(tmp_path, capsys):
+    vanilla("Llama", rope_parameters=LLAMA3).save_pretrained(tmp_path / "model")
+    words = ["convert", str(tmp_path / "model"), str(tmp_path / "target"), "--form", "rope"]
+    assert main([*words, "--dry-run", "--length", "16"]) == 0
+    assert "Training length: 16 tokens (--length)\n" in capsys.readouterr().out
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "the same as before up to 64 tokens" in said
+    assert (
+        "Training length: 64 tokens (with llama3 scaling of 16: max_position_embeddings; "
+        "--length sets another)\n"
+    ) in said
 
 
 LONGROPE = {"short_factor": [1.0, 1.1], "long_factor": [2.0, 4.0]}

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from coca_attention import convert
-from coca_attention.fields import rope_parameters
+from coca_attention.fields import original_length, rope_parameters
 from coca_attention.models import Roles, set_rotary_scaling, training_length
 from coca_attention.models.configuration import rotation
 from coca_attention.models.generation import rotary_scaling_for
@@ -273,7 +273,7 @@ def test_rules_use_the_length_before_scaling():
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
             "original_max_position_embeddings": 16}  # fmt: skip
     model = vanilla("Llama", rope_parameters=rope)
-    assert training_length(model.config) == 16
+    assert original_length(model.config) == 16 and training_length(model.config) == 64
     ids = some_tokens(model, length=40)
     expected = logits(model, ids)
     assert difference(logits(convert(vanilla("Llama", rope_parameters=rope)), ids), expected) > 0.01

@@ -17,6 +17,7 @@ from coca_attention.cli.console import (
 )
 from coca_attention.data import SourceSettings
 from coca_attention.errors import UserError
+from coca_attention.evaluation.limit_check import LimitCheck, LimitCheckSettings
 from coca_attention.evaluation.pieces import launch_group, rank
 from coca_attention.hub import check_name
 from coca_attention.options import OptionParser
@@ -80,8 +81,12 @@ class ConversionSettings:
     window: int | None = None
     """Tokens that a local layer sees; by default an eighth of the training length."""
     max_distance: int | None = None
-    """Keys farther back than this many tokens are scored as if this far back; by default half the
-    training length for rope without layers, and no limit for other forms."""
+    """Keys farther back than this many tokens are scored as if this far back; by default the
+    training length for rope without layers, and no limit for other forms. Less may find more in
+    longer texts, and may lose what is found within the training length: see --check."""
+    length: int | None = None
+    """The training length in tokens, for layers and limits; by default max_position_embeddings in
+    the model's config.json."""
     kv_cache: Literal["full", "half"] = "full"
     """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
     from_original: bool = False
@@ -241,6 +246,7 @@ def run_generate(words: list[str]) -> None:
     from transformers import TextStreamer, set_seed
 
     from coca_attention.data import load_tokenizer
+    from coca_attention.fields import original_length
     from coca_attention.models import load_model, set_rotary_scaling, training_length
     from coca_attention.models.generation import FiniteScores
     from coca_attention.models.loading import check_vocabulary
@@ -268,7 +274,8 @@ def run_generate(words: list[str]) -> None:
         raise UserError("the prompt has no tokens; give some text to continue")
     if settings.scaling != "none":
         total = before + settings.max_new_tokens
-        length = max(min(total, sight or total), trained or 0)
+        original = original_length(model.config.get_text_config())
+        length = max(min(total, sight or total), original or 0)
         set_rotary_scaling(
             model,
             settings.scaling,
@@ -334,11 +341,11 @@ def _standard_input() -> str:
 
 def run_convert(words: list[str]) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
-    path, target, settings, text = parse(
+    path, target, settings, check, text = parse(
         "coca convert",
         run_convert,
         words,
-        [ConversionSettings, CalibrationSettings],
+        [ConversionSettings, LimitCheckSettings, CalibrationSettings],
         positionals=["model", "target"],
     )
     options = vars(settings)
@@ -347,16 +354,26 @@ def run_convert(words: list[str]) -> None:
         raise UserError(f"window must be at least 1 and requires layers, got {window}")
     if layers:
         check_letters(layers)
+    if check.check and (
+        settings.form != "rope" or layers or settings.max_distance or settings.dry_run
+    ):
+        raise UserError(
+            "--check measures which limit of distances loses nothing: it is for --form rope "
+            "without --layers, --max-distance and --dry-run"
+        )
     check_name(path)
     calibrated = settings.init == "calibrated" and not settings.dry_run
     if rank() > 0 and not calibrated:
         return  # nothing can be shared: the first process does it
     tokens = _calibration_tokens(path, settings.init, text)
     from coca_attention.models import Roles
-    from coca_attention.models.configuration import rotation
     from coca_attention.models.conversion import convert_folder
 
     roles = Roles(layers, window) if layers else None
+    report = None
+    if check.check:
+        report = _check_limits(path, target, options, check, text)
+        options["max_distance"] = report.chosen.max_distance
     with ExitStack() as stack:
         progress = stack.enter_context(Progress()) if rank() == 0 else None
         model = convert_folder(
@@ -364,6 +381,7 @@ def run_convert(words: list[str]) -> None:
             target,
             **options,
             roles=roles,
+            report=report.markdown() if report else "",
             calibration=tokens,
             progress=progress,
             group=launch_group() if calibrated else None,
@@ -376,10 +394,54 @@ def run_convert(words: list[str]) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     note = "; another function than before: train it on"
     if settings.form == "rope" and not layers:
-        note = f"; the same as before up to {rotation(model.config).max_distance:,} tokens"
+        note = f"; the same as before up to {_max_distance(model):,} tokens"
     if settings.from_original:
         note = ""
     print(f"{target}: {model.config.model_type}, {settings.form}, {parameters:,} parameters{note}")
+    _print_training_length(model, settings.length)
+
+
+def _max_distance(model: Any) -> int:
+    """W of a model with limited distances."""
+    from coca_attention.models.configuration import rotation
+
+    found = rotation(model.config.get_text_config()).max_distance
+    assert found is not None  # it was just limited
+    return found
+
+
+def _print_training_length(model: Any, given: int | None) -> None:
+    """Which training length a conversion was for, and why; nothing if it was for none."""
+    from coca_attention.fields import original_length, rope_parameters, training_length
+
+    config = model.config.get_text_config()
+    rope, length, original = rope_parameters(config), given, original_length(config)
+    if "temperature" not in rope:
+        return
+    why = "--length"
+    if length is None:
+        length, why = training_length(config), "max_position_embeddings; --length sets another"
+        if length != original:
+            why = f"with {rope['rope_type']} scaling of {original:,}: {why}"
+    print(f"Training length: {length:,} tokens ({why})")
+
+
+def _check_limits(
+    path: str, target: str, options: dict[str, Any], check: LimitCheckSettings, text: SourceSettings
+) -> LimitCheck:
+    """Measure the model with some limits of distances, and print the table."""
+    from coca_attention.evaluation.limit_check import check_limits
+    from coca_attention.evaluation.task import Session, load_subject
+    from coca_attention.models.conversion import convert_folder
+
+    # What could be refused after the measurements is refused before.
+    planned = convert_folder(path, target, **{**options, "dry_run": True})
+    subject = load_subject(path, "base", dtype=options["dtype"])
+    length = _max_distance(planned)
+    with Progress() as progress:
+        report = check_limits(subject, text, check, Session(progress=progress), length=length)
+    print_table(*report.table())
+    return report
 
 
 def _print_conversion(path: str, settings: ConversionSettings, model: Any) -> None:
@@ -402,6 +464,7 @@ def _print_conversion(path: str, settings: ConversionSettings, model: Any) -> No
         ["weights to write", f"{megabytes(size)}, {str(model.dtype).removeprefix('torch.')}"],
     ]
     print_table(["", "conversion"], rows)
+    _print_training_length(model, settings.length)
     print("Nothing was written.")
 
 

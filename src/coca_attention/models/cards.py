@@ -97,6 +97,11 @@ The conversion changed what the model computes: it needs further training before
 - {{ label }}: {{ value }}
 {% endfor -%}
 {% endif %}
+{%- if report %}
+## Limit of distances
+
+{{ report }}
+{% endif %}
 {%- if results %}
 ## Evaluation
 
@@ -123,6 +128,7 @@ def write_card(
     training: dict[str, Any] | None = None,
     perplexity: float | None = None,
     untrained: bool = False,
+    report: str = "",
 ) -> None:
     """Write the card of a model, and carry over card and license of the model that it is made from.
 
@@ -134,6 +140,7 @@ def write_card(
         training: What to say about the training, by label.
         perplexity: On the validation blocks of the run.
         untrained: Whether the model was converted and not trained since.
+        report: How the limit of distances was chosen, in Markdown.
     """
     folder = Path(folder)
     copied = [] if source is None else carry_over(source, folder)
@@ -146,6 +153,7 @@ def write_card(
         training=list((training or {}).items()),
         perplexity=perplexity,
         untrained=untrained,
+        report=report,
         source_files=", ".join(f"[{x}]({x})" for x in copied if x not in PROCESSORS),
     )
     card.save(folder / CARD)

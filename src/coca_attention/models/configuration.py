@@ -12,8 +12,8 @@ from coca_attention.fields import (
     LOCAL,
     free_pairs,
     head_width,
+    original_length,
     rope_parameters,
-    training_length,
 )
 from coca_attention.models.portable import PackagedConfig
 from coca_attention.ops import RULES, Rotation, Rule, check_clipped_form, get_form
@@ -90,7 +90,7 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
             f"rope_type {rope_type!r} with {' and '.join(unknown)} is not supported; set "
             "attention_factor instead, the factor on cos and sin"
         )
-    trained = rope.get("original_max_position_embeddings") or training_length(config)
+    trained = rope.get("original_max_position_embeddings") or original_length(config)
     longest = getattr(config, "max_position_embeddings", None)
     made = rule.from_parameters(rope, trained, longest)
     return Rotation(
@@ -117,7 +117,7 @@ def transformers_frequencies(
     """
     found = rotation(config, layer_type)
     if found.follows_length:
-        found = found.for_length(seq_len or training_length(config) or 1)
+        found = found.for_length(seq_len or original_length(config) or 1)
     return found.frequencies().to(device, torch.float32), found.rule.magnitude
 
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from coca_attention.errors import UserError
-from coca_attention.fields import training_length
+from coca_attention.fields import original_length
 from coca_attention.models.scaling import rotary_restored, set_rotary_scaling
 
 
@@ -37,7 +37,7 @@ def rotary_scaling_for(
     config = model.config.get_text_config()
     with rotary_restored(model):
         if kind != "none":
-            target = max(length, training_length(config) or 0) if kind == "ntk" else None
+            target = max(length, original_length(config) or 0) if kind == "ntk" else None
             set_rotary_scaling(model, kind, factor=factor, length=target)  # pyright: ignore
         yield getattr(config, "rope_parameters", None)
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.fields import GLOBAL, rope_parameters, training_length
+from coca_attention.fields import GLOBAL, original_length, rope_parameters
 from coca_attention.models.configuration import LOCAL_RULE, ROTATION_FIELDS
 from coca_attention.models.rotary import CoCARotary, VanillaRotary
 from coca_attention.ops import RULES
@@ -84,7 +84,7 @@ def set_rotary_scaling(
         raise UserError(
             f"rotary scaling {kind!r} does not take a target length; use {' or '.join(supporting)}"
         )
-    trained = training_length(config)
+    trained = original_length(config)
     if length is not None and trained is not None and length < trained and kind == "ntk":
         raise UserError(
             f"the target length ({length} tokens) is shorter than the training length ({trained})"

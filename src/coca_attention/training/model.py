@@ -148,7 +148,7 @@ def _extend_length(model: PreTrainedModel, recipe: Recipe) -> None:
         if recipe.model.interpolation is None and not limited:
             raise UserError(
                 f"{recipe.model.start} was trained on {known} tokens and block_length is {length}: "
-                f"set model.max_distance, for example to {known // 2}, or model.interpolation, for "
+                f"set model.max_distance, at most {known}, or model.interpolation, for "
                 f"example to {length / known:g}, or use shorter blocks"
             )
         config.max_position_embeddings = length

@@ -92,7 +92,8 @@ class ModelRecipe:
     max_distance: int | None = None
     """Keys farther back than this many tokens are scored as if this far back, in layers that see
     the whole text; a decay begins there, and a temperature makes no query smaller: what a rotary
-    start says of texts up to this long does not change. By default no limit."""
+    start says of texts up to this long does not change. Less than its training length may lose
+    passkeys within it, which coca convert --check measures. By default no limit."""
     start: str | None = None
     """Folder or name of a trained Transformers model to start from instead of random weights. Its
     sizes and its tokenizer are used. A rotary model is converted if attention names a CoCA form; a

@@ -42,6 +42,7 @@ def convert(
     free_pairs: int = 0,
     roles: Roles | None = None,
     max_distance: int | None = None,
+    length: int | None = None,
     kv_cache: str = "full",
     progress: Callable[[str, int, int], Any] | None = None,
     empty: bool = False,
@@ -74,7 +75,9 @@ def convert(
         max_distance: W; in layers that see the whole text, keys farther back than W tokens are
             scored as if W back, their weight falls with `DECAY`, and queries beyond the training
             length L grow with the logarithm of the tokens they see (docs/conversion.md). Default:
-            L / 2 for ``rope`` without roles, or else no limit.
+            L for ``rope`` without roles, which changes nothing in texts of up to L tokens, or else
+            no limit.
+        length: L, for roles and limits; default: `training_length` of the configuration.
         kv_cache: ``full`` or ``half``, see `CoCAConfig`.
         progress: Called with a label, the number of calibration texts read and layers converted so
             far, and their total.
@@ -110,6 +113,7 @@ def convert(
             free_pairs=free_pairs,
             roles=roles,
             max_distance=max_distance,
+            length=length,
             kv_cache=kv_cache,
             progress=progress,
             empty=empty,
@@ -134,9 +138,11 @@ def convert(
     if roles is not None:
         if max_distance is not None:
             raise UserError("roles determine the largest distance: set max_distance there")
-        added = _role_fields(old.get_text_config(), roles, form, free_pairs)
+        added = _role_fields(old.get_text_config(), roles, form, free_pairs, length)
     elif form == "rope" or max_distance is not None:
-        added |= _limit_fields(old.get_text_config(), max_distance)
+        added |= _limit_fields(old.get_text_config(), max_distance, length)
+    elif length is not None:
+        raise UserError(f"a length is for roles and limits of distances, got {length}")
     if form == "rope" and roles is None:
         if free_pairs:
             raise UserError("all pairs are free with form rope: leave out free_pairs")
@@ -243,8 +249,10 @@ def _find_family(model: Any) -> tuple[Family, type]:
     )
 
 
-def _role_fields(config: Any, roles: Roles, form: str, free_pairs: int) -> dict[str, Any]:
-    length, rope = training_length(config), rope_parameters(config)
+def _role_fields(
+    config: Any, roles: Roles, form: str, free_pairs: int, length: int | None
+) -> dict[str, Any]:
+    length, rope = _checked_length(config, length), rope_parameters(config)
     if free_pairs:
         raise UserError("roles determine the free pairs: leave out free_pairs")
     if length is None or rope is not (config.rope_parameters or {}):
@@ -263,8 +271,15 @@ def _role_fields(config: Any, roles: Roles, form: str, free_pairs: int) -> dict[
     )
 
 
-def _limit_fields(config: Any, max_distance: int | None) -> dict[str, Any]:
-    length, rope = training_length(config), config.rope_parameters or {}
+def _checked_length(config: Any, length: int | None) -> int | None:
+    """The training length: that given, or the configuration's."""
+    if length is not None and length < 1:
+        raise UserError(f"the training length must be at least 1 token, got {length}")
+    return length or training_length(config)
+
+
+def _limit_fields(config: Any, max_distance: int | None, length: int | None) -> dict[str, Any]:
+    length, rope = _checked_length(config, length), config.rope_parameters or {}
     if length is None:
         raise UserError(
             f"a limit of distances needs a training length; {config.model_type} has no "
@@ -279,7 +294,7 @@ def _limit_fields(config: Any, max_distance: int | None) -> dict[str, Any]:
         length,
         temperature=True,
         decay=DECAY,
-        max_distance=length // 2 if max_distance is None else max_distance,
+        max_distance=length if max_distance is None else max_distance,
     )
     if rope_parameters(config) is rope:
         return {"rope_parameters": rope | added}

@@ -32,12 +32,14 @@ def convert_folder(
     free_pairs: int = 0,
     roles: Roles | None = None,
     max_distance: int | None = None,
+    length: int | None = None,
     kv_cache: str = "full",
     from_original: bool = False,
     portable: bool = False,
     dtype: str = "auto",
     progress: Callable[[str, int, int], Any] | None = None,
     dry_run: bool = False,
+    report: str = "",
     group: dist.ProcessGroup | None = None,
 ) -> PreTrainedModel:
     """`convert` or `load_original` from folder to folder, including tokenizer and model card.
@@ -55,6 +57,7 @@ def convert_folder(
         free_pairs: See `convert`.
         roles: See `convert`.
         max_distance: See `convert`.
+        length: See `convert`.
         kv_cache: ``full`` or ``half``.
         from_original: Whether the source is in the format of the paper's authors.
         portable: Whether Transformers imports this package by itself, see `make_portable`.
@@ -62,6 +65,7 @@ def convert_folder(
         progress: As for `convert`.
         dry_run: Whether to check everything and write nothing. The weights are not read then, but
             for an original checkpoint's.
+        report: What the model card says of how the limit of distances was chosen, in Markdown.
         group: As for `convert`; its first process writes the result.
 
     Returns:
@@ -71,12 +75,12 @@ def convert_folder(
         UserError: If the source cannot be loaded or converted, or the target cannot be written.
     """
     target = _new_folder(source, target)
-    given = (form, init, free_pairs, roles, max_distance)
-    changed = given != ("slack", "fold", 0, None, None) or calibration is not None
+    given = (form, init, free_pairs, roles, max_distance, length)
+    changed = given != ("slack", "fold", 0, None, None, None) or calibration is not None
     if from_original and changed:
         raise UserError(
             "an original checkpoint has the slack form and its own T projection: omit --form, "
-            "--init, --free-pairs, --layers and --max-distance"
+            "--init, --free-pairs, --layers, --max-distance and --length"
         )
     if from_original:
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
@@ -102,6 +106,7 @@ def convert_folder(
             free_pairs=free_pairs,
             roles=roles,
             max_distance=max_distance,
+            length=length,
             kv_cache=kv_cache,
             progress=progress,
             empty=dry_run,
@@ -113,7 +118,14 @@ def convert_folder(
         make_portable(model)
     untrained = not from_original and (form != "rope" or roles is not None)
     with _writing(model, source, target) as folder:
-        write_card(folder, model.config, name=target.name, source=source, untrained=untrained)
+        write_card(
+            folder,
+            model.config,
+            name=target.name,
+            source=source,
+            untrained=untrained,
+            report=report,
+        )
     return model
 
 
