@@ -22,7 +22,9 @@ def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any
 
 def layer_types(config: Any) -> list[str]:
     """The type of every layer: in a family without types but with a window (Mistral), `LOCAL`."""
-    kind = LOCAL if getattr(config, "sliding_window", None) else GLOBAL
+    # Files of other families can name a window, which these ignore.
+    known = getattr(type(config), "__dataclass_fields__", vars(config))
+    kind = LOCAL if "sliding_window" in known and config.sliding_window else GLOBAL
     return list(getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers)
 
 

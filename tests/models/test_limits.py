@@ -129,6 +129,14 @@ def test_a_window_within_the_limit_leaves_nothing_to_limit(family):
     assert difference(logits(convert(model, "rope", max_distance=16), ids), before) < 1e-6
 
 
+def test_a_window_that_the_family_ignores_is_none():
+    """Files of Llama models derived from others can name one."""
+    models = [limited("Llama"), limited("Llama")]
+    models[1].config.sliding_window = 4
+    ids = some_tokens(models[0], length=40)
+    assert torch.equal(*(logits(model, ids) for model in models))
+
+
 @pytest.mark.parametrize("family", VARIED)
 @pytest.mark.parametrize(("form", "cache"), [("rope", "full"), ("strict", "half")])
 def test_every_way_of_reading_gives_the_same(family, form, cache):

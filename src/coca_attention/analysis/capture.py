@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.fields import attention_of
+from coca_attention.fields import attention_of, window_of
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import rotation
 from coca_attention.models.families import Family, family_of, supported_families
@@ -170,7 +170,6 @@ def _capture(
     tables = kwargs.get("position_embeddings") if roles is None else roles[kind][1]
     if tables is not None:
         _check_tables(index, tables[:2], found)
-    window = getattr(body.config, "sliding_window", None)
     visit(
         LayerHeads(
             layer=index,
@@ -180,7 +179,7 @@ def _capture(
             rotation=found,
             parameters=_learned(attention),
             interleaved=interleaved,
-            window=getattr(attention, "sliding_window", window),
+            window=getattr(attention, "sliding_window", window_of(body.config)),
             scale=scale,
             kind=kind,
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from coca_attention.fields import window_of
 from coca_attention.models.key_positions import KeyPositions, compiling
 from coca_attention.ops import (
     attend,
@@ -63,8 +64,7 @@ class LayerPass(NamedTuple):
     @property
     def window(self) -> int | None:
         """Tokens in sight, the query's own included; None for all."""
-        config = self.module.config
-        return getattr(self.module, "sliding_window", getattr(config, "sliding_window", None))
+        return getattr(self.module, "sliding_window", window_of(self.module.config))
 
     @property
     def implementation(self) -> str:
