@@ -24,6 +24,7 @@ from coca_attention.evaluation.perplexity import (
     tokens_needed,
 )
 from coca_attention.evaluation.perplexity.keys import key_tokens
+from coca_attention.evaluation.perplexity.repeats import distant_repeats
 from coca_attention.evaluation.perplexity.score import (
     TokenDocument,
     TokenScores,
@@ -417,6 +418,47 @@ def test_key_perplexity_is_that_of_the_chosen_tokens(tmp_path, tokenizer):
         assert cell["key_tokens"] == 3
         assert cell["key_perplexity"] == pytest.approx(math.exp(sum(nats) / 3), rel=1e-6)
     assert "key_tokens" not in evaluate_perplexity(model, documents, settings)[0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "beyond", "expected"),
+    [
+        ([1, 2, 3, 9, 9, 1, 2, 3], 3, 4, [7]),
+        ([1, 2, 3, 9, 9, 1, 2, 3], 3, 5, []),
+        ([1, 2, 3, 9, 9, 1, 2, 3], 2, 4, [6, 7]),
+        # The latest of two earlier ones is near.
+        ([1, 2, 8, 8, 1, 2, 1, 2], 2, 3, [5]),
+        ([5, 5, 5, 5], 1, 1, []),
+        ([1, 2], 3, 1, []),
+    ],
+)
+def test_distant_repeats_stand_far_back_only(tokens, n, beyond, expected):
+    found = distant_repeats(torch.tensor(tokens), n, beyond)
+    assert found.nonzero().flatten().tolist() == expected
+
+
+def test_repeats_are_scored_by_document():
+    """Against sums over the score of every token, with pieces and targets cut anywhere."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [
+        TokenDocument(str(i), torch.randint(0, 5, (90,), generator=generator)) for i in range(3)
+    ]
+    model = tiny_model("llama-rope")
+    settings = WindowSettings([8, 32], stride=4, attend_last=16, repeats=3)
+    cells = evaluate_perplexity(model, documents, settings)
+    assert [cell["window"] for cell in cells] == [8, 32, 16]
+    for cell, stride in zip(cells, (4, 4, 2), strict=True):
+        scored = [TokenScores(90) for _ in documents]
+        score_documents(
+            model, documents, window=cell["window"], stride=stride, first_target=29,
+            per_token=scored,
+        )  # fmt: skip
+        assert (cell["repeats"]["n"], cell["repeats"]["beyond"]) == (3, 16)
+        per_document = zip(documents, scored, cell["repeats"]["documents"], strict=True)
+        for document, score, found in per_document:
+            mask = distant_repeats(document.tokens, 3, 16) & (score.read > 0)
+            assert found["tokens"] == mask.sum() > 0
+            assert found["nats"] == pytest.approx(score.nats[mask].sum().item(), rel=1e-5)
 
 
 def test_an_evaluator_shares_the_tokenizer_and_knows_more_from_far_away(tmp_path, tokenizer):

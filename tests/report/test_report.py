@@ -14,7 +14,9 @@ from coca_attention.report.lines import by_line
 from coca_attention.report.perplexity import (
     perplexity_findings,
     perplexity_sections,
+    perplexity_tables,
 )
+from coca_attention.report.repeats import repeat_tables
 from coca_attention.report.results import all_cells, read_results
 from coca_attention.report.tasks import by_task
 
@@ -200,6 +202,27 @@ def test_changes_carry_an_interval_over_paired_documents():
         "CoCA-Slack has the lowest perplexity, 36.19. The others, with 95 % intervals of the "
         "difference: RoFormer 40.00 (+10.5%; +10.5% to +10.5%)."
     )
+
+
+def test_repeats_are_compared_with_the_short_context():
+    def measured(window: int, far: float, rest: float, scaling: str = "none") -> dict:
+        documents = [{"id": str(i), "nats": far + rest + i, "tokens": 100} for i in range(20)]
+        repeated = [{"nats": far, "tokens": 10} for _ in documents]
+        about = {"n": 4, "beyond": 64, "documents": repeated}
+        made = {"documents": documents, "tokens": 2000, "repeats": about}
+        return cell("Roles", window, 30.0, scaling, attention="rope", **made)
+
+    cells = [measured(256, 20, 300), measured(64, 30, 297, "attend-last"), measured(64, 31, 297)]
+    header, rows = repeat_tables(cells)[0]
+    assert header[0].startswith("targets with a 4-gram farther back than 64 tokens")
+    # exp(-10 / 10) and exp(3 / 90); nats differ alike in all documents.
+    assert rows == [
+        ["Roles, these 10.0%", "+10.5% (+10.5% to +10.5%)", "−63.2% (−63.2% to −63.2%)"],
+        ["Roles, all others", "+0.0% (+0.0% to +0.0%)", "+3.4% (+3.4% to +3.4%)"],
+    ]
+    assert any("Copied from far back" in s.title for s in perplexity_sections(cells))
+    assert (header, rows) in perplexity_tables(cells)
+    assert "Copied" not in " ".join(s.title for s in perplexity_sections(all_cells([CONTENT])))
 
 
 def test_few_documents_are_named_below_the_intervals():

@@ -26,6 +26,7 @@ from coca_attention.report.lines import (
     strict_minus_slack,
     times_trained,
 )
+from coca_attention.report.repeats import repeat_tables
 from coca_attention.report.section import Entry, Section, Table
 
 NAMED = 8
@@ -80,6 +81,16 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
                 note=f"{alike[0]['key_tokens']:,} tokens.",
             )
         )
+    for header, rows in repeat_tables(cells):
+        sections.append(
+            Section(
+                "Copied from far back, and the rest",
+                text="Targets that end an n-gram which stands earlier in the document, but only "
+                "farther back than the short context, and all others.",
+                header=header,
+                rows=rows,
+            )
+        )
     return sections + strict_minus_slack(
         cells, "perplexity", "window", "Strict minus slack: perplexity"
     )
@@ -107,6 +118,7 @@ def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:
     once = [cell for cell in cells if cell.get("targets") == "one-pass" and "by_position" in cell]
     tables += [_position_table(cells) for cells in _by_ranges(once)]
     tables += [key_table(alike) for alike in _by_key_tokens(cells)]
+    tables += repeat_tables(cells)
     few = _about_few(cells)
     return [*tables, ([few.strip()], [])] if few else tables
 

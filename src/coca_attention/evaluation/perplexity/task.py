@@ -66,6 +66,9 @@ class WindowSettings:
     predicts from the largest window but not from key_short tokens."""
     key_short: int = 64
     """Length in tokens of the short context that does not suffice to predict key tokens."""
+    repeats: int | None = None
+    """Also score separately the targets that end an n-gram of this length that stands earlier in
+    the document, but only farther back than attend_last, or else than the smallest window."""
 
 
 @dataclass
@@ -165,7 +168,7 @@ def check_settings(settings: WindowSettings) -> int:
             f"key_short must be at least 1 token and less than the largest window, got "
             f"{settings.key_short}"
         )
-    check_at_least(settings, 1, "batch_tokens")
+    check_at_least(settings, 1, "batch_tokens", "repeats")
     return stride
 
 
@@ -297,7 +300,27 @@ def perplexity_parts(
         last = settings.attend_last
         runs.append((last, min(max(1, last // 8), stride), "attend-last"))
     text = text_hash(documents)
-    return [_part(subject, documents, settings, session, keys, text, first, run) for run in runs]
+    repeats = _find_repeats(documents, settings)
+    return [
+        _part(subject, documents, settings, session, keys, repeats, text, first, run)
+        for run in runs
+    ]
+
+
+def _find_repeats(
+    documents: "Sequence[TokenDocument]", settings: WindowSettings
+) -> "list[Tensor] | None":
+    """The targets that ``settings.repeats`` asks for, (length,) of every document."""
+    from coca_attention.evaluation.perplexity.repeats import distant_repeats
+
+    if settings.repeats is None:
+        return None
+    return [distant_repeats(d.tokens, settings.repeats, _near(settings)) for d in documents]
+
+
+def _near(settings: WindowSettings) -> int:
+    """Tokens of the short context that longer windows are compared with."""
+    return settings.attend_last or min(settings.windows)
 
 
 def _part(
@@ -306,6 +329,7 @@ def _part(
     settings: WindowSettings,
     session: Session,
     keys: "Sequence[Tensor] | None",
+    repeats: "Sequence[Tensor] | None",
     text: str,
     first: int,
     run: tuple[int, int, str],
@@ -338,13 +362,14 @@ def _part(
         "text": text,
         "positions": settings.windows if settings.targets == "one-pass" else settings.positions,
         "keys": None if keys is None else fingerprint(keys),
+        "repeats": None if repeats is None else [settings.repeats, _near(settings)],
     }
     windows = windows_of([len(d.tokens) for d in documents], window, stride, first)
 
     def piece(part: slice) -> Piece:
         def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
             per_token = None
-            if edges is not None or keys is not None:
+            if edges is not None or keys is not None or repeats is not None:
                 per_token = [TokenScores(len(document.tokens)) for document in documents]
             with rotary_scaling_for(subject.model, applied, session.factor, window):
                 scores = score_documents(
@@ -371,6 +396,14 @@ def _part(
             if per_token is not None and keys is not None:
                 nats, tokens = key_nats(per_token, keys)
                 sums["keys"] = [[_number(nats), tokens]]
+            if per_token is not None and repeats is not None:
+                pairs = zip(per_token, repeats, strict=True)
+                chosen = [key_nats([scored], [mask]) for scored, mask in pairs]
+                sums["repeats"] = [
+                    [index, _number(nats), tokens]
+                    for index, (nats, tokens) in enumerate(chosen)
+                    if tokens
+                ]
             return [sums]
 
         cost = sum(each.inputs for _, each in windows[part])
@@ -381,11 +414,7 @@ def _part(
 
     def cells() -> list[Cell]:
         found = [session.journal.get(each.keys[0]) for each in pieces]
-        rows = [row for sums in found for row in sums["documents"]]
-        scores = [
-            DocumentScore(document.id, *_sum(row[1:] for row in rows if row[0] == index))
-            for index, document in enumerate(documents)
-        ]
+        scores = _by_document(documents, [row for sums in found for row in sums["documents"]])
         with rotary_scaling_for(subject.model, applied, session.factor, window) as rope:
             pass
         interval = perplexity_interval(scores)
@@ -412,6 +441,17 @@ def _part(
                 {"first": low + 1, "last": high, "nats": _number(nats), "tokens": tokens}
                 for (low, high), (nats, tokens) in zip(pairwise(edges), ranges, strict=True)
             ]
+        if repeats is not None:
+            cell["repeats"] = {
+                "n": settings.repeats,
+                "beyond": _near(settings),
+                "documents": [
+                    {"nats": _number(score.nats), "tokens": score.tokens}
+                    for score in _by_document(
+                        documents, [row for sums in found for row in sums["repeats"]]
+                    )
+                ],
+            }
         if keys is not None:
             nats, tokens = _sum(sums["keys"][0] for sums in found)
             mean = nats / tokens if tokens else math.inf
@@ -420,6 +460,16 @@ def _part(
         return [cell]
 
     return Part(pieces, cells)
+
+
+def _by_document(
+    documents: "Sequence[TokenDocument]", rows: Sequence[Sequence[Any]]
+) -> list[DocumentScore]:
+    """The score of every document from rows of its index, nats and tokens."""
+    return [
+        DocumentScore(document.id, *_sum(row[1:] for row in rows if row[0] == index))
+        for index, document in enumerate(documents)
+    ]
 
 
 def _sum(rows: Iterable[Sequence[Any]]) -> tuple[float, int]:
