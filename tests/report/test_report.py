@@ -214,7 +214,7 @@ def test_repeats_are_compared_with_the_short_context():
 
     cells = [measured(256, 20, 300), measured(64, 30, 297, "attend-last"), measured(64, 31, 297)]
     header, rows = repeat_tables(cells)[0]
-    assert header[0].startswith("targets with a 4-gram farther back than 64 tokens")
+    assert header[0].startswith("4-gram only farther back than 64 tokens")
     # exp(-10 / 10) and exp(3 / 90); nats differ alike in all documents.
     assert rows == [
         ["Roles, these 10.0%", "+10.5% (+10.5% to +10.5%)", "−63.2% (−63.2% to −63.2%)"],

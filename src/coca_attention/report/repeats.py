@@ -30,7 +30,7 @@ def _table(n: int, beyond: int, cells: Sequence[Cell]) -> Table:
         if (base := _short(lines, key[0], line))
         for label, repeated in ((f"these {share:.1%}", True), ("all others", False))
     ]
-    title = f"targets with a {n}-gram farther back than {beyond} tokens: change against these"
+    title = f"{n}-gram only farther back than {beyond} tokens: change against that context"
     return [title, *(f"{window:,}" for window in windows)], rows
 
 
