@@ -59,7 +59,7 @@ def test_where_the_base_finds_no_passkey_nothing_less_than_the_training_length_i
 def test_the_table_says_what_is_lost():
     check = LimitCheck(L, BASE, [SAFE, measured(128, (49, 50), nats=0.01)], "On a text")
     header, rows = check.table()
-    assert header[0] == "" and header[-1] == "lost within L" and len(header) == 6
+    assert header[0] == "" and header[-1] == "lost" and len(header) == 6
     assert [row[0] for row in rows] == ["base", "W = 256 (chosen)", "W = 128"]
     assert [row[-1] for row in rows] == ["", "nothing", "perplexity, passkeys"]
     assert "| W = 128 |" in check.markdown() and "On a text. " in check.markdown()

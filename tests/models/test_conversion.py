@@ -234,7 +234,7 @@ def test_a_failed_calibration_writes_nothing(
         (["nowhere"], "no model could be loaded"),
         (
             ["SOURCE", "--from-original", "--form", "strict"],
-            "omit --form, --init, --free-pairs, --layers and",
+            "omit --form, --init, --free-pairs, --layers, --max-distance and",
         ),
         (["SOURCE", "--from-original"], "no weights"),
     ],

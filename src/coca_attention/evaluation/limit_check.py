@@ -117,7 +117,7 @@ class LimitCheck:
         return max((m for m in self.limited if not m.lost(self.base, self.length)), key=gain)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows: the base, then every limit."""
+        """Header and rows: the base, then every limit with what it loses within L."""
         lengths, chosen = list(self.base.hits), self.chosen
         shown = [f"{n:,}" for n in lengths]
         columns = [f"perplexity {shown[0]}", *shown[1:], f"passkeys {shown[0]}", *shown[1:]]
@@ -133,7 +133,7 @@ class LimitCheck:
                     "" if each is self.base else lost,
                 ]
             )
-        return ["", *columns, "lost within L"], rows
+        return ["", *columns, "lost"], rows
 
     def markdown(self) -> str:
         """The check as a paragraph and a table."""
