@@ -125,7 +125,9 @@ def test_a_length_without_room_is_refused_before_training(base, text_folder, tmp
         load_data(unread, load_tokenizer(base))
 
 
-def test_a_run_measures_resumes_and_says_what_was_kept(base, text_folder, tmp_path, monkeypatch):
+def test_a_run_measures_resumes_and_says_what_was_kept(
+    base, text_folder, tmp_path, monkeypatch, caplog
+):
     """Every objective; the same figures and weights after an interruption, and without figures."""
 
     class Stop(TrainerCallback):
@@ -137,7 +139,9 @@ def test_a_run_measures_resumes_and_says_what_was_kept(base, text_folder, tmp_pa
     path = write_recipe(base, text_folder, tmp_path / "recipe.yaml", TEACHER)
     options = ["--validation.passkeys=2", "--validation.lengths=[300]"]
     recipe = load_recipe(path, options)
+    caplog.set_level("INFO", "coca_attention")
     straight = train(recipe, tmp_path / "straight")
+    assert caplog.text.count(", passkeys at 300 tokens 0%") == 6
     with pytest.raises(KeyboardInterrupt):
         train(recipe, tmp_path / "resumed", callbacks=[Stop()])
     resumed = train(recipe, tmp_path / "resumed")

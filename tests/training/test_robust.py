@@ -170,6 +170,7 @@ def test_a_finished_run_is_extended(text_folder, tmp_path, straight):
         train(longer, tmp_path)
     seen, whole = Record(), Record()
     train(longer, folder, extend=True, callbacks=[seen])
+    train(longer, folder, extend=True)  # the same command again
     fresh = train(longer, tmp_path / "fresh", callbacks=[whole])
     assert seen.rates == {step: whole.rates[step] for step in (13, 14, 15, 16)}
     ours, theirs = read_summary(folder), read_summary(fresh)
@@ -206,6 +207,8 @@ def test_an_extension_that_was_interrupted_resumes(text_folder, tmp_path):
 
 def test_only_a_longer_recipe_extends(text_folder, tmp_path):
     train(recipe(text_folder), tmp_path)
+    with pytest.raises(UserError, match="finished run of 12 steps: to extend it, ask for more"):
+        train(recipe(text_folder), tmp_path, extend=True)
     for changes in ({"training__steps": 8}, {"training__steps": 16, "training__seed": 3}):
         with pytest.raises(UserError, match="another recipe"):
             train(recipe(text_folder, **changes), tmp_path, extend=True)

@@ -1,6 +1,7 @@
 """Training: the result, resuming after a kill, divergence."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from coca_attention.training import (
     train,
 )
 from coca_attention.training.data import load_data
+from commands import run
 from conftest import some_text
 
 OPTIONS = {
@@ -93,6 +95,18 @@ def test_validation_reads_what_is_held_out_from_training(text_folder, tmp_path):
     documents = [tokenizer.decode(tokens).split("<|endoftext|>") for tokens in (measured, kept)]
     assert not set(documents[0]) & set(documents[1]) - {""}
     assert 0 < len(measured) == len(whole) - len(kept)
+
+
+def test_the_command_says_what_validation_measures(text_folder, tmp_path, capsys):
+    path, output = tmp_path / "recipe.yaml", tmp_path / "run"
+    path.write_text(as_yaml(recipe(text_folder, validation__every=5, validation__batches=1)))
+    code, out, err = run(capsys, "train", path, "--output", output)
+    assert code == 0
+    curve = read_summary(output)["validation"]
+    assert re.findall(r"^step (\d+), validation perplexity (\S+)$", err, re.M) == [
+        (str(entry["step"]), f"{entry['perplexity']:.2f}") for entry in curve
+    ]
+    assert out.rstrip().endswith(f", validation perplexity {curve[-1]['perplexity']:.2f}")
 
 
 @pytest.mark.parametrize(

@@ -166,9 +166,11 @@ def run_train(words: list[str]) -> None:
     summary = read_summary(train(settings, folder, extend="--extend" in words))
     if not PartialState().is_main_process:
         return
+    curve = summary["validation"]
+    validation = f", validation perplexity {curve[-1]['perplexity']:.2f}" if curve else ""
     print(
         f"{folder}: {summary['parameters']:,} parameters, {summary['tokens']:,} tokens, "
-        f"last loss {summary['curve'][-1]['loss']:.3f}"
+        f"last loss {summary['curve'][-1]['loss']:.3f}{validation}"
     )
     if summary["recipe"]["data"].get("mixture"):
         read = (f"{name} {times:.2f}" for name, times in summary["source_epochs"].items())

@@ -109,7 +109,11 @@ def fit(
                 args=arguments,
                 train_dataset=dataset,
                 eval_dataset=validation,
-                callbacks=[*_curves(settings, folder, state), *callbacks],
+                callbacks=[
+                    *_curves(settings, folder, state),
+                    _SayValidation(retrieval),
+                    *callbacks,
+                ],
             )
         except UserError:
             raise
@@ -193,6 +197,23 @@ def measure(
         settings, retrieval=retrieval, model=model, args=arguments, eval_dataset=validation
     )
     return measured(trainer.evaluate(), retrieval)
+
+
+class _SayValidation(TrainerCallback):
+    """A line for every measurement on the validation text."""
+
+    def __init__(self, retrieval: Retrieval | None) -> None:
+        self.retrieval = retrieval
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            parts = [f"validation perplexity {math.exp(metrics['eval_loss']):.2f}"]
+            for name, asked in self.retrieval.questions.items() if self.retrieval else ():
+                share = metrics[f"eval_{name}"]
+                parts.append(f"{asked.what} at {asked.length:,} tokens {share:.0%}")
+            log.info("step %s, %s", f"{state.global_step:,}", ", ".join(parts))
 
 
 def _curves(settings: TrainingRecipe, folder: Path, state: PartialState) -> list[TrainerCallback]:

@@ -61,8 +61,8 @@ def train(
         output: Folder of the run. At the end it holds the model, the tokenizer, the recipe with
             all defaults, and ``training.json`` (curves, tokens, seconds, recipe, versions,
             hardware, stages).
-        extend: Whether the recipe may have more steps than the run in the folder, which then goes
-            on from its last checkpoint. The learning rate continues at the value that the longer
+        extend: Whether the recipe has more steps than the run in the folder, which then goes on
+            from its last checkpoint. The learning rate continues at the value that the longer
             schedule has for the next step.
         may_change: Fields of the recipe, such as ``data.source``, that may differ from those of an
             unfinished run in the folder. The text is compared in any case.
@@ -182,6 +182,13 @@ def claim_folder(
             raise UserError(
                 f"{output} holds a run of {before:,} steps: add --extend to train it to {after:,}, "
                 "or choose another --output"
+            )
+        # After an extension, the same command again has nothing left to do.
+        extended = (output / EXTENDED_FILE).is_file()
+        if extend and not changed and not extended and is_finished(output):
+            raise UserError(
+                f"{output} holds a finished run of {after:,} steps: to extend it, ask for more by "
+                "--training.steps"
             )
         if changed:
             raise UserError(
