@@ -153,6 +153,10 @@ def larger_tokenizer(p):
 
 
 NAN = float("nan")
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{f'*a{n}, ' * 10}]\n" for n in range(9))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n + 1}: &a{n + 1} {{<<: [{f'*a{n}, ' * 10}]}}\n" for n in range(9)
+)
 CASES = {
     # Named in the issue.
     "seed": (train(training__seed=-1), "seed must be between 0"),
@@ -184,8 +188,11 @@ CASES = {
     "nested": (train_file("model: " + "[" * 3000), "not a readable recipe"),
     "key twice": (train_file("training: {}\ntraining: {}"), "line 2: training is given twice"),
     "key twice below": (train_file("training:\n  steps: 2\n  steps: 3"), "steps is given twice"),
+    "empty recipe": (train_file("# nothing\n"), "got an empty file"),
+    "bomb": (train_file(BOMB), "more than 100,000 values"),
+    "bomb of merges": (train_file(MERGES), "more than 100,000 values"),
     "tag": (train_file("model: !!python/object/apply:os.getcwd []"), "not a readable recipe"),
-    "recursion": (train_file("model: &a {x: *a}"), "Circular"),
+    "recursion": (train_file("model: &a {x: *a}"), "with those that aliases repeat"),
     "folder": (lambda p: ["train", p.text], "no such recipe"),
     "words": (train(training__steps="many"), "steps"),
     "fraction": (train(training__steps=1.5), "steps"),
@@ -230,6 +237,9 @@ CASES = {
     "form": (perplexity(lambda p: p.configured("llama-slack", coca_form="round")), "no model"),
     "pairs": (perplexity(lambda p: p.configured("llama-slack", coca_free_pairs=99)), "no model"),
     "no tokenizer": (perplexity(lambda p: p.copy("llama-rope", tokenizer_json=b"")), "tokenizer"),
+    "code of a folder": (perplexity(lambda p: p.configured(
+        "llama-rope", model_type="mine", auto_map={"AutoConfig": "mine.Config"})),
+        "code of its folder, which is never run"),
     "device": (perplexity(lambda p: p.model, "--device", "quantum"), "device 'quantum'"),
     # Evaluations.
     "windows": (perplexity(lambda p: p.model, "--windows=-5"), "window"),
@@ -240,6 +250,7 @@ CASES = {
     "device as folder": (perplexity(lambda p: p.model, "--output", "/dev/null/x"), "/dev/null"),
     "prompt": (task("passkey", "--lengths", "3"), "too short"),
     "negative prompt": (task("passkey", "--lengths=-3"), "lengths must be between 1"),
+    "long prompt": (task("passkey", "--lengths", str(10**8)), "lengths must be between 1"),
     "endless prompt": (task("passkey", "--lengths", str(10**12)), "lengths must be between 1"),
     "prompt's seed": (task("needles", "--seed=-1"), "seed must be at least 0"),
     "short stream": (task("streaming", "--tokens", "0"), "tokens must be at least"),
@@ -273,11 +284,15 @@ CASES = {
     "strange cells": (report('{"results": [{"task": "perplexity", "model": "a", "window": "x", '
                              '"scaling": "none"}]}'), "a result is damaged"),
     "other curve": (report('{"curve": 5}'), "a result is damaged"),
+    "results of NaN": (report('{"results": [{"task": "perplexity", "model": "a", "window": 16, '
+                              '"scaling": "none", "perplexity": NaN}]}'), "has NaN in place of a"),
     "nested results": (report("[" * 99999), "no valid JSON"),
     "page over results": (lambda p: ["report", p.run / "training.json", "--output",
                                      p.run / "training.json"], "ends in .html"),
     "full target": (lambda p: ["convert", p.model, p.text], "exists and is not empty"),
     "target": (lambda p: ["convert", p.model, "/proc/x"], "cannot be written"),
+    "form to convert to": (convert("--form", "stric", make=lambda p: p.copy(
+        "llama-rope", **{"model.safetensors": b""})), "did you mean strict?"),
     "free pairs": (convert("--free-pairs", "99"), "free"),
     "threads": (lambda p: ["bench", "--threads", "0"], "threads must be at least 1"),
 }  # fmt: skip
@@ -362,6 +377,7 @@ def test_a_suite_reads_no_weights_before_everything_is_checked(place, monkeypatc
     monkeypatch.setattr("coca_attention.evaluation.suite.load_subject", None)
     for fields, message in (
         ({"models": models}, "model b: .*a weight file is damaged"),
+        ({"device": "quantum"}, "device 'quantum' cannot be used"),
         ({"perplexity": {"source": str(place.text), "windows": [16, 10**6]}}, "smaller windows"),
         ({"models": {"a": str(place.folder / "alibi")}, "scalings": [{"kind": "ntk"}]}, "rotary"),
         (
@@ -391,12 +407,36 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    hub._hub_answers.cache_clear()
+    monkeypatch.setattr(hub, "_answered", None)
     began = time.monotonic()
     with pytest.raises(ValueError, match="offline"):
         hub.check_name("org/nowhere")
     assert time.monotonic() - began < hub.SECONDS + 1
-    hub._hub_answers.cache_clear()
+    with pytest.raises(ValueError, match="me/model cannot be uploaded: the Hub does not answer"):
+        tiny_model("slack").push_to_hub("me/model")
+
+
+def test_a_slow_hub_is_online_and_a_silent_one_is_asked_again(monkeypatch):
+    import huggingface_hub
+
+    class Session:
+        seconds = 4
+
+        def head(self, url, timeout):
+            if timeout < self.seconds:
+                raise TimeoutError
+
+    now = [0.0]
+    monkeypatch.setattr(huggingface_hub, "get_session", Session)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_answered", None)
+    monkeypatch.setattr(hub.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Session, "seconds", 1000)
+    assert not hub.go_online()
+    monkeypatch.setattr(Session, "seconds", 4)
+    assert not hub.go_online()
+    now[0] += 60
+    assert hub.go_online() and not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 def limited(words, size):

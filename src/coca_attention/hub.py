@@ -3,13 +3,17 @@
 import os
 import re
 import threading
-from functools import cache
+import time
 from pathlib import Path
 
 from coca_attention.errors import UserError
 
-SECONDS = 3.0
-"""How long to wait for the Hub's first answer."""
+SECONDS = 10.0
+"""How long to wait for the Hub's answer, as its own library does."""
+AGAIN = 60.0
+"""Seconds after which a Hub that did not answer is asked again."""
+_answered: bool | None = None
+_asked_at = 0.0
 
 
 def check_name(name: str, what: str = "model") -> None:
@@ -44,12 +48,29 @@ def check_name(name: str, what: str = "model") -> None:
 
 
 def go_online() -> bool:
-    """Whether the Hub answers; if not, its libraries stop asking it and use their caches alone."""
+    """Whether the Hub answers; if not, its libraries use their caches alone from now on.
+
+    It is asked once; one that did not answer is asked again after a minute.
+    """
+    global _answered, _asked_at
     from huggingface_hub import constants
 
-    if not constants.HF_HUB_OFFLINE and not _hub_answers():
-        constants.HF_HUB_OFFLINE = True  # otherwise every file is tried for a minute
-    return not constants.HF_HUB_OFFLINE
+    if constants.HF_HUB_OFFLINE and _answered is not False:
+        return False  # the user's choice
+    if _answered is None or (not _answered and time.monotonic() - _asked_at >= AGAIN):
+        constants.HF_HUB_OFFLINE = False  # or else its library does not ask
+        _answered, _asked_at = _hub_answers(), time.monotonic()
+        constants.HF_HUB_OFFLINE = not _answered  # otherwise every file is tried for a minute
+    return _answered
+
+
+def check_online(repository: str) -> None:
+    """Raise UserError if nothing can be uploaded because the Hub does not answer."""
+    if not go_online() and _answered is False:
+        raise UserError(
+            f"{repository} cannot be uploaded: the Hub does not answer; check the connection, and "
+            "try again"
+        )
 
 
 def _is_path(name: str) -> bool:
@@ -59,7 +80,6 @@ def _is_path(name: str) -> bool:
     return repository is None or ".." in name or (owner != "" and os.path.isdir(owner))
 
 
-@cache
 def _hub_answers() -> bool:
     from huggingface_hub import constants, get_session
 

@@ -1,6 +1,5 @@
 """Command-line options and YAML from documented dataclasses; help; errors in one line."""
 
-import json
 import re
 import shutil
 import textwrap
@@ -18,6 +17,9 @@ from coca_attention.errors import UserError, did_you_mean
 
 NAMES_ALONE = 30
 """Above this number of options the short help gives their names alone."""
+
+MOST_VALUES = 100_000
+"""Of a YAML file: a few lines of aliases of aliases can stand for billions."""
 
 DESCRIBE = "--describe"
 
@@ -345,8 +347,25 @@ def take_option(words: list[str], option: str) -> tuple[list[str], str | None]:
     return words, None
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key may be given once; others keep the last one without a word."""
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key may be given once, and aliases repeat values within reason.
+
+    Other loaders keep the last of several equal keys without a word.
+    """
+
+    def get_single_node(self) -> Any:
+        root = super().get_single_node()
+        left, nodes = MOST_VALUES, [] if root is None else [root]
+        while nodes:
+            node = nodes.pop()
+            if isinstance(node, yaml.MappingNode):
+                nodes += [each for pair in node.value for each in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                nodes += node.value
+            left -= 1
+            if len(nodes) > left:
+                raise UserError(f"more than {MOST_VALUES:,} values, with those that aliases repeat")
+        return root
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -373,14 +392,14 @@ def check_sections(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
         UserError: If the file is not readable YAML, not a mapping, or has an unknown section.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}
-        json.dumps(content, skipkeys=True, default=str)  # ValueError if it contains itself
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a readable {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not set(content) <= set(known):
         there = ", ".join(map(str, content)) if isinstance(content, dict) else repr(content)
+        there = "an empty file" if content is None else there
         raise UserError(f"{path}: a {kind} has the sections {', '.join(known)}; got {there}")
     return content
 

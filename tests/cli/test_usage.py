@@ -1,5 +1,6 @@
 """Help, usage errors, completion and unexpected ends of the command."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -223,6 +224,16 @@ def test_completion_knows_commands_options_and_values(capsys):
         assert word in out
     assert "choose" not in run(capsys, "completion", "zsh")[2]
     assert "completion is for bash" in run(capsys, "completion", "fish")[2]
+
+
+def test_a_terminal_without_unicode_gets_help_all_the_same():
+    finished = subprocess.run(
+        [sys.executable, "-m", "coca_attention.cli", "train", "-h"],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.isascii() and b"--training.steps" in finished.stdout
 
 
 def test_the_installed_program_runs():

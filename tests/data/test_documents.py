@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 
 import pyarrow
 import pytest
@@ -185,6 +186,30 @@ def test_an_id_of_zero_is_an_id(tmp_path):
 def test_a_missing_source_is_rejected(tmp_path, name, message):
     with pytest.raises(DataError, match=message):
         read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.symlink_to("nowhere"), "a link that leads nowhere"),
+        (lambda path: path.symlink_to(path), "a link that leads nowhere"),
+        (os.mkfifo, "a pipe or device"),
+    ],
+)
+def test_what_is_no_file_among_texts_is_named(tmp_path, make, message):
+    (tmp_path / "a.txt").write_text("A")
+    make(tmp_path / "b.txt")
+    for source in (tmp_path, tmp_path / "*.txt", tmp_path / "b.txt"):
+        with pytest.raises(DataError, match=f"b.txt: {message}, not a file"):
+            read(source)
+
+
+def test_a_link_to_its_own_folder_repeats_no_text(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.txt").write_text("A")
+    (tmp_path / "deep" / "up").symlink_to("..")
+    for source in (tmp_path, tmp_path / "**" / "*.txt"):
+        assert [document.text for document in read(source)] == ["A"]
 
 
 def test_a_folder_without_text_is_rejected(tmp_path):

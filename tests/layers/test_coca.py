@@ -115,6 +115,7 @@ def test_dropout_applies_only_in_training():
     [
         ({"hidden_size": 30, "num_heads": 4}, "not a multiple of num_heads"),
         ({"hidden_size": 12, "num_heads": 4}, "must be even"),
+        ({"hidden_size": 32, "num_heads": 0}, "num_heads must be at least 1, got 0"),
         ({"hidden_size": 32, "num_heads": 4, "num_key_value_heads": 3}, "must divide num_heads"),
         ({"hidden_size": 32, "num_heads": 4, "form": "loose"}, "unknown score form"),
         (
@@ -126,6 +127,18 @@ def test_dropout_applies_only_in_training():
 def test_invalid_sizes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         CoCAAttention(**arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 32), (2, 0, 32)])
+def test_nothing_in_nothing_out(shape):
+    for rotation in (None, Rotation(8, decay=1.0, temperature=4)):
+        assert CoCAAttention(32, 4, 2, rotation=rotation)(torch.zeros(shape)).shape == shape
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (2, 5, 16), (32,)])
+def test_an_input_of_another_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=r"expected hidden states of shape \(B, T, 32\), got"):
+        CoCAAttention(32, 4)(torch.zeros(shape))
 
 
 def test_a_decay_with_a_cache_is_that_of_one_pass():

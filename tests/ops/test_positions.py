@@ -219,7 +219,10 @@ def test_odd_width_is_refused(width):
 
 def test_bad_base_and_dynamic_without_length_are_refused():
     with pytest.raises(ValueError, match="base must be positive"):
-        Rotation(8, base=0.0).frequencies()
+        Rotation(8, base=0.0)
+    for base in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="rotary base must be positive and finite"):
+            Rotation(8, base=base)
     with pytest.raises(ValueError, match="needs the current length"):
         theta(8, DynamicNTK(2.0, training_length=8))
 

@@ -1,5 +1,6 @@
 """The command ``coca``: a table of names and functions; options come from documented fields."""
 
+import io
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     show_messages()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # help and answers are not ASCII alone
     try:
         import_extensions()
         command, rest = _find(words)

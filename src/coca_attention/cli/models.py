@@ -16,12 +16,12 @@ from coca_attention.cli.console import (
     print_table,
 )
 from coca_attention.data import SourceSettings
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, did_you_mean
 from coca_attention.evaluation.limit_check import LimitCheck, LimitCheckSettings
 from coca_attention.evaluation.pieces import launch_group, rank
 from coca_attention.hub import check_name
 from coca_attention.options import OptionParser
-from coca_attention.settings import PIECE, check_letters, check_scaling, check_sizes
+from coca_attention.settings import PIECE, check_letters, check_scaling, check_sizes, form_names
 
 if TYPE_CHECKING:
     from coca_attention.training.dry_run import RunCost, StageCost
@@ -356,6 +356,10 @@ def run_convert(words: list[str]) -> None:
         raise UserError(f"window must be at least 1 and requires layers, got {window}")
     if layers:
         check_letters(layers)
+    forms = (*form_names(), "rope")
+    if settings.form not in forms:
+        hint = did_you_mean(settings.form, forms)
+        raise UserError(f"form must be one of {', '.join(forms)}, got {settings.form!r}{hint}")
     if check.check and (
         settings.form != "rope" or layers or settings.max_distance or settings.dry_run
     ):

@@ -17,7 +17,7 @@ import json
 import lzma
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -147,12 +147,12 @@ def find_files(source: str) -> list[Path]:
             raise DataError(f"{path}: unknown file type; {known}")
         return [path]
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
+        found = _texts(path.rglob("*"))
         if not found:
             raise DataError(f"{path}: no readable file in this folder; {known}")
         return found
-    matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-    found = [p for p in matches if p.is_file() and p.name.endswith(SUFFIXES)]
+    matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
+    found = _texts(matches)
     if not found:
         reason = "no match has a known type" if matches else "no such file, folder or glob"
         raise DataError(
@@ -160,6 +160,19 @@ def find_files(source: str) -> list[Path]:
             "text of Python's standard library"
         )
     return found
+
+
+def _texts(paths: Iterable[Path]) -> list[Path]:
+    """The files of a known type, sorted; each once, though a link leads back to its folder."""
+    found: dict[Path, Path] = {}
+    for path in sorted(paths):
+        if not path.name.endswith(SUFFIXES) or path.is_dir():
+            continue
+        if not path.is_file():
+            kind = "a link that leads nowhere" if path.is_symlink() else "a pipe or device"
+            raise DataError(f"{path}: {kind}, not a file; remove it, or name the files to read")
+        found.setdefault(path.parent.resolve() / path.name, path)
+    return list(found.values())
 
 
 def _file_documents(files: list[Path], text_field: str, bad_lines: BadLines) -> Iterator[Document]:

@@ -9,8 +9,8 @@ from coca_attention.errors import UserError
 from coca_attention.evaluation.pieces import Piece
 from coca_attention.evaluation.task import Cell, Part, Session, Subject, check_at_least
 
-LONGEST = 10**8
-"""Tokens of a prompt at most."""
+LONGEST = 10**7
+"""Tokens of a prompt at most; making one takes some 70 bytes a token."""
 
 
 @dataclass

@@ -310,7 +310,11 @@ def check_models(suite: Suite) -> dict[str, Subject]:
     """
     from coca_attention.data import load_tokenizer
     from coca_attention.models.generation import rotary_scaling_for
-    from coca_attention.models.loading import check_vocabulary, model_without_weights
+    from coca_attention.models.loading import (
+        check_vocabulary,
+        model_without_weights,
+        usable_device,
+    )
 
     by_tokenizer: dict[str, dict[str, Any]] = {}
     found = {}
@@ -320,6 +324,8 @@ def check_models(suite: Suite) -> dict[str, Subject]:
             backend: Any = getattr(tokenizer, "backend_tokenizer", None)
             rules = backend.to_str() if tokenizer.is_fast else path
             rules = f"{rules} {tokenizer.bos_token_id} {tokenizer.eos_token_id}"
+            if suite.device not in (None, "auto", *JOINT_DEVICES):
+                usable_device(str(suite.device))
             subject = Subject(
                 model_without_weights(path, suite.dtype),
                 tokenizer,

@@ -63,10 +63,9 @@ def project_collinear(
     Returns:
         q (B, H, T, D), key coefficients (B, G, T, P + F), and V (B, G, T, D).
     """
-    batch, length, _ = hidden_states.shape
-    query = q_proj(hidden_states).view(batch, length, -1, head_dim)
-    value = v_proj(hidden_states).view(batch, length, -1, head_dim)
-    coefficients = t_proj(hidden_states).view(batch, length, value.shape[2], -1)
+    query = q_proj(hidden_states).unflatten(-1, (-1, head_dim))
+    value = v_proj(hidden_states).unflatten(-1, (-1, head_dim))
+    coefficients = t_proj(hidden_states).unflatten(-1, (value.shape[2], -1))
     if q_norm is not None:
         query = q_norm(query)
     if t_norm is not None:
@@ -127,6 +126,8 @@ class CoCAAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
+        if num_heads < 1:
+            raise ValueError(f"num_heads must be at least 1, got {num_heads}")
         if head_dim is None:
             if hidden_size % num_heads:
                 raise ValueError(
@@ -195,9 +196,15 @@ class CoCAAttention(nn.Module):
             (B, T, hidden_size).
 
         Raises:
-            ValueError: If a cache is given without layer_idx, or does not return all keys.
+            ValueError: If the input has another shape, or a cache is given without layer_idx or
+                does not return all keys.
         """
-        batch, length, _ = hidden_states.shape
+        width = self.q_proj.in_features
+        if hidden_states.dim() != 3 or hidden_states.shape[-1] != width:
+            raise ValueError(
+                f"expected hidden states of shape (B, T, {width}), got {tuple(hidden_states.shape)}"
+            )
+        length = hidden_states.shape[1]
         past, layer = 0, self.layer_idx
         if cache is not None:
             if layer is None:
@@ -255,4 +262,4 @@ class CoCAAttention(nn.Module):
             bias=None if rotation.decay is None else rotation.bias,
             positions=places,
         )
-        return self.o_proj(output.transpose(1, 2).reshape(batch, length, -1))
+        return self.o_proj(output.transpose(1, 2).flatten(-2))

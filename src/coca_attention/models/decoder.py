@@ -17,6 +17,7 @@ from transformers.masking_utils import (
 )
 
 from coca_attention.fields import GLOBAL, LOCAL, rope_parameters
+from coca_attention.hub import check_online
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.cards import push_card
 from coca_attention.models.configuration import (
@@ -74,7 +75,8 @@ class CollinearPreTrained(PackagedModel):
     """What decoder and language model share: initialization of weights, and the model card."""
 
     def push_to_hub(self: Any, repo_id: str, **kwargs: Any) -> str:
-        """As in Transformers, with the card of the model's folder."""
+        """As in Transformers, with the card of the model's folder; UserError without a Hub."""
+        check_online(repo_id)
         push_card(self, repo_id, token=kwargs.get("token"), private=kwargs.get("private"))
         return super().push_to_hub(repo_id, **kwargs)  # pyright: ignore
 

@@ -75,10 +75,7 @@ def load_model(
             _check_launch(CONTEXT_PARALLEL)
             device += f":{os.environ['LOCAL_RANK']}" if accelerator is not None else ""
     spread = _spread(device)
-    try:
-        own = None if spread else torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {device!r} cannot be used: {_brief(error)}") from error
+    own = None if spread else usable_device(device)
     if own is not None and own.type != "cpu" and not is_deepspeed_zero3_enabled():
         spread = {"device_map": {"": own}}
     with _naming(path), no_progress_bars():
@@ -108,6 +105,18 @@ def load_model(
         split_sequences(model, dist.group.WORLD)
     log.info("%s: %s, %s parameters on %s", path, type(model).__name__, _count(model), device)
     return model
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of a name.
+
+    Raises:
+        UserError: If there is none, or nothing can be put on it.
+    """
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {name!r} cannot be used: {_brief(error)}") from error
 
 
 def _spread(device: str) -> dict[str, Any]:
@@ -197,6 +206,11 @@ def _naming(path: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
+        if "trust_remote_code" in str(error):  # which Transformers advises to set
+            raise UserError(
+                f"{path}: the model needs code of its folder, which is never run: choose a model "
+                "whose classes Transformers or an installed package has"
+            ) from error
         # Whatever a configuration says, Transformers believes, until something breaks.
         raise UserError(f"{path}: no model could be loaded: {_brief(error)}") from error
 

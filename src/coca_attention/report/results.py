@@ -59,9 +59,13 @@ def _is_result_file(file: Path) -> bool:
     return isinstance(content, dict) and bool(KINDS & set(content))
 
 
+def _refuse(number: str) -> None:
+    raise ValueError(f"it has {number} in place of a number")
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -56,6 +56,8 @@ class Rotation:
 
     def __post_init__(self) -> None:
         check_width(self.width, "rotary width")
+        if not 0 < self.base < math.inf:
+            raise ValueError(f"rotary base must be positive and finite, got {self.base}")
         pairs = self.width // 2
         if self.turning is not None and not 0 <= self.turning <= pairs:
             raise ValueError(
