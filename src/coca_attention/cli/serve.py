@@ -1,8 +1,10 @@
 """The command ``coca serve``."""
 
 import json
+import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 from coca_attention.errors import UserError, install
@@ -54,16 +56,19 @@ def _check_installed() -> None:
 
 
 def _start(words: list[str]) -> None:
-    """Run ``transformers serve`` until it is interrupted."""
-    from transformers.cli.transformers import app
+    """Run the server until it is interrupted, or print its help."""
+    import typer
+    from safetensors import SafetensorError
 
     import coca_attention.models  # noqa: F401 (registers the models)
+    from coca_attention.cli.server import Server
 
+    names = {"help_option_names": ["-h", "--help"]}
+    app: Any = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=names)
+    app.command()(Server)
     try:
-        server: Any = app(
-            ["serve", *words, "--non-blocking"], prog_name="coca", standalone_mode=False
-        )
-    except (OSError, ValueError) as error:
+        server = app([*words, "--non-blocking"], prog_name="coca serve", standalone_mode=False)
+    except (OSError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{words[0]} cannot be served: {reason}") from error
     except Exception as error:
@@ -75,21 +80,27 @@ def _start(words: list[str]) -> None:
         first = usage.format_message().splitlines()[0].rstrip(".")
         raise UserError(f"{first}; see coca serve --help") from error
     if hasattr(server, "server"):  # not after printing help
-        _wait(server)
+        _run(server)
 
 
-def _wait(server: Any) -> None:
-    """Wait for Ctrl-C or SIGTERM, then for the answers in progress; a second one ends them too."""
+def _run(server: Any) -> None:
+    """Answer until Ctrl-C or SIGTERM, then end the answers in progress; not at a second one."""
+    web = server.server
+    first = web.handle_exit
+
+    def end(number: int, frame: Any) -> None:
+        if web.should_exit:  # at once: the thread that computes an answer cannot be interrupted
+            os._exit(130)
+        first(number, frame)
+
+    web.handle_exit = end
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        server._thread.join()
-        if not server.server.started:
-            raise UserError("the server could not start, for the reason above: try another --port")
-    except KeyboardInterrupt:
-        server.server.should_exit = True
-        try:
-            server._thread.join()
-        except KeyboardInterrupt:
-            server.server.force_exit = True
+        with suppress(KeyboardInterrupt):
+            web.run()
+    except SystemExit as error:
+        raise UserError(
+            "the server could not start, for the reason above: try another --port"
+        ) from error
     finally:
         server.kill_server()  # also the thread of continuous batching
