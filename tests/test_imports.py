@@ -133,6 +133,31 @@ def test_importing_is_quiet_and_loads_no_optional_or_heavy_part():
     assert run(program) == "[]\n[]\n"
 
 
+def test_without_file_locks_everything_is_imported_and_one_process_works(tmp_path):
+    """As on Windows; what other packages import there, they import on Linux."""
+    program = (
+        "import builtins\n"
+        "found = builtins.__import__\n"
+        "def on_windows(name, names=None, *rest, **more):\n"
+        "    own = str((names or {}).get('__name__')).startswith('coca_attention')\n"
+        "    if own and name in ('fcntl', 'resource'): raise ImportError(name)\n"
+        "    return found(name, names, *rest, **more)\n"
+        "builtins.__import__ = on_windows\n"
+        "from coca_attention import convert\n"
+        "import coca_attention.cli, coca_attention.search\n"
+        "from coca_attention.environment import hold, write_json\n"
+        "from coca_attention.evaluation.journal import Journal\n"
+        "from coca_attention.evaluation.pieces import Claims, Piece, Path, work\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "with hold(folder / '.lock'): write_json(folder / 'a.json', 1)\n"
+        "piece = Piece('a', ['b'], 1, 1, lambda missing, advance: [2])\n"
+        "journal = Journal(folder / 'journal.jsonl')\n"
+        "work([piece], journal, claims=Claims(folder / '.claims', alone=True))\n"
+        "print(Journal(journal.path).get('b'))"
+    )
+    assert run(program) == "2\n"
+
+
 @pytest.mark.parametrize(
     "imports",
     [

@@ -1,11 +1,10 @@
 """The environment of a measurement: versions, hardware, command. Files that are whole or absent."""
 
-import fcntl
+import errno
 import json
 import logging
 import os
 import platform
-import resource
 import shlex
 import shutil
 import sys
@@ -86,6 +85,8 @@ def resident_megabytes(field: str = "VmRSS") -> float:
                 return int(line.split()[1]) * 1024 / 1e6
     except OSError:
         pass
+    import resource  # not on Windows
+
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest * (1 if sys.platform == "darwin" else 1024) / 1e6
 
@@ -117,6 +118,15 @@ def sync_folder(path: Path) -> None:
             os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def file_locks() -> Any:
+    """The module fcntl; OSError on systems without it, as on file systems without locks."""
+    try:
+        import fcntl
+    except ImportError as error:
+        raise OSError(errno.ENOTSUP, "this system has no fcntl") from error
+    return fcntl
 
 
 def write_text(path: Path, text: str) -> None:
@@ -210,7 +220,8 @@ def hold(path: Path, what: Path | None = None) -> Iterator[None]:
     while True:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as it is held)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks = file_locks()
+            locks.flock(file, locks.LOCK_EX | locks.LOCK_NB)
         except BlockingIOError as error:
             with file:
                 file.seek(0)
@@ -220,7 +231,7 @@ def hold(path: Path, what: Path | None = None) -> Iterator[None]:
                 "elsewhere"
             ) from error
         except OSError:
-            break  # a file system without locks
+            break  # a file system, or a system, without locks
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 break

@@ -5,7 +5,6 @@ best. A learning-rate schedule depends on the number of steps, so every rung tra
 """
 
 import asyncio
-import fcntl
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from coca_attention.environment import (
     available_cores,
     check_writable,
     describe_environment,
+    file_locks,
     keep_other_results,
     write_json,
     write_text,
@@ -472,8 +472,9 @@ def _folder_name(trial: str) -> str:
 
 
 def _lock(file: IO[str]) -> bool:
+    locks = file_locks()
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.flock(file, locks.LOCK_EX | locks.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -4,7 +4,6 @@ The file has one JSON object per line with a key and a value. A key contains eve
 value depends on, so a value that is found is never out of date.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from coca_attention.environment import naming
+from coca_attention.environment import file_locks, naming
 from coca_attention.errors import UserError
 
 
@@ -41,11 +40,8 @@ class Journal:
     def refresh(self) -> None:
         """Read what other processes have written."""
         if self.path is not None and self.path.exists():
-            with (
-                self._reading(self.path),
-                open(self.path, "rb") as file,
-                _locked(file, shared=True),
-            ):
+            with self._reading(self.path), open(self.path, "rb") as file:
+                _lock(file, shared=True)
                 self._read(file)
 
     def _read(self, file: IO[bytes]) -> None:
@@ -104,7 +100,8 @@ class Journal:
                 for key, value in entries
             )
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with naming(self.path), open(self.path, "a+b") as file, _locked(file):
+            with naming(self.path), open(self.path, "a+b") as file:
+                _lock(file)
                 self._read(file)
                 file.truncate(self._bytes)
                 file.write(lines.encode())
@@ -127,16 +124,11 @@ class Journal:
             self.path.unlink(missing_ok=True)
 
 
-@contextmanager
-def _locked(file: IO[bytes], shared: bool = False) -> Iterator[None]:
-    """Keep writers out of an open file; on network file systems, this also shows it as it is."""
+def _lock(file: IO[bytes], *, shared: bool = False) -> None:
+    """Keep writers out of a file until it is closed; network file systems then show it as it is."""
     with suppress(OSError):  # a file system without locks, on which `Claims` allows one process
-        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
+        locks = file_locks()
+        locks.flock(file, locks.LOCK_SH if shared else locks.LOCK_EX)
 
 
 def key_text(key: Any) -> str:

@@ -6,7 +6,6 @@ one byte of a file, which the system releases when its process ends, however it 
 
 import atexit
 import errno
-import fcntl
 import hashlib
 import os
 import time
@@ -17,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from coca_attention.environment import file_locks
 from coca_attention.errors import UserError
 from coca_attention.evaluation.journal import Journal, key_text
 
@@ -82,7 +82,8 @@ class Claims:
             UserError: If the folder's file system has no locks and there are other processes.
         """
         try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _byte(key))
+            locks = file_locks()
+            locks.lockf(self.file, locks.LOCK_EX | locks.LOCK_NB, 1, _byte(key))
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
@@ -97,7 +98,8 @@ class Claims:
     def release(self, key: str) -> None:
         """Give a claim back."""
         try:
-            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, _byte(key))
+            locks = file_locks()
+            locks.lockf(self.file, locks.LOCK_UN, 1, _byte(key))
         except OSError:
             if not self.alone:
                 raise
