@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -35,6 +36,7 @@ def folders(tmp_path, tokenizer):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
 @pytest.mark.parametrize(
     ("module", "model"),
     [

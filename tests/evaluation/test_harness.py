@@ -1,6 +1,7 @@
 """The lm-evaluation-harness on tasks built from local files, offline."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from coca_attention.evaluation import Session, Subject, harness
 from coca_attention.evaluation.harness import HarnessSettings, evaluate_harness
 from conftest import tiny_model
 
+needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
 TASK = """
 task: tiny_choice
 dataset_path: json
@@ -57,6 +59,7 @@ def task(tmp_path, tokenizer):
     return folder
 
 
+@needs_harness
 @pytest.mark.filterwarnings("ignore")
 def test_a_coca_model_is_evaluated_as_itself(task, tmp_path, tokenizer, capsys):
     model = tiny_model("slack")
@@ -80,6 +83,7 @@ def test_a_coca_model_is_evaluated_as_itself(task, tmp_path, tokenizer, capsys):
     assert "tiny_choice: acc" in (tmp_path / "r.html").read_text()
 
 
+@needs_harness
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("changes", "message"),
