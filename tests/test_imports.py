@@ -35,7 +35,7 @@ MAY_IMPORT = {
     },
     "evaluation": {
         "fields", "settings", "ops", "layers", "models", "data", "errors", "environment", "options",
-        "intervals",
+        "intervals", "hub",
     },
     "analysis": {
         "fields", "lazy", "ops", "layers", "models", "data", "errors", "environment", "intervals",

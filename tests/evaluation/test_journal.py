@@ -2,7 +2,7 @@
 
 import pytest
 
-from coca_attention.evaluation.journal import Journal
+from coca_attention.evaluation.journal import Journal, fingerprint
 
 
 def test_a_journal_names_its_damage(tmp_path):
@@ -23,3 +23,18 @@ def test_a_journal_names_its_damage(tmp_path):
     with pytest.raises(ValueError):
         journal.put(["d"], float("nan"))
     assert Journal(path).get(["d"]) is None
+
+
+def test_an_updated_repository_of_the_hub_is_another_model(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cache, found = tmp_path / "models--owner--name", []
+    (cache / "refs").mkdir(parents=True)
+    for commit in ("a" * 40, "b" * 40):  # as they are loaded
+        (cache / "snapshots" / commit).mkdir(parents=True)
+        (cache / "snapshots" / commit / "config.json").write_text("{}")
+        (cache / "refs" / "main").write_text(commit)
+        found.append(fingerprint("owner/name"))
+    assert found == [f"owner/name {commit * 40}" for commit in "ab"]
+    with pytest.raises(ValueError, match=r"no/where: .* \(offline\)"):
+        fingerprint("no/where")

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from coca_attention.environment import file_locks, naming
 from coca_attention.errors import UserError
+from coca_attention.hub import check_name
 
 
 class Journal:
@@ -137,13 +138,24 @@ def key_text(key: Any) -> str:
 
 
 def fingerprint(path: str | Path) -> str:
-    """Identifies the model in a folder, so that results of a replaced model are not reused.
+    """Identifies a model, so that results of one that was replaced or updated are not reused.
 
-    A hash of the names, sizes and times of the model's files and of its configuration. A name
-    that is not a folder is returned as it is.
+    Args:
+        path: A folder: a hash of the names, sizes and times of the model's files and of its
+            configuration. Or a name on the Hub: with the commit that is loaded, which the Hub is
+            asked for if it answers.
+
+    Raises:
+        UserError: If the name leads nowhere.
     """
     folder = Path(path)
     if not folder.is_dir():
+        from transformers.utils import cached_file
+
+        check_name(str(path))
+        with suppress(OSError):
+            config = cached_file(str(path), "config.json")
+            return f"{path} {Path(str(config)).parent.name}"
         return str(path)
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
