@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -260,7 +260,7 @@ def keep_other_results(path: Path, field: str, value: Any) -> None:
         if json.loads(path.read_text(encoding="utf-8"))[field] == json.loads(json.dumps(value)):
             return
     except (ValueError, LookupError, TypeError, RecursionError):
-        pass  # of an earlier version, damaged, or no result file at all
+        pass  # of an earlier version, or changed since `check_results`
     number = 1
     while (kept := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
@@ -282,6 +282,36 @@ def check_writable(path: Path) -> None:
         raise UserError(f"{path.parent} cannot be created: {error.strerror}") from error
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"{path.parent} is not writable; choose another file")
+
+
+def check_output(path: Path, what: str, is_one: Callable[[str], bool]) -> None:
+    """Check before long work that a file can be written, and replaces only one of its own kind.
+
+    Args:
+        path: The file.
+        what: What it will be, for the message.
+        is_one: Whether a file with this text is one; ValueError counts as no.
+
+    Raises:
+        UserError: As `check_writable`, or if there is something else.
+    """
+    check_writable(path)
+    if not path.exists():
+        return
+    with suppress(ValueError, RecursionError):
+        if path.is_file() and is_one(path.read_text(encoding="utf-8")):
+            return
+    raise UserError(f"{path} is there and no {what}: choose another --output, or remove it")
+
+
+def check_results(path: Path) -> None:
+    """`check_output` of a result file."""
+
+    def is_one(text: str) -> bool:
+        content = json.loads(text)
+        return isinstance(content, dict) and isinstance(content.get("results"), list)
+
+    check_output(path, "result file", is_one)
 
 
 def read_json(path: Path) -> Any:

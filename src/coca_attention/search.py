@@ -21,7 +21,7 @@ import yaml
 
 from coca_attention.environment import (
     available_cores,
-    check_writable,
+    check_results,
     describe_environment,
     file_locks,
     keep_other_results,
@@ -300,7 +300,7 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
     """
     search.check()
     output = Path(output)
-    check_writable(output / RESULTS_FILE)
+    check_results(output / RESULTS_FILE)
     cells: list[Cell] = []
 
     def save(found: list[Cell]) -> None:

@@ -19,7 +19,7 @@ def run_bench(words: list[str]) -> None:
     """Time and memory compared with plain rotary attention; wrong results are not timed."""
     from coca_attention.benchmarks.settings import TITLES, BenchSettings, check_settings
     from coca_attention.environment import (
-        check_writable,
+        check_results,
         describe_environment,
         keep_other_results,
         write_json,
@@ -33,7 +33,7 @@ def run_bench(words: list[str]) -> None:
     settings, output = parse("coca bench", run_bench, words, sections, epilog=cases)
     check_settings(settings)
     path = Path(output.output)
-    check_writable(path)
+    check_results(path)
     from coca_attention.benchmarks import run_benchmarks
     from coca_attention.report import printed_tables
 

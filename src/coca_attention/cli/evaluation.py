@@ -17,7 +17,7 @@ from coca_attention.analysis import (
 from coca_attention.cli.console import Progress, Run, duration, parse, parse_file, print_table
 from coca_attention.data import SourceSettings
 from coca_attention.environment import (
-    check_writable,
+    check_results,
     describe_environment,
     hold,
     keep_other_results,
@@ -192,13 +192,8 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
         session.scaling, session.factor = loading.scaling, loading.factor
         file = f"{plain}-{loading.scaling}-{task.name}.json"
     output = Path(loading.output or Path("runs", "eval", file))
-    check_writable(output)
+    check_results(output)
     check_name(path)
-    measured = {
-        "model": [name, path, fingerprint(path), loading.dtype],
-        "scaling": [session.scaling, session.applied_factor],
-        task.name: asdict(settings),
-    }
     suites.check_device(loading.device, [task.name])
     first, joint = rank() == 0, loading.device in suites.JOINT_DEVICES
     with ExitStack() as stack:
@@ -218,6 +213,11 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
             cells = task.share(subject, settings, session, wait=first)
         if not first:
             return
+        measured = {
+            "model": [name, path, fingerprint(path), loading.dtype],
+            "scaling": [session.scaling, session.applied_factor],
+            task.name: asdict(settings),
+        }
         keep_other_results(output, "measured", measured)
         environment = describe_environment()
         write_json(output, {"results": cells, "measured": measured, "environment": environment})

@@ -30,8 +30,6 @@ def run_report(words: list[str]) -> None:
             "give result files or folders first: coca report RESULT.json … --output report.html"
         )
     output = Path(settings.output)
-    if output.is_file() and output.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"{output} is there and no page: choose an --output that ends in .html")
     from coca_attention.report import write_report
 
     try:

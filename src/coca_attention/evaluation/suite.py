@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coca_attention.environment import (
-    check_writable,
+    check_results,
     describe_environment,
     keep_other_results,
     write_json,
@@ -213,7 +213,7 @@ def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = N
     suite.check()
     output = Path(output)
     results = output / RESULTS_FILE
-    check_writable(results)
+    check_results(results)
     if suite.device in JOINT_DEVICES:
         journal, claims = join(output / JOURNAL_FILE), None
         first = 0

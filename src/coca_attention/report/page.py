@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from coca_attention.environment import check_writable, write_text
+from coca_attention.environment import check_output, write_text
 from coca_attention.errors import UserError
 from coca_attention.report.figures import COLOURS, DARK, labelled, one_palette, with_ids
 from coca_attention.report.groups import claimed_twice, short_names, without_copies
@@ -18,6 +18,9 @@ from coca_attention.report.results import all_cells, read_results
 from coca_attention.report.section import Section
 from coca_attention.report.tasks import REPORTS, by_task
 from coca_attention.report.training import training_sections
+
+MARK = "--page: #fff; --text: #1b1b1b;"
+"""In the style of every page, those of earlier versions included."""
 
 
 def write_report(
@@ -36,10 +39,10 @@ def write_report(
         paper: Also show the paper's figures. Results of its training length have them anyway.
 
     Raises:
-        UserError: If a file is invalid or there is nothing to show.
+        UserError: If a file is invalid, there is nothing to show, or ``output`` is no such page.
     """
     output = Path(output)
-    check_writable(output)
+    check_output(output, "page of coca report", lambda text: MARK in text)
     write_text(output, build_report(read_results(paths), title=title, paper=paper))
     return output
 
