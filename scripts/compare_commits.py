@@ -30,7 +30,7 @@ MEASUREMENTS = [
 
 def bench(tree: Path, options: str, output: Path) -> dict[tuple, float]:
     """Ratios to rotary attention by measurement, case, length and variant."""
-    command = [sys.executable, "-m", "coca_attention.cli", "bench", *options.split()]
+    command = [sys.executable, "-m", "coca_lab.cli", "bench", *options.split()]
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     subprocess.run([*command, "--output", str(output)], check=True, env=environment, cwd=tree)
     return {

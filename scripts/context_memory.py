@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from coca_attention.environment import reset_peak, resident_megabytes
+from coca_lab.environment import reset_peak, resident_megabytes
 from coca_attention.models import CoCALlamaConfig, CoCALlamaForCausalLM, split_sequences
 
 

@@ -34,8 +34,8 @@ def main() -> int:
     tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu or not slow", *TESTS],
                            cwd=ROOT, env=_environment())  # fmt: skip
 
-    from coca_attention.benchmarks import CASES, run_benchmarks
-    from coca_attention.environment import describe_environment, write_json
+    from coca_lab.studies.bench import CASES, run_benchmarks
+    from coca_lab.environment import describe_environment, write_json
     from coca_attention.errors import UserError
 
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
@@ -61,7 +61,7 @@ def main() -> int:
         content = {"results": cells, "failures": failures, "environment": describe_environment()}
         write_json(results, content)
     if cells:
-        from coca_attention.report import write_report
+        from coca_lab.report import write_report
 
         write_report([results], results.with_suffix(".html"), title=torch.cuda.get_device_name())
     print(f"{results}: {len(cells)} cells, {len(failures)} failures")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from coca_attention.intervals import (
+from coca_lab.intervals import (
     DocumentScore,
     mean_interval,
     paired_ratio_interval,

@@ -19,13 +19,13 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, default_data_collator
 
-from coca_attention.benchmarks.timing import Variant, interleaved, peak_megabytes
-from coca_attention.data import BlockDataset, Document, PasskeyBlocks, train_tokenizer
-from coca_attention.data.passkey import vocabulary_text
-from coca_attention.training import Recipe, load_recipe
-from coca_attention.training.chunks import chunk_loss
-from coca_attention.training.model import model_config
-from coca_attention.training.throughput import training_flops
+from coca_lab.studies.bench.timing import Variant, interleaved, peak_megabytes
+from coca_lab.data import BlockDataset, Document, PasskeyBlocks, train_tokenizer
+from coca_lab.data.passkey import vocabulary_text
+from coca_lab.training import Recipe, load_recipe
+from coca_lab.training.chunks import chunk_loss
+from coca_lab.training.model import model_config
+from coca_lab.training.throughput import training_flops
 
 
 def make_step(

@@ -3,7 +3,7 @@
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from coca_attention import convert
-from coca_attention.fields import GLOBAL, LOCAL
+from coca_attention.models.fields import GLOBAL, LOCAL
 from coca_attention.models import StreamingCache
 from families import vanilla
 

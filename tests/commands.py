@@ -1,6 +1,6 @@
 """Commands as a user runs them, in this process."""
 
-from coca_attention.cli import main
+from coca_lab.cli import main
 
 
 def run(capsys, *words) -> tuple[int, str, str]:

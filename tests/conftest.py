@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
-from coca_attention.data import Document, train_tokenizer
+from coca_lab.data import Document, train_tokenizer
 from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
 
 try:

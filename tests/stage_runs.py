@@ -5,8 +5,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from coca_attention.data import BlockDataset
-from coca_attention.training import load_recipe, read_summary, train
+from coca_lab.data import BlockDataset
+from coca_lab.training import load_recipe, read_summary, train
 
 PAPER = [
     {"name": "first", "train": "t"},

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coca_attention.cli import main
-from coca_attention.options import OptionParser
+from coca_lab.cli import main
+from coca_lab.options import OptionParser
 from conftest import some_text
 
 ROOT = Path(__file__).parents[1]

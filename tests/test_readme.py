@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coca_attention.cli import main
+from coca_lab.cli import main
 from conftest import some_text, tiny_model
 from families import CELLS, readme_table, vanilla
 

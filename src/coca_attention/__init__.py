@@ -1,7 +1,7 @@
 """Collinear Constrained Attention (CoCA) for PyTorch and Transformers.
 
 - `coca_attention.ops`: `coca_attention(query, key_coefficients, value)` and its parts.
-- `coca_attention.layers`: `CoCAAttention`, a module for any PyTorch model.
+- `coca_attention.layer`: `CoCAAttention`, a module for any PyTorch model.
 - `coca_attention.models`: ``coca_*`` models, registered with Transformers' Auto classes.
 
 Importing the package imports neither torch nor Transformers: names are loaded when they are first
@@ -11,11 +11,11 @@ used, and the models when Transformers' Auto classes are first asked for one.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from coca_attention.imports import when_imported
-from coca_attention.lazy import attach
+from coca_lab.extensions import when_imported
+from coca_lab.lazy import attach
 
 if TYPE_CHECKING:
-    from coca_attention.layers import CoCAAttention
+    from coca_attention.layer import CoCAAttention
     from coca_attention.models import convert, load_original, set_rotary_scaling
     from coca_attention.ops import (
         Rotation,

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from coca_attention import convert
-from coca_attention.analysis.capture import collect_layers
-from coca_attention.cli import main
+from coca_lab.analysis.capture import collect_layers
+from coca_lab.cli import main
 from coca_attention.models.conversion import calibration
 from coca_attention.ops.positions import split_pairs
 from coca_attention.testing import logits
@@ -149,7 +149,7 @@ def test_the_first_process_writes_the_converted_folder(tokenizer, text_folder, t
     for name, words in {"fold": [], "calibrated": text}.items():
         command = ["convert", tmp_path / "base", tmp_path / name, *words]
         done = subprocess.run(
-            [*launch, "-m", "coca_attention.cli", *map(str, command)],
+            [*launch, "-m", "coca_lab.cli", *map(str, command)],
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

@@ -8,12 +8,12 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoModelForCausalLM
 
-from coca_attention.cli import main
+from coca_lab.cli import main
 from coca_attention.models import Roles
 from coca_attention.models.cards import write_card
 from coca_attention.models.conversion import convert_folder
 from coca_attention.testing import logits, some_tokens
-from coca_attention.training import load_recipe, train
+from coca_lab.training import load_recipe, train
 from conftest import CONFIGS, tiny_model
 from families import vanilla
 from stage_runs import TEACHER, base, write_recipe  # noqa: F401 (a fixture)

@@ -17,7 +17,7 @@ from transformers import (
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.models.conversion.folders import convert_folder, export_folder
+from coca_lab.folders import convert_folder, export_folder
 from coca_attention.testing import difference, logits, some_tokens
 from families import SIZES
 

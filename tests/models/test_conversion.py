@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from coca_attention import convert
-from coca_attention.cli import main
-from coca_attention.data import read_documents, token_array
+from coca_lab.cli import main
+from coca_lab.data import read_documents, token_array
 from coca_attention.errors import UserError
 from coca_attention.models.conversion import convert_folder, folders
 from coca_attention.models.decoder import CollinearModel
@@ -287,7 +287,7 @@ def test_a_kill_while_writing_leaves_no_model(tmp_path):
         "    os.truncate(path, 100)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "m.safe_save_file = half\n"
-        "from coca_attention.cli import main\n"
+        "from coca_lab.cli import main\n"
         f"main(['convert', {str(source)!r}, {str(target)!r}])\n"
     )
     killed = subprocess.run([sys.executable, "-c", program], capture_output=True)

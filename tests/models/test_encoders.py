@@ -14,9 +14,9 @@ from transformers import (
 )
 
 from coca_attention import convert
-from coca_attention.cli import main
+from coca_lab.cli import main
 from coca_attention.errors import UserError
-from coca_attention.fields import LOCAL
+from coca_attention.models.fields import LOCAL
 from coca_attention.models import Roles, StreamingCache
 from coca_attention.models.configuration import rotation
 from coca_attention.ops import FORMS, oracle

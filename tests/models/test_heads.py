@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from coca_attention import convert
-from coca_attention.cli import main
+from coca_lab.cli import main
 from coca_attention.models.families import HEADS
 from coca_attention.testing import difference, some_tokens
 from families import FAMILIES, SIZES, vanilla

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import stage_runs
-from coca_attention.environment import reset_peak, resident_megabytes
+from coca_lab.environment import reset_peak, resident_megabytes
 from coca_attention.models.conversion import convert, convert_folder
-from coca_attention.models.loading import load_model
-from coca_attention.training import load_recipe, train
+from coca_lab.loading import load_model
+from coca_lab.training import load_recipe, train
 from stage_runs import TEACHER, write_recipe
 
 base = stage_runs.base
@@ -73,7 +73,7 @@ def test_a_run_keeps_one_model_at_a_time(base, text_folder, tmp_path, monkeypatc
         return model
 
     for part in ("run", "stages", "model"):
-        monkeypatch.setattr(f"coca_attention.training.{part}.load_model", load)
+        monkeypatch.setattr(f"coca_lab.training.{part}.load_model", load)
     path = write_recipe(base, text_folder, tmp_path / "recipe.yaml", TEACHER)
     gc.disable()  # a chance collection must not be what frees them
     try:

@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coca_attention import convert
-from coca_attention.cli import main
+from coca_lab.cli import main
 from coca_attention.errors import UserError
-from coca_attention.fields import attention_of
+from coca_attention.models.fields import attention_of
 from coca_attention.models import Roles, StreamingCache
 from coca_attention.models.configuration import rotation
 from coca_attention.ops import coca_attention

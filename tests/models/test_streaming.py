@@ -5,7 +5,7 @@ import torch
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.fields import GLOBAL, LOCAL
+from coca_attention.models.fields import GLOBAL, LOCAL
 from coca_attention.models import (
     AlibiGPTNeoXConfig,
     AlibiGPTNeoXForCausalLM,

@@ -5,7 +5,7 @@ Importing this package also adds our own rope types, such as ``ntk``, to Transfo
 
 from transformers import AutoModel, AutoModelForCausalLM
 
-from coca_attention.fields import training_length
+from coca_attention.models.fields import training_length
 from coca_attention.models.alibi import (
     AlibiGPTNeoXConfig,
     AlibiGPTNeoXForCausalLM,
@@ -22,7 +22,7 @@ from coca_attention.models.families import (
     register,
     register_family,
 )
-from coca_attention.models.loading import load_model
+from coca_lab.loading import load_model
 from coca_attention.models.roles import Roles
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.streaming import StreamingCache

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from coca_attention.layers.coca import project_collinear
+from coca_attention.layer import project_collinear
 from coca_attention.models.key_positions import KeyPositions
 from coca_attention.models.layer_pass import LayerPass, Limit
 from coca_attention.models.projections import (

@@ -11,7 +11,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers.utils import cached_file
 
 from coca_attention.errors import install
-from coca_attention.fields import (
+from coca_attention.models.fields import (
     GLOBAL,
     attention_of,
     free_pairs,

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from coca_attention.fields import (
+from coca_attention.models.fields import (
     GLOBAL,
     LOCAL,
     free_pairs,

@@ -16,8 +16,8 @@ from transformers.masking_utils import (
     find_packed_sequence_indices,
 )
 
-from coca_attention.fields import GLOBAL, LOCAL, rope_parameters
-from coca_attention.hub import check_online
+from coca_attention.models.fields import GLOBAL, LOCAL, rope_parameters
+from coca_attention.models.hub import check_online
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.cards import push_card
 from coca_attention.models.configuration import (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coca_attention.fields import window_of
+from coca_attention.models.fields import window_of
 from coca_attention.models.key_positions import KeyPositions, compiling
 from coca_attention.ops import (
     attend,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from coca_attention.errors import UserError
-from coca_attention.fields import GLOBAL, LOCAL
-from coca_attention.settings import check_letters
+from coca_attention.models.fields import GLOBAL, LOCAL
+from coca_lab.settings import check_letters
 
 LETTERS = {"l": LOCAL, "g": GLOBAL}
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from coca_attention.fields import window_of
+from coca_attention.models.fields import window_of
 from coca_attention.models.configuration import rotation
 from coca_attention.ops.positions import join_pairs
 

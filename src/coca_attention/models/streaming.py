@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from coca_attention.errors import UserError
-from coca_attention.fields import GLOBAL, LOCAL, layer_types, rope_parameters
+from coca_attention.models.fields import GLOBAL, LOCAL, layer_types, rope_parameters
 from coca_attention.models.configuration import rotation
 from coca_attention.models.families import family_of, supported_families
 from coca_attention.models.key_positions import KeyPositions, rotary_is_by_layer
 from coca_attention.ops import KeyFrames
 from coca_attention.ops.positions import apply_rotary
-from coca_attention.settings import check_sizes
+from coca_lab.settings import check_sizes
 
 FOLLOW_LENGTH = ("dynamic", "longrope")
 """Rope types whose frequencies change with the length of a pass in Transformers' own models."""

@@ -1,7 +1,7 @@
 """Conversion of vanilla models and of the authors' checkpoints to CoCA models."""
 
 from coca_attention.models.conversion.convert import INITIALISATIONS, Initialisation, convert
-from coca_attention.models.conversion.folders import convert_folder, export_folder
+from coca_lab.folders import convert_folder, export_folder
 from coca_attention.models.conversion.original import load_original
 
 __all__ = [

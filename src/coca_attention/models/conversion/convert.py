@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, initialization
 
 from coca_attention.errors import UserError
-from coca_attention.fields import GLOBAL, head_width, rope_parameters, training_length
+from coca_attention.models.fields import GLOBAL, head_width, rope_parameters, training_length
 from coca_attention.models.configuration import LOCAL_RULE, ROTATION_FIELDS, has_own_roles
 from coca_attention.models.conversion.calibration import (
     attention_inputs,
@@ -26,7 +26,7 @@ from coca_attention.models.decoder import (
 from coca_attention.models.families import FAMILIES, Family, supported_families
 from coca_attention.models.projections import AttentionLayout, is_sharded
 from coca_attention.models.roles import Roles, rotation_fields
-from coca_attention.settings import Initialisation
+from coca_lab.settings import Initialisation
 
 DECAY = 0.5
 """Exponent of the decay beyond ``max_distance``, with a decay length of L / 8."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.fields import head_width
+from coca_attention.models.fields import head_width
 from coca_attention.models.configuration import rotation
 from coca_attention.models.conversion.convert import convert
 

@@ -1,0 +1,1 @@
+"""The laboratory: training, evaluation, analysis, studies, reports, and the command coca."""

@@ -1,0 +1,227 @@
+"""Capturing queries and keys of every layer of a model, before rotation.
+
+Legend: B batch, T length, H query heads, G key/value heads, D head width, R rotary width.
+
+Forward hooks take the hidden states that enter each attention module and apply the module's own
+projections and norms. The model is not changed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coca_attention.errors import UserError
+from coca_attention.models.fields import attention_of, window_of
+from coca_attention.models.attention import CollinearAttention
+from coca_attention.models.configuration import rotation
+from coca_attention.models.families import Family, family_of, supported_families
+from coca_attention.models.projections import project_rotary
+from coca_attention.models.rotary import CoCARotary
+from coca_attention.models.scaling import rotary_restored
+from coca_attention.ops import Rotation
+from coca_attention.ops.positions import join_pairs
+
+VANILLA = "vanilla"
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """Queries and keys of one attention layer for a text, on the CPU."""
+
+    layer: int
+    """Index of the layer."""
+    form: str
+    """``vanilla`` for rotary attention, also where all pairs are free, or the name of the form."""
+    query: Tensor
+    """q before rotation, (B, H, T, D), in the model's dtype."""
+    key: Tensor
+    """k before rotation, (B, G, T, D); in a CoCA model the coefficients, (B, G, T, D/2 + F)."""
+    rotation: Rotation
+    """Rotation of the pairs."""
+    parameters: dict[str, Tensor] | None
+    """Learned parameters of the score form."""
+    interleaved: bool
+    """Pair layout of q and k, see `split_pairs`."""
+    window: int | None
+    """Sliding window in tokens, including the query's own; None for all."""
+    scale: float
+    """Scale of the scores before the softmax."""
+    kind: str | None
+    """Layer type, such as ``sliding_attention``, if the family has several."""
+
+    @property
+    def rotary_width(self) -> int:
+        """Rotary width R."""
+        return self.rotation.width
+
+    @property
+    def free_pairs(self) -> int:
+        """Number of free pairs F, which score by ordinary rotary attention; 0 in vanilla models."""
+        return 0 if self.form == VANILLA else self.key.shape[-1] - self.query.shape[-1] // 2
+
+    @property
+    def theta(self) -> Tensor:
+        """Angle per token of the rotated pairs that are not free, float64."""
+        return self.rotation.frequencies()[: self.query.shape[-1] // 2 - self.free_pairs]
+
+
+def form_of(model: PreTrainedModel) -> str:
+    """``vanilla``, or the name of a model's score form; without collinear pairs ``vanilla``.
+
+    Raises:
+        UserError: If the model's family is not supported.
+    """
+    config: Any = model.config
+    collinear = isinstance(model, _family(model).causal_lm) and attention_of(config) != "rope"
+    return config.coca_form if collinear else VANILLA
+
+
+def _family(model: PreTrainedModel) -> Family:
+    family = family_of(model)
+    if family is None:
+        raise UserError(
+            f"{type(model).__name__} is not supported; supported are the causal language models, "
+            f"vanilla or CoCA, of {supported_families(model)}"
+        )
+    return family
+
+
+def visit_layers(
+    model: PreTrainedModel, input_ids: Tensor, visit: Callable[[LayerHeads], Any], **kwargs: Any
+) -> Any:
+    """Run one forward pass and pass every layer's queries and keys to a function.
+
+    The queries and keys of only one layer are in memory at a time.
+
+    Args:
+        model: A causal language model of a supported family, in evaluation mode.
+        input_ids: (B, T), without padding, T at least 2; positions start at 0.
+        visit: Called once per layer, in order.
+        **kwargs: Passed to the model.
+
+    Returns:
+        The model's output.
+
+    Raises:
+        UserError: If the model's family is not supported, the model is in training mode, queries or
+            keys are not finite, or the model's rotary angles differ from its configuration.
+    """
+    if model.training:
+        raise UserError("the model is in training mode, with dropout: call model.eval()")
+    family = _family(model)
+    body: Any = model.base_model
+    hooks = [
+        attention.register_forward_pre_hook(
+            partial(_capture, index, family, body, visit), with_kwargs=True
+        )
+        for index, attention in enumerate(family.layout.modules(body))
+    ]
+    try:
+        with rotary_restored(model), torch.no_grad():
+            return model(input_ids=input_ids.to(model.device), use_cache=False, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def collect_layers(model: PreTrainedModel, input_ids: Tensor) -> list[LayerHeads]:
+    """Queries and keys of all layers at once; arguments and errors as in `visit_layers`."""
+    layers: list[LayerHeads] = []
+    visit_layers(model, input_ids, layers.append)
+    return layers
+
+
+def _capture(
+    index: int,
+    family: Family,
+    body: Any,
+    visit: Callable[[LayerHeads], Any],
+    attention: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Forward pre-hook: project the hidden states that enter an attention module."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    interleaved, scale = family.layout.interleaved, float(attention.scaling)
+    kind = getattr(attention, "layer_type", None)
+    found = _rotation(body, kind, hidden.shape[1])
+    form = VANILLA
+    if not isinstance(attention, CollinearAttention):
+        query, key = project_rotary(attention, hidden, family.layout)
+    else:
+        query, key, _ = attention.project(hidden)
+        if key.shape[-1] == query.shape[-1]:  # all pairs are free
+            first, second = key.chunk(2, dim=-1)
+            key = join_pairs(first, second, interleaved, found.width)
+        else:
+            form = body.config.coca_form
+    query, key = query.cpu(), key.cpu()
+    if not (query.isfinite().all() and key.isfinite().all()):
+        raise UserError(
+            f"layer {index}: queries or keys are not finite; the model's weights are damaged, or "
+            "its dtype overflows (try float32)"
+        )
+    roles = kwargs.get("roles")
+    tables = kwargs.get("position_embeddings") if roles is None else roles[kind][1]
+    if tables is not None:
+        _check_tables(index, tables[:2], found)
+    visit(
+        LayerHeads(
+            layer=index,
+            form=form,
+            query=query,
+            key=key,
+            rotation=found,
+            parameters=_learned(attention),
+            interleaved=interleaved,
+            window=getattr(attention, "sliding_window", window_of(body.config)),
+            scale=scale,
+            kind=kind,
+        )
+    )
+
+
+def _learned(attention: Any) -> dict[str, Tensor] | None:
+    parameters = getattr(attention, "form_parameters", None)
+    return None if parameters is None else {n: x.detach().cpu() for n, x in parameters.items()}
+
+
+def _rotation(body: Any, kind: str | None, length: int) -> Rotation:
+    """The rotation for a text of ``length`` tokens."""
+    try:
+        found = rotation(body.config, kind)
+    except ValueError as error:
+        raise UserError(f"the model's rotary embedding is not supported: {error}") from error
+    # Transformers always selects the longrope factors by the length of the text.
+    if found.follows_length or not isinstance(body.rotary_emb, CoCARotary):
+        return found.for_length(length)
+    return found
+
+
+def _check_tables(index: int, tables: Any, found: Rotation) -> None:
+    """Raise UserError unless cos and sin at position 1 match the rotation.
+
+    Depending on the family, tables contain the R/2 values once, twice, or each value twice.
+    """
+    cos, sin = (table[0, 1].cpu().double() for table in tables)
+    info = torch.finfo(tables[0].dtype)
+    # Relative, because the sines of slow pairs are small; for subnormal numbers, their spacing.
+    rtol, atol = max(2 * info.eps, 1e-5), info.smallest_normal * info.eps
+    expected = found.tables(torch.ones(1), torch.float64)
+    for layout in (slice(0, found.width // 2), slice(0, None, 2)):
+        if all(
+            table[layout].shape == wanted[0].shape
+            and torch.allclose(wanted[0], table[layout], rtol=rtol, atol=atol)
+            for table, wanted in zip((cos, sin), expected, strict=True)
+        ):
+            return
+    raise UserError(
+        f"layer {index}: the rotary angles differ from the configuration's rope_parameters, for "
+        "example with rope_type dynamic after a longer text, or with a custom rotary module: set "
+        "the scaling again (set_rotary_scaling), or reload the model"
+    )

@@ -1,0 +1,284 @@
+"""Commands that evaluate a model."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+from coca_lab.analysis import (
+    AnalysisSettings,
+    RetrievalSettings,
+    check_retrieval,
+    check_settings,
+)
+from coca_lab.cli.console import Progress, Run, duration, parse, parse_file, print_table
+from coca_lab.data import SourceSettings
+from coca_lab.environment import (
+    check_results,
+    describe_environment,
+    hold,
+    keep_other_results,
+    write_json,
+)
+from coca_lab.evaluation import TASKS, Cell, Session, Subject, Task
+from coca_lab.evaluation import suite as suites
+from coca_lab.evaluation.journal import Journal, fingerprint
+from coca_lab.evaluation.pieces import Claims, Piece, join, local_device, processes, rank
+from coca_lab.evaluation.task import Part, load_subject
+from coca_attention.models.hub import check_name
+from coca_lab.options import OptionParser
+from coca_lab.settings import Scaling, check_scaling
+
+
+@dataclass
+class LoadingSettings:
+    """How a model is loaded, and where the results go."""
+
+    name: str | None = None
+    """What the results call the model; by default the name of its folder."""
+    output: str | None = None
+    """Result file (JSON); by default in runs/eval/, named after the model and the task."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the weights."""
+    device: str | None = None
+    """cpu, cuda, …; by default the accelerator if there is one. Under torchrun, tensor-parallel
+    splits the model over all processes, and context-parallel the texts (perplexity only)."""
+
+
+@dataclass
+class ScaledSettings(LoadingSettings):
+    """How a model is loaded and scaled, and where the results go."""
+
+    scaling: Scaling = "none"
+    """Rotary scaling; ntk computes the base from each window, linear is position interpolation."""
+    factor: float = 4.0
+    """Factor of the scaling."""
+
+
+@dataclass
+class AnalyzeSettings(AnalysisSettings, SourceSettings, RetrievalSettings):
+    """Which text to read, and what to measure."""
+
+
+def _analysis_parts(subject: Subject, settings: AnalyzeSettings, session: Session) -> list[Part]:
+    return [(_answers if settings.passkeys else _angles)(subject, settings, session)]
+
+
+def _angles(subject: Subject, settings: AnalyzeSettings, session: Session) -> Part:
+    """The work of `analyze`, a document a piece."""
+    from coca_attention import __version__
+    from coca_lab.analysis import read_token_ids
+    from coca_lab.analysis.task import angle_cell, cut_documents, read_document, unpack
+
+    model: Any = subject.model
+    asked = AnalysisSettings(
+        **{name: getattr(settings, name) for name in AnalysisSettings.__dataclass_fields__}
+    )
+    documents, asked = cut_documents(
+        model, read_token_ids(settings, subject.tokenizer, settings), asked
+    )
+
+    def piece(index: int) -> Piece:
+        document = documents[index]
+        key = {
+            "task": "angles",
+            "version": __version__,
+            "model": subject.identity,
+            "settings": asdict(asked),
+            "document": [index, sha256(document.numpy().tobytes()).hexdigest()],
+        }
+        length, cost = len(document), len(document) * (1 + len(asked.shifts))
+
+        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
+            return [read_document(model, document, index, asked, advance).pack()]
+
+        return Piece(f"{subject.name} angles", [key], cost, length, compute)
+
+    pieces = [piece(index) for index in range(len(documents))]
+
+    def cells() -> list[Cell]:
+        every = (unpack(session.journal.get(each.keys[0])) for each in pieces)
+        return [angle_cell(model, documents, asked, every, subject.name)]
+
+    return Part(pieces, cells)
+
+
+def _answers(subject: Subject, settings: AnalyzeSettings, session: Session) -> Part:
+    """The work of `analyze_retrieval`, a prompt a piece."""
+    from coca_lab.analysis.retrieval import prompts_by_length, read_prompt, retrieval_cell
+
+    model: Any = subject.model
+    prompts = prompts_by_length(subject.tokenizer, settings)
+
+    def piece(length: int, index: int) -> Piece:
+        key = {
+            "task": "attention",
+            "model": subject.identity,
+            "prompt": [settings.seed, length, index],
+            "near": settings.near,
+        }
+
+        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
+            return [read_prompt(model, prompts[length][index], settings)]
+
+        return Piece(f"{subject.name} attention {length}", [key], length, length, compute)
+
+    pieces = {n: [piece(n, i) for i in range(len(asked))] for n, asked in prompts.items()}
+
+    def cells() -> list[Cell]:
+        return [
+            retrieval_cell(
+                model, settings, n, [session.journal.get(p.keys[0]) for p in each], subject.name
+            )
+            for n, each in pieces.items()
+        ]
+
+    return Part([piece for each in pieces.values() for piece in each], cells)
+
+
+def _check_analyze(settings: AnalyzeSettings) -> None:
+    check_settings(settings)
+    check_retrieval(settings)
+
+
+ANALYSIS = Task(
+    "analyze",
+    "Angles of queries and keys, borders, bounds; or where attention goes with --passkeys.",
+    AnalyzeSettings,
+    lambda subject, settings, session: session.finish(_analysis_parts(subject, settings, session)),
+    _check_analyze,
+    scaled=False,
+    parts=_analysis_parts,
+)
+
+
+class EvaluationCommands(Mapping[str, Run]):
+    """``coca eval``: every registered task, and suites of them."""
+
+    def __getitem__(self, name: str) -> Run:
+        return run_suite if name == "suite" else task_command(TASKS[name], "coca eval")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*TASKS, "suite"))
+
+    def __len__(self) -> int:
+        return len(TASKS) + 1
+
+
+def task_command(task: Task, program: str) -> Run:
+    """The command that runs one task on one model; ``program`` is the words before its name."""
+
+    def run(words: list[str]) -> None:
+        _run_task(task, run, f"{program} {task.name}", words)
+
+    run.__doc__ = task.summary
+    return run
+
+
+def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
+    """Parse, check, load, evaluate what the journal does not have yet, write, print."""
+    sections = [task.settings, ScaledSettings if task.scaled else LoadingSettings]
+    path, settings, loading = parse(program, command, words, sections, ["model"])
+    task.check(settings)
+    name = loading.name or Path(path).name
+    session = Session()
+    plain = re.sub(r"[^\w.=+-]+", "-", name)
+    file = f"{plain}-{task.name}.json"
+    if task.scaled:
+        check_scaling(loading.scaling, loading.factor)
+        session.scaling, session.factor = loading.scaling, loading.factor
+        file = f"{plain}-{loading.scaling}-{task.name}.json"
+    output = Path(loading.output or Path("runs", "eval", file))
+    check_results(output)
+    check_name(path)
+    suites.check_device(loading.device, [task.name])
+    first, joint = rank() == 0, loading.device in suites.JOINT_DEVICES
+    with ExitStack() as stack:
+        if first:  # it speaks for all
+            stack.enter_context(hold(output.with_name(f".{output.name}.lock"), output))
+        journal = output.with_suffix(".journal.jsonl")
+        session.journal = join(journal) if joint else Journal(journal)
+        device = local_device(loading.device)
+        subject = load_subject(path, name, dtype=loading.dtype, device=device)
+        if first:
+            session.progress = stack.enter_context(Progress())
+        if joint or processes() == 1:
+            cells = task.run(subject, settings, session)
+        else:
+            claims = Claims(output.with_name(f".{output.name}.claims"), alone=False)
+            session.claims = stack.enter_context(closing(claims))
+            cells = task.share(subject, settings, session, wait=first)
+        if not first:
+            return
+        measured = {
+            "model": [name, path, fingerprint(path), loading.dtype],
+            "scaling": [session.scaling, session.applied_factor],
+            task.name: asdict(settings),
+        }
+        keep_other_results(output, "measured", measured)
+        environment = describe_environment()
+        write_json(output, {"results": cells, "measured": measured, "environment": environment})
+        if session.claims is None:  # a process that comes late looks there
+            session.journal.remove()
+    from coca_lab.report import printed_tables
+
+    for table in printed_tables(cells):
+        print_table(*table)
+    print(f"Results: {output}")
+
+
+run_analyze = task_command(ANALYSIS, "coca")
+
+
+def _suite_parser() -> OptionParser:
+    parser = suites.suite_parser()
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="Say what there is to compute and how long it takes; write nothing.",
+    )
+    return parser
+
+
+def run_suite(words: list[str]) -> None:
+    """Evaluate models x scalings x tasks from one YAML; resumes when restarted."""
+    usage = "coca eval suite SUITE.yaml [--passkey.samples 20] [--dry-run]"
+    path, overrides, folder = parse_file(words, run_suite, _suite_parser, "suite", usage)
+    if "--dry-run" in overrides:
+        overrides.remove("--dry-run")
+        _print_estimates(suites.estimate_suite(suites.load_suite(path, overrides), folder))
+        return
+    suite = suites.load_suite(path, overrides)
+    if rank() > 0:  # the first process speaks for all
+        suites.run_suite(suite, folder)
+        return
+    with Progress() as advance:
+        results = suites.run_suite(suite, folder, progress=advance)
+    from coca_lab.report import printed_tables, read_results
+
+    for table in printed_tables(read_results([results])[0]["results"]):
+        print_table(*table)
+    print(f"Results: {results}")
+
+
+def _print_estimates(estimates: list[suites.Estimate]) -> None:
+    rows = [
+        [
+            f"{e.job.subject.name} {e.job.scaling} {e.job.task}",
+            f"{e.cells}",
+            f"{e.tokens:,}",
+            f"{e.left:,}",
+            "not measured" if e.seconds is None else duration(e.seconds),
+        ]
+        for e in estimates
+    ]
+    print_table(["", "cells left", "tokens", "tokens left", "time"], rows)
+    seconds = sum(e.seconds or 0.0 for e in estimates)
+    more = ", and what was not measured" if any(e.seconds is None for e in estimates) else ""
+    print(
+        f"{sum(e.left for e in estimates):,} tokens to read: {duration(seconds)}{more} in one "
+        "process. Nothing was written."
+    )

@@ -1,0 +1,17 @@
+"""Evaluation: one folder per task, and the table of tasks.
+
+A new task is a folder (or file) with a `Task`, its import and its entry in `TASKS` here, and its
+entry in the table of `coca_lab.report`. From outside the package, one call of
+`coca_lab.registry.register_task` does the same.
+"""
+
+from coca_lab.evaluation import harness, needles, passkey, perplexity, streaming
+from coca_lab.evaluation.task import Cell, Session, Subject, Task
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (perplexity.TASK, passkey.TASK, needles.TASK, streaming.TASK, harness.TASK)
+}
+"""Tasks by name: ``coca eval NAME`` and the sections of a suite."""
+
+__all__ = ["TASKS", "Cell", "Session", "Subject", "Task"]

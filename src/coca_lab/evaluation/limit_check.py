@@ -1,0 +1,230 @@
+"""Which limit of distances a model bears: what ``coca convert --form rope --check`` measures.
+
+A limit W below the training length L may help beyond L, and may lose what a model finds by rotary
+distance within L. So both are measured, for the model as it is and for a few W.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from coca_lab.data import SourceSettings
+from coca_attention.errors import UserError
+from coca_lab.evaluation.passkey.task import PasskeySettings, evaluate_passkey
+from coca_lab.evaluation.perplexity.task import (
+    TextSettings,
+    WindowSettings,
+    evaluate_perplexity,
+    load_text,
+    tokens_needed,
+)
+from coca_lab.evaluation.task import Cell, Session, Subject, check_at_least
+from coca_lab.intervals import DocumentScore, paired_ratio_interval
+
+if TYPE_CHECKING:
+    from coca_lab.evaluation.perplexity.score import TokenDocument
+
+SHARES = (1.0, 0.75, 0.5, 0.25)
+"""The limits that are tried, as shares of L."""
+DOCUMENTS = 20
+ANSWER = 32
+"""Tokens of an answer at most; prompt and answer together have the length that is asked for."""
+RULE = (
+    "A limit loses perplexity within L if the 95 % interval of its ratio to the base's, paired by "
+    "document, lies above 1, and passkeys if it finds fewer than the base at a length of up to L."
+)
+
+
+@dataclass
+class LimitCheckSettings:
+    """How form rope chooses its limit of distances by measuring."""
+
+    check: str = ""
+    """Text (as for --source) on which to measure perplexity, and passkeys found, before and after
+    limiting distances to L, 3L/4, L/2 and L/4, for L the training length. Of the limits that lose
+    nothing within L, the one that finds most beyond it is taken."""
+    check_lengths: list[int] = field(default_factory=list)
+    """Lengths of text to measure at beside L; by default 2L and 4L."""
+    check_samples: int = 50
+    """Passkey prompts of every length."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a model does with one limit, by length in tokens.
+
+    Attributes:
+        max_distance: W; None for the model as it was.
+        scores: Nats of every document.
+        perplexity: Infinity where it overflows.
+        hits: Passkeys found.
+    """
+
+    max_distance: int | None
+    scores: dict[int, list[DocumentScore]]
+    perplexity: dict[int, float]
+    hits: dict[int, int]
+
+    def lost(self, base: "Measured", length: int) -> list[str]:
+        """What is lost in texts of up to L tokens (`RULE`): perplexity, passkeys, or nothing."""
+        if self.max_distance == length:
+            return []  # the same function there: what differs is rounding
+        within = [n for n in base.hits if n <= length]
+        worse = any(_is_worse(self.scores[n], base.scores[n]) for n in within)
+        fewer = any(self.hits[n] < base.hits[n] for n in within)
+        return [*["perplexity"] * worse, *["passkeys"] * fewer]
+
+
+def _is_worse(scores: list[DocumentScore], base: list[DocumentScore]) -> bool:
+    interval = paired_ratio_interval(scores, base)
+    if interval is None:  # one document
+        return sum(s.nats for s in scores) > sum(s.nats for s in base)
+    return interval[0] > 1
+
+
+@dataclass(frozen=True)
+class LimitCheck:
+    """Measurements of a model as it was, and with every limit, the first of which is L.
+
+    Attributes:
+        length: L.
+        base: The model as it was.
+        limited: With limits.
+        about: What it was measured on.
+    """
+
+    length: int
+    base: Measured
+    limited: list[Measured]
+    about: str
+
+    @property
+    def chosen(self) -> Measured:
+        """Of those that lose nothing within L the one that finds most passkeys beyond.
+
+        Of equals that with the lowest perplexity beyond, and L if nothing is measured there or the
+        base finds no passkey within L, so that none could be lost.
+        """
+        if not any(hits for n, hits in self.base.hits.items() if n <= self.length):
+            return self.limited[0]
+        beyond = [n for n in self.base.hits if n > self.length]
+
+        def gain(each: Measured) -> tuple[int, float]:
+            nats = sum(math.log(each.perplexity[n]) for n in beyond)
+            return sum(each.hits[n] for n in beyond), -nats
+
+        return max((m for m in self.limited if not m.lost(self.base, self.length)), key=gain)
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Header and rows: the base, then every limit with what it loses within L."""
+        lengths, chosen = list(self.base.hits), self.chosen
+        shown = [f"{n:,}" for n in lengths]
+        columns = [f"perplexity {shown[0]}", *shown[1:], f"passkeys {shown[0]}", *shown[1:]]
+        rows = []
+        for each in (self.base, *self.limited):
+            label = "base" if each is self.base else f"W = {each.max_distance:,}"
+            lost = ", ".join(each.lost(self.base, self.length)) or "nothing"
+            rows.append(
+                [
+                    f"{label} (chosen)" if each is chosen else label,
+                    *(f"{each.perplexity[n]:.2f}" for n in lengths),
+                    *(f"{each.hits[n]}" for n in lengths),
+                    "" if each is self.base else lost,
+                ]
+            )
+        return ["", *columns, "lost"], rows
+
+    def markdown(self) -> str:
+        """The check as a paragraph and a table."""
+        header, rows = self.table()
+        lines = [header, ["---"] * len(header), *rows]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"L = {self.length:,} tokens. {self.about}. {RULE}\n\n{table}"
+
+
+def check_limits(
+    subject: Subject,
+    text: SourceSettings,
+    settings: LimitCheckSettings,
+    session: Session,
+    *,
+    length: int,
+) -> LimitCheck:
+    """Measure a rotary model as it is and with distances limited, which converts it in place.
+
+    Args:
+        subject: A rotary model that `convert` takes.
+        text: Fields of the text; its source is ``settings.check``.
+        settings: Lengths and prompts.
+        session: Journal and progress.
+        length: L, the training length in tokens.
+
+    Raises:
+        UserError: If no document is long enough, or L too short for a passkey text.
+    """
+    from coca_attention.models.fields import rope_parameters
+    from coca_attention.models.conversion import convert
+
+    check_at_least(settings, 1, "check_samples")
+    lengths = sorted({length, *(settings.check_lengths or (2 * length, 4 * length))})
+    if lengths[0] <= ANSWER:
+        raise UserError(f"check_lengths must be more than {ANSWER} tokens, got {lengths[0]}")
+    windows = WindowSettings(windows=lengths)
+    chosen = TextSettings(
+        source=settings.check,
+        text_field=text.text_field,
+        bad_lines=text.bad_lines,
+        max_documents=DOCUMENTS,
+        max_tokens=lengths[-1] + length,
+        skip_short=True,
+    )
+    documents = load_text(chosen, subject.tokenizer, at_least=tokens_needed(windows))
+
+    def measure(limit: int | None) -> Measured:
+        name = "base" if limit is None else f"W = {limit:,}"
+        named = replace(subject, name=name, identity=name)
+        return _measure(named, documents, windows, settings.check_samples, session, limit)
+
+    base = measure(None)
+    convert(subject.model, "rope", max_distance=length, length=length)
+    config: Any = subject.model.config.get_text_config()
+    limited = []
+    for share in SHARES:
+        limit = max(1, round(share * length))
+        rope_parameters(config)["max_distance"] = limit
+        limited.append(measure(limit))
+    tokens = sum(score.tokens for score in base.scores[length])
+    about = (
+        f"Measured on {tokens:,} tokens of {len(documents)} documents, the same at every length, "
+        f"and {settings.check_samples} passkey prompts of each"
+    )
+    return LimitCheck(length, base, limited, about)
+
+
+def _measure(
+    subject: Subject,
+    documents: "Sequence[TokenDocument]",
+    windows: WindowSettings,
+    samples: int,
+    session: Session,
+    limit: int | None,
+) -> Measured:
+    lengths = windows.windows
+    prompts = PasskeySettings([n - ANSWER for n in lengths], samples, max_new_tokens=ANSWER)
+    cells = evaluate_perplexity(subject, documents, windows, session)
+    asked = evaluate_passkey(subject, prompts, session)
+    return Measured(
+        limit,
+        {cell["window"]: [_score(document) for document in cell["documents"]] for cell in cells},
+        {cell["window"]: _finite_or_inf(cell["perplexity"]) for cell in cells},
+        {n: sum(s["hit"] for s in cell["samples"]) for n, cell in zip(lengths, asked, strict=True)},
+    )
+
+
+def _score(document: Cell) -> DocumentScore:
+    return DocumentScore(document["id"], _finite_or_inf(document["nats"]), document["tokens"])
+
+
+def _finite_or_inf(value: float | None) -> float:
+    return math.inf if value is None else value

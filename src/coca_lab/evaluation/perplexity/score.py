@@ -1,0 +1,205 @@
+"""Negative log-likelihood of documents under sliding windows, in nats."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coca_attention.errors import UserError
+from coca_lab.evaluation.perplexity.windows import Window, sliding_windows
+from coca_lab.intervals import DocumentScore
+from coca_attention.models.context_parallel import Split, split_of
+from coca_lab.generation import naming_the_limit
+
+
+@dataclass(frozen=True)
+class TokenDocument:
+    """A document as token ids: (length,), int64."""
+
+    id: str
+    tokens: Tensor
+
+
+class TokenScores:
+    """The score of every token of one document, and the number of tokens read before it.
+
+    Attributes:
+        nats: (length,), float32; NaN where a token was not scored.
+        read: (length,), int64; 0 where a token was not scored.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.nats = torch.full((length,), float("nan"))
+        self.read = torch.zeros(length, dtype=torch.long)
+
+
+def equal_ranges(window: int, ranges: int) -> list[int]:
+    """Borders of ranges of equal width from 0 to the window, for `by_tokens_read`."""
+    return [round(window * i / ranges) for i in range(ranges + 1)]
+
+
+def by_tokens_read(
+    scores: Sequence[TokenScores], edges: Sequence[int]
+) -> list[dict[str, float | int]]:
+    """Nats and token counts by the number of tokens read before.
+
+    Args:
+        scores: As filled in by `score_documents`.
+        edges: Increasing numbers of tokens; a range ends at each but the first.
+
+    Returns:
+        In increasing order: ``first`` and ``last`` (tokens read, inclusive), ``nats`` and
+        ``tokens``.
+    """
+    nats, read = (torch.cat([getattr(s, name) for s in scores]) for name in ("nats", "read"))
+    scored = read > 0
+    nats, read = nats[scored].double(), read[scored]
+    found: list[dict[str, float | int]] = []
+    for low, high in pairwise(edges):
+        inside = (read > low) & (read <= high)
+        found.append(
+            {
+                "first": low + 1,
+                "last": high,
+                "nats": nats[inside].sum().item(),
+                "tokens": int(inside.sum()),
+            }
+        )
+    return found
+
+
+def score_documents(
+    model: nn.Module,
+    documents: Sequence[TokenDocument],
+    *,
+    window: int,
+    stride: int,
+    first_target: int = 1,
+    batch_tokens: int = 8192,
+    per_token: Sequence[TokenScores] | None = None,
+    progress: Callable[[int], Any] | None = None,
+    part: slice = slice(None),
+) -> list[DocumentScore]:
+    """Nats of every document under a sliding window.
+
+    Windows of equal length are batched across documents, logits are computed only where a token
+    is scored, and nats are summed in float64.
+
+    Args:
+        model: A causal language model whose call returns ``logits``.
+        documents: Token documents.
+        window: Maximum number of tokens read in one pass.
+        stride: Tokens scored in one pass.
+        first_target: Index of the first scored token of each document.
+        batch_tokens: Tokens per batch; a batch has at least one window.
+        per_token: One per document, filled in here; by default only the sums are kept.
+        progress: Called with the number of tokens read after every batch.
+        part: Which of `windows_of` to score; by default all.
+
+    Returns:
+        One score per document, in their order.
+
+    Raises:
+        UserError: If the model returns NaN, or cannot read that many tokens.
+    """
+    nats = torch.zeros(len(documents), dtype=torch.float64)
+    counts = [0] * len(documents)
+    device = next(model.parameters()).device
+    trims = "logits_to_keep" in inspect.signature(model.forward).parameters
+    windows = windows_of([len(d.tokens) for d in documents], window, stride, first_target)
+    for batch in _batches(windows[part], batch_tokens):
+        inputs = torch.stack([documents[d].tokens[w.start : w.stop] for d, w in batch])
+        scored = max(w.targets for _, w in batch)
+        # The last run of a document can be shorter: positions before its targets are ignored.
+        targets = torch.full((len(batch), scored), -100)
+        for row, (d, w) in enumerate(batch):
+            targets[row, scored - w.targets :] = documents[d].tokens[w.first_target : w.stop + 1]
+        keep = {"logits_to_keep": scored} if trims else {}
+        with torch.inference_mode():
+            with naming_the_limit(model, inputs.shape[1]):
+                logits = model(input_ids=inputs.to(device), use_cache=False, **keep).logits
+            losses = _losses(logits, targets.to(device), split_of(model, inputs.shape[1]))
+        rows = losses.double().sum(dim=1).cpu()
+        for row, (d, w) in enumerate(batch):
+            nats[d] += rows[row]
+            counts[d] += w.targets
+            if per_token is not None:
+                here = slice(w.first_target, w.stop + 1)
+                per_token[d].nats[here] = losses[row, scored - w.targets :].cpu()
+                per_token[d].read[here] = torch.arange(w.first_target, w.stop + 1) - w.start
+        if nats.isnan().any():
+            worst = documents[int(nats.isnan().nonzero()[0])].id
+            raise UserError(
+                f"the model returns NaN for document {worst!r}: its weights are damaged, or its "
+                "precision overflows (try float32)"
+            )
+        if progress is not None:
+            progress(inputs.numel())
+    return [
+        DocumentScore(document.id, float(nats[d]), counts[d])
+        for d, document in enumerate(documents)
+    ]
+
+
+def _losses(logits: Tensor, targets: Tensor, split: Split | None) -> Tensor:
+    """Nats of targets from the logits of the last inputs, (B, targets), 0 where ignored.
+
+    Args:
+        logits: (B, T, vocabulary), T at least the number of targets; with ``split``, those of this
+            process alone.
+        targets: (B, targets), of all processes.
+        split: How the inputs are split over processes.
+    """
+    scored = targets.shape[1]
+    places = torch.arange(scored, device=targets.device)
+    if split is not None:
+        places = split.positions(targets.device) - (split.length - scored)
+        places = places[places >= 0]
+    losses = F.cross_entropy(
+        logits[:, logits.shape[1] - len(places) :].float().transpose(1, 2),
+        targets[:, places],
+        reduction="none",
+        ignore_index=-100,
+    )
+    if split is None:
+        return losses
+    whole = losses.new_zeros(targets.shape)
+    whole[:, places] = losses
+    dist.all_reduce(whole, group=split.group)
+    return whole
+
+
+def windows_of(
+    lengths: Sequence[int], window: int, stride: int, first_target: int
+) -> list[tuple[int, Window]]:
+    """Windows of all documents with the document's index, the shortest first.
+
+    Args:
+        lengths: Tokens of every document.
+        window: As for `score_documents`, and so the others.
+        stride: Tokens scored in one pass.
+        first_target: Index of the first scored token of each document.
+    """
+    every = [
+        (index, each)
+        for index, length in enumerate(lengths)
+        for each in sliding_windows(length, window, stride, first_target)
+    ]
+    return sorted(every, key=lambda item: item[1].inputs)
+
+
+def _batches(
+    windows: Sequence[tuple[int, Window]], batch_tokens: int
+) -> Iterator[list[tuple[int, Window]]]:
+    """Batches of windows of equal length."""
+    for inputs, group in groupby(windows, key=lambda item: item[1].inputs):
+        members = list(group)
+        size = max(1, batch_tokens // inputs)
+        for start in range(0, len(members), size):
+            yield members[start : start + size]

@@ -1,0 +1,121 @@
+"""Prompts of tasks that a model answers, and their settings."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coca_lab.data.passkey import Prompt
+from coca_attention.errors import UserError
+from coca_lab.evaluation.pieces import Piece
+from coca_lab.evaluation.task import Cell, Part, Session, Subject, check_at_least
+
+LONGEST = 10**7
+"""Tokens of a prompt at most; making one takes some 70 bytes a token."""
+
+
+@dataclass
+class PromptSettings:
+    """Which prompts a model answers, and how."""
+
+    lengths: list[int] = field(default_factory=lambda: [512, 1024])
+    """Prompt lengths in tokens."""
+    samples: int = 100
+    """Prompts per length."""
+    seed: int = 0
+    """Random seed of the prompts."""
+    max_new_tokens: int = 64
+    """Maximum number of tokens in an answer."""
+    batch_tokens: int = 16384
+    """Prompt tokens per batch; a batch has at least one prompt."""
+    use_cache: bool = True
+    """Whether to decode with a key/value cache; the result is the same."""
+
+
+def check_prompts(settings: PromptSettings) -> None:
+    """Raise UserError unless the numbers are in range."""
+    if not settings.lengths:
+        raise UserError("give at least one prompt length")
+    for length in settings.lengths:
+        if not 1 <= length <= LONGEST:
+            raise UserError(f"lengths must be between 1 and {LONGEST} tokens, got {length}")
+    check_at_least(settings, 1, "samples", "max_new_tokens", "batch_tokens")
+    check_at_least(settings, 0, "seed")
+
+
+def prompt_part(
+    subject: Subject,
+    length: int,
+    make: Callable[[Sequence[int]], list[Prompt]],
+    score: Callable[[str, Prompt], dict[str, Any]],
+    with_statistics: Callable[[Cell], Cell],
+    settings: PromptSettings,
+    about: dict[str, Any],
+    session: Session,
+) -> Part:
+    """The work of answering all prompts of one kind and length, a batch a piece, and its cell.
+
+    Args:
+        subject: The model.
+        length: Tokens of a prompt.
+        make: From indices of samples to their prompts.
+        score: From an answer and its prompt to further fields of its record.
+        with_statistics: Adds the statistics to the cell with its records.
+        settings: Samples, answer length and batch size.
+        about: Fields of the cell that identify these prompts (task, length, seed, …).
+        session: Rotary scaling and journal. ``ntk`` computes the base from the length of prompt
+            and answer together.
+
+    Returns:
+        The part; its cell has one record per prompt in ``samples``.
+    """
+    about = {**about, "max_new_tokens": settings.max_new_tokens}
+    factor, total = session.applied_factor, length + settings.max_new_tokens
+    key = {**about, "model": subject.identity, "scaling": [session.scaling, factor]}
+    label = f"{subject.name} {session.scaling} {about.get('kind', about['task'])} {length}"
+    size = max(1, settings.batch_tokens // length)
+
+    def piece(start: int) -> Piece:
+        indices = range(start, min(start + size, settings.samples))
+
+        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
+            import torch
+
+            from coca_lab.generation import greedy_answers, rotary_scaling_for
+
+            asked = make([indices[number] for number in missing])
+            with rotary_scaling_for(subject.model, session.scaling, session.factor, total):
+                answers = greedy_answers(
+                    subject.model,
+                    subject.tokenizer,
+                    torch.tensor([prompt.ids for prompt in asked]),
+                    max_new_tokens=settings.max_new_tokens,
+                    use_cache=settings.use_cache,
+                )
+            return [
+                {**prompt.facts, "output": answer, **score(answer, prompt)}
+                for prompt, answer in zip(asked, answers, strict=True)
+            ]
+
+        # A generated token takes about as long as four that are read.
+        cost = len(indices) * (length + 4 * settings.max_new_tokens)
+        return Piece(label, [[key, index] for index in indices], cost, length, compute)
+
+    pieces = [piece(start) for start in range(0, settings.samples, size)]
+
+    def cells() -> list[Cell]:
+        from coca_lab.generation import rotary_scaling_for
+
+        with rotary_scaling_for(subject.model, session.scaling, session.factor, total) as rope:
+            pass
+        cell = {
+            **about,
+            **subject.facts,
+            "scaling": session.scaling,
+            "factor": factor,
+            "rope_parameters": rope,
+            "seconds": session.seconds(pieces),
+            "samples": [session.journal.get(each) for piece in pieces for each in piece.keys],
+        }
+        return [with_statistics(cell)]
+
+    return Part(pieces, cells)

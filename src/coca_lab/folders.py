@@ -1,0 +1,194 @@
+"""Converting a model from folder to folder, atomically."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from coca_lab.environment import check_new, writing
+from coca_attention.errors import UserError, known_problem
+from coca_attention.models.cards import CARD, carry_over, write_card
+from coca_attention.models.configuration import check_cache_kind
+from coca_attention.models.conversion.calibration import calibration_texts
+from coca_attention.models.conversion.convert import Initialisation, convert
+from coca_attention.models.conversion.original import load_original
+from coca_lab.loading import load_model, model_without_weights, no_progress_bars
+from coca_attention.models.portable import check_portable, make_portable
+from coca_attention.models.roles import Roles
+
+
+def convert_folder(
+    source: str | Path,
+    target: str | Path,
+    *,
+    form: str = "slack",
+    init: Initialisation = "fold",
+    calibration: Tensor | None = None,
+    free_pairs: int = 0,
+    roles: Roles | None = None,
+    max_distance: int | None = None,
+    length: int | None = None,
+    kv_cache: str = "full",
+    from_original: bool = False,
+    portable: bool = False,
+    dtype: str = "auto",
+    progress: Callable[[str, int, int], Any] | None = None,
+    dry_run: bool = False,
+    report: str = "",
+    group: dist.ProcessGroup | None = None,
+) -> PreTrainedModel:
+    """`convert` or `load_original` from folder to folder, including tokenizer and model card.
+
+    The result is written to a temporary folder next to the target, which is renamed when complete,
+    so an interruption leaves no partial model. The source is not changed.
+
+    Args:
+        source: Folder of a Transformers model (or its name), or of an original checkpoint.
+        target: Folder to write; must not exist or be empty.
+        form: Name of the score form.
+        init: See `convert`; an original checkpoint has its own T projection.
+        calibration: Token ids (N,) for ``calibrated``, cut into texts of the training length, at
+            most 1,024 tokens; an incomplete last text is dropped.
+        free_pairs: See `convert`.
+        roles: See `convert`.
+        max_distance: See `convert`.
+        length: See `convert`.
+        kv_cache: ``full`` or ``half``.
+        from_original: Whether the source is in the format of the paper's authors.
+        portable: Whether Transformers imports this package by itself, see `make_portable`.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
+        progress: As for `convert`.
+        dry_run: Whether to check everything and write nothing. The weights are not read then, but
+            for an original checkpoint's.
+        report: What the model card says of how the limit of distances was chosen, in Markdown.
+        group: As for `convert`; its first process writes the result.
+
+    Returns:
+        The converted model; after a dry run, on the meta device, but for an original checkpoint.
+
+    Raises:
+        UserError: If the source cannot be loaded or converted, or the target cannot be written.
+    """
+    target = _new_folder(source, target)
+    given = (form, init, free_pairs, roles, max_distance, length)
+    changed = given != ("slack", "fold", 0, None, None, None) or calibration is not None
+    if from_original and changed:
+        raise UserError(
+            "an original checkpoint has the slack form and its own T projection: omit --form, "
+            "--init, --free-pairs, --layers, --max-distance and --length"
+        )
+    if from_original:
+        model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
+        try:
+            check_cache_kind(kv_cache)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        model.config.kv_cache = kv_cache
+    else:
+        if dry_run:
+            model = model_without_weights(source, dtype, any_head=True)
+        else:
+            model = load_model(source, dtype=dtype, device="cpu", any_head=True)
+        if portable:
+            check_portable(model)
+        if calibration is not None:
+            calibration = calibration_texts(calibration, model.config.get_text_config())
+        model = convert(
+            model,
+            form,
+            init=init,
+            calibration=calibration,
+            free_pairs=free_pairs,
+            roles=roles,
+            max_distance=max_distance,
+            length=length,
+            kv_cache=kv_cache,
+            progress=progress,
+            empty=dry_run,
+            group=group,
+        )
+    if dry_run or (group is not None and group.rank() > 0):
+        return model
+    if portable:
+        make_portable(model)
+    untrained = not from_original and (form != "rope" or roles is not None)
+    with _writing(model, source, target) as folder:
+        write_card(
+            folder,
+            model.config,
+            name=target.name,
+            source=source,
+            untrained=untrained,
+            report=report,
+        )
+    return model
+
+
+def export_folder(
+    source: str | Path, target: str | Path, *, dtype: str = "auto"
+) -> PreTrainedModel:
+    """Write a CoCA model to a folder for which Transformers imports this package by itself.
+
+    Args:
+        source: Folder of the model (or its name).
+        target: Folder to write; must not exist or be empty.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: If the source cannot be loaded or is a model of Transformers itself, or the
+            target cannot be written.
+    """
+    target = _new_folder(source, target)
+    model = load_model(source, dtype=dtype, device="cpu", any_head=True)
+    make_portable(model)
+    with _writing(model, source, target) as folder:
+        if CARD not in carry_over(source, folder, CARD):
+            write_card(folder, model.config, name=target.name)
+    return model
+
+
+def _new_folder(source: str | Path, target: str | Path) -> Path:
+    """The full path of a folder that may be written."""
+    target = Path(target).resolve()
+    if target in (Path.cwd(), *Path.cwd().parents):
+        raise UserError(f"{target} is or contains the current folder: name a new folder")
+    if Path(source).is_dir() and Path(source).resolve() in target.parents:
+        raise UserError(
+            f"{target} is inside the source, which must not change: name another folder"
+        )
+    check_new(target)
+    return target
+
+
+@contextmanager
+def _writing(model: Any, source: str | Path, target: Path) -> Iterator[Path]:
+    """A temporary folder with the model and its tokenizer, which becomes the target on leaving."""
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise UserError(f"{source}: {name} has values that are not finite: it is damaged")
+    try:
+        with writing(target) as partial:
+            with no_progress_bars():
+                model.save_pretrained(partial)
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
+            except (OSError, ValueError, KeyError):
+                tokenizer = None  # a model without a tokenizer
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+            yield partial
+    except UserError:
+        raise
+    except Exception as error:
+        problem = known_problem(error)
+        if problem is None:
+            raise
+        raise UserError(f"{target} cannot be written: {problem}") from error

@@ -1,0 +1,119 @@
+"""Greedy answers to prompts of one length, and what else reading with a loaded model needs."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from coca_attention.errors import UserError
+from coca_attention.models.fields import original_length
+from coca_attention.models.scaling import rotary_restored, set_rotary_scaling
+
+
+@contextmanager
+def rotary_scaling_for(
+    model: PreTrainedModel, kind: str, factor: float, length: int
+) -> Iterator[dict[str, Any] | None]:
+    """Apply a rotary scaling inside the ``with`` block and restore the model afterwards.
+
+    Args:
+        model: The model.
+        kind: ``none`` changes nothing; ``ntk`` computes the base from the length.
+        factor: Factor of the scaling.
+        length: Tokens of each text, generated ones included.
+
+    Yields:
+        The rotary parameters in effect.
+    """
+    config = model.config.get_text_config()
+    with rotary_restored(model):
+        if kind != "none":
+            target = max(length, original_length(config) or 0) if kind == "ntk" else None
+            set_rotary_scaling(model, kind, factor=factor, length=target)  # pyright: ignore
+        yield getattr(config, "rope_parameters", None)
+
+
+@contextmanager
+def naming_the_limit(model: Any, tokens: int) -> Iterator[None]:
+    """Turn the IndexError of a model with a fixed number of positions into a UserError."""
+    try:
+        yield
+    except IndexError as error:
+        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        raise UserError(
+            f"the model cannot read {tokens} tokens at once ({error}); its configuration says "
+            f"max_position_embeddings {limit}: use shorter texts"
+        ) from error
+
+
+class FiniteScores(LogitsProcessor):
+    """Stops a generation at NaN or infinity, which would be read as a token like any other."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """The scores as they are, (B, vocabulary); UserError if one is NaN or infinite."""
+        if not (scores < math.inf).all():
+            raise UserError(
+                f"the model returns NaN or infinity after {input_ids.shape[-1]} tokens: its "
+                "weights are damaged, or its precision overflows (try float32)"
+            )
+        return scores
+
+
+def greedy_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Tensor,
+    *,
+    max_new_tokens: int,
+    use_cache: bool = True,
+    together: bool = False,
+) -> list[str]:
+    """Greedy continuation of every prompt, up to the end-of-text token.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer.
+        prompts: (B, T), without padding.
+        max_new_tokens: Maximum number of tokens in an answer.
+        use_cache: Whether to decode with a key/value cache.
+        together: Whether all processes of a group call this at the same time and make the same
+            number of forward passes, as a model whose weights they share requires.
+
+    Returns:
+        B texts without special tokens.
+
+    Raises:
+        UserError: If the model cannot read that many tokens.
+    """
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    ends = ends if ends is not None else tokenizer.eos_token_id
+    end = ends[0] if isinstance(ends, list) else ends
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
+    settings = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=ends,
+        pad_token_id=pad if pad is not None else 0,
+        use_cache=use_cache,
+    )
+    generate: Any = model.generate
+    prompts = prompts.to(model.device)
+    # Not inference mode: what a model keeps, such as frequencies, may be used in training next.
+    with torch.no_grad(), naming_the_limit(model, prompts.shape[1] + max_new_tokens):
+        output = generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            generation_config=settings,
+            logits_processor=[FiniteScores()],
+            synced_gpus=together,
+        )
+    return tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)

@@ -1,0 +1,32 @@
+"""Extending the package from outside: each function here is the one call that adds something.
+
+docs/extending.md has an example of each.
+"""
+
+from coca_lab.studies.bench import register_case
+from coca_attention.errors import UserError
+from coca_lab.evaluation import TASKS, Task
+from coca_lab.evaluation.suite import Suite, own_sections
+from coca_attention.models.families import register_family
+from coca_attention.ops import register_form, register_rule
+from coca_lab.report.tasks import REPORTS, TaskReport
+
+__all__ = ["register_case", "register_family", "register_form", "register_rule", "register_task"]
+
+
+def register_task(task: Task, report: TaskReport | None = None) -> None:
+    """Add an evaluation task to ``coca eval``, to suites and to the report.
+
+    Args:
+        task: The task. Its name becomes a command, the name of a section in suite files, and the
+            ``task`` of its cells.
+        report: Turns its cells into sections of the page; without it the page leaves them out.
+
+    Raises:
+        UserError: If the name is taken.
+    """
+    if task.name in (*TASKS, *own_sections(Suite), "suite") or task.name in REPORTS:
+        raise UserError(f"there is already a task or suite section named {task.name!r}")
+    TASKS[task.name] = task
+    if report is not None:
+        REPORTS[task.name] = report

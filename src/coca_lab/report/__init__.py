@@ -1,0 +1,17 @@
+"""Result files → one self-contained HTML page. Reads result files alone."""
+
+from coca_lab.report.page import build_report, write_report
+from coca_lab.report.results import read_results
+from coca_lab.report.section import Entry, Section
+from coca_lab.report.tasks import REPORTS, TaskReport, printed_tables
+
+__all__ = [
+    "REPORTS",
+    "Entry",
+    "Section",
+    "TaskReport",
+    "build_report",
+    "printed_tables",
+    "read_results",
+    "write_report",
+]

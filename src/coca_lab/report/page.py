@@ -1,0 +1,165 @@
+"""The report page: one self-contained HTML file."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, StrictUndefined
+
+from coca_lab.environment import check_output, write_text
+from coca_attention.errors import UserError
+from coca_lab.report.figures import COLOURS, DARK, labelled, one_palette, with_ids
+from coca_lab.report.groups import claimed_twice, short_names, without_copies
+from coca_lab.report.results import all_cells, read_results
+from coca_lab.report.section import Section
+from coca_lab.report.tasks import REPORTS, by_task
+from coca_lab.report.training import training_sections
+
+MARK = "--page: #fff; --text: #1b1b1b;"
+"""In the style of every page, those of earlier versions included."""
+
+
+def write_report(
+    paths: Sequence[str | Path],
+    output: str | Path,
+    *,
+    title: str | None = None,
+    paper: bool = False,
+) -> Path:
+    """Read result files and write the page.
+
+    Args:
+        paths: Result files of ``coca eval`` and others, or folders (see `read_results`).
+        output: The HTML file.
+        title: Heading of the page; by default it names what was measured.
+        paper: Also show the paper's figures. Results of its training length have them anyway.
+
+    Raises:
+        UserError: If a file is invalid, there is nothing to show, or ``output`` is no such page.
+    """
+    output = Path(output)
+    check_output(output, "page of coca report", lambda text: MARK in text)
+    write_text(output, build_report(read_results(paths), title=title, paper=paper))
+    return output
+
+
+def build_report(
+    contents: Sequence[dict[str, Any]], *, title: str | None = None, paper: bool = False
+) -> str:
+    """HTML of the page from the contents of result files.
+
+    Raises:
+        UserError: If there is nothing to show, or a result lacks a required field.
+    """
+    try:
+        with one_palette():
+            return _render(contents, title, paper)
+    except KeyError as error:
+        raise UserError(
+            f"a result lacks the field {error}; was the file written by this version of coca eval?"
+        ) from error
+
+
+def _render(contents: Sequence[dict[str, Any]], title: str | None, paper: bool) -> str:
+    cells = all_cells(contents)
+    runs = without_copies(
+        [{"file": c.get("file"), **run} for c in contents for run in c.get("training", [])]
+    )
+    tasks = by_task(cells)
+    _tell_apart([group for groups in tasks.values() for group in groups], cells, runs)
+    sections: list[Section] = []
+    findings: list[str] = []
+    groups_told = []
+    for name, groups in tasks.items():
+        report = REPORTS[name]
+        for number, group in enumerate(groups, 1):
+            found = [*report.sections(group), *report.paper(group, paper)]
+            sentences = report.findings(group)
+            if len(groups) > 1:
+                which = f"{report.noun} {number}"
+                found = [replace(s, title=f"{s.title} ({which})") for s in found]
+                sentences = [f"{_capital(which)}: {sentence}" for sentence in sentences]
+                groups_told.append(f"{_capital(which)}: {_members(group)}")
+            sections += found
+            findings += sentences
+    sections += training_sections(runs)
+    if not sections:
+        raise UserError("the result files hold neither results nor training curves")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    template = environment.from_string(
+        files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
+    )
+    return template.render(
+        title=title or _title(list(tasks)),
+        palettes={"light": COLOURS, "dark": DARK},
+        findings=findings,
+        groups=groups_told,
+        sections=[_own(section, number) for number, section in enumerate(sections, 1)],
+        recipes={
+            run["name"]: yaml.safe_dump(run["recipe"], sort_keys=False)
+            for run in runs
+            if "recipe" in run
+        },
+        environments=_unique(
+            [
+                environment
+                for content in contents
+                for environment in [content.get("environment"), *content.get("environments", [])]
+            ]
+        ),
+    )
+
+
+def _tell_apart(
+    groups: Sequence[Sequence[dict[str, Any]]],
+    cells: Sequence[dict[str, Any]],
+    runs: Sequence[dict[str, Any]],
+) -> None:
+    """Add its file to the name of every model, and run, that several files measure differently."""
+    names = set().union(*(claimed_twice(group) for group in groups))
+    names |= {name for name, count in Counter(run["name"] for run in runs).items() if count > 1}
+    found = [(cell, "model") for cell in cells] + [(run, "name") for run in runs]
+    found = [(item, key) for item, key in found if item.get(key) in names and item["file"]]
+    short = short_names([item["file"] for item, _ in found])
+    for item, key in found:
+        item[key] = f"{item[key]} ({short[item['file']]})"
+
+
+def _members(cells: Sequence[dict[str, Any]]) -> str:
+    """The models of comparable cells, or the machine, and the files that they are from."""
+    names = ", ".join(dict.fromkeys(cell["file"] for cell in cells if cell["file"]))
+    models = ", ".join(dict.fromkeys(cell["model"] for cell in cells if "model" in cell))
+    about = models or cells[0]["machine"] or ""
+    return f"{about} ({names})" if about and names else about or names
+
+
+def _own(section: Section, number: int) -> Section:
+    """The section with ids and descriptions in its figure that no other section has."""
+    if section.figure is None:
+        return section
+    figure = {
+        screen: labelled(with_ids(svg, f"s{number}"), f"{section.title}.")
+        for screen, svg in section.figure.items()
+    }
+    return replace(section, figure=figure)
+
+
+def _title(tasks: Sequence[str]) -> str:
+    titles = list(dict.fromkeys(REPORTS[name].title for name in tasks))
+    return " · ".join(titles) if len(titles) in (1, 2) else "Long context" if titles else "Training"
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _unique(values: Sequence[Any]) -> list[Any]:
+    unique: list[Any] = []
+    for value in values:
+        if value is not None and value not in unique:
+            unique.append(value)
+    return unique

@@ -1,0 +1,1 @@
+"""Studies: what trains and evaluates several models."""

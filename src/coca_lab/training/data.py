@@ -1,0 +1,206 @@
+"""The data of a training run: from a recipe and a tokenizer to blocks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset, Subset
+from transformers import PreTrainedTokenizerBase
+
+from coca_lab.data import (
+    BlockDataset,
+    Document,
+    Mixture,
+    PasskeyBlocks,
+    SourceSettings,
+    TokenText,
+    apportion,
+    cache_folder,
+    held_out,
+    tokenise,
+)
+from coca_lab.data.documents import source_files
+from coca_lab.data.tokens import TOKENIZER_CHARACTERS, end_of_text
+from coca_attention.errors import UserError, error_prefix
+from coca_lab.training.recipe import Recipe
+from coca_lab.training.retrieval import Retrieval, load_retrieval
+from coca_lab.training.sections import PASSKEY, TEXT, DataRecipe
+
+VALIDATION = "validation"
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Everything that a run reads.
+
+    Attributes:
+        blocks: Training blocks in whole global batches. For a mixture, the blocks of the whole run
+            in training order; otherwise those of one pass over the text, to be shuffled.
+        validation: Blocks that perplexity is measured on, in whole global batches, or None.
+        retrieval: Prompts that are asked next to it, or None.
+        fingerprint: For every text, its number of tokens and their SHA-256.
+        epochs: For every source, the number of passes that the run makes over it.
+    """
+
+    blocks: Subset | Mixture
+    validation: Subset | None
+    retrieval: Retrieval | None
+    fingerprint: dict[str, Any]
+    epochs: dict[str, float]
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether `blocks` are those of the whole run in training order."""
+        return isinstance(self.blocks, Mixture)
+
+    def describe(self) -> str:
+        """The tokens of every text and how often they are read, in a few words."""
+        counts = (f"{name} {text['tokens']:,} tokens" for name, text in self.fingerprint.items())
+        return f"{', '.join(counts)}; {max(self.epochs.values()):.2f} passes"
+
+
+def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
+    """Tokenise the texts of a recipe, or find them in the cache, and cut them into blocks.
+
+    Args:
+        recipe: The run.
+        tokenizer: Its tokenizer.
+
+    Raises:
+        UserError: If a source is missing, malformed or too short, or a cache cannot be written.
+    """
+    data = recipe.data
+    # Before the text is read, which can take hours.
+    retrieval = load_retrieval(recipe, tokenizer)
+    read = _blocks_read(recipe) if data.mixture else None
+    texts: dict[str, TokenText] = {}
+    blocks: dict[str, Any] = {}
+    for index, (name, source) in enumerate(data.sources.items()):
+        limit = source.max_tokens
+        if limit is None and read is not None and source.source.startswith("hf:"):
+            limit = int(read[-1, index]) * data.block_length + 1
+        with error_prefix(_place(data, name)):
+            texts[name] = tokenise(
+                source,
+                tokenizer,
+                share=data.held_out,
+                max_tokens=limit,
+                folder=cache_folder(data.cache),
+            )
+            blocks[name] = _cut(texts[name], recipe, tokenizer)
+    validation = None
+    if recipe.validation.every is not None:
+        texts[VALIDATION], validation = _load_validation(recipe, tokenizer)
+    if read is None:
+        dataset = _one_pass(recipe, tokenizer, blocks[TEXT])
+        epochs = {TEXT: recipe.steps * recipe.training.global_batch_size / len(dataset)}
+    else:
+        if data.passkey_share:
+            blocks[PASSKEY] = _passkey_blocks(recipe, tokenizer, max(int(read[-1, -1]), 1))
+        dataset = Mixture(list(blocks.values()), read, recipe.training.seed)
+        epochs = dict(zip(blocks, dataset.epochs(), strict=True))
+    fingerprint = {
+        name: {"tokens": len(text.tokens), "sha256": text.sha256} for name, text in texts.items()
+    }
+    return TrainingData(dataset, validation, retrieval, fingerprint, epochs)
+
+
+def check_sources(recipe: Recipe) -> None:
+    """Raise DataError if a source does not exist, before any other is processed."""
+    data, validation = recipe.data, recipe.validation
+    for name, source in data.sources.items():
+        with error_prefix(_place(data, name)):
+            source_files(source.source)
+    if validation.every is not None and validation.source is not None:
+        with error_prefix("validation.source: "):
+            source_files(validation.source)
+
+
+def training_documents(data: DataRecipe) -> Iterator[Document]:
+    """Documents to train a tokenizer on: of every source, as many as its weight asks for.
+
+    Args:
+        data: The recipe's section. No held-out documents are read, and about
+            `TOKENIZER_CHARACTERS` characters in all.
+    """
+    for name, source in data.sources.items():
+        left = getattr(source, "weight", 1.0) * TOKENIZER_CHARACTERS
+        with error_prefix(_place(data, name)):
+            for document in source.documents():
+                if not held_out(document, data.held_out):
+                    yield document
+                    left -= len(document.text)
+                    if left <= 0:
+                        break
+
+
+def _place(data: DataRecipe, name: str) -> str:
+    """Prefix for errors about a source: where the recipe names it."""
+    return f"data.mixture.{name}: " if data.mixture else "data.source: "
+
+
+def _cut(text: TokenText, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> BlockDataset:
+    end = end_of_text(tokenizer) if recipe.data.separate_documents else None
+    return BlockDataset(text.tokens, recipe.data.block_length, end=end)
+
+
+def _passkey_blocks(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int
+) -> PasskeyBlocks:
+    data, seed = recipe.data, recipe.training.seed
+    separate = data.separate_documents
+    return PasskeyBlocks(tokenizer, data.block_length, count, seed, separate=separate)
+
+
+def _one_pass(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, text: BlockDataset) -> Subset:
+    """The blocks of a text and its share of passkey blocks, in whole global batches."""
+    share, batch = recipe.data.passkey_share, recipe.training.global_batch_size
+    dataset: Any = text
+    passkeys = round(len(text) * share / (1 - share))
+    if passkeys:
+        dataset = ConcatDataset([text, _passkey_blocks(recipe, tokenizer, passkeys)])
+    whole = len(dataset) // batch * batch
+    if not whole:
+        raise UserError(
+            f"the training data makes {len(dataset)} blocks, fewer than global_batch_size "
+            f"{batch}; use more text or a smaller batch"
+        )
+    return Subset(dataset, range(whole))
+
+
+def _blocks_read(recipe: Recipe) -> np.ndarray:
+    """`apportion` of a mixture, with passkey texts last if the recipe has any."""
+    share = recipe.data.passkey_share
+    weights = [source.weight * (1 - share) for source in recipe.data.mixture.values()]
+    batch = recipe.training.global_batch_size
+    return apportion([*weights, share] if share else weights, batch, recipe.steps)
+
+
+def _load_validation(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> tuple[TokenText, Subset]:
+    """The validation text, and blocks spread evenly over it.
+
+    Whole global batches, so that all processes get equally many.
+    """
+    data, validation = recipe.data, recipe.validation
+    count = validation.batches * recipe.training.global_batch_size
+    source = SourceSettings(validation.source or data.source, data.text_field, data.bad_lines)
+    with error_prefix(f"{'validation.source' if validation.source else 'data.held_out'}: "):
+        text = tokenise(
+            source,
+            tokenizer,
+            share=0.0 if validation.source else data.held_out,
+            from_held_out=not validation.source,
+            # A stream is fetched only as far as it is needed.
+            max_tokens=count * data.block_length + 1 if source.source.startswith("hf:") else None,
+            folder=cache_folder(data.cache),
+        )
+        blocks = _cut(text, recipe, tokenizer)
+        if len(blocks) < count:
+            raise UserError(
+                f"the text makes {len(blocks)} blocks, fewer than {count} for validation.batches "
+                f"{validation.batches}; use more text or fewer batches"
+            )
+    return text, Subset(blocks, [index * len(blocks) // count for index in range(count)])

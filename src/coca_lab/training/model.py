@@ -1,0 +1,300 @@
+"""From a recipe to a Transformers model: new or from a trained one, and which parameters train.
+
+A trained model is converted if the recipe asks for a different attention.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from coca_attention.errors import UserError
+from coca_attention.models.fields import attention_of, rope_parameters
+from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
+from coca_attention.models.conversion import convert
+from coca_lab.loading import load_model, model_without_weights
+from coca_attention.models.roles import Roles, rotation_fields
+from coca_attention.models.scaling import set_rotary_scaling
+from coca_attention.ops import FORMS
+from coca_lab.training.recipe import Recipe
+from coca_lab.training.sections import ModelRecipe, StageRecipe
+
+# Modules of an attention layer to train, by a stage's setting `train`.
+TRAINED = {
+    "t": ("t_proj", "t_norm"),
+    "qt": ("q_proj", "q_norm", "t_proj", "t_norm"),
+    "qtv": ("q_proj", "q_norm", "t_proj", "t_norm", "v_proj"),
+}
+
+CALIBRATION_TOKENS = 8192
+
+
+def own_device() -> str:
+    """The device of this process, which models are read onto."""
+    return str(PartialState().device)
+
+
+def make_model(
+    recipe: Recipe, tokenizer: Any, blocks: Dataset | None, *, empty: bool = False
+) -> PreTrainedModel:
+    """The model that training starts from, in float32.
+
+    Args:
+        recipe: The recipe.
+        tokenizer: Its tokenizer, of which the length and ``eos_token_id`` are read.
+        blocks: The run's blocks, of which ``init: calibrated`` alone needs some: it fits T
+            projections on them.
+        empty: Whether to make the model on the meta device, without weights.
+
+    Raises:
+        UserError: If ``model.start`` cannot be loaded or converted, or does not fit the recipe.
+    """
+    if recipe.model.start is None:
+        with torch.device("meta") if empty else nullcontext():
+            model: Any = AutoModelForCausalLM.from_config(
+                model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
+            )
+    else:
+        model = _load_start(recipe.model, recipe.model.start, len(tokenizer), blocks, empty)
+    if recipe.model.interpolation is not None:
+        # Before the length is extended: some rules record it.
+        set_rotary_scaling(model, recipe.model.scaling, factor=recipe.model.interpolation)
+    if recipe.model.start is not None:
+        _extend_length(model, recipe)
+    if recipe.data.separate_documents and not empty:
+        check_separable(model)
+    return model
+
+
+def _load_start(
+    recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset | None, empty: bool = False
+) -> PreTrainedModel:
+    model = model_without_weights(start) if empty else load_model(start, device=own_device())
+    entries: int = model.config.get_text_config().vocab_size
+    if vocab_size > entries:
+        raise UserError(
+            f"the tokenizer has {vocab_size} entries and {start} has embeddings for {entries}: "
+            "leave out data.tokenizer to use the model's own"
+        )
+    found, wanted = attention_of(model.config) or "rope", recipe.attention
+    limit = recipe.max_distance
+    if found == wanted and limit is not None:
+        if found != "rope" or hasattr(model.config, "coca_form"):
+            raise UserError(
+                f"{start} already has attention {found}, and its distances stay as they are: leave "
+                "out model.max_distance"
+            )
+        convert(model, "rope", max_distance=limit, empty=empty)
+    elif found != wanted:
+        if found != "rope" or wanted not in FORMS:
+            raise UserError(
+                f"{start} has attention {found}, which cannot be converted to {wanted}: set "
+                f"model.attention to {found}, or start from a rotary model"
+            )
+        texts = _calibration_texts(blocks) if recipe.init == "calibrated" else None
+        convert(
+            model,
+            wanted,
+            init=recipe.init,
+            calibration=texts,
+            max_distance=limit,
+            empty=empty,
+            group=dist.group.WORLD,
+        )
+    return model
+
+
+def start_sizes(model: PreTrainedModel) -> dict[str, Any]:
+    """Sizes of a model to start from, by the names of a recipe, and ``vocab_size``."""
+    config: Any = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    found = {
+        "body": config.model_type.removeprefix("coca_").removeprefix("alibi_"),
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None),
+        "intermediate_size": getattr(config, "intermediate_size", None),
+        "rope_base": rope.get("rope_theta"),
+        "tie_embeddings": model.config.tie_word_embeddings,
+        "vocab_size": config.vocab_size,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _calibration_texts(blocks: Any) -> Tensor:
+    """Token ids of evenly spaced blocks, about `CALIBRATION_TOKENS` in all."""
+    count = min(len(blocks), max(CALIBRATION_TOKENS // len(blocks[0]["input_ids"]), 1))
+    return torch.stack([blocks[i * len(blocks) // count]["input_ids"] for i in range(count)])
+
+
+def _extend_length(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Set a longer training length in the configuration of a trained model."""
+    config: Any = model.config.get_text_config()
+    known, length = getattr(config, "max_position_embeddings", None), recipe.data.block_length
+    if known is not None and length > known:
+        limited = "max_distance" in rope_parameters(config)
+        if recipe.model.interpolation is None and not limited:
+            raise UserError(
+                f"{recipe.model.start} was trained on {known} tokens and block_length is {length}: "
+                f"set model.max_distance, at most {known}, or model.interpolation, for "
+                f"example to {length / known:g}, or use shorter blocks"
+            )
+        config.max_position_embeddings = length
+
+
+def choose_parameters(model: PreTrainedModel, stage: StageRecipe) -> Any:
+    """Freeze all parameters except those that a stage trains.
+
+    Args:
+        model: Modified in place.
+        stage: The stage; for ``lora``, adapters are initialised with PyTorch's global generator.
+
+    Returns:
+        The model; for ``lora``, wrapped by PEFT.
+
+    Raises:
+        UserError: If the model has no such parameters.
+    """
+    if stage.train == "all":
+        return model.requires_grad_(True)
+    if stage.train == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        rank = stage.lora_rank
+        return get_peft_model(
+            model,
+            LoraConfig(
+                r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+            ),
+        )
+    model.requires_grad_(False)
+    names = TRAINED[stage.train]
+    trained = [m for name, m in model.named_modules() if name.rpartition(".")[2] in names]
+    for module in trained:
+        module.requires_grad_(True)
+    if not trained:
+        raise UserError(
+            f"stage {stage.name!r} would train nothing: {type(model).__name__} has no "
+            f"{' or '.join(names)}"
+        )
+    return model
+
+
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """Number of trainable parameters, and of all parameters."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+
+
+def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> PretrainedConfig:
+    """Transformers configuration of a recipe's model.
+
+    Args:
+        recipe: The recipe.
+        vocab_size: Number of entries of the tokenizer.
+        end_of_text: Id of the token that starts and ends documents.
+    """
+    model = recipe.model
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "intermediate_size": model.intermediate_size or 4 * model.hidden_size,
+        "max_position_embeddings": recipe.data.block_length,
+        "tie_word_embeddings": model.tie_embeddings,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "pad_token_id": None,
+    }
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
+    if model.body == "gpt_neox":
+        rope["partial_rotary_factor"] = 1.0
+    else:
+        common["num_key_value_heads"] = model.num_key_value_heads
+    if model.attention == "alibi":
+        return AlibiGPTNeoXConfig(**common)
+    fields = _attention_fields(model, recipe.data.block_length, rope)
+    if model.attention == "rope" and not model.layers and fields["rope_parameters"] == rope:
+        vanilla = LlamaConfig if model.body == "llama" else GPTNeoXConfig
+        return vanilla(**common, rope_parameters=rope)
+    collinear = CoCALlamaConfig if model.body == "llama" else CoCAGPTNeoXConfig
+    return collinear(**common, **fields)
+
+
+def _attention_fields(
+    model: ModelRecipe, length: int, rope_parameters: dict[str, Any]
+) -> dict[str, Any]:
+    """Fields of a CoCA configuration that describe the attention, for a training length."""
+    pairs = model.hidden_size // model.num_heads // 2
+    if model.layers:
+        given = {
+            name: getattr(model, name)
+            for name in ("turning_pairs", "temperature", "decay", "max_distance")
+            if getattr(model, name) is not None
+        }
+        roles = Roles(model.layers, model.window, decay_length=model.decay_length, **given)
+        return roles.fields(
+            model.attention,
+            num_layers=model.num_layers,
+            head_width=2 * pairs,
+            length=length,
+            rope_parameters=rope_parameters,
+        )
+    added = rotation_fields(
+        length,
+        turning_pairs=model.turning_pairs,
+        temperature=model.temperature,
+        decay=model.decay,
+        decay_length=model.decay_length,
+        max_distance=model.max_distance,
+    )
+    rotary = model.attention == "rope"
+    return {
+        "coca_form": "strict" if rotary else model.attention,
+        "coca_free_pairs": pairs if rotary else 0,
+        "rope_parameters": rope_parameters | added,
+    }
+
+
+@torch.no_grad()
+def check_separable(model: PreTrainedModel) -> None:
+    """Check that a model keeps documents apart when positions restart within a block.
+
+    The model reads two texts that differ only in their first document; its logits for the second
+    document must be the same.
+
+    Raises:
+        UserError: If they differ.
+    """
+    words = torch.arange(1, 9, device=model.device) % model.config.get_text_config().vocab_size
+    positions = torch.arange(4, device=model.device).repeat(1, 2)
+    training = model.training
+    model.eval()
+    first, second = (
+        model(
+            input_ids=torch.cat((start, words[4:])).unsqueeze(0),
+            position_ids=positions,
+            use_cache=False,
+        ).logits[0, 4:]
+        for start in (words[:4], words[4:])
+    )
+    model.train(training)
+    if (first - second).abs().max() > 1e-5 * second.abs().max():
+        raise UserError(
+            f"{type(model).__name__} does not keep documents apart: its attention reaches earlier "
+            "documents of the block although positions restart. Train without "
+            "data.separate_documents, or with another attention implementation"
+        )

@@ -1,0 +1,239 @@
+"""Training objectives that learn from a teacher.
+
+``attention``: every attention layer of the student gets the input of the teacher's layer, and its
+output before the output projection is matched to the teacher's. ``logits``: the student's
+prediction is matched to the teacher's. ``hidden_states``: the prediction and the outputs of all
+layers are matched. The first is LoLCATs' attention transfer (arXiv 2410.10254), and the order from
+attention to predictions MOHAWK's (arXiv 2408.10189).
+
+The teacher runs once per batch, without gradients, in its own dtype. Only the objective refers to
+it, so it is never saved with the student. The student runs through its own forward pass, so masks,
+windows and positions are those of its family, and wrappers for several processes work as usual.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from coca_attention.errors import UserError
+from coca_attention.models.fields import head_width
+from coca_attention.models.families import family_of, supported_families
+from coca_lab.training.sections import Objective
+
+Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+"""Maps the model, as the Trainer wraps it, and a batch to the mean loss of the batch, a scalar."""
+
+# Weight of the hidden states' relative distance, next to the divergence of the prediction in nats.
+HIDDEN_WEIGHT = 4.0
+
+
+@contextmanager
+def teacher_loss(
+    teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective
+) -> Iterator[Loss]:
+    """Context manager that gives the loss of an objective.
+
+    Args:
+        teacher: A causal language model; set to evaluation mode and frozen.
+        student: The model to train, not wrapped by anything other than PEFT.
+        objective: ``attention``, ``logits`` or ``hidden_states``.
+
+    Raises:
+        UserError: If the teacher's vocabulary or, except for ``logits``, its shape differs from the
+            student's, or if ``attention`` does not support the family of one of them.
+    """
+    inner = without_adapters(student)
+    check_teacher(teacher, inner, objective)
+    teacher.requires_grad_(False).eval()
+    if objective == "attention":
+        with _matched_attention(teacher, inner) as loss:
+            yield loss
+    else:
+        yield (_matched_logits if objective == "logits" else _matched_hidden_states)(teacher)
+
+
+def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective) -> None:
+    """Raise UserError unless the student can learn from the teacher by the objective."""
+    if objective == "attention":
+        for model in (teacher, student):
+            if family_of(model) is None:
+                raise UserError(
+                    f"the attention layers of {type(model).__name__} are not known: objective "
+                    f"attention supports {supported_families(model)}"
+                )
+    theirs, ours = (_shape(model.config, objective) for model in (teacher, student))
+    other = [
+        f"{name} {theirs[name]} instead of {ours[name]}"
+        for name in theirs
+        if theirs[name] != ours[name]
+    ]
+    if other:
+        raise UserError(
+            f"the teacher does not fit the model for objective {objective}: it has "
+            f"{', '.join(other)}; use the model that this one was converted from"
+        )
+
+
+def _shape(config: Any, objective: Objective) -> dict[str, int]:
+    """Sizes that teacher and student must have in common."""
+    config = config.get_text_config()
+    if objective == "logits":
+        return {"vocab_size": config.vocab_size}
+    names = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")
+    return {**{name: getattr(config, name) for name in names}, "head_dim": head_width(config)}
+
+
+def relative_distance(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared error divided by the variance of the targets; 1 is as bad as a constant.
+
+    Args:
+        outputs: Any shape.
+        targets: The same shape.
+
+    Returns:
+        A scalar in float32.
+    """
+    targets = targets.float()
+    variance = targets.var().clamp_min(torch.finfo(torch.float32).tiny)
+    return F.mse_loss(outputs.float(), targets) / variance
+
+
+def prediction_distance(logits: Tensor, targets: Tensor) -> Tensor:
+    """KL divergence from the teacher's next-token distribution, in nats per token.
+
+    Args:
+        logits: The student's, (..., vocabulary).
+        targets: The teacher's, the same shape.
+
+    Returns:
+        A scalar in float32.
+    """
+    ours, theirs = (x.float().log_softmax(-1).flatten(0, -2) for x in (logits, targets))
+    return F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+
+
+def _matched_logits(teacher: PreTrainedModel) -> Loss:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        targets = _read(teacher, batch).logits
+        return prediction_distance(model(**_inputs(batch)).logits, targets)
+
+    return loss
+
+
+def _matched_hidden_states(teacher: PreTrainedModel) -> Loss:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        theirs = _read(teacher, batch, output_hidden_states=True)
+        ours = model(**_inputs(batch), output_hidden_states=True)
+        # The first are the embeddings.
+        pairs = zip(ours.hidden_states[1:], theirs.hidden_states[1:], strict=True)
+        distances = [relative_distance(x, y.to(x.device)) for x, y in pairs]
+        mean = torch.stack([x.to(distances[0].device) for x in distances]).mean()
+        return prediction_distance(ours.logits, theirs.logits) + HIDDEN_WEIGHT * mean
+
+    return loss
+
+
+@contextmanager
+def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> Iterator[Loss]:
+    """Hooks that pass the teacher's inputs to the student and record the outputs of both.
+
+    They stay for the whole context, as a checkpointed layer runs again in the backward pass. The
+    student returns the distance as its own loss: wrappers for several processes only reduce the
+    gradients of what the model returns.
+    """
+    inputs: dict[int, Tensor] = {}
+    targets: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+
+    def record_input(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            inputs[index] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def replace_input(index: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not module.training:  # validation measures the model as it is
+                return args, kwargs
+            own = args[0] if args else kwargs["hidden_states"]
+            given = inputs[index].to(own.dtype)
+            if args:
+                return (given, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": given}
+
+        return hook
+
+    def record_output(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            kept[index] = args[0]
+
+        return hook
+
+    def detach_output(module: nn.Module, args: Any, result: Any) -> Any:
+        # Nothing after the layer contributes to the loss, so it needs no graph.
+        return (result[0].detach(), *result[1:])
+
+    def add_loss(module: nn.Module, args: Any, result: Any) -> Any:
+        if not module.training:  # validation asks for the model's own loss, and for answers
+            return result
+        distances = [relative_distance(outputs[i], targets[i]) for i in range(len(targets))]
+        result["loss"] = torch.stack([x.to(distances[0].device) for x in distances]).mean()
+        return result
+
+    hooks: list[Any] = [student.register_forward_hook(add_loss)]
+    for index, (attention, projection) in enumerate(_attention_layers(teacher)):
+        hooks.append(attention.register_forward_pre_hook(record_input(index), with_kwargs=True))
+        hooks.append(projection.register_forward_pre_hook(record_output(targets, index)))
+    for index, (attention, projection) in enumerate(_attention_layers(student)):
+        hooks.append(attention.register_forward_pre_hook(replace_input(index), with_kwargs=True))
+        hooks.append(projection.register_forward_pre_hook(record_output(outputs, index)))
+        hooks.append(attention.register_forward_hook(detach_output))
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        # The logits are not used; one position costs least.
+        _read(teacher, batch, logits_to_keep=1)
+        if isinstance(model, FSDPModule):
+            # Outputs of layers have no gradients, which would trigger gathering the weights again.
+            model.set_reshard_after_forward(False)
+        return model(**_inputs(batch), logits_to_keep=1).loss
+
+    try:
+        yield loss
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _attention_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
+    """Every layer's attention module and its output projection, first to last."""
+    family = family_of(model)
+    assert family is not None  # `check_teacher`
+    body: Any = model.base_model
+    layout = family.layout
+    return [(m, m.get_submodule(layout.output_name)) for m in layout.modules(body)]
+
+
+def without_adapters(model: Any) -> PreTrainedModel:
+    """The model that PEFT has wrapped, or the model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@torch.no_grad()
+def _read(teacher: Any, batch: dict[str, Tensor], **kwargs: Any) -> Any:
+    device = batch["input_ids"].device
+    if teacher.device != device:
+        teacher.to(device)
+    return teacher(**_inputs(batch), **kwargs)
+
+
+def _inputs(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """A batch as a model's inputs; without labels the model computes no loss of its own."""
+    # Positions tell packed documents apart.
+    names = ("input_ids", "attention_mask", "position_ids")
+    return {**{name: batch[name] for name in names if name in batch}, "use_cache": False}

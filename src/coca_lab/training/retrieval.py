@@ -1,0 +1,130 @@
+"""What a model finds in a prompt, measured next to perplexity during training.
+
+Prompts and scoring are those of ``coca eval passkey`` and ``coca eval needles``, with a seed of
+their own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from transformers import PreTrainedTokenizerBase
+
+from coca_lab.data.needles import Kind, ask_for_needles, r_precision
+from coca_lab.data.passkey import Prompt, ask_for_passkeys, is_hit
+from coca_attention.errors import error_prefix
+from coca_lab.generation import greedy_answers
+from coca_lab.training.recipe import Recipe
+
+SEED = 7177  # unlike the evaluations', so that what was chosen by validation can be measured
+KINDS: tuple[Kind, ...] = ("single", "multi-key")
+ANSWER = 32
+"""Tokens of an answer at most."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Prompts of one kind and length with known answers.
+
+    Attributes:
+        what: What they ask for, such as ``passkeys``.
+        length: Their tokens.
+        prompts: The prompts.
+        score: Maps an answer and its prompt to the share found, 0 to 1.
+    """
+
+    what: str
+    length: int
+    prompts: list[Prompt]
+    score: Callable[[str, Prompt], float]
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """What a model is asked next to perplexity.
+
+    Attributes:
+        tokenizer: The model's tokenizer.
+        questions: By the names of their figures, such as ``passkey_256``.
+        tokens: Prompt tokens of a batch.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    questions: dict[str, Questions]
+    tokens: int
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """``what`` is asked for, the ``length`` and the number of ``prompts``, by name."""
+        return {
+            name: {"what": asked.what, "length": asked.length, "prompts": len(asked.prompts)}
+            for name, asked in self.questions.items()
+        }
+
+    def shares(self, model: Any) -> dict[str, float]:
+        """Ask a model, in all processes together.
+
+        Args:
+            model: A causal language model in evaluation mode, sharded or not.
+
+        Returns:
+            The share found, by the names of `questions`; the same in all processes.
+        """
+        return {name: self._share(model, asked) for name, asked in self.questions.items()}
+
+    def _share(self, model: Any, questions: Questions) -> float:
+        prompts, state = questions.prompts, PartialState()
+        size = max(1, self.tokens // questions.length)
+        # All processes answer equally many; the first prompts are repeated, and counted once.
+        every = -(-len(prompts) // state.num_processes) * state.num_processes
+        mine = range(state.process_index, every, state.num_processes)
+        found: list[float] = []
+        for batch in torch.tensor(mine).split(size):
+            asked = [prompts[index % len(prompts)] for index in batch.tolist()]
+            answers = greedy_answers(
+                model,
+                self.tokenizer,
+                torch.tensor([prompt.ids for prompt in asked]),
+                max_new_tokens=ANSWER,
+                together=state.num_processes > 1,
+            )
+            found += map(questions.score, answers, asked)
+        counted = [value for index, value in zip(mine, found, strict=True) if index < len(prompts)]
+        return fmean(gather_object(counted))
+
+
+def load_retrieval(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Retrieval | None:
+    """What a recipe asks for, or None.
+
+    Raises:
+        UserError: If a length is too short, or the tokenizer cannot write the answers.
+    """
+    validation, block = recipe.validation, recipe.data.block_length
+    questions: dict[str, Questions] = {}
+    for length in validation.lengths or [block]:
+        if validation.passkeys:
+            with error_prefix("validation.passkeys: "):
+                count = range(validation.passkeys)
+                prompts = ask_for_passkeys(tokenizer, length, count, seed=SEED)
+                asked = Questions("passkeys", length, prompts, _passkey_score)
+                questions[f"passkey_{length}"] = asked
+        if validation.needles:
+            with error_prefix("validation.needles: "):
+                count = range(validation.needles)
+                for kind in KINDS:
+                    prompts = ask_for_needles(tokenizer, kind, length, count, seed=SEED)
+                    asked = Questions(f"{kind} needles", length, prompts, _needle_score)
+                    questions[f"{kind}_{length}"] = asked
+    tokens = recipe.training.micro_batch_size * block
+    return Retrieval(tokenizer, questions, tokens) if questions else None
+
+
+def _passkey_score(answer: str, prompt: Prompt) -> float:
+    return float(is_hit(answer, prompt.facts["key"]))
+
+
+def _needle_score(answer: str, prompt: Prompt) -> float:
+    return r_precision(answer, prompt.facts["expected"])

@@ -1,0 +1,345 @@
+"""`train`: from a recipe to an ordinary Transformers folder; resumes when restarted."""
+
+import gc
+import logging
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+from coca_lab.data import Document, load_or_train_tokenizer, load_tokenizer
+from coca_lab.data.passkey import vocabulary_text
+from coca_lab.environment import (
+    check_writable,
+    describe_environment,
+    hold,
+    read_json,
+    write_json,
+    write_text,
+)
+from coca_attention.errors import UserError
+from coca_attention.models.cards import write_card
+from coca_lab.loading import load_model, model_without_weights
+from coca_lab.training.checkpoints import catch_write_errors, last_checkpoint
+from coca_lab.training.data import TrainingData, check_sources, load_data, training_documents
+from coca_lab.training.fit import measure, save_trained
+from coca_lab.training.model import own_device, start_sizes
+from coca_lab.training.recipe import Recipe, as_yaml, differences, load_recipe
+from coca_lab.training.sections import TEXT
+from coca_lab.training.stages import join_curves, train_stages
+from coca_lab.training.trainer import training_arguments
+
+log = logging.getLogger(__name__)
+
+RECIPE_FILE = "recipe.yaml"
+# Written last: a run folder that has it is finished.
+SUMMARY_FILE = "training.json"
+# While a process trains.
+LOCK_FILE = ".lock"
+# The steps that the run had before each extension.
+EXTENDED_FILE = "extended.json"
+
+
+def train(
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    extend: bool = False,
+    may_change: Collection[str] = (),
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Path:
+    """Train a model, or resume an interrupted run of the same recipe.
+
+    Args:
+        recipe: The run.
+        output: Folder of the run. At the end it holds the model, the tokenizer, the recipe with
+            all defaults, and ``training.json`` (curves, tokens, seconds, recipe, versions,
+            hardware, stages).
+        extend: Whether the recipe has more steps than the run in the folder, which then goes on
+            from its last checkpoint. The learning rate continues at the value that the longer
+            schedule has for the next step.
+        may_change: Fields of the recipe, such as ``data.source``, that may differ from those of an
+            unfinished run in the folder. The text is compared in any case.
+        callbacks: Further Trainer callbacks.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: If the folder holds a run of another recipe or is in use, or the data cannot be
+            used.
+        TrainingDiverged: If the loss or a weight is no longer finite.
+    """
+    recipe.check()
+    output = Path(output)
+    if output.exists() and not output.is_dir():
+        raise UserError(f"{output} is a file; choose another --output")
+    if extend or not is_finished(output):
+        check_sources(recipe)
+    origin, sizes, dtype = recipe.model.start, None, None
+    if origin is not None and (extend or not is_finished(output)):
+        begun = model_without_weights(origin, "auto")
+        sizes, dtype = start_sizes(begun), begun.dtype
+    if recipe.model.dtype != "auto":
+        dtype = getattr(torch, recipe.model.dtype)
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    with ExitStack() as stack:
+        with state.main_process_first():
+            if state.is_main_process and (extend or not is_finished(output)):
+                check_writable(output / RECIPE_FILE)
+                stack.enter_context(hold(output / LOCK_FILE))
+                # Before the text is read, which can take hours.
+                training_arguments(recipe.training, output, state.num_processes)
+                if recipe.model.teacher is not None:
+                    model_without_weights(recipe.model.teacher)
+            before = claim_folder(recipe, output, extend=extend, may_change=may_change, sizes=sizes)
+            if is_finished(output) and before is None:
+                return output
+            if state.is_main_process:
+                log.info("%s: reading the text", output)
+            tokenizer = _load_tokenizer(recipe, output)
+        data = load_data(recipe, tokenizer)
+        if state.is_main_process:
+            log.info("%s: %s", output, data.describe())
+        with state.main_process_first():
+            check_same_text(data.fingerprint, output)
+            if before is not None and state.is_main_process:
+                _extend(recipe, output, before, sizes)
+        start = _measure_start(recipe, data, output)
+        trainer, stages = train_stages(recipe, data, tokenizer, output, callbacks=callbacks)
+        model = save_trained(trainer, tokenizer, output, dtype)
+        if model is not None:
+            summary = _summary(recipe, sizes, model, data, stages) | start
+            if (output / EXTENDED_FILE).is_file():
+                summary["extended_from"] = read_json(output / EXTENDED_FILE)
+            with catch_write_errors(output, trainer.describe_saved):
+                write_card(output, model.config, **_card(recipe, summary))
+                write_json(output / SUMMARY_FILE, summary)
+        state.wait_for_everyone()
+    return output
+
+
+def check_same_text(fingerprint: dict[str, Any], output: Path) -> None:
+    """Write the fingerprint of the texts into the run folder, or compare it with the one there.
+
+    Raises:
+        UserError: If the run was started on different text.
+    """
+    found = fingerprint[TEXT] if list(fingerprint) == [TEXT] else fingerprint
+    path = output / "text.json"
+    if not path.is_file():
+        write_json(path, found)
+    elif read_json(path) != found:
+        raise UserError(
+            f"{output}: the training text has changed since this run was started (its fingerprint "
+            f"is in {path}); restore the text, or choose another --output"
+        )
+
+
+def claim_folder(
+    recipe: Recipe,
+    output: Path,
+    *,
+    extend: bool = False,
+    may_change: Collection[str] = (),
+    sizes: dict[str, Any] | None = None,
+) -> int | None:
+    """Write the recipe into a run folder, or compare it with the one there.
+
+    Args:
+        recipe: The run.
+        output: Its folder.
+        extend: As for `train`.
+        may_change: As for `train`.
+        sizes: Those of the model to start from, if there is one.
+
+    Returns:
+        The steps of the run there if it is to be extended, which `_extend` does, or None.
+
+    Raises:
+        UserError: If the folder belongs to another recipe or to something else, or cannot be
+            extended.
+    """
+    path = output / RECIPE_FILE
+    if path.is_file():
+        found = load_recipe(path)
+        different = differences(found.resolved(), recipe.resolved())
+        # None of them has an influence on what is trained; model.dtype is that of the saved model.
+        ignored = {"data.cache", "training.context_parallel"}
+        updated = set() if is_finished(output) else {"model.dtype", *may_change}
+        changed = [name for name in different if name not in ignored | updated]
+        before, after = found.training.steps, recipe.training.steps
+        if changed == ["training.steps"] and before < after and not recipe.stages:
+            if extend:
+                _check_extendable(recipe, output)
+                return before
+            raise UserError(
+                f"{output} holds a run of {before:,} steps: add --extend to train it to {after:,}, "
+                "or choose another --output"
+            )
+        # After an extension, the same command again has nothing left to do.
+        extended = (output / EXTENDED_FILE).is_file()
+        if extend and not changed and not extended and is_finished(output):
+            raise UserError(
+                f"{output} holds a finished run of {after:,} steps: to extend it, ask for more by "
+                "--training.steps"
+            )
+        if changed:
+            raise UserError(
+                f"{output} holds a run of another recipe (different: {', '.join(changed)}); choose "
+                "another --output, or remove the folder"
+            )
+        if not updated.isdisjoint(different):
+            write_text(path, as_yaml(recipe, sizes))
+        return None
+    # A start that was killed may have left partial files.
+    there = output.iterdir() if output.is_dir() else []
+    others = [p for p in there if not p.name.endswith(".partial") and p.name != LOCK_FILE]
+    if others or (output.exists() and not output.is_dir()):
+        raise UserError(f"{output} exists and is not a run folder; choose another --output")
+    write_text(path, as_yaml(recipe, sizes))
+    return None
+
+
+def _check_extendable(recipe: Recipe, output: Path) -> None:
+    if any(s.source.startswith("hf:") and not s.max_tokens for s in recipe.data.mixture.values()):
+        raise UserError(
+            f"{output} cannot be extended: of a stream in a mixture only what the run needs is "
+            "read. Start a new run from its model (model.start)"
+        )
+    if last_checkpoint(output / "checkpoints") is None:
+        raise UserError(
+            f"{output} has no whole checkpoint to go on from: start a new run from its model "
+            "(model.start)"
+        )
+
+
+def _extend(recipe: Recipe, output: Path, before: int, sizes: dict[str, Any] | None) -> None:
+    """Make a run of so many steps, finished or not, the unfinished run of a longer recipe."""
+    path = output / EXTENDED_FILE
+    earlier = read_json(path) if path.is_file() else []
+    write_json(path, [*(steps for steps in earlier if steps < before), before])
+    if is_finished(output):
+        (output / SUMMARY_FILE).rename(output / f"training-{before}.json")
+    write_text(output / RECIPE_FILE, as_yaml(recipe, sizes))
+
+
+def is_finished(output: str | Path) -> bool:
+    """Whether a run folder holds a fully trained model."""
+    return (Path(output) / SUMMARY_FILE).is_file()
+
+
+def read_summary(output: str | Path) -> dict[str, Any]:
+    """The ``training.json`` of a finished run folder."""
+    return read_json(Path(output) / SUMMARY_FILE)
+
+
+def _load_tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
+    """The recipe's tokenizer; a newly trained one is kept in the run folder for later starts."""
+    data = recipe.data
+    named = data.tokenizer or recipe.model.start
+    if named is not None:
+        return load_tokenizer(named)
+    extra = [Document("passkey", vocabulary_text())] if data.passkey_share else []
+    return load_or_train_tokenizer(
+        output / "tokenizer",
+        lambda: chain(extra, training_documents(data)),
+        data.vocab_size,
+        split_digits=data.split_digits,
+    )
+
+
+def _measure_start(recipe: Recipe, data: TrainingData, output: Path) -> dict[str, Any]:
+    """Name and validation of ``model.start`` as the entry ``start``, measured once in a run.
+
+    Empty without a start or without validation.
+    """
+    name = recipe.model.start
+    if name is None or data.validation is None:
+        return {}
+    path = output / "start.json"
+    if not path.is_file():
+        model = load_model(name, device=own_device())
+        found = measure(model, recipe.training, output, data.validation, data.retrieval)
+        del model
+        gc.collect()  # Trainer and model refer to each other
+        if PartialState().is_main_process:
+            write_json(path, {"name": Path(name).name, **found})
+        PartialState().wait_for_everyone()
+    return {"start": read_json(path)}
+
+
+def _summary(
+    recipe: Recipe,
+    sizes: dict[str, Any] | None,
+    model: PreTrainedModel,
+    data: TrainingData,
+    stages: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """The content of ``training.json``, except for the start."""
+    recorded = asdict(recipe.resolved())
+    for name, value in (sizes or {}).items():
+        recorded["data" if name == "vocab_size" else "model"][name] = value
+    seconds = [stage["seconds"] for stage in stages]
+    curves = {name: join_curves(stages, name) for name in ("curve", "validation")}
+    summary = {
+        "attention": recipe.model.attention,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(model.config.dtype).removeprefix("torch."),
+        "steps": recipe.steps,
+        "tokens": sum(stage["tokens"] for stage in stages),
+        "epochs": max(data.epochs.values()),
+        "source_epochs": data.epochs,
+        "seconds": None if None in seconds else sum(seconds),  # None if the run was interrupted
+        "throughput": stages[-1]["throughput"],  # of the last stage
+        **curves,
+        "recipe": recorded,
+        "seed": recipe.training.seed,
+        "environment": describe_environment(),
+    }
+    if data.retrieval is not None:
+        summary["retrieval"] = data.retrieval.describe()
+    if recipe.stages:
+        summary["stages"] = [{k: stage[k] for k in stage if k not in curves} for stage in stages]
+    return summary
+
+
+def what_was_kept(summary: dict[str, Any]) -> str:
+    """What a run has kept of its start, in a line; empty where it was not measured.
+
+    Args:
+        summary: The content of its ``training.json``.
+    """
+    start, curve = summary.get("start"), summary["validation"]
+    if not start or not curve:
+        return ""
+    last = curve[-1]
+    parts = [f"perplexity {100 * (last['perplexity'] / start['perplexity'] - 1):+.1f} %"]
+    before = start.get("retrieval", {})
+    for name, asked in summary.get("retrieval", {}).items():
+        count, where = asked["prompts"], f"{asked['what']} at {asked['length']:,} tokens"
+        had = f" where it has {round(before[name] * count)}" if name in before else ""
+        parts.append(f"{where} {round(last['retrieval'][name] * count)} of {count}{had}")
+    return f"kept of {start['name']}: {', '.join(parts)}"
+
+
+def _card(recipe: Recipe, summary: dict[str, Any]) -> dict[str, Any]:
+    """What the model card of a run says besides the model's configuration."""
+    validation = summary["validation"]
+    training = {
+        "tokens": f"{summary['tokens']:,}, in {summary['steps']:,} steps",
+        "parameters": f"{summary['parameters']:,}",
+        "seed": summary["seed"],
+        "all settings": "`recipe.yaml`; curves and versions: `training.json`",
+    }
+    return {
+        "source": recipe.model.start,
+        "training": training,
+        "perplexity": validation[-1]["perplexity"] if validation else None,
+    }

@@ -1,0 +1,388 @@
+"""Transformers' Trainer with the paper's schedule, a stop at NaN, and reliable checkpoints."""
+
+import math
+import shutil
+import sys
+from contextlib import nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from coca_lab.environment import sync, sync_folder, write_json
+from coca_attention.errors import UserError
+from coca_attention.models.context_parallel import split_sequences
+from coca_lab.training.checkpoints import (
+    CHECKSUM_FILE,
+    STATE_FILE,
+    catch_write_errors,
+    checksums,
+    last_checkpoint,
+    sorted_checkpoints,
+)
+from coca_lab.training.chunks import chunk_loss
+from coca_lab.training.objectives import Loss, without_adapters
+from coca_lab.training.progress import ProgressLines, QuietProgress
+from coca_lab.training.retrieval import Retrieval
+from coca_lab.training.sections import TrainingRecipe
+from coca_lab.training.sharding import (
+    catch_read_errors,
+    check_layers,
+    is_sharded,
+    load_optimizer_parts,
+    load_parts,
+    own_part,
+    prepare_context,
+    prepare_sharding,
+)
+from coca_lab.training.throughput import (
+    Meter,
+    device_name,
+    peak_flops,
+    training_flops,
+)
+
+
+class TrainingDiverged(UserError):
+    """The loss or a weight is no longer finite; such weights are never saved."""
+
+
+def learning_rate_share(step: int, settings: TrainingRecipe) -> float:
+    """Learning rate of a step, as a share of the peak (paper §3.3).
+
+    It rises linearly from ``initial_learning_rate`` over the first ``warmup_share`` of the steps,
+    then falls linearly to ``final_share`` of the peak at the last step.
+
+    Args:
+        step: 0 … steps - 1.
+        settings: The recipe's training section.
+    """
+    start = settings.initial_learning_rate / settings.learning_rate
+    warmup = round(settings.warmup_share * settings.steps)
+    if step < warmup:
+        return start + (1 - start) * step / warmup
+    decay = max(settings.steps - 1 - warmup, 1)
+    return 1 - (1 - settings.final_share) * min((step - warmup) / decay, 1.0)
+
+
+def training_arguments(
+    settings: TrainingRecipe, output: Path, world_size: int, *, validate_every: int | None = None
+) -> TrainingArguments:
+    """Transformers' arguments for a recipe.
+
+    Args:
+        settings: The recipe's training section.
+        output: Run folder; checkpoints go into a subfolder.
+        world_size: Number of processes.
+        validate_every: Steps between measurements on the validation blocks, if there are any.
+
+    Raises:
+        UserError: If the batch sizes do not divide or an extra field is unknown.
+    """
+    if world_size == 1 and torch.cuda.device_count() > 1:
+        raise UserError(
+            f"one process cannot use {torch.cuda.device_count()} GPUs: start one process per GPU "
+            "with accelerate launch, or select a GPU with CUDA_VISIBLE_DEVICES=0"
+        )
+    shared = settings.context_parallel
+    replicas, rest = divmod(world_size, shared)
+    if rest:
+        raise UserError(
+            f"training.context_parallel must divide the number of processes, got {shared} and "
+            f"{world_size}: start with torchrun --nproc-per-node {shared} -m coca_lab.cli …"
+        )
+    per_pass = settings.micro_batch_size * replicas
+    if settings.global_batch_size % per_pass:
+        raise UserError(
+            f"global_batch_size must be a multiple of micro_batch_size x processes"
+            f"{'' if shared == 1 else ' / context_parallel'}; got {settings.global_batch_size} and "
+            f"{settings.micro_batch_size} x {replicas}"
+        )
+    known: dict[str, Any] = {
+        "output_dir": str(output / "checkpoints"),
+        "max_steps": settings.steps,
+        "per_device_train_batch_size": settings.micro_batch_size,
+        "per_device_eval_batch_size": settings.micro_batch_size,
+        "gradient_accumulation_steps": settings.global_batch_size // per_pass,
+        "learning_rate": settings.learning_rate,
+        "adam_beta1": settings.beta1,
+        "adam_beta2": settings.beta2,
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+        "bf16": settings.precision == "bfloat16",
+        "fp16": settings.precision == "float16",
+        "seed": settings.seed,
+        "data_seed": settings.seed,
+        "save_steps": settings.save_every,
+        "save_total_limit": None,  # `_save_checkpoint` removes old ones
+        "logging_steps": settings.log_every,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
+        # `fit` adds TensorBoard's callback, with the run's own folder.
+        "report_to": [name for name in settings.report_to if name != "tensorboard"] or "none",
+        "remove_unused_columns": False,
+        "dataloader_drop_last": True,
+        # A resumed run continues with the next block.
+        "ignore_data_skip": False,
+        "use_cpu": not torch.accelerator.is_available(),
+    }
+    if validate_every is not None:
+        known |= {"eval_strategy": "steps", "eval_steps": validate_every}
+    if settings.compile:
+        known["torch_compile"] = True
+    if settings.gradient_checkpointing:
+        # Renamed during Transformers 5.
+        names = {item.name for item in fields(TrainingArguments)}
+        new = "activation_checkpointing"
+        known[new if new in names else "gradient_checkpointing"] = True
+    taken = sorted(set(known) & set(settings.trainer))
+    if taken:
+        raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
+    try:
+        arguments = TrainingArguments(**known, **settings.trainer)
+    except (TypeError, ValueError, ImportError, OSError) as error:
+        raise UserError(f"training.trainer: {error}") from error
+    # For float32, Trainer would use the configuration of accelerate launch.
+    names = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+    arguments.mixed_precision = names[settings.precision]
+    return arguments
+
+
+class RecipeTrainer(Trainer):
+    """Trainer with the recipe's schedule, which stops at NaN and never saves it.
+
+    Args:
+        settings: The recipe's training section.
+        loss: Loss to minimise instead of the model's own, see `objectives`.
+        retrieval: Prompts to ask whenever the validation loss is measured.
+        block_length: Tokens of a block; with it, the log says how fast the run is.
+        **kwargs: Trainer's own.
+    """
+
+    def __init__(
+        self,
+        settings: TrainingRecipe,
+        *,
+        loss: Loss | None = None,
+        retrieval: Retrieval | None = None,
+        block_length: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.settings, self.loss, self.retrieval = settings, loss, retrieval
+        self.saved_dtype: torch.dtype | None = None  # by default that of the weights
+        super().__init__(**kwargs)
+        if self.shards is not None:
+            check_layers(self.shards, kwargs["model"])
+        if self.context is not None:
+            split_sequences(kwargs["model"], self.context)
+        if loss is not None:
+            # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
+            self.model_accepts_loss_kwargs = False
+        # Before the model is wrapped or its weights are split.
+        self.meter = None if block_length is None else self._meter(kwargs["model"], block_length)
+        if settings.loss_chunk is not None and loss is None:
+            chunk_loss(without_adapters(kwargs["model"]), settings.loss_chunk)
+        self.remove_callback(ProgressCallback)
+        self.progress = QuietProgress() if sys.stderr.isatty() else ProgressLines()
+        if not self.args.disable_tqdm:
+            self.add_callback(self.progress)
+
+    def _meter(self, model: Any, length: int) -> Meter:
+        peak = peak_flops(device_name(self.args.device), self.settings.precision)
+        return Meter(
+            self.settings.global_batch_size * length,
+            training_flops(model, length),
+            peak and peak * self.accelerator.num_processes,
+        )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.context = prepare_context(self.accelerator, self.settings.context_parallel)
+        self.shards = prepare_sharding(self.accelerator, self.args)
+        self.is_fsdp_enabled = self.shards is not None
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        return nullcontext, inputs
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if self.shards is not None and not self.accelerator._models:
+            # Adds autocast only, which Accelerate would leave to FSDP.
+            model = self.accelerator.prepare_model(
+                model, device_placement=False, evaluation_mode=True
+            )
+            if not training:
+                # Accelerate shards a model only together with an optimizer, also for evaluation.
+                model, _ = self.accelerator.prepare(model, SGD(model.parameters()))
+        return super()._wrap_model(model, training, dataloader)
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LambdaLR:
+        if self.lr_scheduler is None:
+            self.lr_scheduler = LambdaLR(
+                optimizer or self.optimizer,  # pyright: ignore[reportArgumentType]
+                lambda step: learning_rate_share(step, self.settings),
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not model.training:
+            # Validation always measures the next-token loss, as a mean over the batch.
+            kwargs.pop("num_items_in_batch", None)
+        if self.loss is None or not model.training:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        return self.loss(model, inputs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, **kwargs)
+        loss = (output.metrics or {}).get("eval_loss", 0.0)
+        if not loss < math.log(sys.float_info.max):  # nan, or no perplexity
+            raise self._diverged(f"the validation loss is {loss}")
+        if self.retrieval is not None and output.metrics is not None:
+            shares = self.retrieval.shares(self.model)  # in evaluation mode after the loop
+            output.metrics.update({f"eval_{name}": share for name, share in shares.items()})
+        return output
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not torch.isfinite(loss).all():
+            raise self._diverged(f"the loss is {loss.item()}")
+        return loss
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # Called after every step. What it does itself takes no time of the steps.
+        if self.meter is not None:
+            self.meter.stop(self.state.global_step)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.meter is not None:
+            self.meter.start(self.state.global_step)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and self.meter is not None:
+            logs |= self.meter.take()
+        super().log(logs, *args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        folder = Path(str(self.args.output_dir))
+        checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with catch_write_errors(folder, self.describe_saved):
+            if self.is_world_process_zero():
+                # What is left of it was incomplete or damaged.
+                shutil.rmtree(checkpoint, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(*args, **kwargs)
+            if self.is_world_process_zero():
+                sync(checkpoint / STATE_FILE)
+                write_json(checkpoint / CHECKSUM_FILE, {"files": checksums(checkpoint)})
+                sync_folder(folder)
+                # Not by Trainer, which would remove others before this one is on the disk.
+                for path in sorted_checkpoints(folder)[self.settings.keep_checkpoints :]:
+                    if str(path) != self.state.best_model_checkpoint:
+                        shutil.rmtree(path, ignore_errors=True)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        sync(Path(output_dir))
+        # The files that the first process writes next mark the checkpoint as complete.
+        self.accelerator.wait_for_everyone()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # After a step with a finite loss, weights can still have overflowed.
+        assert self.model is not None  # given to __init__
+        bad = [
+            name
+            for name, weight in self.model.named_parameters()
+            if not torch.isfinite(own_part(weight)).all()
+        ]
+        # Each process checks its own part, but all of them have to stop.
+        for name in gather_object(bad)[:1]:
+            raise self._diverged(f"{name} has values that are not finite")
+        super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.saved_dtype is not None and self.args.should_save:
+            assert self.model is not None  # given to __init__
+            state_dict = _cast(state_dict or self.model.state_dict(), self.saved_dtype)
+        if state_dict:
+            # Gathered weights no longer share memory, so tied ones would be saved twice.
+            tied: Any = getattr(self.model, "all_tied_weights_keys", {})
+            state_dict = {name: w for name, w in state_dict.items() if name not in tied}
+        super()._save(output_dir, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        checkpoint = Path(resume_from_checkpoint)
+        with catch_read_errors(checkpoint):
+            if self.shards is None and is_sharded(checkpoint):
+                load_parts(self.accelerator, self.model if model is None else model, checkpoint)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # Tied weights are saved once, so the others of their names are always missing.
+        tied: Any = getattr(self.model, "all_tied_weights_keys", {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        for name in [*missing, *load_result.unexpected_keys][:1]:
+            raise ValueError(f"{name} is in one of checkpoint and model only")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        with catch_read_errors(folder):
+            if self.shards is not None or not is_sharded(folder):
+                super()._load_optimizer_and_scheduler(checkpoint)
+            else:
+                assert self.optimizer is not None and self.lr_scheduler is not None  # made before
+                load_optimizer_parts(self.accelerator, self.optimizer, self.model, folder)
+                state = torch.load(folder / SCHEDULER_NAME, weights_only=True)
+                self.lr_scheduler.load_state_dict(state)
+        optimizer: Any = self.optimizer
+        if isinstance(scheduler := self.lr_scheduler, LambdaLR) and optimizer is not None:
+            # A run that is extended goes on at the rate of the longer schedule.
+            share = learning_rate_share(scheduler.last_epoch, self.settings)
+            for group, peak in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
+                group["lr"] = peak * share
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with catch_read_errors(Path(checkpoint or "")):
+            super()._load_rng_state(checkpoint)
+
+    def _diverged(self, what: str) -> TrainingDiverged:
+        return TrainingDiverged(
+            f"{what} at step {self.state.global_step + 1}: training stopped, "
+            f"{self.describe_saved()}. Try a lower learning rate, a longer warm-up or precision "
+            "float32"
+        )
+
+    def describe_saved(self) -> str:
+        """The last checkpoint of the run, for error messages."""
+        last = last_checkpoint(Path(str(self.args.output_dir)))
+        return f"the last good checkpoint is {last}" if last else "no checkpoint was saved yet"
+
+
+def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights in another precision.
+
+    Raises:
+        UserError: If it cannot hold one of them.
+    """
+    cast = {n: w.to(dtype) if w.is_floating_point() else w for n, w in weights.items()}
+    for name, weight in cast.items():
+        if not torch.isfinite(weight).all():
+            raise UserError(
+                f"{name} has values too large for {str(dtype).removeprefix('torch.')}: set "
+                "model.dtype to bfloat16 or float32, and run the same command again"
+            )
+    return cast

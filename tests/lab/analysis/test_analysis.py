@@ -1,0 +1,371 @@
+"""The analysis of models: planted angles, every family, the CoCA forms, errors."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coca_attention import convert
+from coca_lab.analysis import AnalysisSettings, analyze, check_settings, read_token_ids
+from coca_lab.analysis.angles import CASES, TURN, anomalous_share, anomalous_tokens
+from coca_lab.analysis.keys import draw_pairs, pairs_by_distance
+from coca_lab.analysis.task import angle_cell, cut_documents, read_document, unpack
+from coca_lab.data import SourceSettings
+from coca_attention.errors import UserError
+from coca_attention.models import set_rotary_scaling
+from conftest import VOCABULARY
+from families import FAMILIES, collinear, vanilla
+
+SMALL = AnalysisSettings(
+    pairs=64, pairs_per_distance=8, shifts=[1, 100], shift_queries=4, judged=16
+)
+
+
+def documents(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 97, (length,), generator=generator) for length in lengths]
+
+
+def every_number(value):
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from every_number(item)
+    elif value is not None and not isinstance(value, str):
+        yield value
+
+
+def planted(angle: float):
+    """A Llama whose first layer has this angle between every query and key of equal tokens."""
+    model = vanilla("Llama", num_key_value_heads=4).double()
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        q = attention.q_proj.weight.view(4, 2, 4, 32)  # heads, members of a pair, pairs, hidden
+        cos, sin = math.cos(-angle), math.sin(-angle)
+        k = torch.stack((q[:, 0] * cos - q[:, 1] * sin, q[:, 0] * sin + q[:, 1] * cos), dim=1)
+        attention.k_proj.weight.copy_(k.view(32, 32))
+    return model
+
+
+@pytest.mark.parametrize("angle", [0.7, 2.9, 3.4, 5.9])
+def test_a_planted_angle_and_its_consequences_are_measured(angle):
+    text = [torch.full((60,), 7)]
+    settings = AnalysisSettings(lengths=[40, 400], bins=18, pairs=200, shifts=[])
+    layer = analyze(planted(angle), text, settings)["layers"][0]
+    found = layer["angles"]
+    theta = torch.tensor(layer["frequencies"], dtype=torch.float64)
+    assert found["mean"] == pytest.approx([angle] * 4)
+    assert found["concentration"] == pytest.approx([1.0] * 4)
+    for row in found["histogram"]:
+        assert row.index(1.0) == int(angle / TURN * 18) and sum(row) == 1
+    anomalous = angle > math.pi
+    assert found["cases"] == {"a": 0.0, "b": float(not anomalous), "c": 0.0, "d": float(anomalous)}
+    assert found["case_d"] == [float(anomalous)] * 4
+    assert found["case_d_by_head"] == [float(anomalous)] * 4
+    assert found["case_d_weight"] == float(anomalous)
+    assert found["zero_share"] == [0.0] * 4 and found["samples"] == 200 * 4
+    tau = (TURN - angle) / theta if anomalous else torch.zeros(4, dtype=torch.float64)
+    assert found["tau"] == (pytest.approx(tau.tolist()) if anomalous else [None] * 4)
+    for entry, length in zip(found["lengths"], [40, 400], strict=True):
+        tokens = anomalous_tokens(tau, length)
+        assert entry["length"] == length
+        assert entry["anomalous_tokens"] == pytest.approx(tokens.tolist())
+        assert entry["anomalous_share"] == pytest.approx(anomalous_share(tokens, length).tolist())
+        crossed = [
+            math.floor((angle + (length - 1) * x) / math.pi) - math.floor(angle / math.pi)
+            for x in theta.tolist()
+        ]
+        borders = entry["borders"]
+        assert [a + b for a, b in zip(borders["peaks"], borders["troughs"], strict=True)] == crossed
+        turns = (length - 1) * theta
+        assert borders["returns"] == (turns / TURN).floor().tolist()
+        assert borders["collinear"] == (turns / math.pi).floor().tolist()
+    # Estimated from 200 of the pairs of the text.
+    share = anomalous_share(anomalous_tokens(tau, 60), 60).tolist()
+    assert found["anomalous_share_read"] == pytest.approx(share, abs=0.12)
+
+
+@pytest.mark.parametrize("form", ["vanilla", "slack", "strict"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family, form):
+    model = vanilla(family) if form == "vanilla" else collinear(family, form)
+    result = analyze(model.double(), documents(40, 48), SMALL, name="A model")
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert all(math.isfinite(x) for x in every_number(result))
+    head = {"task": "angles", "model": "A model", "form": form, "training_length": 64}
+    assert head.items() <= result.items()
+    assert result["rope_parameters"] == model.config.rope_parameters
+    assert [layer["layer"] for layer in result["layers"]] == [0, 1]
+    assert (result["documents"], result["tokens"], result["longest"]) == (2, 88, 48)
+    assert result["settings"]["lengths"] == [64, 256, 1024]
+    for layer in result["layers"]:
+        seen = [layer["angles"]] + [layer["effective_angles"]] * (form == "slack")
+        for angles in seen:
+            cases = angles["cases"]
+            assert list(cases) == list(CASES) and sum(cases.values()) == pytest.approx(1)
+            # A causal model attends only to earlier tokens.
+            assert cases["a"] == cases["c"] == 0
+            assert angles["samples"] == 2 * 64 * layer["heads"]
+            for row in angles["histogram"]:
+                assert len(row) == 36 and sum(x or 0 for x in row) == pytest.approx(1)
+        decay = layer["decay"]
+        assert [decay[name]["violations"] for name in ("eq19", "eq20", "eq21")] == [0, 0, 0]
+        assert decay["eq19"]["checked"] > 0 and decay["eq21"]["largest_ratio"] <= 1 + 1e-9
+        last = min(layer["window"] or 48, 48) - 1
+        distances = [2**i for i in range(10) if 2**i <= last]
+        assert [row["distance"] for row in decay["by_distance"]] == distances
+        for row in decay["by_distance"]:
+            assert 0 < row["score"] <= 1 and row["score"] <= row["eq19"]
+        assert len(layer["frequencies"]) == layer["pairs"]
+        assert (layer["effective_angles"] is None) is (form != "slack")
+        # About half for queries of random direction.
+        share = layer["absolute_share"]
+        assert 0.1 < share < 0.9 if form == "slack" else share == 0
+        changes = [entry["score_change"] for entry in layer["shifts"]]
+        moved = [entry["attention_change"] for entry in layer["shifts"]]
+        if form == "slack":
+            assert min(changes) > 0.05 and all(0.001 < share < 1 for share in moved)
+        else:
+            assert max(changes) < 1e-12 and max(moved) < 1e-12
+    logits = [entry["logit_change"] for entry in result["shifts"]]
+    assert [entry["shift"] for entry in result["shifts"]] == [1, 100]
+    if form == "slack":
+        assert min(logits) > 0.01
+        assert all(entry["divergence"] > 1e-6 for entry in result["shifts"])
+    else:
+        # Transformers' own cos and sin are of float32.
+        assert max(logits) < (1e-4 if form == "vanilla" else 1e-12)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-NeoX", "Cohere"])
+def test_angles_of_collinear_models_are_zero(family):
+    for form in ("slack", "strict"):
+        result = analyze(collinear(family, form), documents(48), SMALL)
+        for layer in result["layers"]:
+            angles = layer["angles"]
+            assert angles["largest"] < 1e-12 and angles["case_d_weight"] == 0
+            assert not any(angles["case_d"]) and not any(angles["anomalous_share_read"])
+            assert all(row[0] == 1 for row in angles["histogram"])
+            # The ReLU leaves some keys without a direction.
+            assert any(0 < share < 1 for share in angles["zero_share"])
+            assert 0 <= max(angles["zero_share"]) <= 1
+            for entry in angles["lengths"]:
+                assert not any(entry["anomalous_tokens"])
+                found = [
+                    a + b
+                    for a, b in zip(
+                        entry["borders"]["peaks"], entry["borders"]["troughs"], strict=True
+                    )
+                ]
+                assert found == entry["borders"]["collinear"]
+        effective = layer["effective_angles"]
+        assert form == "strict" or effective["cases"]["d"] > 0.05
+    angles = analyze(vanilla(family), documents(48), SMALL)["layers"][0]["angles"]
+    assert angles["largest"] > 3 and 0.2 < angles["cases"]["d"] < 0.8
+
+
+def test_nats_and_logits_under_a_shift_match_the_model():
+    model, text = collinear("Llama").double(), documents(20)
+    settings = AnalysisSettings(shifts=[5], judged=100)
+    found = analyze(model, text, settings)["shifts"][0]
+    ids = text[0].unsqueeze(0)
+    with torch.no_grad():
+        plain = model(ids).logits[0, :-1]
+        moved = model(ids, position_ids=torch.arange(20).unsqueeze(0) + 5).logits[0, :-1]
+    loss = torch.nn.functional.cross_entropy
+    assert found["judged"] == 19
+    assert found["nats"] == pytest.approx(loss(plain, text[0][1:]).item())
+    assert found["nats_shifted"] == pytest.approx(loss(moved, text[0][1:]).item())
+    expected = (plain.softmax(-1) * (plain.log_softmax(-1) - moved.log_softmax(-1))).sum(-1).mean()
+    assert found["divergence"] == pytest.approx(expected.item())
+    change = (moved - plain) - (moved - plain).mean(-1, keepdim=True)
+    spread = plain - plain.mean(-1, keepdim=True)
+    assert found["logit_change"] == pytest.approx((change.norm() / spread.norm()).item())
+
+
+def test_attention_change_is_the_share_that_moves():
+    # Keys of a layer whose queries are all zero get equal attention, wherever they stand.
+    model = collinear("Llama").double()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.zero_()
+    layers = analyze(model, documents(30), SMALL)["layers"]
+    assert [entry["attention_change"] for entry in layers[0]["shifts"]] == [0.0, 0.0]
+    assert [entry["score_change"] for entry in layers[0]["shifts"]] == [None, None]
+    assert layers[0]["angles"]["zero_share"] == [1.0] * 4
+    assert layers[0]["angles"]["cases"] == dict.fromkeys(CASES)
+    assert layers[0]["decay"]["by_distance"][0]["score"] is None
+    assert all(entry["attention_change"] > 0 for entry in layers[1]["shifts"])
+
+
+def test_samples_depend_on_the_seed():
+    model, text = vanilla("Qwen2"), documents(48, 30)
+    first, again, other = (
+        analyze(model, text, AnalysisSettings(pairs=32, shifts=[], seed=seed)) for seed in (3, 3, 4)
+    )
+    assert first == again
+    assert first["layers"] != other["layers"]
+
+
+def test_settings_limit_the_text():
+    model = vanilla("Llama")
+    told = []
+    settings = AnalysisSettings(max_documents=2, pairs=8, shifts=[3])
+    result = analyze(
+        model, documents(100, 20, 50), settings, progress=lambda *args: told.append(args), name="M"
+    )
+    # Truncated to the training length of 64.
+    assert (result["documents"], result["tokens"], result["longest"]) == (2, 84, 64)
+    assert told == [("M angles", done, 168) for done in (64, 128, 148, 168)]
+    assert result["settings"]["max_tokens"] == 64
+    settings = AnalysisSettings(max_tokens=70, lengths=[30, 10], pairs=8, shifts=[])
+    result = analyze(model, [list(range(3, 90))], settings)
+    assert result["longest"] == 70 and result["settings"]["lengths"] == [10, 30]
+    assert result["shifts"] == [] and result["layers"][0]["shifts"] == []
+    assert settings.lengths == [30, 10]  # what the caller gave stays
+
+
+def test_pairs_are_drawn_uniformly_inside_the_window():
+    rng = np.random.default_rng(0)
+    for length, window in ((5, None), (6, 3), (4, 100)):
+        pairs = draw_pairs(length, 20_000, window, rng)
+        every = [(m, n) for m in range(length) for n in range(m) if m - n < (window or length)]
+        counts = dict.fromkeys(every, 0)
+        for pair in zip(pairs.queries.tolist(), pairs.keys.tolist(), strict=True):
+            counts[pair] += 1
+        expected = 20_000 / len(every)
+        # Five standard deviations.
+        assert all(abs(n - expected) < 5 * expected**0.5 for n in counts.values()), counts
+    far = pairs_by_distance(100, 3, None, rng)
+    assert far.distances.tolist() == [d for d in (1, 2, 4, 8, 16, 32, 64) for _ in range(3)]
+    assert far.keys.min() >= 0 and far.queries.max() < 100
+    assert pairs_by_distance(100, 3, 5, rng).distances.unique().tolist() == [1, 2, 4]
+
+
+def test_a_window_of_one_token():
+    result = analyze(vanilla("Mistral", sliding_window=1), documents(20), SMALL)
+    angles = result["layers"][0]["angles"]
+    assert angles["samples"] == 0 and angles["mean"] == [None] * 4
+    assert result["layers"][0]["decay"]["by_distance"] == []
+    json.dumps(result, allow_nan=False)
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of elements of any tensor created meanwhile."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for item in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(item, torch.Tensor):
+                self.numbers = max(self.numbers, item.numel())
+        return out
+
+
+@pytest.mark.parametrize("form", ["vanilla", "slack"])
+def test_memory_is_linear_in_the_length(form):
+    model = vanilla("Llama") if form == "vanilla" else collinear("Llama")
+    settings = AnalysisSettings(
+        max_tokens=2048, pairs=16, pairs_per_distance=2, shifts=[1], shift_queries=2
+    )
+    with Largest() as seen:
+        analyze(model, documents(2048), settings)
+    assert 2048 * 32 <= seen.numbers < 2048 * 2048 / 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pairs": 0}, "pairs must be at least 1, got 0"),
+        ({"bins": 1}, "bins must be at least 2"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"max_documents": 0}, "max_documents must be at least 1"),
+        ({"max_tokens": 1}, "max_tokens must be at least 2"),
+        ({"lengths": [1, 5]}, "lengths must each be at least 2"),
+        ({"shifts": [0]}, "shifts must each be at least 1"),
+        ({"shifts": [4, 4]}, "shifts must not contain duplicates"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        check_settings(AnalysisSettings(**changes))
+    with pytest.raises(UserError, match=message):
+        analyze(vanilla("Llama"), documents(8), AnalysisSettings(**changes))
+
+
+def test_unsupported_texts_are_refused():
+    model = vanilla("Llama")
+    with pytest.raises(UserError, match="no documents"):
+        analyze(model, [])
+    with pytest.raises(UserError, match="document 1 must be a sequence of at least 2 token ids"):
+        analyze(model, documents(5, 1), SMALL)
+    with pytest.raises(UserError, match="at least 2 token ids"):
+        analyze(model, [torch.zeros(1, 5)], SMALL)
+
+
+def test_angles_that_depend_on_the_length_are_refused():
+    model = vanilla("Llama")
+    set_rotary_scaling(model, "dynamic", factor=2.0)
+    settings = AnalysisSettings(max_tokens=100, pairs=8, shifts=[])
+    assert analyze(model, documents(100, 100), settings)["layers"]
+    assert analyze(model, documents(50, 64), settings)["layers"]
+    with pytest.raises(UserError, match="depend on the text length"):
+        analyze(model, documents(100, 90), settings)
+
+
+def test_angles_that_stop_growing_are_followed_up_to_there():
+    model = convert(vanilla("Llama"), "rope", max_distance=40)
+    short = AnalysisSettings(max_tokens=30, pairs=8, shifts=[], lengths=[40])
+    found, expected = (
+        analyze(x, documents(30), short)["layers"][0] for x in (model, vanilla("Llama"))
+    )
+    assert found == expected
+    with pytest.raises(UserError, match=r"stop growing at 40 tokens .* --passkeys"):
+        analyze(model, documents(30), replace(short, lengths=[41]))
+    with pytest.raises(UserError, match="stop growing at 40 tokens"):
+        analyze(model, documents(50), replace(short, max_tokens=50))
+
+
+def test_damaged_predictions_are_refused():
+    model = vanilla("Llama")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("inf")
+    with pytest.raises(UserError, match="logits are not finite"):
+        analyze(model, documents(10), SMALL)
+
+
+def test_token_ids_of_a_source(tokenizer, text_folder, tmp_path):
+    source = SourceSettings(source=str(text_folder))
+    found = read_token_ids(source, tokenizer, AnalysisSettings(max_documents=3))
+    assert len(found) == 3 and all(0 <= i < VOCABULARY for ids in found for i in ids)
+    assert tokenizer.decode(found[0]) == (text_folder / "00.txt").read_text()
+    (tmp_path / "short.txt").write_text("a")
+    with pytest.raises(UserError, match="no document of at least 2 tokens"):
+        read_token_ids(SourceSettings(source=str(tmp_path)), tokenizer, AnalysisSettings())
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "slack", "pairs that do not turn", "nothing to see"])
+def test_texts_that_are_read_apart_add_up(kind):
+    """Also after they were written down; a pair that does not turn has no finite τ."""
+    model = vanilla("Llama")
+    if kind == "slack":
+        model = collinear("Llama")
+    if kind == "pairs that do not turn":
+        model = collinear("Llama")
+        model.config.rope_parameters["turning_pairs"] = 2
+    if kind == "nothing to see":
+        model = vanilla("Mistral", sliding_window=1)
+    texts, settings = cut_documents(model, documents(40, 48, 30), SMALL)
+    told = []
+    every = [read_document(model, x, i, settings, told.append) for i, x in enumerate(texts)]
+    packed = [sums.pack() for sums in every]
+    found = angle_cell(model, texts, settings, map(unpack, packed), "model")
+    assert found == analyze(model, texts, SMALL)
+    assert sum(told) == 118 * 3
+    # Every text counts.
+    assert kind == "nothing to see" or found["layers"] != analyze(model, texts[:2], SMALL)["layers"]

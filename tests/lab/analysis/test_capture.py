@@ -1,0 +1,171 @@
+"""Captured queries and keys are those that attention uses, in every family."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from coca_lab.analysis import collect_layers, visit_layers
+from coca_lab.analysis.decay import rotary_scores
+from coca_lab.analysis.keys import TokenPairs, seen_keys
+from coca_lab.analysis.shift import score_rows
+from coca_attention.errors import UserError
+from coca_attention.models import set_rotary_scaling
+from conftest import tiny_model
+from families import FAMILIES, collinear, vanilla
+
+LENGTH = 24
+FORMS = ["vanilla", "slack", "strict", "magnitude"]
+
+
+def make(family: str, form: str):
+    model = vanilla(family) if form == "vanilla" else collinear(family, form)
+    return model.double()
+
+
+def some_ids(length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 97, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_scores_match_attention(family, form, monkeypatch):
+    model = make(family, form)
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    computed = []
+
+    def spy(module, query, key, value, mask, scaling=None, **kwargs):
+        keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        computed.append((query @ keys.transpose(-2, -1) * scaling)[0])
+        return sdpa(module, query, key, value, mask, scaling=scaling, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", spy)
+    layers = collect_layers(model, some_ids())
+    assert len(layers) == len(computed) == 2
+    for index, (heads, scores) in enumerate(zip(layers, computed, strict=True)):
+        assert (heads.layer, heads.form) == (index, form)
+        found = score_rows(heads, torch.arange(LENGTH))
+        # Transformers' own cos and sin are of float32.
+        torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-4 * scores.abs().max().item())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_keys_seen_give_the_scores(family, form):
+    queries, keys = torch.tensor([5, 9, 23, 23]), torch.tensor([4, 0, 1, 20])
+    for heads in collect_layers(make(family, form), some_ids()):
+        seen = seen_keys(heads, TokenPairs(queries, keys))
+        rotated = rotary_scores(seen.query * seen.effective.conj(), queries - keys, heads.theta)
+        # What is not rotated scores the same at any position: leave it out on the other side.
+        blind = replace(heads, query=heads.query.clone())
+        blind.query[..., heads.rotary_width :] = 0
+        expected = score_rows(blind, queries)[:, torch.arange(4), keys] / heads.scale
+        torch.testing.assert_close(rotated, expected)
+
+
+def test_slack_keys_are_collinear_only_at_position_zero():
+    heads = collect_layers(make("Llama", "slack"), some_ids())[0]
+    for key, same in ((0, True), (7, False)):
+        seen = seen_keys(heads, TokenPairs(torch.tensor([12]), torch.tensor([key])))
+        assert torch.allclose(seen.built, seen.effective) is same
+
+
+def test_the_model_is_not_changed():
+    model = make("GPT-NeoX", "vanilla")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modules = [name for name, _ in model.named_modules()]
+    logits = model(some_ids()).logits
+    out = visit_layers(model, some_ids(), lambda heads: None)
+    assert torch.equal(out.logits, logits)
+    assert [name for name, _ in model.named_modules()] == modules
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def fails(heads):
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        visit_layers(model, some_ids(), fails)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_windows_and_layer_types_are_captured():
+    found = [
+        [(heads.kind, heads.window) for heads in collect_layers(vanilla(family), some_ids())]
+        for family in ("Gemma 3", "Mistral", "Llama")
+    ]
+    assert found[0] == [("sliding_attention", 8), ("full_attention", None)]
+    assert found[1] == [(None, 8)] * 2
+    assert found[2] == [(None, None)] * 2
+    slow, fast = (heads.theta for heads in collect_layers(vanilla("Gemma 3"), some_ids()))
+    assert not torch.equal(slow, fast)
+
+
+@pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "dynamic"])
+def test_scaled_angles_are_captured(kind):
+    model = vanilla("Llama")
+    plain = collect_layers(model, some_ids(100))[0]
+    set_rotary_scaling(model, kind, factor=4.0)
+    scaled = collect_layers(model, some_ids(100))[0]
+    assert scaled.theta[-1] < plain.theta[-1]
+    assert (scaled.rotation.rule.magnitude > 1) is (kind == "yarn")
+
+
+def test_longrope_depends_on_the_text_only_in_transformers():
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 2,
+        "long_factor": [3.0] * 2,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    }
+    model = vanilla("Phi-3", rope_parameters=rope, original_max_position_embeddings=16)
+    short, long = (collect_layers(model, some_ids(length))[0].theta for length in (10, 40))
+    torch.testing.assert_close(short, 3 * long)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_tables_match_the_rotation(dtype):
+    # Of base 10^6 the slowest sines are below float16's normal numbers.
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    model = vanilla("Llama", head_dim=16, rope_parameters=rope).to(dtype)
+    assert len(collect_layers(model, some_ids())[0].theta) == 8
+
+
+def test_unsupported_models_are_refused():
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=97, n_embd=8, n_head=2)).eval()
+    with pytest.raises(UserError, match=r"GPT2LMHeadModel is not supported.*llama"):
+        collect_layers(gpt2, some_ids())
+    with pytest.raises(UserError, match="AlibiGPTNeoXForCausalLM is not supported"):
+        collect_layers(tiny_model("alibi"), some_ids())
+
+    class Changed(LlamaForCausalLM):
+        pass
+
+    with pytest.raises(UserError, match="Changed is not supported"):
+        collect_layers(Changed(vanilla("Llama").config).eval(), some_ids())
+    with pytest.raises(UserError, match="LlamaModel is not supported"):
+        collect_layers(vanilla("Llama").model, some_ids())
+
+
+def test_training_mode_and_damaged_weights_are_refused():
+    with pytest.raises(UserError, match=r"model\.eval"):
+        collect_layers(vanilla("Llama").train(), some_ids())
+    model = vanilla("Llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
+    with pytest.raises(UserError, match="layer 1: queries or keys are not finite"):
+        collect_layers(model, some_ids())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["Llama", "Cohere", "GLM-4"])
+def test_angles_that_differ_from_the_configuration_are_refused(family):
+    model = vanilla(family)
+    assert collect_layers(model, some_ids())
+    with torch.no_grad():
+        model.model.rotary_emb.inv_freq[-1] *= 1.01
+    with pytest.raises(UserError, match="rotary angles differ from"):
+        collect_layers(model, some_ids())

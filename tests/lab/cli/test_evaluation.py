@@ -1,0 +1,125 @@
+"""The commands that measure a model, and the report of their results."""
+
+import json
+from functools import partial
+
+import torch
+
+from coca_lab.evaluation.perplexity import keys
+from commands import run
+from conftest import some_text
+
+
+def test_eval_perplexity_and_report(capsys, model_folder, text_folder, tmp_path):
+    output = tmp_path / "deep" / "result.json"
+    code, out, err = run(
+        capsys, "eval", "perplexity", model_folder, "--source", text_folder, "--windows", "16,64",
+        "--scaling", "ntk", "--factor", "2", "--attend-last", "16", "--output", output,
+        "--name", "tiny",
+    )  # fmt: skip
+    assert code == 0, err
+    content = json.loads(output.read_text())
+    cells = content["results"]
+    assert [(c["scaling"], c["window"]) for c in cells] == [
+        ("ntk", 16), ("ntk", 64), ("attend-last", 16),
+    ]  # fmt: skip
+    assert len({c["tokens"] for c in cells}) == 1
+    assert content["environment"]["versions"]["torch"] == torch.__version__
+    assert f"{cells[1]['perplexity']:.1f}" in out and "tiny + NTK (2)" in out
+    page = tmp_path / "page.html"
+    code, out, err = run(capsys, "report", output, "--output", page, "--title", "Mine")
+    assert code == 0, err
+    assert "<title>Mine</title>" in page.read_text()
+
+
+def test_key_tokens_are_printed_by_eval_and_suites_and_drawn(
+    capsys, model_folder, text_folder, tmp_path, monkeypatch
+):
+    easier = partial(keys.key_tokens, gain=0.0, least=-100.0)  # random weights know nothing
+    monkeypatch.setattr(keys, "key_tokens", easier)
+    file, settings = tmp_path / "r.json", {"windows": [64], "stride": 16, "max_documents": 2}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    code, out, err = run(
+        capsys, "eval", "perplexity", model_folder, "--source", text_folder, *words,
+        "--key-model", model_folder, "--key-short", "8", "--output", file,
+    )  # fmt: skip
+    assert code == 0, err
+    assert "key tokens: perplexity at" in out
+    settings |= {"source": str(text_folder), "key_model": str(model_folder), "key_short": 8}
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(json.dumps({"models": {"m": str(model_folder)}, "perplexity": settings}))
+    code, out, err = run(capsys, "eval", "suite", suite, "--output", tmp_path / "suite")
+    assert code == 0, err
+    assert "key tokens: perplexity at" in out
+    code, _, err = run(capsys, "report", file, "--output", tmp_path / "page.html")
+    assert code == 0, err
+    assert "Perplexity on key tokens" in (tmp_path / "page.html").read_text()
+
+
+def test_a_command_that_was_stopped_resumes_from_its_journal(
+    capsys, model_folder, text_folder, tmp_path, monkeypatch
+):
+    words = [
+        "eval", "perplexity", model_folder, "--source", text_folder, "--windows", "16,64",
+        "--output", tmp_path / "r.json",
+    ]  # fmt: skip
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coca_lab.cli.evaluation.write_json", stopped)
+    assert run(capsys, *words)[0] == 130
+    assert len((tmp_path / "r.journal.jsonl").read_text().splitlines()) == 2
+    monkeypatch.undo()
+    monkeypatch.setattr("coca_lab.evaluation.perplexity.score.score_documents", stopped)
+    code, _, err = run(capsys, *words)
+    assert code == 0, err
+    assert len(json.loads((tmp_path / "r.json").read_text())["results"]) == 2
+    assert not (tmp_path / "r.journal.jsonl").exists()
+
+
+def test_a_result_file_that_cannot_be_written_is_found_before_the_work(capsys, tmp_path):
+    code, _, err = run(capsys, "eval", "perplexity", "nowhere", "--output", tmp_path)
+    assert code == 2 and "is a folder" in err
+
+
+def test_a_document_shorter_than_the_window_is_an_error(capsys, model_folder, tmp_path):
+    (tmp_path / "short.txt").write_text("alpha1 beta2")
+    code, _, err = run(
+        capsys, "eval", "perplexity", model_folder, "--source", tmp_path, "--windows", "64"
+    )
+    assert code == 2
+    assert "short.txt' has" in err and "--skip-short" in err
+    (tmp_path / "long.txt").write_text(some_text(300))
+    code, out, err = run(
+        capsys, "eval", "perplexity", model_folder, "--source", tmp_path, "--windows", "64",
+        "--skip-short", "--output", tmp_path / "r.json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "perplexity at" in out
+
+
+def test_eval_streaming(capsys, model_folder, tmp_path):
+    (tmp_path / "text.txt").write_text(some_text(200))
+    code, out, err = run(
+        capsys, "eval", "streaming", model_folder, "--source", tmp_path / "text.txt",
+        "--tokens", "100", "--ranges", "2", "--output", tmp_path / "r.json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "tokens in sight" in out and "51 to 100" in out
+
+
+def test_analyze_measures_angles_or_answers(capsys, model_folder, text_folder, tmp_path):
+    angles, answers = tmp_path / "angles.json", tmp_path / "answers.json"
+    common = ["analyze", model_folder, "--name", "Tiny"]
+    small = ["--max-documents", "1", "--pairs", "8", "--shifts", "[]"]
+    run(capsys, *common, "--source", text_folder, *small, "--output", angles)
+    assert [c["task"] for c in json.loads(angles.read_text())["results"]] == ["angles"]
+    shown = run(capsys, *common, "--passkeys", "220,260", "--prompts", "2", "--output", answers)
+    assert "attention to the key’s line at" in shown[1]
+    cells = json.loads(answers.read_text())["results"]
+    assert [(c["task"], c["length"], c["prompts"]) for c in cells] == [
+        ("attention", 220, 2),
+        ("attention", 260, 2),
+    ]
+    assert all(c["model"] == "Tiny" and c["attention"] for c in cells)

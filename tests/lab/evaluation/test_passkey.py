@@ -1,0 +1,298 @@
+"""Passkey prompts of an exact length, and models whose answers are known."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from coca_lab.data import Document, PasskeyBlocks, train_tokenizer
+from coca_lab.data.passkey import (
+    QUESTION,
+    encoder,
+    fill,
+    leading_special_tokens,
+    passkey_block,
+    passkey_text,
+    vocabulary_text,
+)
+from coca_lab.data.tokens import END_OF_TEXT
+from coca_lab.evaluation import Session, Subject
+from coca_lab.evaluation import passkey as task
+from coca_lab.evaluation.journal import Journal
+from coca_lab.evaluation.passkey import PasskeySettings
+from coca_lab.evaluation.passkey.task import is_hit, passkey_prompts
+from conftest import tiny_model
+
+
+def evaluate_passkey(model, tokenizer, settings, **session):
+    return task.evaluate_passkey(Subject(model, tokenizer), settings, Session(**session))
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """A tokenizer trained on the words of the task, one token per digit."""
+    return train_tokenizer([Document("a", vocabulary_text())], 300, split_digits=True)
+
+
+@given(
+    length=st.integers(0, 400),
+    before=st.integers(0, 9),
+    filler=st.integers(1, 30),
+    needles=st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1)), min_size=1, max_size=5),
+    after=st.integers(0, 9),
+)
+@settings(max_examples=200)
+def test_every_length_is_hit_exactly_and_every_needle_is_whole(
+    length, before, filler, needles, after
+):
+    texts = [[100 + i] * size for i, (size, _) in enumerate(needles)]
+    needed = before + sum(map(len, texts)) + after
+    arguments = ([1] * before, list(range(10, 10 + filler)), texts,
+                 [depth for _, depth in needles], [2] * after, length)  # fmt: skip
+    if length < needed:
+        with pytest.raises(ValueError, match=f"at least {needed}"):
+            fill(*arguments)
+        return
+    ids, depths, distances = fill(*arguments)
+    assert len(ids) == length
+    assert ids[:before] == [1] * before and ids[length - after :] == [2] * after
+    for index, text in enumerate(texts):
+        end = length - distances[index]
+        assert ids[end - len(text) : end] == text
+        assert 0 <= depths[index] <= 1
+    rest = [i for i in ids if 10 <= i < 100]
+    repeats, left = divmod(length - needed, filler)
+    one = list(range(10, 10 + filler))
+    assert rest == (one[filler - left :] if left else []) + one * repeats
+
+
+@pytest.mark.parametrize("length", [120, 128, 131, 256, 1000])
+def test_a_prompt_reads_like_the_papers_listing(digits, length):
+    encode = encoder(digits)
+    text = passkey_text(encode, 31337, length, 0.5)
+    assert len(text.ids) == length
+    written = digits.decode(text.ids)
+    assert written.startswith("There is an important info hidden inside")
+    assert written.count("The passkey is 31337. Remeber it. 31337 is the passkey.\n") == 1
+    assert written.endswith(QUESTION)
+    behind = digits.decode(text.ids[length - text.distance :])
+    assert written.endswith("31337 is the passkey.\n" + behind)
+    shortest = int(re.search(r"at least (\d+)", str(refused(encode)))[1])
+    assert len(passkey_text(encode, 31337, shortest, 0.5).ids) == shortest
+
+
+def refused(encode) -> Exception:
+    with pytest.raises(ValueError, match="without any filler it needs") as caught:
+        passkey_text(encode, 31337, 20, 0.5)
+    return caught.value
+
+
+def test_depths_run_from_the_first_repetition_to_the_last(digits):
+    encode = encoder(digits)
+    first, last = (passkey_text(encode, 12345, 900, depth) for depth in (0.0, 1.0))
+    assert digits.decode(last.ids[900 - last.distance :]) == QUESTION
+    assert first.distance > 700 and first.depth == 0.0 and last.depth == 1.0
+
+
+def test_special_tokens_at_the_beginning_count(digits):
+    class WithStart:
+        """As Llama's tokenizer: a token before every text."""
+
+        def __call__(self, text, add_special_tokens=True, **_):
+            ids = digits(text)["input_ids"]
+            return {"input_ids": [7, *ids] if add_special_tokens else ids}
+
+        def decode(self, ids):
+            return digits.decode(ids)
+
+    assert leading_special_tokens(digits) == []
+    assert leading_special_tokens(WithStart()) == [7]
+    prompt = passkey_prompts(WithStart(), PasskeySettings(samples=1), 256)[0]
+    assert prompt.ids[0] == 7 and len(prompt.ids) == 256
+
+
+def test_samples_depend_on_seed_length_and_tokenizer_alone(digits):
+    def facts(length=256, **changes):
+        found = passkey_prompts(digits, PasskeySettings(samples=20, **changes), length)
+        return [prompt.facts for prompt in found]
+
+    assert facts() == facts(batch_tokens=1, max_new_tokens=3)
+    assert facts() != facts(seed=1)
+    assert [f["key"] for f in facts()] != [f["key"] for f in facts(length=300)]
+    keys = [f["key"] for f in facts()]
+    assert all(10_000 <= key < 100_000 for key in keys) and len(set(keys)) > 15
+    grid = [f["depth"] for f in facts(length=900, depths=3)]
+    assert grid[:6] == pytest.approx([0.0, 0.5, 1.0] * 2, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("answer", "hit"),
+    [
+        ("12345", True),
+        (" The passkey is 12345.", True),
+        ("1234", False),
+        ("123456", False),
+        ("1", False),
+        ("54321 12345", False),
+        ("", False),
+        ("the passkey is", False),
+        ("12345 12346", True),
+    ],
+)
+def test_a_hit_is_the_whole_key_and_the_first_number(answer, hit):
+    assert is_hit(answer, 12345) is hit
+
+
+class Copier(LlamaForCausalLM):
+    """Answers with the key in its prompt, or only its first digits, by construction."""
+
+    def answer(self, tokenizer, digits):
+        self.tokenizer, self.digits = tokenizer, digits
+        return self
+
+    def forward(self, input_ids=None, **kwargs):
+        output = super().forward(input_ids=input_ids, **kwargs)
+        logits = torch.zeros_like(output.logits)
+        for row, ids in enumerate(input_ids.tolist()):
+            text = self.tokenizer.decode(ids)
+            prompt, asked, answer = text.partition(QUESTION)
+            key = re.search(r"The passkey is (\d{5})\.", prompt)[1][: self.digits]
+            wanted = f" {key}."
+            left = wanted[len(answer) :]
+            following = self.tokenizer(left)["input_ids"][0] if left else 0
+            assert asked
+            logits[row, -1, following] = 10.0
+        output.logits = logits
+        return output
+
+
+@pytest.mark.parametrize(("known", "accuracy"), [(5, 1.0), (4, 0.0)])
+def test_models_with_a_known_answer(digits, known, accuracy):
+    config = LlamaConfig(vocab_size=len(digits), hidden_size=8, num_hidden_layers=1,
+                         num_attention_heads=1, intermediate_size=8, eos_token_id=0)  # fmt: skip
+    model = Copier(config).eval().answer(digits, known)
+    wanted = PasskeySettings(lengths=[128, 200], samples=5, max_new_tokens=10, use_cache=False)
+    cells = evaluate_passkey(model, digits, wanted)
+    assert [cell["accuracy"] for cell in cells] == [accuracy, accuracy]
+    for cell in cells:
+        assert all(r["output"] == f" {str(r['key'])[:known]}." for r in cell["samples"])
+    json.dumps(cells, allow_nan=False)
+
+
+@pytest.mark.parametrize("kind", ["llama-slack", "llama-strict"])
+def test_batches_caches_and_being_killed_change_nothing(kind, tokenizer, tmp_path):
+    """Output texts of a model that says something else for every prompt."""
+    model = tiny_model(kind)
+    wanted = {"lengths": [300], "samples": 6, "max_new_tokens": 6}
+
+    def outputs(journal=None, **changes):
+        cells = evaluate_passkey(
+            model, tokenizer, PasskeySettings(**wanted, **changes), scaling="ntk", factor=4.0,
+            journal=journal if journal is not None else Journal(),
+        )  # fmt: skip
+        return [record["output"] for record in cells[0]["samples"]]
+
+    plain = outputs(batch_tokens=1)
+    assert len(set(plain)) > 1
+    assert outputs(batch_tokens=8 * 300) == plain
+    assert outputs(batch_tokens=8 * 300, use_cache=False) == plain
+
+    # Killed after the first batch of two, its last line cut short.
+    path = tmp_path / "journal.jsonl"
+
+    class Killed(Exception):
+        pass
+
+    def stop(label, done, total):
+        raise Killed
+
+    with pytest.raises(Killed):
+        evaluate_passkey(
+            model, tokenizer, PasskeySettings(**wanted, batch_tokens=600), scaling="ntk",
+            factor=4.0, journal=Journal(path), progress=stop,
+        )  # fmt: skip
+    content = path.read_text()
+    assert content.count("\n") == 2
+    path.write_text(content[:-20])
+    journal = Journal(path)
+    assert len(journal) == 1
+    seen = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    assert outputs(journal, batch_tokens=300) == plain
+    assert sum(seen) == 5 * 6  # five prompts were missing, six tokens each
+    seen.clear()
+    assert outputs(Journal(path)) == plain and not seen
+    # Another seed, another model: nothing of it is used.
+    assert outputs(Journal(path), seed=1) != plain and seen
+
+
+def test_a_model_is_left_as_it_was_and_says_what_it_was_scaled_to(tokenizer):
+    model = tiny_model("slack")
+    before = dict(model.config.rope_parameters)
+    cell = evaluate_passkey(
+        model, tokenizer, PasskeySettings(lengths=[300], samples=1, max_new_tokens=5),
+        scaling="ntk", factor=2.0,
+    )[0]  # fmt: skip
+    assert cell["rope_parameters"]["length"] == 305
+    assert model.config.rope_parameters == before
+
+
+def test_unfit_settings_prompts_tokenizers_and_models_are_refused(tokenizer):
+    model = tiny_model("rope")
+    for changes, message in (
+        ({"lengths": []}, "at least one prompt length"),
+        ({"samples": 0}, "samples must be at least 1"),
+        ({"depths": 0}, "depths must be at least 1"),
+        ({"lengths": [30]}, "too short: without any filler it needs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate_passkey(model, tokenizer, PasskeySettings(**changes))
+
+    class NoDigits:
+        def __call__(self, text, **_):
+            return {"input_ids": tokenizer(re.sub(r"\d", "#", text))["input_ids"]}
+
+        def decode(self, ids):
+            return tokenizer.decode(ids)
+
+    with pytest.raises(ValueError, match="does not reproduce digits"):
+        passkey_prompts(NoDigits(), PasskeySettings(samples=1), 300)
+
+    limited = GPT2LMHeadModel(
+        GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=8, n_layer=1, n_head=1,
+                   bos_token_id=0, eos_token_id=0)
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"cannot read 364 tokens at once .* 64: use shorter"):
+        evaluate_passkey(limited, tokenizer, PasskeySettings(lengths=[300], samples=1))
+
+
+def test_training_blocks_hold_questions_answers_and_ends_at_any_place(digits):
+    blocks = PasskeyBlocks(digits, 400, 40, seed=3)
+    assert len(blocks) == 40
+    texts, places = set(), set()
+    for index in range(40):
+        item = blocks[index]
+        assert item["input_ids"].shape == item["shift_labels"].shape == (400,)
+        assert torch.equal(item["input_ids"][1:], item["shift_labels"][:-1])
+        text = digits.decode([*item["input_ids"], item["shift_labels"][-1]])
+        whole = text.split(END_OF_TEXT)[:-1]
+        assert whole
+        for document in whole:
+            key = re.search(r"The passkey is (\d{5})\. Remeber it", document)[1]
+            assert document.startswith("There is an important info")
+            assert document.endswith(f"What is the passkey? The passkey is {key}.")
+        ends = (item["input_ids"] == digits.eos_token_id).nonzero()
+        places.add(ends[0].item() if len(ends) else 400)
+        texts.add(text)
+    assert len(texts) == 40 and len(places) > 30
+    again = passkey_block(encoder(digits), digits.eos_token_id, 401, (3, 7))
+    assert np.array_equal(again[:-1], blocks[7]["input_ids"])
+    with pytest.raises(ValueError, match="choose a block_length of at least"):
+        PasskeyBlocks(digits, 60, 5, seed=0)

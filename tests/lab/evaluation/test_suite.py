@@ -1,0 +1,206 @@
+"""Suites: only what is missing is measured, whatever happened before."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from coca_lab.cli import main
+from coca_lab.evaluation import suite as suites
+from coca_lab.evaluation.suite import check_models, load_suite, run_suite
+from conftest import some_text, tiny_model
+
+OWN = sorted((Path(__file__).parents[2] / "suites").glob("*.yaml"))
+
+
+@pytest.fixture
+def small(tmp_path, tokenizer):
+    """Two models, a text, and a suite of every task."""
+    for name in ("llama-rope", "llama-slack"):
+        tiny_model(name).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "text").mkdir()
+    for index in range(3):
+        (tmp_path / "text" / f"{index}.txt").write_text(some_text(400, seed=index))
+    path = tmp_path / "suite.yaml"
+    path.write_text(
+        f"""
+models:
+  RoFormer: {tmp_path / "llama-rope"}
+  CoCA-Slack: {tmp_path / "llama-slack"}
+scalings:
+  - {{kind: none}}
+  - {{kind: ntk, factor: 4, models: [CoCA-Slack]}}
+perplexity: {{source: {tmp_path / "text"}, windows: [32, 64], attend_last: 32}}
+passkey: {{lengths: [260, 900], samples: 2, max_new_tokens: 4}}
+needles: {{lengths: [300], kinds: [single, variables], samples: 2, max_new_tokens: 4}}
+"""
+    )
+    return path
+
+
+def without_time(cells):
+    return [{k: v for k, v in cell.items() if k != "seconds"} for cell in cells]
+
+
+def test_what_is_finished_is_not_measured_again(small, tmp_path, monkeypatch):
+    seen = []
+    path = run_suite(load_suite(small), tmp_path / "out", progress=lambda *a: seen.append(a))
+    cells = json.loads(path.read_text())["results"]
+    assert len(cells) == 3 * (3 + 2 + 2) - 1  # attend-last has no scaling
+    done = [d for _, d, _ in seen]
+    assert done == sorted(done) and done[-1] <= seen[-1][2]
+    assert done[-1] > 0.9 * seen[-1][2]
+    assert {(c["model"], c["scaling"]) for c in cells if c["task"] == "passkey"} == {
+        ("RoFormer", "none"),
+        ("CoCA-Slack", "none"),
+        ("CoCA-Slack", "ntk"),
+    }
+
+    def refuse(*_, **__):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("coca_lab.evaluation.perplexity.score.score_documents", refuse)
+    monkeypatch.setattr("coca_lab.generation.greedy_answers", refuse)
+    again = json.loads(run_suite(load_suite(small), tmp_path / "out").read_text())["results"]
+    assert again == cells or without_time(again) == without_time(cells)
+    # One prompt more: the others are still there.
+    with pytest.raises(AssertionError, match="measured again"):
+        run_suite(load_suite(small, ["--passkey.samples=3"]), tmp_path / "out")
+
+
+def test_another_model_under_the_same_name_is_evaluated_again(small, tmp_path, tokenizer):
+    wanted = load_suite(small, ["--perplexity=null", "--needles=null"])
+    first = json.loads(run_suite(wanted, tmp_path / "out").read_text())["results"]
+    other = tiny_model("llama-slack", seed=5)
+    other.save_pretrained(tmp_path / "llama-slack")
+    second = json.loads(run_suite(wanted, tmp_path / "out").read_text())["results"]
+
+    def outputs(cells, model):
+        return [r["output"] for c in cells if c["model"] == model for r in c["samples"]]
+
+    assert outputs(first, "RoFormer") == outputs(second, "RoFormer")
+    assert outputs(first, "CoCA-Slack") != outputs(second, "CoCA-Slack")
+
+
+@pytest.mark.parametrize("pieces", [1, 9])
+def test_killed_at_any_moment_it_resumes(small, tmp_path, pieces):
+    """SIGKILL in the middle of writing one line of the journal; then the same figures."""
+    program = (
+        "import os, signal, json\n"
+        "from coca_lab.evaluation.journal import Journal\n"
+        "put_all, count = Journal.put_all, [0]\n"
+        "def killed(self, entries, *more):\n"
+        "    count[0] += 1\n"
+        f"    if count[0] > {pieces}:\n"
+        "        with open(self.path, 'a') as file:\n"
+        "            file.write(json.dumps({'key': entries[0][0]})[:-9])\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    put_all(self, entries, *more)\n"
+        "Journal.put_all = killed\n"
+        "from coca_lab.cli import main\n"
+        f"main(['eval', 'suite', {str(small)!r}, '--output', {str(tmp_path / 'killed')!r}])\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "results.json").exists()
+    wanted = load_suite(small)
+    went_on = json.loads(run_suite(wanted, tmp_path / "killed").read_text())["results"]
+    straight = json.loads(run_suite(wanted, tmp_path / "straight").read_text())["results"]
+    assert without_time(went_on) == without_time(straight)
+
+
+def test_from_the_command_line_to_a_report(small, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["eval", "suite", str(small), "--output", str(out)]) == 0
+    printed = capsys.readouterr().out
+    for words in (
+        "perplexity at",
+        "passkeys found at",
+        "single: R-precision at",
+        "CoCA-Slack + NTK",
+    ):
+        assert words in printed
+    assert main(["report", str(out / "results.json"), "--output", str(tmp_path / "r.html")]) == 0
+    page = (tmp_path / "r.html").read_text()
+    for title in ("Passkeys found, by prompt length", "by distance", "by depth", "Needles: single"):
+        assert title in page
+    assert "Passkeys more than 32 tokens from the end" in page
+    for task, words in (
+        ("passkey", ["--lengths", "260", "--samples", "2"]),
+        ("needles", ["--lengths", "300", "--kinds", "single,variables", "--samples", "1"]),
+    ):
+        path = tmp_path / f"{task}.json"
+        command = ["eval", task, str(tmp_path / "llama-slack"), *words, "--max-new-tokens", "3"]
+        assert main([*command, "--output", str(path)]) == 0
+        assert json.loads(path.read_text())["results"][0]["task"] == task
+        assert not list(tmp_path.glob("*.journal.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modles: {}", "a suite has the sections models, scalings"),
+        ("- a", "a suite has the sections"),
+        ("a: [", "not a readable suite"),
+        ("models: 3", "models"),
+        ("models: {a: b}", "needs a task"),
+        ("models: {}\npasskey: {}", "needs models"),
+        ("models: {a: b}\nscalings: []\npasskey: {}", "needs scalings"),
+        ("models: {a: b}\npasskey: {sampels: 3}", "sampels"),
+        ("models: {a: b}\npasskey: {samples: many}", "samples"),
+        ("models: {a: b}\npasskey: {samples: 0}", "samples must be at least 1"),
+        ("models: {a: b}\nneedles: {count: 0}", "count must be at least 1"),
+        ("models: {a: b}\nperplexity: {windows: [8], stride: 9}", "stride"),
+        ("models: {a: b}\nscalings: [{kind: cubic}]\npasskey: {}", "cubic"),
+        ("models: {a: b}\nscalings: [{kind: ntk, models: [c]}]\npasskey: {}", "does not have: c"),
+        (
+            "models: {a: b, c: d}\nscalings: [{kind: ntk, models: [a]}]\npasskey: {}",
+            "no scaling applies to c",
+        ),
+    ],
+)
+def test_unfit_suites_are_refused(text, message, tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_suite(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, tmp_path, tokenizer):
+    def cached_text(name):
+        subjects = check_models(load_suite(small))
+        return subjects["RoFormer"]._cache is subjects[name]._cache
+
+    assert cached_text("CoCA-Slack")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "llama-slack")
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
+    tokenizer.save_pretrained(tmp_path / "llama-slack")
+    assert not cached_text("CoCA-Slack")
+
+
+def test_a_missing_suite_and_a_damaged_journal_are_named(small, tmp_path):
+    with pytest.raises(ValueError, match="no such suite"):
+        load_suite(tmp_path / "nowhere.yaml")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / suites.JOURNAL_FILE).write_text("{broken\n")
+    with pytest.raises(ValueError, match="line 1 is damaged"):
+        run_suite(load_suite(small), tmp_path / "out")
+
+
+def test_a_model_whose_name_has_a_hyphen_is_set_on_the_command_line(small):
+    suite = load_suite(small, ["--models.CoCA-Slack", "elsewhere", "--perplexity.attend-last=16"])
+    assert list(suite.models) == ["RoFormer", "CoCA-Slack"]
+    assert suite.models["CoCA-Slack"] == "elsewhere" and suite.tasks["perplexity"].attend_last == 16
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
+def test_the_projects_own_suites_load(path):
+    assert load_suite(path).models
+    head = path.read_text()
+    assert head.startswith("#") and "Command" in head and "Needs" in head

@@ -1,0 +1,130 @@
+"""A task from outside the package: one call adds it to the commands, suites and the report."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from coca_lab.cli import main
+from coca_attention.errors import UserError
+from coca_lab.evaluation import TASKS, Session, Subject, Task
+from coca_lab.evaluation.journal import Journal
+from coca_lab.registry import register_task
+from coca_lab.report import REPORTS, Entry, Section, TaskReport
+from conftest import some_text, tiny_model
+
+
+@dataclass
+class LengthSettings:
+    """Which words to encode."""
+
+    words: list[str] = field(default_factory=lambda: ["alpha1"])
+    """Words to encode."""
+    ways: list[Literal["plain", "twice"]] | None = None
+    """Ways to write them."""
+    upper: bool = False
+    """Whether to write them in capitals."""
+
+
+def check(settings: LengthSettings) -> None:
+    if not settings.words:
+        raise UserError("give at least one word")
+
+
+def evaluate(subject, settings, session):
+    cells = []
+    for word in settings.words:
+        text = word.upper() if settings.upper else word
+        ids = subject.tokenizer(text)["input_ids"]
+        session.progress(word, 1, 1)
+        cells.append({"word": text, "scaling": session.scaling, "tokens": len(ids)})
+    return cells
+
+
+def sections(cells):
+    rows = [[cell["model"], cell["word"], Entry(f"{cell['tokens']}", bold=True)] for cell in cells]
+    return [Section("Lengths of words", header=["model", "word", "tokens"], rows=rows)]
+
+
+TOY = Task("lengths", "How many tokens is a word?", LengthSettings, evaluate, check)
+
+
+@pytest.fixture
+def toy():
+    register_task(TOY, TaskReport(sections))
+    yield TOY
+    del TASKS["lengths"], REPORTS["lengths"]
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer):
+    tiny_model("llama-strict").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_task_from_outside_runs_as_a_command(toy, folder, tmp_path, capsys):
+    assert main(["eval", "--help"]) == 0
+    assert TOY.summary in capsys.readouterr().out
+    out = tmp_path / "r.json"
+    words = ["eval", "lengths", str(folder), "--words", "alpha1,beta2", "--upper"]
+    words += ["--ways", "plain,twice", "--scaling", "ntk", "--name", "mine", "--output", str(out)]
+    assert main(words) == 0, capsys.readouterr().err
+    assert "BETA2" in capsys.readouterr().out
+    cells = json.loads(out.read_text())["results"]
+    assert [(c["task"], c["model"], c["attention"], c["word"], c["scaling"]) for c in cells] == [
+        ("lengths", "mine", "strict", "ALPHA1", "ntk"),
+        ("lengths", "mine", "strict", "BETA2", "ntk"),
+    ]
+    assert main(["report", str(out), "--output", str(tmp_path / "r.html")]) == 0
+    page = (tmp_path / "r.html").read_text()
+    assert "Lengths of words" in page and '<span class="bold">' in page
+    assert main(["eval", "lengths", str(folder), "--words", ""]) == 2
+    assert "give at least one word" in capsys.readouterr().err
+
+
+def test_what_is_kept_is_shown_under_the_name_of_the_model(tokenizer):
+    def cells(name, journal=Journal()):  # noqa: B008
+        task = Task("toy", "", LengthSettings, lambda s, *_: [{**s.facts, "tokens": next(count)}])
+        subject, session = Subject(model, tokenizer, name, "same"), Session(journal=journal)
+        return task.share(subject, LengthSettings(), session, wait=True)
+
+    model, count = tiny_model("rope"), iter([1])
+    assert [(c["model"], c["tokens"]) for c in cells("a") + cells("b")] == [("a", 1), ("b", 1)]
+
+
+def test_a_task_from_outside_is_a_section_of_a_suite(toy, folder, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(some_text(300))
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(
+        f"models: {{a: {folder}}}\nscalings: [{{kind: none}}, {{kind: ntk}}]\n"
+        f"lengths: {{words: [alpha1]}}\n"
+        f"perplexity: {{source: {tmp_path / 'text.txt'}, windows: [32]}}\n"
+    )
+    out = tmp_path / "out"
+    words = ["eval", "suite", str(suite), "--lengths.words", "alpha1,beta2", "--output", str(out)]
+    assert main(words) == 0, capsys.readouterr().err
+    content = json.loads((out / "results.json").read_text())
+    assert [(c["task"], c["scaling"]) for c in content["results"]] == [
+        ("perplexity", "none"), ("lengths", "none"), ("lengths", "none"),
+        ("perplexity", "ntk"), ("lengths", "ntk"), ("lengths", "ntk"),
+    ]  # fmt: skip
+    assert content["suite"]["lengths"]["words"] == ["alpha1", "beta2"]
+    assert main([*words[:3], "--lengths.words=[]"]) == 2
+    assert "give at least one word" in capsys.readouterr().err
+
+
+def test_names_that_are_taken_are_refused():
+    for name in ("perplexity", "models", "suite", "bench"):
+        with pytest.raises(ValueError, match=f"named '{name}'"):
+            register_task(Task(name, "", LengthSettings, evaluate))
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [("slack", "slack"), ("llama-strict", "strict"), ("rope", "rope"), ("alibi", "alibi")],
+)
+def test_a_subject_knows_the_attention_of_its_model(kind, attention):
+    facts = Subject(tiny_model(kind), None, "a").facts
+    assert facts == {"model": "a", "attention": attention, "training_length": 32}

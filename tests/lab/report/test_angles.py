@@ -1,0 +1,180 @@
+"""Sections of the report about angles."""
+
+import copy
+import json
+import re
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from coca_lab.analysis import AnalysisSettings, analyze
+from coca_lab.cli.console import print_table
+from coca_lab.report import angles as angles_module
+from coca_lab.report.angles import angle_sections, angle_table
+from conftest import tiny_model
+
+KINDS = {"RoFormer": "rope", "Slack": "slack", "Strict": "strict"}
+
+
+@pytest.fixture(scope="module")
+def cells():
+    """Analyses of tiny models as they come back from a file."""
+    text = torch.randint(3, 290, (32,), generator=torch.Generator().manual_seed(0))
+    settings = AnalysisSettings(pairs=64, pairs_per_distance=8, shifts=[1, 100], lengths=[32, 64])
+    return [
+        json.loads(json.dumps(analyze(tiny_model(kind), [text], settings, name=name)))
+        for name, kind in KINDS.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def sections(cells):
+    return angle_sections(cells)
+
+
+@pytest.fixture
+def plotted(monkeypatch):
+    """Axes in place of drawings: what is in them, and no time for their layout."""
+    found = []
+
+    def plot_alone(name, plot):
+        axes = Figure().subplots()
+        plot(axes)
+        found.append(axes)
+        return {"wide": "<svg", "narrow": "<svg"}
+
+    monkeypatch.setattr(angles_module, "draw", plot_alone)
+    return found
+
+
+def test_every_section_has_title_text_and_two_drawings(sections):
+    assert [section.title for section in sections] == [
+        "Angle between query and key: RoFormer",
+        "Angle between query and key: Slack",
+        "Anomalous tokens by rotary pair",
+        "Score and bounds by distance: RoFormer",
+        "Score and bounds by distance: Slack",
+        "Score and bounds by distance: Strict",
+        "All positions moved",
+    ]
+    for section in sections:
+        assert section.text
+        assert set(section.figure) == {"wide", "narrow"}
+        assert all(svg.startswith("<svg") for svg in section.figure.values())
+
+
+def test_drawings_stand_alone_on_one_page(sections):
+    page = "".join(svg for section in sections for svg in section.figure.values())
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    references = re.findall(r'href="([^"]+)"', page)
+    assert references and all(reference.startswith("#") for reference in references)
+    assert {r[1:] for r in references} <= set(ids)
+    assert "<image" not in page
+
+
+def test_texts_say_what_was_measured(cells, sections):
+    texts = {section.title: section.text for section in sections}
+    shares = [layer["angles"]["cases"]["d"] for layer in cells[0]["layers"]]
+    assert f"in {sum(shares) / 2:.1%} of all" in texts["Angle between query and key: RoFormer"]
+    slack = [layer["effective_angles"]["cases"]["d"] for layer in cells[1]["layers"]]
+    assert f"in {sum(slack) / 2:.1%} of all" in texts["Angle between query and key: Slack"]
+    assert "Strict: none, since all angles are 0" in texts["Anomalous tokens by rotary pair"]
+    found = [
+        value
+        for layer in cells[0]["layers"]
+        for value in layer["angles"]["lengths"][1]["anomalous_share"]
+    ]
+    share = f"{sum(found) / len(found):.1%} at 64 tokens"
+    assert share in texts["Anomalous tokens by rotary pair"]
+    decay = texts["Score and bounds by distance: RoFormer"]
+    checked = sum(layer["decay"]["eq19"]["checked"] for layer in cells[0]["layers"])
+    assert f"Eq. 19: 0 violations in {checked:,} comparisons" in decay
+    moved = texts["All positions moved"]
+    assert "RoFormer, moved by 100 tokens: scores do not change beyond round-off" in moved
+    assert "Strict, moved by 100 tokens: scores do not change beyond round-off" in moved
+    assert re.search(r"Slack, moved by 100 tokens: scores change by [\d.]+ of their spread", moved)
+    shares = [layer["absolute_share"] for layer in cells[1]["layers"]]
+    assert moved.count("depends on m + n") == 1
+    assert f"{sum(shares) / 2:.1%} of its scores depends on m + n" in moved
+
+
+def test_violations_are_told_and_not_hidden(cells, plotted):
+    broken = copy.deepcopy(cells[:1])
+    broken[0]["layers"][1]["decay"]["eq20"] |= {"violations": 3, "largest_ratio": 1.5}
+    text = angle_sections(broken)[2].text
+    assert "Eq. 20, at angles of 0: 3 violations" in text and "left side at most 1.5 of" in text
+    table = dict(angle_table(broken)[1])
+    assert [table[f"violations of Eq. {n}"] for n in (19, 20, 21)] == ["0", "3", "0"]
+
+
+def test_the_figures_show_the_numbers(cells, plotted):
+    titles = [section.title for section in angle_sections(cells)]
+    drawn = dict(zip(titles, plotted, strict=True))
+    mesh = drawn["Angle between query and key: RoFormer"].collections[0].get_array()
+    for layer, row in zip(cells[0]["layers"], mesh, strict=True):
+        angles = layer["angles"]
+        mean = [sum(column) / len(column) for column in zip(*angles["histogram"], strict=True)]
+        assert row.tolist() == pytest.approx([36 * value for value in mean])
+    lines = {
+        line.get_label(): line for line in drawn["Anomalous tokens by rotary pair"].get_lines()
+    }
+    # Of the slack form only the length that was read.
+    assert list(lines) == [
+        *("RoFormer, 32 tokens", "RoFormer, 64 tokens", "Slack, 32 tokens"),
+        *("Strict, 32 tokens", "Strict, 64 tokens"),
+    ]
+    shares = [layer["angles"]["lengths"][1]["anomalous_share"] for layer in cells[0]["layers"]]
+    mean = [50 * (a + b) for a, b in zip(*shares, strict=True)]
+    assert lines["RoFormer, 64 tokens"].get_ydata() == pytest.approx(mean)
+    assert not any(lines["Strict, 32 tokens"].get_ydata())
+    score, eq19, eq20 = drawn["Score and bounds by distance: Slack"].get_lines()
+    rows = [layer["decay"]["by_distance"] for layer in cells[1]["layers"]]
+    for line, key in ((score, "score"), (eq19, "eq19"), (eq20, "eq20")):
+        mean = [(a[key] + b[key]) / 2 for a, b in zip(*rows, strict=True)]
+        assert list(line.get_xdata()) == [1, 2, 4, 8, 16]
+        assert line.get_ydata() == pytest.approx(mean)
+    shifts = {line.get_label(): line for line in drawn["All positions moved"].get_lines()}
+    changes = [[entry["score_change"] for entry in layer["shifts"]] for layer in cells[1]["layers"]]
+    mean = [(a + b) / 2 for a, b in zip(*changes, strict=True)]
+    assert shifts["Slack"].get_ydata() == pytest.approx(mean)
+    assert list(shifts["Slack"].get_xdata()) == [1, 100]
+
+
+def test_the_table_has_a_column_a_model_and_fits_a_terminal(cells, capsys, monkeypatch):
+    header, rows = angle_table(cells)
+    assert header[1:] == list(KINDS)
+    table = {row[0]: row[1:] for row in rows}
+    assert table["Θ > π"][2] == "0.0%" and table["Θ > π"][0] != "0.0%"
+    assert table["violations of Eq. 20"] == ["0", "0", "0"]
+    assert table["anomalous at 64 tokens"][1] == "–"  # of the slack form only what was read
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table(*angle_table(cells[:1]))
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+
+def test_without_angles_there_is_text_and_no_empty_figure(cells):
+    strict = [cell for cell in cells if cell["model"] == "Strict"]
+    section = next(s for s in angle_sections(strict) if s.title.startswith("Anomalous"))
+    assert section.figure is None and "none, since all angles are 0" in section.text
+
+
+def test_what_is_not_there_is_left_out(cells, plotted):
+    without = copy.deepcopy(cells)
+    for cell in without:
+        cell["shifts"] = []
+        for layer in cell["layers"]:
+            layer["shifts"] = []
+    assert "All positions moved" not in [s.title for s in angle_sections(without)]
+    assert not any("moved" in row[0] for row in angle_table(without)[1])
+    empty = copy.deepcopy(cells[:1])
+    angles = empty[0]["layers"][0]["angles"]
+    angles["histogram"] = [[None] * 36 for _ in angles["histogram"]]
+    angles["zero_share"] = [1.0 for _ in angles["zero_share"]]
+    angles["cases"] = dict.fromkeys("abcd")
+    for entry in angles["lengths"]:
+        entry["anomalous_share"] = [None for _ in entry["anomalous_share"]]
+    for row in empty[0]["layers"][0]["decay"]["by_distance"]:
+        row |= {"score": None, "eq19": None, "eq20": None}
+    assert len(angle_sections(empty)) == 4

@@ -1,0 +1,532 @@
+"""The report page from result files."""
+
+import json
+import math
+import re
+import warnings
+from html.parser import HTMLParser
+
+import pytest
+from matplotlib.figure import Figure
+
+from coca_lab.report import build_report, printed_tables, write_report
+from coca_lab.report.lines import by_line
+from coca_lab.report.perplexity import (
+    perplexity_findings,
+    perplexity_sections,
+    perplexity_tables,
+)
+from coca_lab.report.repeats import repeat_tables
+from coca_lab.report.results import all_cells, read_results
+from coca_lab.report.tasks import by_task
+
+
+def passkey(model: str, length: int, hits: int) -> dict:
+    samples = [{"depth": 0.5, "distance": 9, "hit": i < hits} for i in range(5)]
+    return {
+        "task": "passkey", "model": model, "training_length": 64, "scaling": "none",
+        "factor": None, "length": length, "accuracy": hits / 5, "wilson95": [0.1, 0.9],
+        "samples": samples,
+    }  # fmt: skip
+
+
+def cell(model: str, window: int, value: float, scaling: str = "none", **changes) -> dict:
+    return {
+        "task": "perplexity",
+        "model": model,
+        "training_length": 64,
+        "scaling": scaling,
+        "factor": 4.0 if scaling == "ntk" else None,
+        "window": window,
+        "stride": 64,
+        "targets": "shared",
+        "perplexity": value,
+        "ci95": [value * 0.9, value * 1.1],
+        "tokens": 1000,
+        "documents": [{"id": "a", "nats": 1.0, "tokens": 1000}],
+        **changes,
+    }
+
+
+CELLS = [
+    cell("RoFormer", 64, 40.0),
+    cell("RoFormer", 128, 90.0),
+    cell("RoFormer", 64, 41.0, "attend-last", stride=8),
+    cell("RoFormer", 64, 40.0, "ntk"),
+    cell("RoFormer", 128, 60.0, "ntk"),
+    cell("CoCA-Slack", 64, 41.5),
+    cell("CoCA-Slack", 128, 54.0),
+]
+TRAINING = {
+    "name": "RoFormer",
+    "parameters": 12345,
+    "steps": 10,
+    "tokens": 1000,
+    "epochs": 0.5,
+    "seconds": 3.0,
+    "recipe": {"training": {"learning_rate": 0.003}},
+    "curve": [{"step": 1, "loss": 5.0}, {"step": 10, "loss": 4.0}],
+}
+ENVIRONMENT = {
+    "versions": {"python": "3.11"},
+    "processor": "A <processor>",
+    "cores": 2,
+    "threads": 2,
+    "gpus": [],
+    "system": "Linux",
+    "command": "coca quickstart",
+}
+CONTENT = {"results": CELLS, "training": [TRAINING], "environment": ENVIRONMENT}
+
+
+class Page(HTMLParser):
+    """Text, ids and references of a page."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href", "data"):
+                self.references.append(value)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def html():
+    return build_report([CONTENT], title="A & B")
+
+
+def test_the_page_needs_nothing_from_outside(html):
+    page = Page(html)
+    assert all(reference.startswith("#") for reference in page.references)
+    assert not re.search(r"url\((?!#)|@import|<script|<link", html)
+    addresses = set(re.findall(r"https?://[^\s\"'<>]+", html))
+    assert all("w3.org" in address or "purl.org" in address for address in addresses), addresses
+
+
+def test_ids_are_unique_and_references_resolve(html):
+    page = Page(html)
+    assert len(page.ids) == len(set(page.ids))
+    internal = set(re.findall(r"url\(#([^)]+)\)", html))
+    internal |= {reference[1:] for reference in page.references}
+    assert internal and internal <= set(page.ids)
+
+
+def test_figures_tables_and_settings_are_there(html):
+    text = Page(html).text
+    for expected in (
+        "A & B", "RoFormer + NTK (4)", "RoFormer, last 64 tokens only", "54.00", "48.60 to 59.40",
+        "training length", "12,345", "A <processor>", "coca quickstart",
+        "perplexity (lower is better)", "Recipe of RoFormer", "learning_rate: 0.003",
+        "training loss (nats per token)",
+    ):  # fmt: skip
+        assert expected in text, expected
+
+
+def test_the_best_of_a_column_is_marked_and_attend_last_is_not_in_the_race():
+    html = build_report([CONTENT], title="t")
+    assert bold(html) == ["40.00", "40.00", "54.00"]
+
+
+def bold(html):
+    return re.findall(r'<span class="bold">([\d.]+)</span>', html)
+
+
+def test_nothing_is_bold_where_nothing_is_lower():
+    alone = [cell("a", 64, 40.0), cell("a", 128, 50.0), cell("b", 128, 50.001)]
+    assert bold(build_report([{"results": alone}])) == []
+    close = [cell("a", 64, 40.001), cell("b", 64, 40.0), cell("c", 64, 41.0)]
+    assert bold(build_report([{"results": close}])) == ["40.00", "40.00"]
+
+
+def findings(cells):
+    return perplexity_findings(all_cells([{"results": cells}]))
+
+
+def test_findings_name_the_lowest_first_whatever_its_attention():
+    named = [
+        cell("a", 64, 40.0, attention="rope"),
+        cell("b", 64, 41.5, attention="a new form"),
+        cell("c", 64, 30.0, attention="alibi"),
+    ]
+    assert findings(named) == [
+        "At 64 tokens (the training length) c has the lowest perplexity, 30.00. The others: "
+        "a 40.00 (+33.3%); b 41.50 (+38.3%)."
+    ]
+    assert findings(named[:1]) == [
+        "At 64 tokens (the training length) a has a perplexity of 40.00."
+    ]
+    infinite = [cell("a", 64, 1.0, perplexity=None), cell("b", 64, 1.0, perplexity=None)]
+    assert findings(infinite)[0].endswith("no model has a finite perplexity.")
+    many = findings([cell(f"m{i}", 64, 40.0 + i) for i in range(12)])[0]
+    assert "m8 48.00 (+20.0%); 3 more up to 51.00." in many and "m9" not in many
+    old = [found["attention"] for found in all_cells([CONTENT])]
+    assert old == ["rope"] * 5 + ["slack"] * 2
+
+
+def test_findings_follow_the_numbers_whichever_way_they_fall():
+    assert findings(CELLS) == [
+        "At 64 tokens (the training length) RoFormer has the lowest perplexity, 40.00. The "
+        "others: CoCA-Slack 41.50 (+3.8%).",
+        "At 128 tokens (2 × the training length) CoCA-Slack has the lowest perplexity, 54.00. The "
+        "others: RoFormer + NTK (4) 60.00 (+11.1%).",
+        "At 128 tokens no model has a lower perplexity than with its last tokens only: none of "
+        "them benefits from the longest window yet.",
+    ]
+    better = [*CELLS, cell("CoCA-Slack", 64, 60.0, "attend-last")]
+    assert findings(better)[2:] == [
+        "At 128 tokens the perplexity of CoCA-Slack is lower than with the last 64 tokens only."
+    ]
+
+
+def test_changes_carry_an_interval_over_paired_documents():
+    def with_documents(model: str, factor: float) -> dict:
+        documents = [
+            {"id": str(i), "nats": 100 * (3 + i % 4) + 100 * factor, "tokens": 100}
+            for i in range(20)
+        ]
+        return cell(model, 64, 40.0 * math.exp(factor), documents=documents)
+
+    cells = [with_documents("RoFormer", 0.0), with_documents("CoCA-Slack", -0.1)]
+    assert findings(cells)[0].endswith(
+        "CoCA-Slack has the lowest perplexity, 36.19. The others, with 95 % intervals of the "
+        "difference: RoFormer 40.00 (+10.5%; +10.5% to +10.5%)."
+    )
+
+
+def test_repeats_are_compared_with_the_short_context():
+    def measured(window: int, far: float, rest: float, scaling: str = "none") -> dict:
+        documents = [{"id": str(i), "nats": far + rest + i, "tokens": 100} for i in range(20)]
+        repeated = [{"nats": far, "tokens": 10} for _ in documents]
+        about = {"n": 4, "beyond": 64, "documents": repeated}
+        made = {"documents": documents, "tokens": 2000, "repeats": about}
+        return cell("Roles", window, 30.0, scaling, attention="rope", **made)
+
+    cells = [measured(256, 20, 300), measured(64, 30, 297, "attend-last"), measured(64, 31, 297)]
+    header, rows = repeat_tables(cells)[0]
+    assert header[0].startswith("4-gram only farther back than 64 tokens")
+    # exp(-10 / 10) and exp(3 / 90); nats differ alike in all documents.
+    assert rows == [
+        ["Roles, these 10.0%", "+10.5% (+10.5% to +10.5%)", "−63.2% (−63.2% to −63.2%)"],
+        ["Roles, all others", "+0.0% (+0.0% to +0.0%)", "+3.4% (+3.4% to +3.4%)"],
+    ]
+    assert any("Copied from far back" in s.title for s in perplexity_sections(cells))
+    assert (header, rows) in perplexity_tables(cells)
+    assert "Copied" not in " ".join(s.title for s in perplexity_sections(all_cells([CONTENT])))
+
+
+def test_few_documents_are_named_below_the_intervals():
+    def measured(count: int) -> list[dict]:
+        documents = [{"id": str(i), "nats": 350.0 + i, "tokens": 100} for i in range(count)]
+        found = [cell("RoFormer", window, 40.0, documents=documents) for window in (64, 128)]
+        return all_cells([{"results": found}])
+
+    warning = "8 documents: below 10, one unusual document makes intervals unreliable."
+    assert printed_tables(measured(8))[1:] == [([warning], [])]
+    note = perplexity_sections(measured(8))[1].note
+    assert warning in note
+    # The stride is 64.
+    assert "W − 63 to W tokens before it, at 64 tokens 1 to 64." in note
+    assert len(printed_tables(measured(10))) == 1
+    assert "unreliable" not in perplexity_sections(measured(10))[1].note
+
+
+def test_the_page_is_the_same_every_time():
+    assert build_report([CONTENT], title="t") == build_report([CONTENT], title="t")
+
+
+def test_results_without_training_and_training_without_results(tmp_path):
+    (tmp_path / "eval.json").write_text(json.dumps({"results": CELLS, "environment": ENVIRONMENT}))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "training.json").write_text(json.dumps({**TRAINING, "environment": ENVIRONMENT}))
+    for paths in ([tmp_path / "eval.json"], [run], [run, tmp_path / "eval.json"]):
+        written = write_report(paths, tmp_path / "out" / "report.html", title="t")
+        assert "</html>" in written.read_text()
+
+
+def test_a_run_is_called_by_its_folder_and_a_copy_of_its_file_by_its_name(tmp_path):
+    run = tmp_path / "from-a-run"
+    run.mkdir()
+    content = json.dumps({k: v for k, v in TRAINING.items() if k != "name"})
+    for path in (run / "training.json", tmp_path / "from-a-copy.json"):
+        path.write_text(content)
+    read = read_results([run, tmp_path / "from-a-copy.json"])
+    assert [found["training"][0]["name"] for found in read] == ["from-a-run", "from-a-copy"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not a result file, no valid JSON"),
+        ("[]", "expected an object with results"),
+        ('{"a": 1}', "expected an object with results"),
+        ('{"results": []}', "neither results nor training curves"),
+        ('{"results": [{"task": "poetry", "model": "m"}]}', "neither results nor training"),
+        ('{"results": [{"task": "perplexity", "model": "m"}]}', "lacks the field 'scaling'"),
+    ],
+)
+def test_unfit_result_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "r.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        write_report([path], tmp_path / "report.html", title="t")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_missing_file_and_a_point_claimed_twice_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_results([tmp_path / "nowhere.json"])
+    other = cell("RoFormer", 64, 41.0, documents=[{"id": "a", "nats": 2.0, "tokens": 1000}])
+    with pytest.raises(ValueError, match=r"one.json: RoFormer .none. at 64 tokens twice"):
+        build_report([{"results": [*CELLS, other], "file": "one.json"}])
+
+
+def written(folder, name, cells, **more):
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"results": cells, "environment": ENVIRONMENT, **more}))
+    return path
+
+
+def test_results_on_other_texts_stand_apart(tmp_path):
+    text = [{"id": "b", "nats": 1.0, "tokens": 1000}]
+    other = [
+        cell("CoCA-Slack", 64, 20.0, documents=text),
+        cell("RoFormer", 64, 30.0, documents=text),
+    ]
+    files = [written(tmp_path, "a.json", CELLS), written(tmp_path, "b.json", other)]
+    page = build_report(read_results(files))
+    text = Page(page).text
+    assert "Text 2: At 64 tokens (the training length) CoCA-Slack has the lowest" in text
+    assert f"Text 1: RoFormer, CoCA-Slack ({files[0]})" in text
+    assert "Perplexity by window (text 1)" in text and "Perplexity by window (text 2)" in text
+    assert bold(page) == ["40.00", "40.00", "54.00", "20.00"]
+    drawn = re.findall(r'aria-label="([^"]*)"', page)
+    assert len(set(drawn)) == 2 and not any("30 at" in label for label in drawn if "90" in label)
+    headers = [header for header, rows in printed_tables([*CELLS, *other]) if rows]
+    assert [header[0] for header in headers] == [
+        "perplexity at (text 1)",
+        "perplexity at (text 2)",
+    ]
+    for change in (
+        {"stride": 32},
+        {"targets": "all"},
+        {"text": "1"},
+        {"documents": [{"id": "a", "nats": 1.0, "tokens": 999}]},
+    ):
+        cells = [cell("a", 64, 2.0, text="0"), cell("b", 64, 3.0, **change)]
+        groups = by_task(all_cells([{"results": cells}]))["perplexity"]
+        assert len(groups) == 2, change
+    same = [cell("a", 64, 2.0, text="0"), cell("b", 128, 3.0)]  # an old file: no text in it
+    assert len(by_task(all_cells([{"results": same}]))["perplexity"]) == 1
+
+
+def test_one_model_measured_twice_is_told_apart_by_its_files(tmp_path):
+    other = [cell("RoFormer", 64, 41.0), cell("RoFormer", 64, 41.0, "attend-last", stride=8)]
+    run = {**TRAINING, "seconds": 4.0, "curve": [{"step": 1, "loss": 6.0}]}
+    files = [
+        written(tmp_path, "one/results.json", CELLS, training=[TRAINING]),
+        written(tmp_path, "two/results.json", other, training=[run]),
+    ]
+    text = Page(build_report(read_results(files))).text
+    for name in ("RoFormer (one)", "RoFormer (one) + NTK (4)", "RoFormer (two)"):
+        assert text.count(name) >= 2, name
+    assert "CoCA-Slack (" not in text and "Recipe of RoFormer (two)" in text
+    # Copies of one result are no second measurement, whatever else their files have.
+    files = [written(tmp_path, "three.json", CELLS[:3]), files[0]]
+    assert "RoFormer (" not in Page(build_report(read_results(files))).text
+    # Neither is a name enough: these are two models.
+    larger = [cell("RoFormer", 256, 50.0, training_length=128)]
+    files = [files[0], written(tmp_path, "larger.json", larger)]
+    assert "RoFormer (larger)" in Page(build_report(read_results(files))).text
+
+
+def test_two_runs_of_one_name_are_told_apart():
+    runs = [
+        {"training": [{**TRAINING, "steps": steps}], "file": f"{steps}/run/training.json"}
+        for steps in (10, 20)
+    ]
+    text = Page(build_report(runs)).text
+    assert all(f"Recipe of RoFormer ({run['file']})" in text for run in runs)
+
+
+def test_folders_are_read_for_what_is_in_them(tmp_path):
+    written(tmp_path, "suite/results.json", CELLS)
+    (tmp_path / "suite" / "config.json").write_text("{}")
+    written(tmp_path, "several/b.json", CELLS[:1])
+    file = written(tmp_path, "several/a.json", CELLS[1:])
+
+    def names(*paths):
+        return [content["file"].rpartition("/")[2] for content in read_results(paths)]
+
+    assert names(tmp_path / "suite") == ["results.json"]
+    assert names(tmp_path / "several", file) == ["a.json", "b.json"]
+    (tmp_path / "suite" / "training.json").write_text(json.dumps(TRAINING))
+    assert names(tmp_path / "suite") == ["training.json", "results.json"]
+    # Kept from a shorter run and from another measurement; named alone, they are read.
+    (tmp_path / "suite" / "training-2.json").write_text(json.dumps(TRAINING))
+    earlier = written(tmp_path, "suite/results-1.json", CELLS)
+    assert names(tmp_path / "suite") == ["training.json", "results.json"]
+    assert names(earlier) == ["results-1.json"]
+    (tmp_path / "suite" / "results.json").write_text("{")
+    with pytest.raises(ValueError, match="no valid JSON"):
+        read_results([tmp_path / "suite"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"neither results\.json nor"):
+        read_results([tmp_path / "empty"])
+
+
+NAMES = ['$\\frac{x}$ <b>&amp; "q" --> $', "_" + "W" * 150, "stroke: #d55e00", "模型 $x$", "a$"]
+
+
+def test_names_are_shown_as_they_are_and_stay_within_the_figure():
+    cells = [cell(name, 64, 40.0 + i) for i, name in enumerate(NAMES)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        page = build_report([{"results": cells, "training": [{**TRAINING, "name": NAMES[0]}]}])
+    text = Page(page).text
+    for name in NAMES:
+        # Headings aside: in the sentence, the table and the two drawings, whatever its lines.
+        assert re.sub(r"\s", "", text).count(re.sub(r"\s", "", name)) >= 4, name
+    for size, room in (("wide", 648), ("narrow", 317)):
+        drawing = re.search(rf'<div class="{size}">(.*?)</div>', page, re.S)[1]
+        longest = max(map(len, re.findall(r">(_?W+)<", drawing)))
+        assert 20 < longest < (room - 30) / 8.9  # the width of a W
+
+
+def test_a_model_has_one_colour_on_a_page():
+    cells = [*CELLS, passkey("CoCA-Slack", 64, 3), passkey("RoFormer", 64, 4)]
+    drawn = {}
+
+    def record(name, plot):
+        axes = Figure().subplots()
+        plot(axes)
+        for line in axes.get_lines():
+            drawn.setdefault(line.get_label(), set()).add(line.get_color())
+        return {"wide": "<svg", "narrow": "<svg"}
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("lines", "perplexity", "training"):
+            patch.setattr(f"coca_lab.report.{module}.draw", record)
+        runs = [{**TRAINING, "name": name} for name in ("CoCA-Slack", "RoFormer")]
+        build_report([{"results": cells, "training": runs}])
+    assert len(drawn["RoFormer"]) == len(drawn["CoCA-Slack"]) == 1
+    assert drawn["RoFormer"] != drawn["CoCA-Slack"]
+
+
+def test_the_page_for_readers_of_any_kind(html):
+    """Contents of a long page, figures that say what they show, colours for the dark."""
+    longer = build_report([{**CONTENT, "results": [*CELLS, passkey("a", 64, 2)]}])
+    places = re.findall(r'<li><a href="#([\w-]+)">', longer)
+    assert places == [*(f"section-{i}" for i in range(1, len(places))), "settings"]
+    assert len(places) > 5 and set(places) <= set(Page(longer).ids) and "<nav" not in html
+    labels = re.findall(r'<svg role="img" aria-label="([^"]*)"', html)
+    assert len(labels) == html.count("<svg") and len(set(labels)) == len(labels) / 2
+    assert labels[0].startswith(
+        "Perplexity against the length read at once. Lines of perplexity (lower is better) "
+        "against window: tokens read at once. RoFormer: 40 at 64 to 90 at 128; "
+    )
+    assert "prefers-color-scheme: dark" in html
+    tags = "".join(re.findall(r"<[^<>]+>", html[html.index("<svg") :]))
+    assert set(re.findall(r"#[0-9a-f]{6}\b", tags)) == set()
+    defined = set(re.findall(r"(--\w+):", html))
+    assert set(re.findall(r"var\((--\w+)\)", html)) <= defined
+
+
+def test_titles_say_what_was_measured():
+    bench = {"task": "bench", "case": "x", "title": "X", "text": "", "measure": "memory"}
+    bench |= {"length": 8, "dtype": "float32", "device": "cpu", "batch": 1, "sizes": {}}
+    bench["variants"] = {"a": {"peak_megabytes": 1.0}}
+    assert "<h1>Benchmarks</h1>" in build_report([{"results": [bench]}])
+    both = build_report([{"results": [cell("a", 64, 2.0), passkey("a", 64, 2)]}])
+    assert "<h1>Perplexity against context length · Passkey retrieval</h1>" in both
+
+
+def test_a_second_measurement_of_a_benchmark_stands_apart():
+    bench = {"task": "bench", "case": "x", "title": "X", "text": "", "measure": "memory"}
+    bench |= {"length": 8, "dtype": "float32", "device": "cpu", "batch": 1, "sizes": {}}
+
+    def content(file, peak, processor="A", length=8):
+        variants = {"a": {"peak_megabytes": peak}}
+        return {
+            "results": [{**bench, "length": length, "variants": variants}],
+            "environment": {**ENVIRONMENT, "processor": processor},
+            "file": file,
+        }
+
+    first = content("a.json", 1.0)
+    groups = [
+        len(by_task(all_cells([first, other]))["bench"])
+        for other in (
+            content("b.json", 1.0, length=16),
+            content("b.json", 2.0),
+            content("b.json", 1.0, processor="B", length=16),
+        )
+    ]
+    assert groups == [1, 2, 2]
+
+
+def test_the_attend_last_line_of_two_evaluations_is_one():
+    again = {**CELLS[2], "seconds": 3.0}
+    assert by_line([*CELLS, again], "window") == by_line(CELLS, "window")
+
+
+def test_two_lengths_of_attend_last_are_two_lines():
+    cells = [*CELLS, cell("RoFormer", 32, 43.0, "attend-last", stride=4)]
+    html = build_report([{"results": cells}], title="t")
+    for size in (32, 64):
+        assert f"RoFormer, last {size} tokens only" in html
+    (_, rows), *_ = printed_tables(cells)
+    assert ["RoFormer, last 32 tokens only", "43.0", "43.0"] in rows
+
+
+def test_what_was_measured_otherwise_has_a_table_of_its_own():
+    def ranges(count):
+        size = 8 // count
+        return [{"first": i * size + 1, "last": (i + 1) * size, "nats": 8.0, "tokens": 4}
+                for i in range(count)]  # fmt: skip
+
+    cells = [
+        cell("a", 8, 3.0, by_position=ranges(2), key_tokens=4, keys="x", key_perplexity=5.0),
+        cell("b", 8, 3.0, by_position=ranges(4), key_tokens=4, keys="y", key_perplexity=9.0),
+    ]
+    sections = perplexity_sections(all_cells([{"results": cells}]))
+    assert [len(section.header) for section in sections[2:4]] == [5, 3]
+    assert [section.rows for section in sections[4:6]] == [[["a", "5.0"]], [["b", "9.0"]]]
+
+
+def test_a_folder_is_no_page_to_write(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(CONTENT))
+    with pytest.raises(ValueError, match="is a folder; choose a file to write"):
+        write_report([path], tmp_path, title="t")
+
+
+def test_infinite_perplexity_is_shown_as_inf():
+    cells = [cell("m", 64, 2.0), cell("m", 128, 2.0, perplexity=None, ci95=None)]
+    html = build_report([{"results": cells}], title="t")
+    assert ">inf<" in html
+
+
+def test_positions_and_key_tokens():
+    positions = [
+        {"first": 1, "last": 4, "nats": 8.0, "tokens": 4},
+        {"first": 5, "last": 8, "nats": None, "tokens": 4},
+    ]
+    cells = [cell("a", 8, 3.0, key_tokens=4, key_perplexity=7.389, by_position=positions)]
+    sections = perplexity_sections(all_cells([{"results": cells}]))
+    placed, keyed = sections[2:]
+    assert placed.header == ["tokens read before", "1 to 4", "5 to 8"]
+    assert placed.rows == [["a", "7.4", "–"]]
+    assert keyed.rows == [["a", "7.4"]] and keyed.note == "4 tokens."

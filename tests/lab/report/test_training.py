@@ -1,0 +1,76 @@
+"""Runs in the report: validation against the start, one figure of losses per objective."""
+
+import pytest
+
+from coca_lab.report.training import training_sections
+
+STAGES = [
+    {"name": "near", "objective": "attention"},
+    {"name": "far", "objective": "logits"},
+]
+
+
+def run(name="converted", **changes):
+    return {
+        "name": name,
+        "parameters": 12345,
+        "steps": 40,
+        "tokens": 4000,
+        "epochs": 0.5,
+        "seconds": None,
+        "curve": [
+            {"step": 10, "loss": 0.3, "stage": "near"},
+            {"step": 20, "loss": 0.2, "stage": "near"},
+            {"step": 30, "loss": 0.1, "stage": "far"},
+        ],
+        "stages": STAGES,
+        "start": {"name": "base", "perplexity": 100.0},
+        "validation": [
+            {"step": step, "perplexity": perplexity}
+            for step, perplexity in ((0, 300.0), (10, 100.9), (20, 101.5), (30, 101.0), (40, 100.4))
+        ],
+        **changes,
+    }
+
+
+def test_losses_of_different_objectives_have_separate_figures():
+    plain = run("scratch", stages=[], validation=[], curve=[{"step": 1, "loss": 5.0}])
+    sections = training_sections([run(), plain])
+    titles = [section.title for section in sections]
+    assert titles == [
+        "Validation perplexity in training",
+        "Training",
+        "Training: logits",
+        "Training: attention",
+        "Runs",
+    ]
+    drawn = {section.title: section.figure["wide"] for section in sections if section.figure}
+    assert "scratch" in drawn["Training"] and "converted" not in drawn["Training"]
+    for title in ("Training: logits", "Training: attention"):
+        assert "converted" in drawn[title] and "scratch" not in drawn[title]
+    assert "base (start)" in drawn["Validation perplexity in training"]
+    assert sections[-1].rows[0][1:4] == ["12,345", "40", "4,000"]
+
+
+@pytest.mark.parametrize(
+    ("last", "change", "one", "half"),
+    [
+        (100.4, "+0.40%", "3,000", "4,000"),  # 101.5 at 2,000 tokens undid what came before
+        (100.9, "+0.90%", "3,000", "never"),
+        (101.5, "+1.50%", "never", "never"),
+        (99.0, "−1.00%", "3,000", "4,000"),
+    ],
+)
+def test_tokens_until_a_model_has_recovered_for_good(last, change, one, half, monkeypatch):
+    monkeypatch.setattr("coca_lab.report.training.draw", lambda name, plot: None)
+    validation = [*run()["validation"][:-1], {"step": 40, "perplexity": last}]
+    row = training_sections([run(validation=validation)])[0].rows[0]
+    assert row == ["converted", "100.00", "300.00", f"{last:.2f}", change, one, half]
+
+
+def test_runs_from_scratch_are_compared_with_nothing():
+    plain = {k: v for k, v in run().items() if k not in ("start", "stages")}
+    section = training_sections([plain])[0]
+    assert section.rows[0][1] == "–" and section.rows[0][4:] == ["–", "–", "–"]
+    assert section.note == ""
+    assert training_sections([]) == []

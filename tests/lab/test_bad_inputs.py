@@ -1,0 +1,474 @@
+"""Bad inputs of every command: one line that says what to do, exit code 2, nothing lost."""
+
+import gzip
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from coca_attention import hub
+from coca_lab.cli import main
+from coca_lab.data import Document, train_tokenizer
+from conftest import some_text, tiny_model
+
+
+class Place:
+    """A model of each kind, a text and a finished run, to spoil copies of."""
+
+    def __init__(self, folder, tokenizer):
+        self.folder, self.count = folder, 0
+        for name in ("llama-rope", "llama-slack", "alibi"):
+            tiny_model(name).save_pretrained(folder / name)
+            tokenizer.save_pretrained(folder / name)
+        self.model = folder / "llama-rope"
+        self.text = folder / "text"
+        self.text.mkdir()
+        for index in range(3):
+            (self.text / f"{index}.txt").write_text(some_text(400, seed=index))
+        self.run = folder / "run"
+        assert main(["train", self.recipe(), "--output", str(self.run)]) == 0
+
+    def new(self, ending: str = "") -> Path:
+        self.count += 1
+        return self.folder / f"{self.count}{ending}"
+
+    def file(self, content: str | bytes, ending: str = ".yaml") -> str:
+        path = self.new(ending)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    def copy(self, source: str, **files) -> str:
+        """A copy in which files have other content, None for none."""
+        path = self.new()
+        shutil.copytree(self.folder / source, path)
+        for name, content in files.items():
+            file = path / name.replace("__", "/").replace("_json", ".json")
+            if content is None:
+                file.unlink()
+            else:
+                file.write_bytes(content)
+        return str(path)
+
+    def configured(self, source: str, **fields) -> str:
+        """A copy with other fields in its configuration."""
+        content = json.loads((self.folder / source / "config.json").read_text()) | fields
+        return self.copy(source, config_json=json.dumps(content).encode())
+
+    def recipe(self, **fields) -> str:
+        content = {
+            "model": {"attention": "slack", "hidden_size": 16, "num_layers": 1, "num_heads": 2},
+            "data": {"source": str(self.text), "block_length": 16, "vocab_size": 300},
+            "training": {
+                "steps": 2, "global_batch_size": 2, "micro_batch_size": 2,
+                "precision": "float32", "report_to": [],
+            },
+        }  # fmt: skip
+        for name, value in fields.items():
+            section, _, field = name.partition("__")
+            if field:
+                content[section][field] = value
+            else:
+                content[section] = value
+        return self.file(yaml.safe_dump(content))
+
+    def suite(self, **fields) -> str:
+        content = {"models": {"a": str(self.model)}, "passkey": {"lengths": [300], "samples": 1}}
+        return self.file(yaml.safe_dump(content | fields))
+
+    def spoilt(self, change) -> str:
+        """A copy of a model with changed weights."""
+        path = Path(self.copy("llama-rope")) / "model.safetensors"
+        save_file({k: change(w) for k, w in load_file(path).items()}, path, {"format": "pt"})
+        return str(path.parent)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("place")
+    before = Path.cwd()
+    os.chdir(folder)
+    yield Place(folder, tokenizer)
+    os.chdir(before)
+
+
+def train(**fields):
+    return lambda p: ["train", p.recipe(**fields), "--output", p.new()]
+
+
+def train_file(content):
+    return lambda p: ["train", p.file(content), "--output", p.new()]
+
+
+def perplexity(make=lambda p: p.model, *words):
+    return lambda p: ["eval", "perplexity", make(p), "--source", p.text, "--windows", "16", *words]
+
+
+def of_text(content, ending=".jsonl"):
+    return lambda p: [
+        "eval", "perplexity", p.model, "--source", p.file(content, ending), "--windows", "16"
+    ]  # fmt: skip
+
+
+def task(name, *words):
+    return lambda p: ["eval", name, p.model, *words]
+
+
+def generate(*words, make=lambda p: p.model):
+    return lambda p: ["generate", make(p), *(words or ("alpha", "--max-new-tokens", "2"))]
+
+
+def suite(**fields):
+    return lambda p: ["eval", "suite", p.suite(**fields), "--output", p.new()]
+
+
+def report(content):
+    return lambda p: ["report", p.file(content, ".json"), "--output", p.new(".html")]
+
+
+def convert(*words, make=lambda p: p.model):
+    return lambda p: ["convert", make(p), p.new(), *words]
+
+
+def resumed(**files):
+    """A run folder in which a file is damaged, and a recipe equal to its own."""
+    return lambda p: [
+        "train", p.recipe(), "--output", p.copy("run", **({"training_json": None} | files))
+    ]  # fmt: skip
+
+
+def larger_tokenizer(p):
+    path = p.copy("llama-rope")
+    text = " ".join(f"{a}{b}" for a in "abcdefghijklmnop" for b in "qrstuvwxyz0123")
+    train_tokenizer([Document("a", text)], 500).save_pretrained(path)
+    return path
+
+
+NAN = float("nan")
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{f'*a{n}, ' * 10}]\n" for n in range(9))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n + 1}: &a{n + 1} {{<<: [{f'*a{n}, ' * 10}]}}\n" for n in range(9)
+)
+CASES = {
+    # Named in the issue.
+    "seed": (train(training__seed=-1), "seed must be between 0"),
+    "beta": (train(training__beta1=1.5), "beta1 must be at least 0 and below 1"),
+    "wandb": (train(training__report_to=["wandb"]), "requires wandb"),
+    "section": (train_file("model: 5"), "section model needs fields and values, got 5"),
+    "no heads": (train(model__num_heads=0), "num_heads must be at least 1"),
+    "groups": (train(model__body="llama", model__num_heads=4, model__num_key_value_heads=3),
+               "num_key_value_heads must divide num_heads"),
+    "groups of a model": (perplexity(lambda p: p.configured("llama-rope", num_attention_heads=3)),
+                          "no model could be loaded"),
+    "heads of a model": (generate(make=lambda p: p.configured("llama-rope", num_attention_heads=0)),
+                         "no model could be loaded"),
+    "training.json": (lambda p: ["report", p.copy("run", training_json=b'{"curve": ['),
+                                 "--output", p.new()], "no valid JSON"),
+    "training.json again": (resumed(training_json=b'{"cu'), "training.json is damaged"),
+    "tokenizer": (perplexity(larger_tokenizer), "entries and the model embeddings for 300"),
+    "tokenizer of generate": (generate(make=larger_tokenizer), "use the model's own tokenizer"),
+    "NaN": (generate(make=lambda p: p.spoilt(lambda w: w * NAN)), "returns NaN or infinity"),
+    "NaN, drawn": (generate("alpha", "--temperature", "1",
+                            make=lambda p: p.spoilt(lambda w: w * NAN)), "returns NaN or infinity"),
+    "NaN, passkeys": (lambda p: ["eval", "passkey", p.spoilt(lambda w: w * NAN), "--lengths",
+                                 "300", "--samples", "1"], "returns NaN or infinity"),
+    "NaN, converted": (convert(make=lambda p: p.spoilt(lambda w: w * NAN)), "not finite"),
+    "output of train": (lambda p: ["train", p.recipe(), "--output", "/proc/x"], "/proc"),
+    # Recipes.
+    "empty file of bytes": (train_file(b"\xff\xfe\x00\x80" * 9), "not a readable recipe"),
+    "list": (train_file("- a\n- b"), "a recipe has the sections"),
+    "nested": (train_file("model: " + "[" * 3000), "not a readable recipe"),
+    "key twice": (train_file("training: {}\ntraining: {}"), "line 2: training is given twice"),
+    "key twice below": (train_file("training:\n  steps: 2\n  steps: 3"), "steps is given twice"),
+    "empty recipe": (train_file("# nothing\n"), "got an empty file"),
+    "bomb": (train_file(BOMB), "more than 100,000 values"),
+    "bomb of merges": (train_file(MERGES), "more than 100,000 values"),
+    "tag": (train_file("model: !!python/object/apply:os.getcwd []"), "not a readable recipe"),
+    "recursion": (train_file("model: &a {x: *a}"), "with those that aliases repeat"),
+    "folder": (lambda p: ["train", p.text], "no such recipe"),
+    "words": (train(training__steps="many"), "steps"),
+    "fraction": (train(training__steps=1.5), "steps"),
+    "null": (train(training__steps=None), "training.steps needs a value, got null"),
+    "many steps": (train(training__steps=10**30), "steps must be at most"),
+    "many layers": (train(model__num_layers=10**12), "num_layers must be at most"),
+    "wide": (train(model__hidden_size=10**8, model__num_heads=10**6), "not enough memory"),
+    "many words": (train(data__vocab_size=10**12), "vocab_size must be at most"),
+    "long blocks": (train(data__block_length=10**9), "fewer than one block"),
+    "field of trainer": (train(training__trainer={"bogus": 1}), "bogus"),
+    "deepspeed": (train(training__trainer={"deepspeed": "nowhere.json"}), "training.trainer"),
+    "workers": (train(training__trainer={"dataloader_num_workers": -1}), "training.trainer"),
+    "optimizer": (train(training__trainer={"optim": "nothing"}), "training.trainer"),
+    "base": (train(model__rope_base=float("inf")), "rope_base must be above 0"),
+    "stage": (train(stages=[{"name": "../x"}]), "name is also a folder's name"),
+    "no source": (train(data__source="/nowhere/x"), "no such file, folder or glob"),
+    "source of numbers": (train(data__source=5), "data.source"),
+    "cache": (lambda p: train(data__cache=p.file("x"))(p), "cannot be stored here"),
+    "run in a file": (lambda p: ["train", p.recipe(), "--output", p.file("x")], "is a file"),
+    "run below a file": (lambda p: ["train", p.recipe(), "--output", p.file("x") + "/y"], "cannot"),
+    "long name": (lambda p: ["train", p.recipe(), "--output", p.folder / ("x" * 300)], "too long"),
+    "recipe of a run": (resumed(**{"recipe.yaml": b"["}), "not a readable recipe"),
+    "text of a run": (resumed(text_json=b"\xff{"), "text.json is damaged"),
+    "tokenizer of a run": (resumed(tokenizer__tokenizer_json=b"{"), "no tokenizer could be loaded"),
+    # Models.
+    "no model": (perplexity(lambda p: "/nowhere/m"), "there is no such folder"),
+    "file": (perplexity(lambda p: p.file("x")), "it is a file"),
+    "no name": (perplexity(lambda p: ""), "no config.json"),
+    "weights": (perplexity(lambda p: p.copy("llama-rope", **{"model.safetensors": b""})),
+                "damaged"),
+    "no weights": (perplexity(lambda p: p.copy("llama-rope", **{"model.safetensors": None})),
+                   "no model could be loaded"),
+    "no configuration": (perplexity(lambda p: p.copy("llama-rope", config_json=b"")),
+                         "no model could be loaded"),
+    "configuration, list": (perplexity(lambda p: p.copy("llama-rope", config_json=b"[1]")),
+                            "no model could be loaded"),
+    "configuration, nested": (perplexity(lambda p: p.copy("llama-rope", config_json=b"[" * 99999)),
+                              "no model could be loaded"),
+    "width": (perplexity(lambda p: p.configured("llama-rope", hidden_size="big")), "no model"),
+    "negative": (perplexity(lambda p: p.configured("llama-rope", hidden_size=-4)), "no model"),
+    "rope": (perplexity(lambda p: p.configured("llama-rope", rope_parameters=[1])), "no model"),
+    "form": (perplexity(lambda p: p.configured("llama-slack", coca_form="round")), "no model"),
+    "pairs": (perplexity(lambda p: p.configured("llama-slack", coca_free_pairs=99)), "no model"),
+    "no tokenizer": (perplexity(lambda p: p.copy("llama-rope", tokenizer_json=b"")), "tokenizer"),
+    "code of a folder": (perplexity(lambda p: p.configured(
+        "llama-rope", model_type="mine", auto_map={"AutoConfig": "mine.Config"})),
+        "code of its folder, which is never run"),
+    "device": (perplexity(lambda p: p.model, "--device", "quantum"), "device 'quantum'"),
+    # Evaluations.
+    "windows": (perplexity(lambda p: p.model, "--windows=-5"), "window"),
+    "long windows": (perplexity(lambda p: p.model, "--windows", str(10**18)), "smaller windows"),
+    "factor": (perplexity(lambda p: p.model, "--scaling", "ntk", "--factor", "0"), "at least 1"),
+    "ALiBi": (perplexity(lambda p: p.folder / "alibi", "--scaling", "ntk"), "no rotary embedding"),
+    "folder as output": (perplexity(lambda p: p.model, "--output", "."), "is a folder"),
+    "device as folder": (perplexity(lambda p: p.model, "--output", "/dev/null/x"), "/dev/null"),
+    "prompt": (task("passkey", "--lengths", "3"), "too short"),
+    "negative prompt": (task("passkey", "--lengths=-3"), "lengths must be between 1"),
+    "long prompt": (task("passkey", "--lengths", str(10**8)), "lengths must be between 1"),
+    "endless prompt": (task("passkey", "--lengths", str(10**12)), "lengths must be between 1"),
+    "prompt's seed": (task("needles", "--seed=-1"), "seed must be at least 0"),
+    "short stream": (task("streaming", "--tokens", "0"), "tokens must be at least"),
+    "temperature": (generate("x", "--temperature", ".nan"), "temperature must be 0, or between"),
+    "cold": (generate("x", "--temperature", "1e-40"), "temperature must be 0, or between"),
+    "seed of draws": (generate("x", "--seed", str(2**70)), "seed must be between 0"),
+    "bytes": (generate("\udcff"), "not valid UTF-8"),
+    "empty prompt": (generate(""), "the prompt has no tokens"),
+    # Suites.
+    "missing model": (suite(models={"a": "/nowhere/b"}), "model a: /nowhere/b: no"),
+    "number": (suite(models={5: "x"}), "put numbers in quotes"),
+    "null model": (suite(models={"a": None}), "models"),
+    "factor 0": (suite(scalings=[{"kind": "ntk", "factor": 0}]), "at least 1, got 0"),
+    "length 3": (suite(passkey={"lengths": [300, 3]}), "model a: passkey: "),
+    "model twice": (lambda p: ["eval", "suite", p.file("models:\n  a: x\n  a: y")], "given twice"),
+    "search twice": (lambda p: ["search", p.file("recipe: a\nrecipe: b")], "given twice"),
+    # Texts.
+    "content": (of_text('{"content": "hello there"}\n'), "use --text-field content"),
+    "other field": (of_text('{"id": "a", "story": "long ago"}\n'), "use --text-field story"),
+    "number as text": (of_text('{"text": 5}\n'), "no text in field 'text'"),
+    "nested line": (of_text("[" * 99999 + "\n"), "nested too deeply"),
+    "half a character": (of_text('{"text": "\\ud800"}\n'), "not valid Unicode"),
+    "Latin": (of_text("é".encode("latin1") * 50, ".txt"), "not UTF-8"),
+    "nothing": (of_text("", ".txt"), "the file is empty"),
+    "no Parquet": (of_text("x", ".parquet"), "not a readable Parquet file"),
+    "no gzip": (of_text("x", ".txt.gz"), "truncated or damaged"),
+    # Reports, conversions, benchmarks.
+    "no results": (report(""), "no valid JSON"),
+    "other results": (report('{"results": 5}'), "a result is damaged"),
+    "other cells": (report('{"results": [5]}'), "a result is damaged"),
+    "strange cells": (report('{"results": [{"task": "perplexity", "model": "a", "window": "x", '
+                             '"scaling": "none"}]}'), "a result is damaged"),
+    "other curve": (report('{"curve": 5}'), "a result is damaged"),
+    "results of NaN": (report('{"results": [{"task": "perplexity", "model": "a", "window": 16, '
+                              '"scaling": "none", "perplexity": NaN}]}'), "has NaN in place of a"),
+    "nested results": (report("[" * 99999), "no valid JSON"),
+    "page over results": (lambda p: ["report", p.run / "training.json", "--output",
+                                     p.run / "training.json"], "no page of coca report"),
+    "page over a page": (lambda p: ["report", p.run / "training.json", "--output",
+                                    p.file("<!doctype html>", ".html")], "no page of coca report"),
+    "results over a model": (perplexity(lambda p: p.model, "--output", "llama-rope/config.json"),
+                             "config.json is there and no result file"),
+    "angles over a list": (lambda p: ["analyze", p.model, "--output", p.file("[]", ".json")],
+                           "is there and no result file"),
+    "times over a text": (lambda p: ["bench", "--output", p.file("a", ".json")],
+                          "is there and no result file"),
+    "full target": (lambda p: ["convert", p.model, p.text], "exists and is not empty"),
+    "target": (lambda p: ["convert", p.model, "/proc/x"], "cannot be written"),
+    "form to convert to": (convert("--form", "stric", make=lambda p: p.copy(
+        "llama-rope", **{"model.safetensors": b""})), "did you mean strict?"),
+    "free pairs": (convert("--free-pairs", "99"), "free"),
+    "threads": (lambda p: ["bench", "--threads", "0"], "threads must be at least 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_line_and_exit_code_2(place, capfd, name):
+    make, message = CASES[name]
+    words = [str(word) for word in make(place)]
+    results = (place.run / "training.json").read_bytes()
+    assert main(words) == 2
+    said = capfd.readouterr().err
+    last = said.splitlines()[-1]
+    assert last.startswith("coca: error: ") and message in last
+    assert "Traceback" not in said and "unexpected" not in last.replace("unexpected keyword", "")
+    assert (place.run / "training.json").read_bytes() == results
+
+
+def test_a_damaged_journal_says_where(place, capsys):
+    output = place.new(".json")
+    journal = output.with_suffix(".journal.jsonl")
+    journal.write_bytes(b'{"key": 1, "value": 2}\n\xff\xfe\x00garbage\n{"a')
+    assert main([str(w) for w in [*perplexity()(place), "--output", output]]) == 2
+    err = capsys.readouterr().err
+    assert f"{journal}: line 2 is damaged; delete" in err and "\\x" not in err
+
+
+def test_a_compressed_file_may_not_hold_any_number_of_characters(place, capsys, monkeypatch):
+    monkeypatch.setattr("coca_lab.data.documents.LONGEST", 10_000)
+    for content, ending in ((b"a" * 20_000, ".txt.gz"), (b"ab\n" * 9_000, ".txt.gz")):
+        assert main([str(w) for w in of_text(gzip.compress(content), ending)(place)]) == 2
+        assert "a document of more than 10,000 characters" in capsys.readouterr().err
+
+
+def test_results_of_another_measurement_are_kept(place, capsys):
+    """Two models whose folders have the same name, other settings; the same command again."""
+    kept = []
+    for parent, model in (("one", "llama-rope"), ("two", "llama-slack")):
+        (place.folder / parent).mkdir()
+        kept.append(shutil.copytree(place.folder / model, place.folder / parent / "same"))
+    first, second = (perplexity(lambda p, m=m: m)(place) for m in kept)
+    written = place.folder / "runs" / "eval" / "same-none-perplexity.json"
+
+    def run(words):
+        assert main([str(word) for word in words]) == 0
+        return capsys.readouterr().err, json.loads(written.read_text())["results"][0]["attention"]
+
+    said, attention = run(first)
+    assert "warning" not in said and attention == "rope"
+    assert "warning" not in run(first)[0]
+    said, attention = run(second)
+    moved = written.with_name("same-none-perplexity-1.json")
+    place_of = written.relative_to(place.folder)
+    assert f"{place_of} held another measurement, which is now" in said
+    assert attention == "slack"
+    assert json.loads(moved.read_text())["results"][0]["attention"] == "rope"
+    run([*second, "--stride", "8"])
+    assert [p.name for p in sorted(written.parent.glob("same-*"))] == [
+        f"same-none-perplexity{number}.json" for number in ("-1", "-2", "")
+    ]
+
+
+def test_a_journal_with_values_of_others_stays(tmp_path):
+    from coca_lab.evaluation.journal import Journal
+
+    path = tmp_path / "journal.jsonl"
+    Journal(path).put("theirs", 1)
+    journal = Journal(path)
+    journal.put("ours", 2)
+    journal.remove()
+    assert Journal(path).get("theirs") == 1
+    journal.get("theirs")
+    journal.remove()
+    assert not path.exists()
+
+
+def test_a_suite_reads_no_weights_before_everything_is_checked(place, monkeypatch, capsys):
+    """The defect is in the last model and the last task; nothing else has been evaluated."""
+    broken = Path(place.copy("llama-rope")) / "model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-50])
+    models = {"a": str(place.model), "b": str(broken.parent)}
+    monkeypatch.setattr("coca_lab.evaluation.suite.load_subject", None)
+    for fields, message in (
+        ({"models": models}, "model b: .*a weight file is damaged"),
+        ({"device": "quantum"}, "device 'quantum' cannot be used"),
+        ({"perplexity": {"source": str(place.text), "windows": [16, 10**6]}}, "smaller windows"),
+        ({"models": {"a": str(place.folder / "alibi")}, "scalings": [{"kind": "ntk"}]}, "rotary"),
+        (
+            {"perplexity": {"source": str(place.text), "windows": [128], "key_model": "/n"}},
+            "/n: no",
+        ),
+    ):
+        assert main(["eval", "suite", place.suite(**fields), "--output", str(place.new())]) == 2
+        assert re.search(message, capsys.readouterr().err)
+
+
+def test_names_that_look_like_paths_never_go_to_the_hub(place, monkeypatch):
+    def refuse():
+        raise AssertionError("asked the Hub")
+
+    monkeypatch.setattr(hub, "go_online", refuse)
+    for name in ("/x", "./x", "../x/y", "~/x", "a/b/c", "text/x", "C:\\x", "a b"):
+        with pytest.raises(ValueError, match="there is no such folder"):
+            hub.check_name(name)
+    for name in ("gpt2", "org/gpt2"):
+        with pytest.raises(AssertionError):
+            hub.check_name(name)
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(hub, "_answered", None)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="offline"):
+        hub.check_name("org/nowhere")
+    assert time.monotonic() - began < hub.SECONDS + 1
+    with pytest.raises(ValueError, match="me/model cannot be uploaded: the Hub does not answer"):
+        tiny_model("slack").push_to_hub("me/model")
+
+
+def test_a_slow_hub_is_online_and_a_silent_one_is_asked_again(monkeypatch):
+    import huggingface_hub
+
+    class Session:
+        seconds = 4
+
+        def head(self, url, timeout):
+            if timeout < self.seconds:
+                raise TimeoutError
+
+    now = [0.0]
+    monkeypatch.setattr(huggingface_hub, "get_session", Session)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_answered", None)
+    monkeypatch.setattr(hub.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Session, "seconds", 1000)
+    assert not hub.go_online()
+    monkeypatch.setattr(Session, "seconds", 4)
+    assert not hub.go_online()
+    now[0] += 60
+    assert hub.go_online() and not huggingface_hub.constants.HF_HUB_OFFLINE
+
+
+def limited(words, size):
+    """A command in a process that may write files of so many bytes."""
+    return subprocess.run(
+        [sys.executable, "-m", "coca_lab.cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
+    )
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line(place):
+    journal = place.new(".json")
+    for words in (
+        [*perplexity()(place), "--output", journal],
+        ["report", place.run / "training.json", "--output", place.new(".html")],
+        convert()(place),
+        train()(place),
+    ):
+        done = limited(words, 300)
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode == 2 and last.startswith("coca: error: "), done.stderr
+        assert "disk space" in last and str(place.folder) in last
+    again = [str(w) for w in [*perplexity()(place), "--output", journal]]
+    assert main(again) == 0

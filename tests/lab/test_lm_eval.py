@@ -1,0 +1,64 @@
+"""lm-evaluation-harness by its own command line."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from coca_attention import lm_eval
+from coca_attention.models.conversion import export_folder
+from conftest import tiny_model
+
+TASK = """
+task: tiny_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_target: 0
+doc_to_choice: "{{{{choices}}}}"
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.fixture
+def folders(tmp_path, tokenizer):
+    tiny_model("strict").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    export_folder(tmp_path / "model", tmp_path / "portable")
+    data = tmp_path / "questions.jsonl"
+    data.write_text('{"question": "alpha1", "choices": [" beta2", " gamma3"]}\n' * 2)
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/tiny.yaml").write_text(TASK.format(data=data))
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
+@pytest.mark.parametrize(
+    ("module", "model"),
+    [
+        ("coca_lab.lm_eval", "pretrained=model"),
+        ("lm_eval", "pretrained=portable,trust_remote_code=True"),
+    ],
+)
+def test_the_harness_command_evaluates(folders, module, model):
+    words = ["run", "--model", "hf", "--model_args", f"{model},dtype=float32", "--device", "cpu"]
+    words += ["--tasks", "tiny_choice", "--include_path", "tasks"]
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        capture_output=True,
+        text=True,
+        cwd=folders,
+        env={"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folders)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tiny_choice" in done.stdout
+
+
+def test_a_missing_harness_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"pip install 'PATH/TO/coca-attention\[harness\]'"):
+        lm_eval.main()

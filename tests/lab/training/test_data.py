@@ -1,0 +1,250 @@
+"""From a recipe to blocks: mixtures, documents kept apart, several processes, resuming."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from torch.utils.data import DataLoader
+
+from coca_lab.data import BlockDataset, DataError, PasskeyBlocks, read_documents, token_array
+from coca_attention.errors import UserError
+from coca_lab.training import load_recipe
+from coca_lab.training.data import check_sources, load_data, training_documents
+from coca_lab.training.model import check_separable
+from conftest import CONFIGS, some_text, tiny_model
+
+
+@pytest.fixture
+def sources(text_folder, tmp_path):
+    """A long source and a short one whose text is all the letter z."""
+    code = tmp_path / "code.jsonl"
+    lines = [json.dumps({"content": " ".join(["zz"] * 30 + [str(i)])}) for i in range(4)]
+    code.write_text("\n".join(lines))
+    return {
+        "text": {"source": str(text_folder), "weight": 0.75},
+        "code": {"source": str(code), "text_field": "content", "weight": 0.25},
+    }
+
+
+def recipe(mixture=None, **changes):
+    options = {
+        "data.held_out": 0,
+        "data.block_length": 16,
+        "training.steps": 30,
+        "training.global_batch_size": 8,
+        "training.micro_batch_size": 2,
+        **({} if mixture is None else {"data.mixture": json.dumps(mixture)}),
+        **{name.replace("__", "."): value for name, value in changes.items()},
+    }
+    return load_recipe(
+        None, [w for name, value in options.items() for w in (f"--{name}", str(value))]
+    )
+
+
+def test_one_source_gives_consecutive_blocks_in_whole_batches(text_folder, tokenizer, tmp_path):
+    """With and without a cache."""
+    tokens = token_array(read_documents(str(text_folder)), tokenizer)
+    expected = BlockDataset(tokens, 16)
+    for cache in (str(tmp_path), "null"):
+        chosen = recipe(data__source=text_folder, data__cache=cache)
+        data = load_data(chosen, tokenizer)
+        sha256 = hashlib.sha256(tokens.data).hexdigest()
+        assert data.fingerprint == {"text": {"tokens": len(tokens), "sha256": sha256}}
+        found = data.blocks
+        assert isinstance(found.dataset.tokens, np.memmap) == (cache != "null")
+        assert data.validation is None and not data.is_ordered
+        assert data.epochs == {"text": 30 * 8 / len(found)}
+        assert len(found) == len(expected) // 8 * 8
+        for index in range(len(found)):
+            item = found[index]
+            assert item.keys() == {"input_ids", "labels", "shift_labels"}
+            assert torch.equal(item["shift_labels"], expected[index]["shift_labels"])
+
+
+def test_a_mixture_has_the_shares_of_its_recipe(sources, tokenizer):
+    data = load_data(recipe(sources), tokenizer)
+    found = data.blocks
+    assert data.is_ordered and len(found) == 30 * 8
+    z = tokenizer("zz", add_special_tokens=False)["input_ids"][-1]
+    code = [bool((found[index]["input_ids"] == z).any()) for index in range(len(found))]
+    assert sum(code) == 60
+    assert all(sum(code[step * 8 : step * 8 + 8]) == 2 for step in range(30))
+    assert list(data.epochs) == list(data.fingerprint) == ["text", "code"]
+    assert data.epochs["code"] > 2 > 1 > data.epochs["text"] > 0
+
+
+def test_passkey_texts_take_their_share_of_a_mixture(sources, tokenizer):
+    data = load_data(recipe(sources, data__block_length=300, data__passkey_share=0.5), tokenizer)
+    assert list(data.epochs) == ["text", "code", "passkey"] and data.epochs["passkey"] == 1.0
+    assert isinstance(data.blocks.sources[2], PasskeyBlocks)
+    assert data.blocks.read[-1].tolist() == [90, 30, 120]
+
+
+def test_a_stream_in_a_mixture_is_read_as_far_as_its_share_needs(sources, tokenizer, tmp_path):
+    pytest.importorskip("datasets")
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    lines = [json.dumps({"text": some_text(100, seed=i)}) for i in range(100)]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    sources["text"]["source"] = f"hf:{folder}"
+    for limit, expected in ((None, 180 * 16 + 1), (100, 100)):
+        sources["text"]["max_tokens"] = limit
+        data = load_data(recipe(sources), tokenizer)
+        assert data.fingerprint["text"]["tokens"] == expected
+
+
+def test_a_tokenizer_sees_every_source(sources, monkeypatch):
+    monkeypatch.setattr("coca_lab.training.data.TOKENIZER_CHARACTERS", 400)
+    texts = [document.text for document in training_documents(recipe(sources).data)]
+    assert len(texts) == 1 + 2  # up to 300 characters of one, 100 of the other
+    assert "alpha" in texts[0] and texts[1].startswith("zz")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"code": {"weight": 0.2}}, r"data\.mixture needs .* sum to 1, got 0\.75 \+ 0\.2 = 0\.95"),
+        ({"code": {"weight": 0}}, r"data\.mixture\.code\.weight must be above 0, got 0"),
+        ({"code": {"weight": -0.25}}, r"data\.mixture\.code\.weight must be above 0"),
+        ({"code": {"source": ""}}, r"data\.mixture\.code\.source is missing"),
+        ({"code": {"sauce": "x"}}, r"sauce"),
+        ({"code": {"max_tokens": 0}}, r"data\.mixture\.code\.max_tokens must be at least 1"),
+    ],
+)
+def test_invalid_mixtures_are_rejected(sources, change, message):
+    for name, fields in change.items():
+        sources[name].update(fields)
+    with pytest.raises(UserError, match=message) as raised:
+        recipe(sources)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_mixture_beside_one_source_is_rejected(sources):
+    with pytest.raises(UserError, match=r"data\.source cannot be combined with data\.mixture"):
+        recipe(sources, data__source="books")
+    with pytest.raises(UserError, match=r"data\.max_tokens cannot be combined with data"):
+        recipe(sources, data__max_tokens=10)
+
+
+def test_weights_may_sum_to_1_up_to_rounding(sources):
+    sources["text"]["weight"] = 0.7500004
+    assert recipe(sources).data.mixture["text"].weight == 0.7500004
+
+
+def test_missing_and_empty_sources_are_rejected_by_name(sources, tokenizer, tmp_path):
+    sources["code"]["source"] = str(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"data\.mixture\.code: .*nowhere: no such file"):
+        check_sources(recipe(sources))
+    (tmp_path / "empty.jsonl").write_text("")
+    sources["code"]["source"] = str(tmp_path / "empty.jsonl")
+    with pytest.raises(DataError, match=r"data\.mixture\.code: .*the file is empty"):
+        load_data(recipe(sources), tokenizer)
+    with pytest.raises(DataError, match=r"data\.mixture\.code: .*the file is empty"):
+        list(training_documents(recipe(sources).data))
+    (tmp_path / "short.txt").write_text("few")
+    sources["code"]["source"] = str(tmp_path / "short.txt")
+    with pytest.raises(DataError, match=r"code: the text has .* fewer than one block"):
+        load_data(recipe(sources), tokenizer)
+
+
+def batches(dataset, processes: int, process: int, skipped: int = 0) -> list[list[list[int]]]:
+    """The batches that Accelerate gives one of several processes, as token ids."""
+    loader = prepare_data_loader(
+        DataLoader(dataset, batch_size=8 // processes, drop_last=True),
+        num_processes=processes,
+        process_index=process,
+        put_on_device=False,
+    )
+    loader = skip_first_batches(loader, skipped) if skipped else loader
+    return [batch["input_ids"].tolist() for batch in loader]
+
+
+def test_processes_read_disjoint_parts_of_the_same_global_batch(sources, tokenizer):
+    found = load_data(recipe(sources), tokenizer).blocks
+    one = batches(found, 1, 0)
+    parts = [batches(found, 2, process) for process in range(2)]
+    assert len(one) == len(parts[0]) == len(parts[1]) == 30
+    for step, whole in enumerate(one):
+        assert parts[0][step] + parts[1][step] == whole
+
+
+def test_a_resumed_run_continues_with_the_next_block(sources, tokenizer):
+    found = load_data(recipe(sources), tokenizer).blocks
+    again = load_data(recipe(sources), tokenizer).blocks  # as after a restart
+    assert batches(again, 1, 0, skipped=13) == batches(found, 1, 0)[13:]
+    assert batches(again, 2, 1, skipped=13) == batches(found, 2, 1)[13:]
+
+
+def test_positions_restart_and_no_target_crosses_a_border():
+    end = 9
+    tokens = np.array([1, 2, end, 3, end, end, 4, 5, 6, 7], dtype=np.uint16)
+    item = BlockDataset(tokens, 9, end=end)[0]
+    assert item["input_ids"].tolist() == [1, 2, 9, 3, 9, 9, 4, 5, 6]
+    assert item["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 0, 1, 2]
+    assert item["shift_labels"].tolist() == [2, 9, -100, 9, -100, -100, 5, 6, 7]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_document_in_a_packed_block_is_read_as_if_alone(kind, text_folder, tokenizer):
+    """Logits and gradients of every document of real blocks equal those of the document alone."""
+    model = tiny_model(kind).train()
+    documents = [text[:9] for text in (some_text(30, seed=i) for i in range(8))]
+    end = tokenizer.eos_token_id
+    pieces = [[*tokenizer(text, add_special_tokens=False)["input_ids"], end] for text in documents]
+    tokens = np.array([token for piece in pieces for token in piece], dtype=np.uint16)
+    length = (len(tokens) - 1) // 2
+    dataset = BlockDataset(tokens, length, end=end)
+    batch = {name: torch.stack([dataset[0][name], dataset[1][name]]) for name in dataset[0]}
+    # As Trainer calls it: no mask, no cache.
+    packed = model(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+    )
+    checked = 0
+    for row in range(2):
+        starts = (batch["position_ids"][row] == 0).nonzero().flatten().tolist()
+        for start, stop in zip(starts, [*starts[1:], length], strict=True):
+            alone = model(input_ids=batch["input_ids"][row : row + 1, start:stop], use_cache=False)
+            found = packed.logits[row : row + 1, start:stop]
+            assert torch.allclose(found, alone.logits, atol=2e-4, rtol=1e-4)
+            checked += start > 0
+    assert checked >= 4
+    joined = model(input_ids=batch["input_ids"], use_cache=False).logits
+    assert (joined - packed.logits).abs().max() > 0.1  # it would have made a difference
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_models_that_keep_documents_apart_pass_the_check(kind):
+    model = tiny_model(kind).train()
+    check_separable(model)
+    assert model.training
+
+
+def test_a_model_that_does_not_keep_documents_apart_is_rejected():
+    model = tiny_model("rope")
+    forward = model.forward
+
+    def deaf(input_ids, position_ids=None, **options):
+        return forward(input_ids=input_ids, **options)
+
+    model.forward = deaf
+    with pytest.raises(UserError, match="GPTNeoXForCausalLM does not keep documents apart"):
+        check_separable(model)
+
+
+def test_passkey_blocks_can_be_kept_apart_too(tokenizer):
+    item = PasskeyBlocks(tokenizer, 900, 3, seed=0, separate=True)[0]
+    ends = (item["input_ids"] == tokenizer.eos_token_id).nonzero().flatten()
+    assert len(ends) and (item["shift_labels"][ends] == -100).all()
+    assert (item["position_ids"][ends[:-1] + 1] == 0).all()
+
+
+def test_two_recipes_with_the_same_text_share_a_cache(text_folder, tokenizer, tmp_path):
+    folder = tmp_path / "cache"
+    for steps in (5, 9):
+        chosen = recipe(data__source=text_folder, data__cache=folder, training__steps=steps)
+        load_data(chosen, tokenizer)
+    assert len(list(Path(folder, "tokens").glob("*.bin"))) == 1

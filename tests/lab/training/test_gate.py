@@ -1,0 +1,188 @@
+"""Passkeys and needles next to perplexity, found as the evaluation finds them."""
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import stage_runs
+from coca_lab.data import load_tokenizer
+from coca_lab.data.passkey import ANSWER, encoder
+from coca_attention.errors import UserError
+from coca_lab.evaluation import Session, Subject
+from coca_lab.evaluation.passkey import PasskeySettings, evaluate_passkey
+from coca_lab.report.training import training_sections
+from coca_lab.training import load_recipe, read_summary, train
+from coca_lab.training.data import load_data
+from coca_lab.training.retrieval import SEED, Retrieval, load_retrieval
+from coca_lab.training.run import what_was_kept
+from conftest import tiny_model
+from stage_runs import TEACHER, changed, weights, write_recipe
+
+base = stage_runs.base
+LENGTH = 280
+
+
+def asked(**validation):
+    words = [f"--validation.{name}={value}" for name, value in validation.items()]
+    return load_recipe(None, ["--validation.every=1", "--data.block_length=280", *words])
+
+
+@pytest.fixture(scope="module")
+def learned(tokenizer):
+    """A model that has learned the answers to three of four prompts by heart, and the prompts."""
+    retrieval = load_retrieval(asked(passkeys=4), tokenizer)
+    assert retrieval is not None and list(retrieval.questions) == [f"passkey_{LENGTH}"]
+    encode, prompts = encoder(tokenizer), retrieval.questions[f"passkey_{LENGTH}"].prompts
+    texts = [
+        [*prompt.ids, *encode(ANSWER.format(key=prompt.facts["key"])), tokenizer.eos_token_id]
+        for prompt in prompts[:3]
+    ]
+    longest = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+    labels = ids.clone()
+    for row, text in zip(labels, texts, strict=True):
+        row[:LENGTH], row[len(text) :] = -100, -100
+    model = tiny_model("llama-rope")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval(), retrieval
+
+
+def test_it_finds_what_the_evaluation_finds(learned, tokenizer):
+    model, retrieval = learned
+    shares = retrieval.shares(model)
+    settings = PasskeySettings(lengths=[LENGTH], samples=4, seed=SEED, max_new_tokens=32)
+    [cell] = evaluate_passkey(Subject(model, tokenizer), settings, Session())
+    assert shares == {f"passkey_{LENGTH}": cell["accuracy"]}
+    assert [sample["hit"] for sample in cell["samples"]] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 7])
+def test_processes_share_the_prompts(learned, monkeypatch, processes):
+    """Every process answers equally many, also where they do not divide, and none counts twice."""
+    model, retrieval = learned
+    counted, told, answers = [], [], []
+
+    class State:
+        num_processes = processes
+
+    def answer(model, tokenizer, prompts, *, together, **kwargs):
+        answers[-1] += len(prompts)
+        assert together is (processes > 1)
+        return plain(model, tokenizer, prompts, **kwargs)
+
+    monkeypatch.setattr("coca_lab.training.retrieval.PartialState", State)
+    monkeypatch.setattr("coca_lab.training.retrieval.gather_object", lambda x: counted + x)
+    from coca_lab.training import retrieval as module
+
+    plain = module.greedy_answers
+    monkeypatch.setattr(module, "greedy_answers", answer)
+    monkeypatch.setattr(module, "fmean", lambda found: told.append(list(found)) or 0.0)
+    for rank in range(processes):
+        State.process_index = rank
+        answers.append(0)
+        retrieval.shares(model)
+        counted[:] = told[-1]
+    assert sorted(told[-1]) == [0.0, 1.0, 1.0, 1.0]
+    assert len(set(answers)) == 1
+
+
+def test_needles_and_lengths(tokenizer):
+    retrieval = load_retrieval(asked(needles=2, lengths="[400, 500]"), tokenizer)
+    assert isinstance(retrieval, Retrieval)
+    sizes = {n: [len(p.ids) for p in asked.prompts] for n, asked in retrieval.questions.items()}
+    assert sizes == {f"{kind}_{n}": [n, n] for n in (400, 500) for kind in ("single", "multi-key")}
+    assert retrieval.shares(tiny_model("strict")) == dict.fromkeys(sizes, 0.0)
+    described = retrieval.describe()
+    assert described["multi-key_500"] == {"what": "multi-key needles", "length": 500, "prompts": 2}
+    assert load_retrieval(asked(), tokenizer) is None
+
+
+@pytest.mark.parametrize(
+    ("validation", "message"),
+    [
+        ({"passkeys": 1, "every": "null"}, "validation.passkeys are asked for in validation"),
+        ({"needles": -1}, "needles must be at least 1"),
+        ({"lengths": "[300]"}, "lengths are those of prompts"),
+        ({"passkeys": 1, "lengths": "[0]"}, "lengths must be between 1 and"),
+    ],
+)
+def test_settings_that_cannot_be(validation, message):
+    with pytest.raises(UserError, match=message):
+        asked(**validation)
+
+
+def test_a_length_without_room_is_refused_before_training(base, text_folder, tmp_path):
+    path = write_recipe(base, text_folder, tmp_path / "recipe.yaml", TEACHER)
+    with pytest.raises(UserError, match=r"validation\.passkeys: a text of 16 tokens is too short"):
+        train(load_recipe(path, ["--validation.passkeys=1"]), tmp_path / "run")
+    # Found out before the text is read, which can take hours.
+    unread = load_recipe(path, ["--validation.passkeys=1", "--data.source=missing"])
+    with pytest.raises(UserError, match=r"validation\.passkeys: a text of 16 tokens is too short"):
+        load_data(unread, load_tokenizer(base))
+
+
+def test_a_run_measures_resumes_and_says_what_was_kept(
+    base, text_folder, tmp_path, monkeypatch, caplog
+):
+    """Every objective; the same figures and weights after an interruption, and without figures."""
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5 and "logits" in args.output_dir:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr("coca_lab.training.retrieval.ANSWER", 4)  # tokens
+    path = write_recipe(base, text_folder, tmp_path / "recipe.yaml", TEACHER)
+    options = ["--validation.passkeys=2", "--validation.lengths=[300]"]
+    recipe = load_recipe(path, options)
+    caplog.set_level("INFO", "coca_attention")
+    straight = train(recipe, tmp_path / "straight")
+    assert caplog.text.count(", passkeys at 300 tokens 0%") == 6
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "resumed", callbacks=[Stop()])
+    resumed = train(recipe, tmp_path / "resumed")
+    summary = read_summary(straight)
+    # Before, during and after each of two stages, and the start.
+    assert len(summary["validation"]) == 6
+    for entry in (summary["start"], *summary["validation"]):
+        assert entry["retrieval"] == {"passkey_300": 0.0}
+    assert summary["validation"] == read_summary(resumed)["validation"]
+    unmeasured = train(load_recipe(path), tmp_path / "unmeasured")
+    assert changed(weights(straight), weights(resumed)) == set()
+    assert changed(weights(straight), weights(unmeasured)) == set()
+    assert "retrieval" not in read_summary(unmeasured)["validation"][0]
+    assert what_was_kept(summary).endswith("%, passkeys at 300 tokens 0 of 2 where it has 0")
+
+
+def test_the_report_draws_what_was_found():
+    def run(name, **changes):
+        found = [{"passkey_256": share} for share in (0.1, 0.98)]
+        validation = [
+            {"step": 10 * i, "perplexity": 20.0 - i, "retrieval": share}
+            for i, share in enumerate(found)
+        ]
+        return {
+            "name": name, "parameters": 1, "steps": 10, "tokens": 100, "epochs": 1.0,
+            "seconds": 1, "curve": [], "validation": validation,
+            "start": {"name": "base", "perplexity": 19.0, "retrieval": {"passkey_256": 1.0}},
+            "retrieval": {"passkey_256": {"what": "passkeys", "length": 256, "prompts": 50}},
+            **changes,
+        }  # fmt: skip
+
+    before = run("old", start={"name": "base", "perplexity": 19.0})
+    before["validation"] = [{"step": 0, "perplexity": 20.0}]
+    del before["retrieval"]
+    sections = {s.title: s for s in training_sections([run("new"), before])}
+    section = sections["Retrieval in training"]
+    assert section.rows == [["new: passkeys at 256", "1.00", "0.10", "0.98"]]
+    assert "new: passkeys at 256" in section.figure["wide"]
+    assert what_was_kept(run("new")) == (
+        "kept of base: perplexity +0.0 %, passkeys at 256 tokens 49 of 50 where it has 50"
+    )
+    assert what_was_kept(before) == "kept of base: perplexity +5.3 %"
+    assert what_was_kept({**before, "start": None}) == ""
+    assert "Retrieval in training" not in {s.title for s in training_sections([before])}

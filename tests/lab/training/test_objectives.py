@@ -1,0 +1,214 @@
+"""Learning from a teacher: the losses, which parameters they reach, what is rejected."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from coca_attention import convert
+from coca_lab.training.objectives import (
+    HIDDEN_WEIGHT,
+    prediction_distance,
+    relative_distance,
+    teacher_loss,
+)
+from families import FAMILIES, vanilla
+
+
+def batch(model, length=12):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, model.config.vocab_size, (2, length), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def learned(teacher, student, objective) -> tuple[float, dict]:
+    student.train().zero_grad()  # while it is evaluated, the objective leaves it alone
+    with teacher_loss(teacher, student, objective) as loss:
+        value = loss(student, batch(student))
+        value.backward()
+    return value.item(), gradients(student)
+
+
+@pytest.mark.parametrize("objective", ["attention", "logits", "hidden_states"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_student_that_is_the_teacher_has_nothing_to_learn(family, objective):
+    teacher = vanilla(family)
+    value, found = learned(teacher, copy.deepcopy(teacher), objective)
+    assert abs(value) < 1e-6
+    assert max(g.abs().max().item() for g in found.values()) < 1e-5
+
+
+@pytest.mark.parametrize("objective", ["attention", "logits", "hidden_states"])
+def test_packed_documents_are_told_apart_by_both(objective):
+    """The first document must not matter to what is learned from the second."""
+    teacher = vanilla("Llama").double()
+    student = convert(copy.deepcopy(teacher), "slack").train()
+    ids = batch(student)["input_ids"][:1]
+    places = torch.tensor([[*range(6), *range(6)]])
+    with teacher_loss(teacher, student, objective) as loss:
+        packed = loss(student, {"input_ids": ids, "position_ids": places})
+        parts = [loss(student, {"input_ids": part}) for part in ids.split(6, dim=1)]
+    if objective == "logits":  # a mean over tokens
+        assert packed.item() == pytest.approx(sum(parts).item() / 2, rel=1e-6)
+    with teacher_loss(teacher, student, objective) as loss:
+        running = loss(student, {"input_ids": ids})
+    assert running.item() != pytest.approx(packed.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_learns_from_the_teachers_own_input(family):
+    """So a layer's gradient does not depend on the layers before it, nor reach them."""
+    teacher = vanilla(family)
+    student = convert(copy.deepcopy(teacher), "strict")
+    value, found = learned(teacher, student, "attention")
+    assert 0.01 < value < 100
+    parts = {name.rpartition(".")[0].rpartition(".")[2] for name in found}
+    assert {"q_proj", "t_proj", "v_proj"} <= parts
+    assert parts <= {"q_proj", "t_proj", "v_proj", "q_norm", "t_norm"}
+    with torch.no_grad():
+        for name, weight in student.named_parameters():
+            if ".layers.0." in f".{name}":
+                weight.add_(0.3 * torch.randn_like(weight))
+    _, again = learned(teacher, student, "attention")
+    for name in found:
+        assert torch.equal(found[name], again[name]) == (".layers.1." in name), name
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-NeoX", "Gemma 3"])
+def test_attention_is_matched_before_the_output_projection(family):
+    """The loss from the definition: each layer called by hand with the teacher's input."""
+    teacher = vanilla(family)
+    student = convert(copy.deepcopy(teacher), "slack")
+    ids = batch(student)["input_ids"]
+    names = {"GPT-NeoX": ("attention", "dense")}.get(family, ("self_attn", "o_proj"))
+    seen: dict[str, list] = {"teacher": [], "input": [], "student": []}
+
+    def watch(model, role):
+        for index, layer in enumerate(model.base_model.layers):
+            attention = getattr(layer, names[0])
+
+            def inputs(module, args, kwargs, index=index):
+                if role == "teacher":
+                    seen["input"].append(args[0] if args else kwargs["hidden_states"])
+                    return None
+                return (), {**kwargs, "hidden_states": seen["input"][index]}
+
+            attention.register_forward_pre_hook(inputs, with_kwargs=True)
+            getattr(attention, names[1]).register_forward_pre_hook(
+                lambda module, args: seen[role].append(args[0])
+            )
+
+    clean = copy.deepcopy(teacher), copy.deepcopy(student)
+    with torch.no_grad():
+        for model, role in ((teacher, "teacher"), (student, "student")):
+            watch(model, role)
+            model(ids)
+    expected = [
+        ((ours - theirs) ** 2).mean() / theirs.var()
+        for ours, theirs in zip(seen["student"], seen["teacher"], strict=True)
+    ]
+    assert len(expected) == 2
+    value, _ = learned(*clean, "attention")
+    assert value == pytest.approx(torch.stack(expected).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["attention", "logits"])
+def test_recomputed_activations_give_the_same_gradients(objective):
+    teacher = vanilla("Llama")
+    student = convert(copy.deepcopy(teacher), "slack").train()
+    plain = learned(teacher, student, objective)
+    student.gradient_checkpointing_enable()
+    saving = learned(teacher, student, objective)
+    assert saving[0] == plain[0] and saving[1].keys() == plain[1].keys()
+    for name, gradient in plain[1].items():
+        assert torch.allclose(gradient, saving[1][name], atol=1e-7), name
+
+
+def test_hooks_are_gone_and_the_teacher_is_left_alone():
+    teacher = vanilla("Llama")
+    student = convert(copy.deepcopy(teacher), "slack")
+    ids = batch(student)["input_ids"]
+    before = student(ids).logits, teacher(ids).logits
+    _, _ = learned(teacher, student, "attention")
+    assert torch.equal(student(ids).logits, before[0]) and torch.equal(
+        teacher(ids).logits, before[1]
+    )
+    assert not gradients(teacher)
+    assert not any(module is teacher for module in student.modules())
+
+
+def test_nothing_behind_an_attention_layer_is_kept_for_gradients():
+    teacher = vanilla("Llama")
+    student = convert(copy.deepcopy(teacher), "slack").train().requires_grad_(False)
+    for layer in student.base_model.layers:
+        layer.self_attn.t_proj.requires_grad_(True)
+    with teacher_loss(teacher, student, "attention") as loss:
+        assert loss(student, batch(student)).requires_grad
+        assert not student(batch(student)["input_ids"]).logits.requires_grad
+
+
+def test_the_distances_are_what_they_are_called():
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = (torch.randn(2, 3, 7, generator=generator) for _ in range(2))
+    p, q = targets.double().softmax(-1), logits.double().softmax(-1)
+    expected = (p * (p / q).log()).sum(-1).mean()
+    assert prediction_distance(logits, targets).item() == pytest.approx(expected.item(), rel=1e-5)
+    constant = torch.full_like(targets, targets.mean().item())
+    assert relative_distance(constant, targets).item() == pytest.approx(1, rel=0.05)
+    assert relative_distance(3 * logits, 3 * targets).item() == pytest.approx(
+        relative_distance(logits, targets).item(), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "objective", "message"),
+    [
+        ({"vocab_size": 98}, "logits", "vocab_size 98 instead of 97"),
+        ({"num_hidden_layers": 3}, "attention", "num_hidden_layers 3 instead of 2"),
+        ({"num_hidden_layers": 3}, "hidden_states", "num_hidden_layers 3 instead of 2"),
+        ({"hidden_size": 64}, "hidden_states", "hidden_size 64 instead of 32"),
+        ({"hidden_size": 64}, "attention", "hidden_size 64 instead of 32"),
+        ({"num_attention_heads": 2}, "attention", "num_attention_heads 2 instead of 4"),
+        ({"head_dim": 16}, "attention", "head_dim 16 instead of 8"),
+    ],
+)
+def test_a_teacher_of_another_shape_is_rejected(changes, objective, message):
+    with (
+        pytest.raises(ValueError, match=message),
+        teacher_loss(vanilla("Llama", **changes), convert(vanilla("Llama")), objective),
+    ):
+        pass
+
+
+def test_a_teacher_of_no_known_family_is_rejected_for_attention():
+    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4)
+    teacher, student = AutoModelForCausalLM.from_config(config), convert(vanilla("Llama"))
+    with (
+        pytest.raises(ValueError, match="attention layers of GPT2LMHeadModel are not known"),
+        teacher_loss(teacher, student, "attention"),
+    ):
+        pass
+
+
+def test_hidden_states_are_matched_after_every_layer():
+    teacher = vanilla("Llama")
+    student = convert(copy.deepcopy(teacher), "strict")
+    value, _ = learned(teacher, student, "hidden_states")
+    ids = batch(student)["input_ids"]
+    ours, theirs = (model(ids, output_hidden_states=True) for model in (student, teacher))
+    expected = prediction_distance(ours.logits, theirs.logits).item()
+    for layer in (1, 2):
+        distance = relative_distance(ours.hidden_states[layer], theirs.hidden_states[layer])
+        expected += HIDDEN_WEIGHT * distance.item() / 2
+    assert len(theirs.hidden_states) == 3
+    assert value == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_larger_teacher_of_the_same_vocabulary_may_teach_predictions():
+    teacher = vanilla("Llama", hidden_size=64, num_hidden_layers=3)
+    assert learned(teacher, convert(vanilla("Llama")), "logits")[0] > 0

@@ -1,0 +1,474 @@
+"""Many processes: FSDP2 and DDP compute what one process does and resume each other's runs.
+
+Two CPU processes with gloo, started as users start them. Most tests share one launch, which takes
+as long as importing everything twice.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from errno import ENOSPC
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.utils import FullyShardedDataParallelPlugin
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+
+from coca_attention.errors import UserError
+from coca_attention.models import load_model
+from coca_attention.testing import difference, logits, some_tokens
+from coca_lab.training import (
+    last_checkpoint,
+    load_recipe,
+    read_summary,
+    retrieval,
+    train,
+)
+from coca_lab.training.checkpoints import catch_write_errors, problem_of
+from coca_lab.training.sections import TrainingRecipe
+from coca_lab.training.sharding import check_layers, check_options
+from coca_lab.training.trainer import training_arguments
+from conftest import VOCABULARY, tiny_model
+from families import FAMILIES, vanilla
+
+CONFIGURATIONS = Path(__file__).parents[2] / "recipes" / "accelerate"
+
+# Two processes sum gradients in another order, which changes the last bit of float32 (4.8e-7 for a
+# loss between 4 and 8). Adam divides by the size of the gradient, so a weight with a tiny gradient
+# may differ by more: a thousandth of one step's update (1e-2) is allowed over all steps.
+LOSS = 5e-6
+WEIGHT = 1e-5
+
+TRAINING = {
+    "steps": 20,
+    "global_batch_size": 8,
+    "micro_batch_size": 2,  # two passes a step on each of two processes, four on one
+    "precision": "float32",
+    "learning_rate": 1e-2,
+    "save_every": 10,
+    "log_every": 1,
+    "report_to": [],
+}
+STAGES = [
+    {"name": "t", "train": "t"},
+    {"name": "attention", "train": "qt", "objective": "attention"},
+    {"name": "hidden_states", "objective": "hidden_states"},  # and logits
+    {"name": "adapters", "train": "lora", "lora_rank": 2},
+]
+ALONE = ["--training.context_parallel", "1"]
+# The command line, for several runs in one launch, with faults in the second process.
+COMMANDS = """
+import os, signal, sys, time
+from coca_lab.cli import main
+from coca_lab.training import retrieval
+from coca_lab.training.trainer import RecipeTrainer
+
+retrieval.ANSWER = 4  # tokens; longer answers only take longer
+
+fault, *words = sys.argv[1:]
+kind, _, step = fault.partition(" ")
+
+def wrong(trainer):
+    return trainer.args.process_index == 1 and str(trainer.state.global_step) == step
+
+save = RecipeTrainer._save_optimizer_and_scheduler
+def cut_short(self, folder):
+    if kind == "kill" and wrong(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(self, folder)
+RecipeTrainer._save_optimizer_and_scheduler = cut_short
+
+checkpoint = RecipeTrainer._save_checkpoint
+def poisoned(self, *args, **kwargs):
+    if kind == "nan" and wrong(self):
+        next(self.model.parameters()).to_local().data[:] = float("nan")
+    checkpoint(self, *args, **kwargs)
+RecipeTrainer._save_checkpoint = poisoned
+
+for recipe, output in zip(words[::2], words[1::2], strict=True):
+    code = main(["train", recipe, "--output", output])
+    if code:
+        time.sleep(5)  # the launcher stops the others as soon as one exits
+        sys.exit(code)
+"""
+
+
+def started(folder, launcher, runs, fault="none"):
+    """Run recipes with a launcher; returns the finished process."""
+    (folder / "commands.py").write_text(COMMANDS)
+    words = [str(word) for run in runs for word in run]
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, launcher), folder / "commands.py", fault, *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def fsdp2(processes=2):
+    return [
+        "accelerate.commands.launch",
+        "--config_file",
+        CONFIGURATIONS / "2-cpu-fsdp2.yaml",
+        "--num_processes",
+        processes,
+    ]
+
+
+DDP = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def recipes(text_folder, tokenizer, tmp_path_factory):
+    """Recipe files: a model from scratch, and all kinds of stages from a rotary model."""
+    folder = tmp_path_factory.mktemp("recipes")
+    vanilla("Llama", vocab_size=VOCABULARY).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    data = {"source": str(text_folder), "block_length": 16}
+    contents = {
+        "scratch": {
+            "model": {"hidden_size": 16, "num_layers": 2, "num_heads": 2},
+            "data": {**data, "vocab_size": 300},
+            "training": TRAINING,
+        },
+        "staged": {
+            "model": {
+                "start": str(folder / "base"),
+                "attention": "slack",
+                "init": "calibrated",
+            },
+            "data": data,
+            "training": {
+                **TRAINING,
+                "steps": 4,
+                "learning_rate": 3e-3,
+                "precision": "bfloat16",
+                "gradient_checkpointing": True,
+            },
+            "stages": STAGES,
+            "validation": {
+                "every": 2,
+                "source": str(text_folder),
+                "batches": 1,
+                "passkeys": 3,
+                "lengths": [270],
+            },
+        },
+        # Local and global layers, grouped heads, and blocks of 15 tokens in four chunks.
+        "split": {
+            "model": {
+                "attention": "strict",
+                "body": "llama",
+                "hidden_size": 32,
+                "num_layers": 2,
+                "num_heads": 4,
+                "num_key_value_heads": 2,
+                "layers": "lg",
+                "window": 5,
+            },
+            "data": {**data, "vocab_size": 300, "block_length": 15},
+            "training": {**TRAINING, "steps": 10, "save_every": 5, "context_parallel": 2},
+            "validation": {"every": 5, "source": str(text_folder), "batches": 1},
+        },
+    }
+    for name, content in contents.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(recipes, tmp_path_factory):
+    """The folder with the runs of two processes (two-…) and of one (one-…)."""
+    folder = tmp_path_factory.mktemp("runs")
+    names = ("scratch", "staged", "split")
+    done = started(
+        folder, fsdp2(), [(recipes / f"{name}.yaml", folder / f"two-{name}") for name in names]
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("parameters") == len(names)  # only one process prints
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieval, "ANSWER", 4)
+        for name in names:
+            train(load_recipe(recipes / f"{name}.yaml", ALONE), folder / f"one-{name}")
+    return folder
+
+
+def assert_the_same(ours, theirs, steps, weight_tolerance=WEIGHT):
+    """The losses of every step, and the weights."""
+    curves = [read_summary(folder)["curve"] for folder in (ours, theirs)]
+    assert len(curves[0]) == len(curves[1]) == steps
+    for one, other in zip(*curves, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=LOSS), one
+    weights = [load_file(folder / "model.safetensors") for folder in (ours, theirs)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(
+            weight, weights[1][name], atol=weight_tolerance, rtol=0, msg=name
+        )
+
+
+def test_two_sharded_processes_learn_what_one_does(runs):
+    assert_the_same(runs / "two-scratch", runs / "one-scratch", TRAINING["steps"])
+    first, *_, last = read_summary(runs / "two-scratch")["curve"]
+    assert last["loss"] < first["loss"] - 0.5  # training has an effect
+
+
+def test_the_weights_of_a_layer_lie_on_both_processes(runs):
+    checkpoint = last_checkpoint(runs / "two-scratch" / "checkpoints")
+    assert checkpoint is not None and checkpoint.name == "checkpoint-20"
+    for part, name in (
+        ("pytorch_model_fsdp_0", "model.gpt_neox.layers.1.attention.t_proj.weight"),
+        ("optimizer_0", "optimizer.state.gpt_neox.layers.1.attention.t_proj.weight.exp_avg"),
+    ):
+        known = FileSystemReader(checkpoint / part).read_metadata()
+        chunks = known.state_dict_metadata[name].chunks  # pyright: ignore
+        assert [tuple(chunk.sizes) for chunk in chunks] == [(4, 16), (4, 16)]
+        stored = {place.relative_path for place in known.storage_data.values()}
+        assert len(stored) == 2, "each process writes its own file"
+
+
+def test_an_ordinary_model_is_left_by_sharded_processes(runs):
+    ours, theirs = (load_model(runs / f"{n}-scratch") for n in ("two", "one"))
+    names = [{p.name for p in (runs / f"{n}-scratch").iterdir()} for n in ("two", "one")]
+    assert names[0] == names[1]
+    assert (runs / "two-scratch" / "config.json").read_text() == (
+        runs / "one-scratch" / "config.json"
+    ).read_text()
+    tokens = some_tokens(ours)
+    assert difference(logits(ours, tokens), logits(theirs, tokens)) < 1e-4
+
+
+def test_stages_bfloat16_and_recomputed_activations_on_two_processes(runs):
+    """Frozen parameters, every objective beside a whole teacher, adapters merged, validation."""
+    assert_the_same(runs / "two-staged", runs / "one-staged", 4 * len(STAGES))
+    measured = [read_summary(runs / f"{name}-staged") for name in ("two", "one")]
+    ours, theirs = (
+        [entry["perplexity"] for entry in (summary["start"], *summary["validation"])]
+        for summary in measured
+    )
+    assert len(ours) == 1 + 3 * len(STAGES)  # the start; before, during and after each stage
+    assert ours == pytest.approx(theirs, rel=LOSS)
+    for summary in measured:
+        found = [entry["retrieval"] for entry in (summary["start"], *summary["validation"])]
+        assert found == [{"passkey_270": 0.0}] * len(ours)
+    stages = read_summary(runs / "two-staged")["stages"]
+    assert stages == [
+        {**stage, "seconds": ours["seconds"], "throughput": ours["throughput"]}
+        for stage, ours in zip(read_summary(runs / "one-staged")["stages"], stages, strict=True)
+    ]
+    before, after = (
+        load_file(runs / "two-staged" / "stages" / name / "model.safetensors")
+        for name in ("t", "attention")
+    )
+    trained = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.split(".")[-2] for name in trained} == {"q_proj", "t_proj"}
+
+
+# Attention sums over keys in another order, too, which changes the second last bit of float32, so
+# that the limit for weights is a hundredth of one step's update.
+SPLIT_WEIGHT = 1e-4
+
+
+def assert_the_same_split(ours, runs):
+    """Losses, weights and validation of a run of blocks shared by processes."""
+    assert_the_same(ours, runs / "one-split", 10, SPLIT_WEIGHT)
+    found, expected = (
+        [entry["perplexity"] for entry in read_summary(folder)["validation"]]
+        for folder in (ours, runs / "one-split")
+    )
+    assert len(found) == 3 and found == pytest.approx(expected, rel=LOSS)
+
+
+def test_two_processes_share_every_block(runs):
+    assert_the_same_split(runs / "two-split", runs)
+
+
+def test_one_process_resumes_a_run_whose_blocks_were_shared(runs, recipes, tmp_path):
+    output = unfinished(runs / "two-split", tmp_path / "run", 10)
+    train(load_recipe(recipes / "split.yaml", ALONE), output)
+    assert_the_same_split(output, runs)
+
+
+@pytest.mark.slow
+def test_two_groups_share_blocks_without_shards(runs, recipes, tmp_path):
+    """Four processes, and a run of one that they resume."""
+    output = unfinished(runs / "one-split", tmp_path / "resumed", 10)
+    launch = [*DDP[:-1], "4"]
+    run = [(recipes / "split.yaml", tmp_path / "run"), (recipes / "split.yaml", output)]
+    done = started(tmp_path, launch, run)
+    assert done.returncode == 0, done.stderr
+    for folder in (tmp_path / "run", output):
+        assert_the_same_split(folder, runs)
+
+
+def unfinished(run, output, step):
+    """A copy of a run as after a kill during a checkpoint, which lacks its last file."""
+    shutil.copytree(run, output)
+    for name in ("training.json", "model.safetensors", "config.json"):
+        (output / name).unlink()
+    (output / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    return output
+
+
+def test_one_process_resumes_a_checkpoint_of_two(runs, recipes, tmp_path):
+    """A single process without FSDP; an incomplete checkpoint is skipped."""
+    output = unfinished(runs / "two-scratch", tmp_path / "run", 20)
+    assert last_checkpoint(output / "checkpoints") == output / "checkpoints" / "checkpoint-10"
+    train(load_recipe(recipes / "scratch.yaml"), output)
+    assert_the_same(output, runs / "one-scratch", TRAINING["steps"])
+
+
+def test_a_missing_part_is_named(runs, recipes, tmp_path):
+    output = unfinished(runs / "two-scratch", tmp_path / "run", 20)
+    checkpoint = output / "checkpoints" / "checkpoint-10"
+    (checkpoint / "optimizer_0" / "__1_0.distcp").unlink()
+    assert problem_of(checkpoint) == "optimizer_0/__1_0.distcp is missing"
+    (checkpoint / "checksums.json").unlink()  # as written by earlier versions
+    with pytest.raises(UserError, match=r"checkpoint-10 cannot be read .*__1_0.distcp.*the folder"):
+        train(load_recipe(recipes / "scratch.yaml"), output)
+
+
+@pytest.mark.slow
+def test_every_family_in_parts(text_folder, tokenizer, tmp_path):
+    data = {"source": str(text_folder), "block_length": 16}
+    training = {**TRAINING, "steps": 3, "save_every": 3}
+    paths = []
+    for name in FAMILIES:
+        base = tmp_path / f"{name} base"
+        vanilla(name, vocab_size=VOCABULARY).save_pretrained(base)
+        tokenizer.save_pretrained(base)
+        model = {"start": str(base), "attention": "strict"}
+        paths.append(tmp_path / f"{name}.yaml")
+        paths[-1].write_text(yaml.safe_dump({"model": model, "data": data, "training": training}))
+    done = started(tmp_path, fsdp2(), [(path, path.with_suffix(".two")) for path in paths])
+    assert done.returncode == 0, done.stderr
+    for path in paths:
+        alone = train(load_recipe(path), path.with_suffix(".one"))
+        assert_the_same(path.with_suffix(".two"), alone, 3)
+
+
+@pytest.mark.slow
+def test_killed_while_writing_it_resumes_with_any_number_of_processes(runs, recipes, tmp_path):
+    """Two processes, one dies between its weights and its optimizer's; then one; then two."""
+    recipe, output = recipes / "scratch.yaml", tmp_path / "run"
+    options = {**yaml.safe_load(recipe.read_text())}
+    options["training"] = {**TRAINING, "save_every": 5}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(options))
+    run = [(tmp_path / "r.yaml", output)]
+    assert started(tmp_path, fsdp2(), run, fault="kill 10").returncode
+    checkpoints = output / "checkpoints"
+    assert (checkpoints / "checkpoint-10" / "pytorch_model_fsdp_0").is_dir()
+    assert last_checkpoint(checkpoints) == checkpoints / "checkpoint-5"
+    stopped = started(tmp_path, fsdp2(1), run)
+    assert stopped.returncode == 0, stopped.stderr
+    assert_the_same(output, runs / "one-scratch", TRAINING["steps"])
+    again = unfinished(output, tmp_path / "again", 20)
+    done = started(tmp_path, fsdp2(2), [(tmp_path / "r.yaml", again)])
+    assert done.returncode == 0, done.stderr
+    assert_the_same(again, runs / "one-scratch", TRAINING["steps"])
+
+
+@pytest.mark.slow
+def test_a_value_that_is_not_finite_in_one_part_stops_all(recipes, tmp_path):
+    run = tmp_path / "run"
+    stopped = started(tmp_path, fsdp2(), [(recipes / "scratch.yaml", run)], fault="nan 20")
+    assert stopped.returncode
+    said = "has values that are not finite"
+    assert stopped.stderr.count(said) == 2, stopped.stderr  # neither waits for the other
+    assert re.search(rf"{said} .*the last good checkpoint is \S*checkpoint-10", stopped.stderr)
+    assert not (run / "checkpoints" / "checkpoint-20" / "trainer_state.json").exists()
+
+
+@pytest.mark.slow
+def test_a_teacher_beside_unsharded_processes_and_no_way_from_them_to_shards(
+    runs, recipes, tmp_path
+):
+    done = started(tmp_path, DDP, [(recipes / f"{n}.yaml", tmp_path / n) for n in ("staged",)])
+    assert done.returncode == 0, done.stderr
+    assert_the_same(tmp_path / "staged", runs / "one-staged", 4 * len(STAGES))
+    output = unfinished(runs / "one-scratch", tmp_path / "run", 20)
+    refused = started(tmp_path, fsdp2(), [(recipes / "scratch.yaml", output)])
+    assert refused.returncode
+    assert "checkpoint-10 was written without FSDP, and this run is sharded" in refused.stderr
+
+
+def plugin(monkeypatch, **options):
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # Accelerate sets it
+    known = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
+    return FullyShardedDataParallelPlugin(**{**known, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD"}, "set fsdp_version: 2"),
+        ({"cpu_ram_efficient_loading": True}, "set fsdp_cpu_ram_efficient_loading: false"),
+        ({"activation_checkpointing": True}, "training.gradient_checkpointing"),
+    ],
+)
+def test_configurations_that_are_not_supported(monkeypatch, options, message):
+    with pytest.raises(UserError, match=message):
+        check_options(plugin(monkeypatch, **options))
+    check_options(plugin(monkeypatch))
+
+
+def test_layers_to_gather_must_be_known(monkeypatch):
+    model = tiny_model("slack")
+    check_layers(plugin(monkeypatch), model)
+    for options, message in (
+        ({"auto_wrap_policy": "no_wrap"}, "set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
+        ({"transformer_cls_names_to_wrap": ["Layer"]}, "has no layers called Layer"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_layers(plugin(monkeypatch, **options), model)
+    monkeypatch.setattr(model, "_no_split_modules", None)
+    with pytest.raises(UserError, match=r"names no layers .*set fsdp_transformer_layer"):
+        check_layers(plugin(monkeypatch), model)
+
+
+def test_fsdp_without_processes_is_rejected(recipes, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="there is no process group: start with accelerate launch"):
+        train(load_recipe(recipes / "scratch.yaml"), tmp_path / "run")
+
+
+def test_fsdp_and_compilation_are_not_combined(recipes, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    recipe = load_recipe(recipes / "scratch.yaml", ["--training.compile", "true"])
+    with pytest.raises(UserError, match=r"training\.compile cannot be combined with FSDP"):
+        train(recipe, tmp_path / "run")
+
+
+def test_a_full_disk_of_one_process_is_reported_in_one_line(tmp_path):
+    failed = CheckpointException("write", {1: (OSError(ENOSPC, os.strerror(ENOSPC)), None)})  # pyright: ignore
+    said = r"cannot be written: .* all is well\. No space left on device: free disk space"
+    with pytest.raises(UserError, match=said), catch_write_errors(tmp_path, lambda: "all is well"):
+        raise failed
+    with pytest.raises(CheckpointException), catch_write_errors(tmp_path, str):
+        raise CheckpointException("write", {0: (RuntimeError("a defect"), None)})  # pyright: ignore
+
+
+def test_the_recipe_controls_precision(monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    for precision, name in (("float32", "no"), ("bfloat16", "bf16")):
+        settings = TrainingRecipe(precision=precision)
+        assert training_arguments(settings, tmp_path, 1).mixed_precision == name
+
+
+def test_every_configuration_names_the_version_and_leaves_the_precision_to_the_recipe():
+    paths = sorted(CONFIGURATIONS.glob("*.yaml"))
+    assert len(paths) == 4
+    for path in paths:
+        content = yaml.safe_load(path.read_text())
+        assert "mixed_precision" not in content
+        assert content["num_processes"] % content["num_machines"] == 0
+        if content["distributed_type"] == "FSDP":
+            assert content["fsdp_config"]["fsdp_version"] == 2
+            assert content["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is False

@@ -1,0 +1,382 @@
+"""Damaged checkpoints, extended runs, and two processes on one folder."""
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train import recipe, words
+from transformers import AutoTokenizer, TrainerCallback
+
+from coca_lab.environment import hold
+from coca_attention.errors import UserError
+from coca_lab.training import (
+    as_yaml,
+    interrupts,
+    is_finished,
+    last_checkpoint,
+    load_recipe,
+    read_summary,
+    train,
+)
+
+
+class Stop(TrainerCallback):
+    """Interrupts a run after a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+class Record(TrainerCallback):
+    """The steps that a run takes and their learning rates."""
+
+    def __init__(self):
+        self.rates = {}
+
+    def on_step_end(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+        self.rates[state.global_step] = optimizer.param_groups[0]["lr"]
+
+
+@pytest.fixture(scope="module")
+def straight(text_folder, tmp_path_factory):
+    return train(recipe(text_folder), tmp_path_factory.mktemp("straight"))
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def garbage(path):
+    path.write_bytes(b"\x00garbage" * 50)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "problem"),
+    [
+        ("model.safetensors", truncate, "model.safetensors is damaged"),
+        ("model.safetensors", flip, "model.safetensors is damaged"),
+        ("optimizer.pt", garbage, "optimizer.pt is damaged"),
+        ("rng_state.pth", garbage, "rng_state.pth is damaged"),
+        ("scheduler.pt", os.unlink, "scheduler.pt is missing"),
+        ("trainer_state.json", garbage, "trainer_state.json is damaged"),
+        ("trainer_state.json", os.unlink, "it is incomplete"),
+        ("checksums.json", garbage, "checksums.json is damaged"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over(
+    text_folder, tmp_path, straight, caplog, name, damage, problem
+):
+    """The run goes on from the one before, says so in one line, and ends with the same weights."""
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(text_folder), tmp_path, callbacks=[Stop(9)])
+    folder = tmp_path / "checkpoints"
+    damage(folder / "checkpoint-8" / name)
+    caplog.clear()
+    seen = Record()
+    train(recipe(text_folder), tmp_path, callbacks=[seen])
+    ours = "coca_lab.training.checkpoints"
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == ours and record.levelno == logging.WARNING
+    ]
+    assert said == [
+        f"{folder}: checkpoint-8 cannot be used ({problem}); training goes on from checkpoint-4"
+    ]
+    assert list(seen.rates) == list(range(5, 13))
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path, straight))
+    assert all(torch.equal(weight, theirs[key]) for key, weight in ours.items())
+    assert last_checkpoint(folder).name == "checkpoint-12"
+
+
+def test_without_a_whole_checkpoint_training_starts_again(text_folder, tmp_path, straight, caplog):
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(text_folder), tmp_path, callbacks=[Stop(9)])
+    for step in (4, 8):
+        garbage(tmp_path / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt")
+    train(recipe(text_folder), tmp_path)
+    assert "training starts again at the first step" in caplog.text
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path, straight))
+    assert all(torch.equal(weight, theirs[key]) for key, weight in ours.items())
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors"])
+def test_a_checkpoint_without_checksums_that_is_damaged_is_named(text_folder, tmp_path, name):
+    """One of an earlier version; PyTorch would advise to run code in the file."""
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(text_folder), tmp_path, callbacks=[Stop(9)])
+    newest = tmp_path / "checkpoints" / "checkpoint-8"
+    (newest / "checksums.json").unlink()
+    garbage(newest / name)
+    with pytest.raises(
+        UserError, match=r"checkpoint-8 cannot be read.*remove the folder"
+    ) as caught:
+        train(recipe(text_folder), tmp_path)
+    assert "weights_only" not in str(caught.value)
+
+
+def test_files_are_on_the_disk_before_a_checkpoint_counts(text_folder, tmp_path, monkeypatch):
+    """Everything that checksums.json lists was synced before it, and it before another goes."""
+    synced, plain = [], os.fsync
+
+    def fsync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    train(recipe(text_folder), tmp_path)
+    newest = (tmp_path / "checkpoints" / "checkpoint-12").resolve()
+    known = json.loads((newest / "checksums.json").read_text())["files"]
+    first = min(i for i, name in enumerate(synced) if "checkpoint-12/.checksums.json" in name)
+    before = set(synced[:first])
+    assert {str(newest), *(str(newest / name) for name in known)} <= before
+    assert {str(newest), str(newest.parent)} <= set(synced[first:])
+    assert str(tmp_path.resolve()) in synced
+
+
+def test_resuming_prints_no_warning_about_tied_weights(text_folder, tmp_path, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(text_folder), tmp_path, callbacks=[Stop(9)])
+    capsys.readouterr()
+    train(recipe(text_folder), tmp_path)
+    captured = capsys.readouterr()
+    assert "missing keys" not in captured.out + captured.err
+
+
+def test_a_finished_run_is_extended(text_folder, tmp_path, straight):
+    """From its last checkpoint, with the next blocks, at the rates of the longer schedule."""
+    folder = train(recipe(text_folder), tmp_path)
+    longer = recipe(text_folder, training__steps=16)
+    with pytest.raises(UserError, match="holds a run of 12 steps: add --extend to train it to 16"):
+        train(longer, tmp_path)
+    seen, whole = Record(), Record()
+    train(longer, folder, extend=True, callbacks=[seen])
+    train(longer, folder, extend=True)  # the same command again
+    fresh = train(longer, tmp_path / "fresh", callbacks=[whole])
+    assert seen.rates == {step: whole.rates[step] for step in (13, 14, 15, 16)}
+    ours, theirs = read_summary(folder), read_summary(fresh)
+    assert ours["steps"] == 16 and ours["tokens"] == theirs["tokens"]
+    assert ours["extended_from"] == [12] and "extended_from" not in theirs
+    assert [c["step"] for c in ours["curve"]] == [c["step"] for c in theirs["curve"]]
+    assert json.loads((folder / "training-12.json").read_text())["steps"] == 12
+    old, new = (load_file(path / "model.safetensors") for path in (straight, folder))
+    assert any(not torch.equal(weight, new[name]) for name, weight in old.items())
+
+
+def test_a_model_with_several_chat_templates_is_saved_again(text_folder, tmp_path, straight):
+    """They lie in a folder beside the weights, which a second save finds there."""
+    tokenizer = AutoTokenizer.from_pretrained(straight)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    options = {"data__tokenizer": str(tmp_path / "tokenizer")}
+    folder = train(recipe(text_folder, **options), tmp_path / "run")
+    train(recipe(text_folder, training__steps=14, **options), folder, extend=True)
+    assert is_finished(folder) and (folder / "additional_chat_templates" / "tools.jinja").is_file()
+
+
+def test_an_extension_that_was_interrupted_resumes(text_folder, tmp_path):
+    train(recipe(text_folder), tmp_path)
+    longer = recipe(text_folder, training__steps=20)
+    with pytest.raises(KeyboardInterrupt):
+        train(longer, tmp_path, extend=True, callbacks=[Stop(18)])
+    assert not is_finished(tmp_path)
+    seen = Record()
+    train(longer, tmp_path, callbacks=[seen])
+    assert list(seen.rates) == [17, 18, 19, 20]
+    assert read_summary(tmp_path)["extended_from"] == [12]
+
+
+def test_only_a_longer_recipe_extends(text_folder, tmp_path):
+    train(recipe(text_folder), tmp_path)
+    with pytest.raises(UserError, match="finished run of 12 steps: to extend it, ask for more"):
+        train(recipe(text_folder), tmp_path, extend=True)
+    for changes in ({"training__steps": 8}, {"training__steps": 16, "training__seed": 3}):
+        with pytest.raises(UserError, match="another recipe"):
+            train(recipe(text_folder, **changes), tmp_path, extend=True)
+    assert is_finished(tmp_path)
+    for path in (tmp_path / "checkpoints").iterdir():
+        garbage(path / "optimizer.pt")
+    with pytest.raises(UserError, match="no whole checkpoint to go on from"):
+        train(recipe(text_folder, training__steps=16), tmp_path, extend=True)
+    assert is_finished(tmp_path)
+
+
+def test_a_run_whose_text_has_changed_stays_finished(text_folder, tmp_path):
+    own = tmp_path / "text"
+    shutil.copytree(text_folder, own)
+    folder = train(recipe(own), tmp_path / "run")
+    longer = recipe(own, training__steps=16)
+    with next(path for path in own.rglob("*") if path.is_file()).open("a") as file:
+        file.write("Another sentence, and one more, and others.\n" * 20)
+    with pytest.raises(UserError, match="text has changed"):
+        train(longer, folder, extend=True)
+    assert is_finished(folder) and read_summary(folder)["steps"] == 12
+    shutil.rmtree(own)
+    with pytest.raises(UserError):
+        train(longer, folder, extend=True)
+    assert is_finished(folder)
+
+
+def test_two_processes_on_one_folder(text_folder, tmp_path):
+    """The second names the first and does nothing; the lock ends with the process."""
+    code = (
+        "import sys, time; from pathlib import Path; from coca_lab.environment import hold\n"
+        "with hold(Path(sys.argv[1])):\n print('held', flush=True)\n time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run" / ".lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"run is in use by process {other.pid} on .*wait"):
+            train(recipe(text_folder), tmp_path / "run")
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+        other.kill()
+    folder = train(recipe(text_folder), tmp_path / "run")
+    assert not (folder / ".lock").exists()
+
+
+def test_a_lock_that_another_process_removes_is_taken_anew(tmp_path):
+    with hold(tmp_path / ".lock"):
+        pass
+    with (
+        hold(tmp_path / ".lock"),
+        pytest.raises(UserError, match="in use"),
+        hold(tmp_path / ".lock"),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_says_what_it_does(text_folder, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "coca_attention"):
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe(text_folder), tmp_path, callbacks=[Stop(9)])
+        train(recipe(text_folder), tmp_path)
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("coca")]
+    assert said[0] == f"{tmp_path}: reading the text"
+    assert " tokens; " in said[1]
+    assert " parameters on " in said[2] and said[2].endswith("from the first step")
+    assert said[3].startswith("step 1 of 12, loss ")
+    assert any(line.endswith("resuming from step 8") for line in said)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("seed", -1, "seed must be between 0"),
+        ("beta1", 1.5, "beta1 must be at least 0 and below 1"),
+        ("beta2", -0.1, "beta2 must be at least 0 and below 1"),
+        ("weight_decay", -1, "weight_decay must be 0 or above"),
+        ("max_grad_norm", ".nan", "max_grad_norm must be 0 or above"),
+        ("learning_rate", ".inf", "learning_rate must be above 0"),
+        ("initial_learning_rate", -1, "initial_learning_rate must be 0 or above"),
+    ],
+)
+def test_rates_and_seeds_out_of_range(text_folder, option, value, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(None, words(text_folder, **{f"--training.{option}": value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training__micro_batch_size": 3}, "multiple of micro_batch_size"),
+        ({"model__teacher": "/nowhere"}, "there is no such folder"),
+    ],
+)
+def test_what_needs_no_text_is_checked_first(text_folder, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr("coca_lab.training.run.load_data", None)
+    with pytest.raises(UserError, match=message):
+        train(recipe(text_folder, **changes), tmp_path / "run")
+    assert not (tmp_path / "run" / "recipe.yaml").exists()
+
+
+class Send(TrainerCallback):
+    """Sends signals to this process in the middle of a step."""
+
+    def __init__(self, step: int, *numbers: int):
+        self.step, self.numbers = step, numbers
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step - 1:
+            for number in self.numbers:
+                signal.raise_signal(number)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_saves_the_step_in_which_it_came(
+    text_folder, tmp_path, straight, name, monkeypatch
+):
+    """Twice at once, as torchrun sends it; the resumed run ends with the same weights."""
+    monkeypatch.setattr(interrupts, "ONE_SIGNAL", math.inf)
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    if name == "SIGTERM":  # must not end the tests if nothing handles it
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        with pytest.raises(
+            KeyboardInterrupt, match=r"ended after step 6 of 12, which is saved"
+        ) as e:
+            train(recipe(text_folder), tmp_path, callbacks=[Send(6, number, number)])
+    finally:
+        signal.signal(number, before)
+    assert e.value.signal == number
+    assert last_checkpoint(tmp_path / "checkpoints").name == "checkpoint-6"
+    seen = Record()
+    train(recipe(text_folder), tmp_path, callbacks=[seen])
+    assert list(seen.rates) == list(range(7, 13))
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path, straight))
+    assert all(torch.equal(weight, theirs[key]) for key, weight in ours.items())
+
+
+def test_a_second_signal_ends_a_step_at_once(text_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(interrupts, "ONE_SIGNAL", 0.0)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="within a step"):
+        train(recipe(text_folder), tmp_path, callbacks=[Send(6, signal.SIGINT, signal.SIGINT)])
+    assert last_checkpoint(tmp_path / "checkpoints").name == "checkpoint-4"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_the_command_names_the_step_that_a_signal_saved(text_folder, tmp_path, name, code):
+    path = tmp_path / "recipe.yaml"
+    changes = {"training__steps": 10**6, "training__save_every": 10**6}
+    path.write_text(as_yaml(recipe(text_folder, **changes)))
+    command = [
+        sys.executable,
+        "-m",
+        "coca_lab.cli",
+        "train",
+        path,
+        "--output",
+        tmp_path / "run",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = iter(process.stderr)
+        assert any(line.startswith("step 1 of") for line in said)
+        process.send_signal(getattr(signal, name))
+        *_, last = said
+    assert process.returncode == code
+    step = re.search(r"interrupted: .*ended after step (\S+) of 1,000,000, which is saved", last)[1]
+    saved = last_checkpoint(tmp_path / "run" / "checkpoints")
+    assert saved is not None and saved.name == f"checkpoint-{step.replace(',', '')}"

@@ -1,0 +1,390 @@
+"""Stages: what each trains, the order of the blocks, teachers, adapters, what is rejected."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+import stage_runs
+from coca_lab.data import load_tokenizer
+from coca_attention.errors import UserError
+from coca_attention.models import CoCALlamaConfig
+from coca_lab.loading import load_model
+from coca_lab.training import load_recipe, read_summary, sections, train
+from coca_lab.training.data import load_data
+from coca_lab.training.model import choose_parameters, parameter_counts
+from coca_lab.training.sections import StageRecipe
+from coca_lab.training.stages import block_order, stage_blocks
+from families import vanilla
+from stage_runs import PAPER, TEACHER, TRAINING, changed, weights, write_recipe
+
+base, straight = stage_runs.base, stage_runs.straight
+
+
+def test_each_stage_trains_what_it_names(base, straight):
+    _, run, _ = straight
+    first, second = (weights(run / "stages" / name) for name in ("first", "second"))
+    original = weights(base)
+    kept = {name for name in original if "k_proj" not in name}
+    assert {name for name in first if "t_proj" not in name} == kept
+    assert all(torch.equal(first[name], original[name]) for name in kept)
+    assert changed(first, second) == {"q_proj", "t_proj", "v_proj"}
+    third = changed(second, weights(run))
+    assert {"q_proj", "t_proj", "v_proj", "o_proj", "embed_tokens", "norm", "up_proj"} <= third
+
+
+def test_the_summary_says_what_each_stage_did(straight):
+    _, run, _ = straight
+    summary = read_summary(run)
+    stages = summary["stages"]
+    assert [stage["name"] for stage in stages] == ["first", "second", "third"]
+    assert [stage["steps"] for stage in stages] == [6, 6, 5]
+    assert summary["steps"] == 17 and summary["tokens"] == 17 * 4 * 16
+    # 2 layers, hidden 16, 4 heads of 4, 2 kv_heads: T is 16 to 2 * 2, Q 16 to 16, V 16 to 8.
+    assert [stage["trained"] for stage in stages[:2]] == [2 * 16 * 4, 2 * 16 * (4 + 16 + 8)]
+    assert stages[2]["trained"] == stages[2]["parameters"] == summary["parameters"]
+    assert stages[0]["trained_share"] == stages[0]["trained"] / summary["parameters"]
+    assert [e["step"] for e in summary["curve"] if e["stage"] == "second"] == [7, 8, 10, 12]
+    rates = {e["step"]: e["learning_rate"] for e in summary["curve"]}
+    assert rates[8] == pytest.approx(5e-3, rel=0.2) and rates[16] == pytest.approx(1e-2)
+
+
+def measured(folder, recipe):
+    """Perplexity on the validation blocks, computed without the Trainer."""
+    model = load_model(folder, device="cpu").eval()
+    tokenizer = load_tokenizer(recipe.model.start)
+    blocks = [*load_data(recipe, tokenizer).validation]
+    inputs, targets = (torch.stack([b[n] for b in blocks]) for n in ("input_ids", "shift_labels"))
+    assert inputs.shape == (2 * 4, 16)
+    with torch.no_grad():
+        logits = model(input_ids=inputs).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).exp().item()
+
+
+@pytest.mark.parametrize("stages", [PAPER, TEACHER], ids=["next token", "teacher"])
+def test_validation_is_the_next_token_whatever_a_stage_minimises(
+    base, text_folder, tmp_path, straight, stages
+):
+    if stages is PAPER:
+        path, run, _ = straight
+    else:
+        path = write_recipe(base, text_folder, tmp_path / "r.yaml", stages)
+        run = train(load_recipe(path), tmp_path / "run")
+    recipe, summary = load_recipe(path), read_summary(run)
+    found = {(e["stage"], e["step"]): e["perplexity"] for e in summary["validation"]}
+    steps = [stage.settings(recipe.training).steps for stage in recipe.stages]
+    expected, done = [], 0
+    for stage, count in zip(recipe.stages, steps, strict=True):
+        within = sorted({*range(0, count, 4), count})
+        expected += [(stage.name, done + step) for step in within]
+        done += count
+    assert list(found) == expected
+    first = recipe.stages[0].name
+    assert found[first, steps[0]] == pytest.approx(
+        measured(run / "stages" / first, recipe), rel=1e-5
+    )
+    assert found[recipe.stages[-1].name, done] == pytest.approx(measured(run, recipe), rel=1e-5)
+    # A stage starts where the previous one has ended.
+    assert found[recipe.stages[1].name, steps[0]] == found[first, steps[0]]
+    assert summary["start"] == {
+        "name": base.name,
+        "perplexity": pytest.approx(measured(base, recipe), rel=1e-5),
+    }
+
+
+def test_every_stage_leaves_an_ordinary_model_and_no_checkpoints(straight):
+    _, run, _ = straight
+    for folder in (run, run / "stages" / "first", run / "stages" / "second"):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert model.config.coca_form == "slack"
+        assert (folder / "tokenizer.json").is_file()
+    assert not (run / "stages" / "first" / "checkpoints").exists()
+
+
+def test_no_block_is_read_twice_before_all_were_read(straight):
+    _, _, read = straight
+    blocks = round(17 * 4 / read_summary(straight[1])["epochs"])
+    assert len(read) == 17 * 4
+    assert blocks > 17 * 4 and len(set(read)) == len(read)  # not one pass
+    assert read == block_order(blocks, 17 * 4, seed=0).tolist()
+
+
+def test_stages_read_a_mixture_in_its_own_order(base, text_folder, tmp_path):
+    path = write_recipe(base, text_folder, tmp_path / "r.yaml", PAPER)
+    content = yaml.safe_load(path.read_text())
+    half = {"source": content["data"].pop("source"), "weight": 0.5}
+    content["data"]["mixture"] = {"a": half, "b": dict(half)}
+    path.write_text(yaml.safe_dump(content))
+    recipe = load_recipe(path)
+    parts = stage_blocks(recipe, load_data(recipe, load_tokenizer(str(base))))
+    steps = [stage.get("steps", TRAINING["steps"]) for stage in PAPER]
+    assert [len(part) for part in parts] == [TRAINING["global_batch_size"] * n for n in steps]
+    assert [index for part in parts for index in part.indices] == list(range(17 * 4))
+
+
+def test_the_order_of_blocks_is_one_permutation_after_the_other():
+    order = block_order(10, 25, seed=3)
+    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
+    assert len(set(order[20:])) == 5
+    assert order[:10].tolist() != order[10:20].tolist()
+    assert np.array_equal(order[:7], block_order(10, 7, seed=3))
+    assert not np.array_equal(order, block_order(10, 25, seed=4))
+
+
+def test_learning_from_the_original(base, text_folder, tmp_path):
+    """Both objectives fall, and the teacher itself is not touched or saved."""
+    base = shutil.copytree(base, tmp_path / "sharp")
+    # The trained one's attention is nearly uniform, so that there would be nothing to learn.
+    vanilla("Llama", vocab_size=300).save_pretrained(base)
+    stages = [{**stage, "steps": 40, "learning_rate": 3e-3} for stage in TEACHER]
+    path = write_recipe(base, text_folder, tmp_path / "r.yaml", stages, attention="strict")
+    before = weights(base)
+    run = train(load_recipe(path), tmp_path / "run")
+    curve = read_summary(run)["curve"]
+    for name in ("attention", "logits"):
+        losses = [entry["loss"] for entry in curve if entry["stage"] == name]
+        assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), (name, losses)
+    assert changed(weights(run / "stages" / "attention"), weights(run)) > {"o_proj", "v_proj"}
+    assert changed(before, weights(base)) == set()
+    assert not [name for name in weights(run) if "k_proj" in name or "teacher" in name]
+
+
+def test_accumulated_passes_average_the_loss_of_an_objective(base, text_folder, tmp_path):
+    """Two passes of two blocks a step are one pass of four: the mean, not the sum."""
+    runs = []
+    for size in (2, 4):
+        path = write_recipe(base, text_folder, tmp_path / f"{size}.yaml", TEACHER[1:])
+        recipe = load_recipe(path, ["--training.micro_batch_size", str(size)])
+        runs.append(read_summary(train(recipe, tmp_path / str(size)))["curve"])
+    for ours, theirs in zip(*runs, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+
+
+def test_adapters_train_and_are_merged(base, text_folder, tmp_path):
+    stages = [{"name": "adapters", "train": "lora", "lora_rank": 2}, {"name": "rest", "steps": 1}]
+    path = write_recipe(base, text_folder, tmp_path / "r.yaml", stages)
+    run = train(load_recipe(path), tmp_path / "run")
+    stage = run / "stages" / "adapters"
+    model = AutoModelForCausalLM.from_pretrained(stage)
+    assert not [name for name in weights(stage) if "lora" in name]
+    assert not list(stage.glob("adapter*"))
+    original, merged = weights(base), weights(stage)
+    assert not torch.equal(merged[Q], original[Q])
+    difference = torch.linalg.matrix_rank(merged[Q] - original[Q], tol=1e-5)
+    assert difference == 2
+    assert torch.equal(merged["model.norm.weight"], original["model.norm.weight"])
+    summary = read_summary(run)["stages"][0]
+    assert 0 < summary["trained"] < 0.5 * sum(p.numel() for p in model.parameters())
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def test_adapters_resume_where_they_were_interrupted(base, text_folder, tmp_path):
+    """Also after the last step, before the model was saved."""
+    path = write_recipe(base, text_folder, tmp_path / "r.yaml", [{"name": "a", "train": "lora"}])
+
+    class Stop(TrainerCallback):
+        def __init__(self, step):
+            self.step = step
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == self.step:
+                raise KeyboardInterrupt
+
+        def on_train_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    for step in (3, None):
+        with pytest.raises(KeyboardInterrupt):
+            train(load_recipe(path), tmp_path / "two", callbacks=[Stop(step)])
+    runs = [train(load_recipe(path), tmp_path / name) for name in ("one", "two")]
+    assert changed(*map(weights, runs)) == set()
+
+
+def test_a_start_is_trained_further_without_stages(base, straight, text_folder, tmp_path):
+    """A converted model with position interpolation and longer blocks; and vanilla ones."""
+    _, run, _ = straight
+    options = ["--data.block_length", "32", "--training.steps", "2"]
+
+    def rotary(name, **model):
+        path = write_recipe(base, text_folder, tmp_path / name, [], attention="rope", **model)
+        run = train(load_recipe(path, options), tmp_path / f"run-{name}")
+        config = AutoModelForCausalLM.from_pretrained(run).config
+        assert config.max_position_embeddings == 32
+        return config.rope_parameters
+
+    yarn = rotary("yarn", interpolation=2.0, scaling="yarn")
+    found = [yarn[name] for name in ("rope_type", "factor", "original_max_position_embeddings")]
+    assert found == ["yarn", 2, 16]
+    limited = rotary("limited", max_distance=6)
+    assert [limited[x] for x in ("max_distance", "temperature", "decay_length")] == [6, 16, 2]
+    path = write_recipe(run, text_folder, tmp_path / "a.yaml", [], interpolation=2.0)
+    longer = AutoModelForCausalLM.from_pretrained(
+        train(load_recipe(path, options), tmp_path / "a")
+    ).config
+    assert (longer.rope_parameters["rope_type"], longer.rope_parameters["factor"]) == ("linear", 2)
+    assert longer.max_position_embeddings == 32 and longer.coca_form == "slack"
+    path = write_recipe(base, text_folder, tmp_path / "b.yaml", [], attention="rope")
+    assert changed(weights(base), weights(train(load_recipe(path), tmp_path / "b")))
+
+
+def test_a_start_is_calibrated_on_the_runs_own_blocks(base, straight, text_folder, tmp_path):
+    path = write_recipe(base, text_folder, tmp_path / "r.yaml", PAPER[:1], init="calibrated")
+    run = train(load_recipe(path), tmp_path / "run")
+    assert changed(weights(run), weights(straight[1] / "stages" / "first")) == {"t_proj"}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ({}, ["--data.block_length", "32"], "was trained on 16 tokens and block_length is 32"),
+        ({"attention": "alibi"}, [], "has attention rope, which cannot be converted to alibi"),
+        ({"start": "nowhere"}, [], "nowhere: no model could be loaded"),
+        ({"teacher": "nowhere"}, [], "no model could be loaded"),
+        ({"teacher": "OTHER"}, [], "num_hidden_layers 1 instead of 2"),
+    ],
+)
+def test_starts_and_teachers_that_do_not_fit(base, text_folder, tmp_path, model, options, message):
+    if model.get("teacher") == "OTHER":
+        other = AutoModelForCausalLM.from_pretrained(base, num_hidden_layers=1)
+        other.save_pretrained(tmp_path / "other")
+        model = {"teacher": str(tmp_path / "other")}
+    stages = TEACHER[:1] if "teacher" in model else []
+    path = write_recipe(base, text_folder, tmp_path / "r.yaml", stages, **model)
+    with pytest.raises(UserError, match=message):
+        train(load_recipe(path, options), tmp_path / "run")
+
+
+def test_a_converted_start_is_no_teacher_of_itself(straight, text_folder, tmp_path):
+    path = write_recipe(straight[1], text_folder, tmp_path / "r.yaml", TEACHER)
+    with pytest.raises(UserError, match="already has attention slack"):
+        train(load_recipe(path), tmp_path / "run")
+
+
+def test_a_stage_whose_parameters_the_model_lacks_is_rejected(base):
+    rotary = AutoModelForCausalLM.from_pretrained(base)
+    with pytest.raises(UserError, match="stage 'x' would train nothing: LlamaForCausalLM has no"):
+        choose_parameters(rotary, StageRecipe("x", train="t"))
+
+
+def test_lora_without_peft_is_rejected(monkeypatch):
+    monkeypatch.setattr(sections, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="stage 'x': lora needs peft"):
+        load_recipe(None, ["--stages", '[{"name": "x", "train": "lora"}]'])
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "message"),
+    [
+        ({}, {"train": "k"}, "stages.train must be t, qt"),
+        ({}, {"objective": "perplexity"}, "stages.objective must be next"),
+        ({}, {"stepz": 3}, "stepz"),
+        ({}, {"name": "../x"}, "stage '../x': name is also"),
+        ({}, {"steps": 0}, "stage 'x': steps must be at least 1"),
+        ({}, {"learning_rate": -1}, "stage 'x': learning_rate must be above 0"),
+        ({}, {"warmup_share": 2}, "stage 'x': warmup_share must be between 0 and 1, got 2"),
+        ({}, {"lora_rank": 0}, "lora_rank must be at least 1"),
+        ({}, {"objective": "logits"}, "needs a teacher"),
+        ({"start": "a"}, {"objective": "attention"}, "set train to t, qt or qtv, got all"),
+        ({"attention": "rope"}, {"train": "t"}, "stage 'x': train t needs T projections"),
+        ({"start": "a", "hidden_size": 64}, {}, "leave out hidden_size"),
+        ({"interpolation": 0.5}, {}, "interpolation must be at least 1"),
+        ({"attention": "alibi", "interpolation": 2}, {}, "requires rotary positions"),
+    ],
+)
+def test_invalid_stages_are_rejected_in_one_line(tmp_path, model, stage, message):
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump({"model": model, "stages": [{"name": "x", **stage}]}))
+    with pytest.raises(UserError) as raised:
+        load_recipe(path)
+    assert message.replace("'", '"') in str(raised.value).replace("'", '"')
+    assert "\n" not in str(raised.value)
+    path.write_text(yaml.safe_dump({"stages": [{"name": "x"}, {"name": "x"}]}))
+    with pytest.raises(UserError, match="stages must have different names, got x, x"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(("train", "share"), [("t", 0.0415), ("qtv", 0.20745), ("all", 1.0)])
+def test_shares_of_llama_7b(train, share):
+    """The paper says 7 % and 21 %; T is stored folded here, half as large as a key projection."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CoCALlamaConfig())
+    choose_parameters(model, StageRecipe("x", train=train))
+    trained, every = parameter_counts(model)
+    assert every == 6_738_415_616 - 32 * 4096 * 2048
+    assert trained / every == pytest.approx(share, abs=5e-5)
+    assert all(weight.is_meta for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("start", "asked", "saved"),
+    [("bfloat16", "auto", "bfloat16"), ("float32", "float16", "float16")],
+)
+def test_the_model_is_saved_in_the_dtype_of_its_start(
+    base, text_folder, tmp_path, start, asked, saved
+):
+    model = load_model(base, dtype=start, device="cpu")
+    model.save_pretrained(tmp_path / "start", max_shard_size="5KB")
+    load_tokenizer(base).save_pretrained(tmp_path / "start")
+    stages = [{"name": "t", "train": "t"}, {"name": "adapters", "train": "lora"}]
+    path = write_recipe(tmp_path / "start", text_folder, tmp_path / "recipe.yaml", stages)
+    recipe = load_recipe(path, ["--model.dtype", asked, "--training.steps", "2"])
+    run = train(recipe, tmp_path / "run")
+    wanted = getattr(torch, saved)
+    assert {weight.dtype for weight in weights(run).values()} == {wanted}
+    assert AutoModelForCausalLM.from_pretrained(run, dtype="auto").dtype == wanted
+    assert read_summary(run)["dtype"] == saved
+    # Training itself is in float32, from one stage to the next.
+    assert {weight.dtype for weight in weights(run / "stages" / "t").values()} == {torch.float32}
+    [checkpoint] = (run / "stages" / "adapters" / "checkpoints").glob("checkpoint-2")
+    kept = load_file(checkpoint / "adapter_model.safetensors")
+    assert {weight.dtype for weight in kept.values()} == {torch.float32}
+
+
+def test_a_weight_that_the_dtype_cannot_hold_is_not_saved(base, text_folder, tmp_path):
+    model = load_model(base, device="cpu")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3] = 1e6
+    model.save_pretrained(tmp_path / "start")
+    load_tokenizer(base).save_pretrained(tmp_path / "start")
+    stages = [{"name": "t", "train": "t", "steps": 1}]
+    path = write_recipe(tmp_path / "start", text_folder, tmp_path / "recipe.yaml", stages)
+    recipe = load_recipe(path, ["--model.dtype", "float16", "--validation.every", "null"])
+    with pytest.raises(UserError, match=r"embed_tokens.* too large for float16: set model.dtype"):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    again = load_recipe(path, ["--model.dtype", "bfloat16", "--validation.every", "null"])
+    run = train(again, tmp_path / "run")
+    assert load_recipe(run / "recipe.yaml").model.dtype == "bfloat16"
+    assert {weight.dtype for weight in weights(run).values()} == {torch.bfloat16}
+    with pytest.raises(UserError, match=r"another recipe \(different: model.dtype\)"):
+        train(recipe, run)
+
+
+def test_the_record_names_the_sizes_and_steps_of_the_run(straight):
+    path, run, _ = straight
+    recorded = read_summary(run)["recipe"]
+    sizes = {
+        "body": "llama", "hidden_size": 16, "num_layers": 2, "num_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 64, "tie_embeddings": True,
+    }  # fmt: skip
+    assert sizes.items() <= recorded["model"].items() and recorded["data"]["vocab_size"] == 288
+    assert [stage["steps"] for stage in recorded["stages"]] == [6, 6, 5]
+    assert recorded["stages"][0]["learning_rate"] == 1e-2 and recorded["training"]["steps"] == 17
+    text = (run / "recipe.yaml").read_text()
+    assert "body llama, hidden_size 16, num_layers 2, num_heads 4" in text.splitlines()[0]
+    assert "vocab_size 288" in text.splitlines()[0]
+    written = yaml.safe_load(text)
+    assert not sizes.keys() & written["model"].keys() and "vocab_size" not in written["data"]
+    assert [stage["steps"] for stage in written["stages"]] == [6, 6, 5]
+    # Both recipes are those of the run, and so is one written before stages were filled in.
+    for same in (run / "recipe.yaml", path):
+        assert train(load_recipe(same), run) == run
+    (run / "recipe.yaml").write_text(path.read_text())
+    assert train(load_recipe(path), run) == run
+    (run / "recipe.yaml").write_text(text)
