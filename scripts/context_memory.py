@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from coca_lab.environment import reset_peak, resident_megabytes
 from coca_attention.models import CoCALlamaConfig, CoCALlamaForCausalLM, split_sequences
+from coca_lab.environment import reset_peak, resident_megabytes
 
 
 def measure(rank: int, what: str, processes: int, store: str, tokens: int, form: str) -> None:

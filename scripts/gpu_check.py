@@ -34,9 +34,9 @@ def main() -> int:
     tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu or not slow", *TESTS],
                            cwd=ROOT, env=_environment())  # fmt: skip
 
-    from coca_lab.studies.bench import CASES, run_benchmarks
-    from coca_lab.environment import describe_environment, write_json
     from coca_attention.errors import UserError
+    from coca_lab.environment import describe_environment, write_json
+    from coca_lab.studies.bench import CASES, run_benchmarks
 
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     results = Path(options.output) / f"gpu-{name}.json"

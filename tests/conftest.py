@@ -19,8 +19,8 @@ if not torch.cuda.is_available():
 
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
-from coca_lab.data import Document, train_tokenizer
 from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
+from coca_lab.data import Document, train_tokenizer
 
 try:
     import hypothesis

@@ -16,15 +16,15 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from coca_attention import Rotation, coca_attention
-from coca_lab.studies.bench import CASES
-from coca_lab.cli import main
-from coca_lab.evaluation import TASKS
 from coca_attention.models import set_rotary_scaling
 from coca_attention.ops import FORMS, RULES, oracle
-from coca_lab.studies.quickstart import _watch_parent
-from coca_lab.report import REPORTS
-from coca_lab.studies.search import run_coca
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
+from coca_lab.cli import main
+from coca_lab.evaluation import TASKS
+from coca_lab.report import REPORTS
+from coca_lab.studies.bench import CASES
+from coca_lab.studies.quickstart import _watch_parent
+from coca_lab.studies.search import run_coca
 from conftest import some_text
 from families import vanilla
 

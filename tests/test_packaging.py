@@ -1,5 +1,6 @@
 """What a built package contains, and that it runs where nothing else of this project is."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -26,17 +27,11 @@ def test_versions_agree_and_the_changelog_has_a_section_for_this_one():
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-def test_every_public_name_can_be_imported_and_is_listed():
-    lazy = ["", ".analysis", ".benchmarks", ".data", ".training"]
-    program = (
-        "import importlib\n"
-        f"for name in {lazy!r}:\n"
-        "    module = importlib.import_module('coca_attention' + name)\n"
-        "    missing = [x for x in module.__all__ if x not in dir(module)]\n"
-        "    assert not missing, missing\n"
-        "    for x in module.__all__: getattr(module, x)\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
+def test_every_public_name_can_be_imported():
+    for name in ("coca_attention", "coca_attention.models", "coca_lab.data", "coca_lab.training"):
+        module = importlib.import_module(name)
+        for public in module.__all__:
+            assert getattr(module, public) is not None
 
 
 @pytest.mark.slow

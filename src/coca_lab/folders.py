@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from coca_lab.environment import check_new, writing
 from coca_attention.errors import UserError, known_problem
 from coca_attention.models.cards import CARD, carry_over, write_card
 from coca_attention.models.configuration import check_cache_kind
 from coca_attention.models.conversion.calibration import calibration_texts
 from coca_attention.models.conversion.convert import Initialisation, convert
 from coca_attention.models.conversion.original import load_original
-from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 from coca_attention.models.portable import check_portable, make_portable
 from coca_attention.models.roles import Roles
+from coca_lab.environment import check_new, writing
+from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 
 
 def convert_folder(

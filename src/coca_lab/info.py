@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 
 from coca_attention import __version__
-from coca_lab.environment import PACKAGES, available_cores, processor
 from coca_attention.errors import UserError
 from coca_attention.models.fields import (
     GLOBAL,
@@ -29,6 +28,7 @@ from coca_attention.models.fields import (
     rope_parameters,
     training_length,
 )
+from coca_lab.environment import PACKAGES, available_cores, processor
 
 Rows = list[tuple[str, str]]
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8}

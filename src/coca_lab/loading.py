@@ -23,8 +23,8 @@ from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import logging as transformers_logging
 
 from coca_attention.errors import UserError
-from coca_attention.models.hub import check_name
 from coca_attention.models.context_parallel import split_sequences
+from coca_attention.models.hub import check_name
 from coca_lab.settings import CONTEXT_PARALLEL, TENSOR_PARALLEL
 
 log = logging.getLogger(__name__)

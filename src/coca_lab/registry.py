@@ -3,13 +3,13 @@
 docs/extending.md has an example of each.
 """
 
-from coca_lab.studies.bench import register_case
 from coca_attention.errors import UserError
-from coca_lab.evaluation import TASKS, Task
-from coca_lab.evaluation.suite import Suite, own_sections
 from coca_attention.models.families import register_family
 from coca_attention.ops import register_form, register_rule
+from coca_lab.evaluation import TASKS, Task
+from coca_lab.evaluation.suite import Suite, own_sections
 from coca_lab.report.tasks import REPORTS, TaskReport
+from coca_lab.studies.bench import register_case
 
 __all__ = ["register_case", "register_family", "register_form", "register_rule", "register_task"]
 

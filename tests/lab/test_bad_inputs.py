@@ -15,7 +15,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from coca_attention import hub
+from coca_attention.models import hub
 from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
 from conftest import some_text, tiny_model

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen2Config
 
-from coca_lab.cli import main
 from coca_attention.errors import UserError
-from coca_attention.models.fields import head_width
-from coca_lab.info import cache_bytes, machine, model_folder, read_weights
 from coca_attention.models import Roles, convert
+from coca_attention.models.fields import head_width
+from coca_lab.cli import main
+from coca_lab.info import cache_bytes, machine, model_folder, read_weights
 from conftest import tiny_model
 
 SMALL = {

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from coca_attention import lm_eval
-from coca_attention.models.conversion import export_folder
+from coca_lab import lm_eval
+from coca_lab.folders import export_folder
 from conftest import tiny_model
 
 TASK = """

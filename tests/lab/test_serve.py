@@ -16,10 +16,10 @@ import torch
 from transformers.utils.import_utils import is_serve_available
 
 from coca_attention import convert
+from coca_attention.models import Roles
 from coca_lab.cli import main
 from coca_lab.cli.serve import PLAIN_TEMPLATE
 from coca_lab.data import load_tokenizer
-from coca_attention.models import Roles
 from conftest import some_text, tiny_model
 from families import vanilla
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from coca_attention import convert
-from coca_lab.analysis.capture import collect_layers
-from coca_lab.cli import main
 from coca_attention.models.conversion import calibration
 from coca_attention.ops.positions import split_pairs
 from coca_attention.testing import logits
+from coca_lab.analysis.capture import collect_layers
+from coca_lab.cli import main
 from conftest import VOCABULARY
 from families import vanilla
 from processes import in_processes

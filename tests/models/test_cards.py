@@ -8,11 +8,11 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoModelForCausalLM
 
-from coca_lab.cli import main
 from coca_attention.models import Roles
 from coca_attention.models.cards import write_card
-from coca_attention.models.conversion import convert_folder
 from coca_attention.testing import logits, some_tokens
+from coca_lab.cli import main
+from coca_lab.folders import convert_folder
 from coca_lab.training import load_recipe, train
 from conftest import CONFIGS, tiny_model
 from families import vanilla

@@ -17,8 +17,8 @@ from transformers import (
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_lab.folders import convert_folder, export_folder
 from coca_attention.testing import difference, logits, some_tokens
+from coca_lab.folders import convert_folder, export_folder
 from families import SIZES
 
 VISION = {

@@ -14,13 +14,13 @@ from transformers import (
 )
 
 from coca_attention import convert
-from coca_lab.cli import main
 from coca_attention.errors import UserError
-from coca_attention.models.fields import LOCAL
 from coca_attention.models import Roles, StreamingCache
 from coca_attention.models.configuration import rotation
+from coca_attention.models.fields import LOCAL
 from coca_attention.ops import FORMS, oracle
 from coca_attention.testing import difference, logits, some_tokens
+from coca_lab.cli import main
 
 MASK, ROUND_OFF = 3, 1e-12
 SETTINGS = {

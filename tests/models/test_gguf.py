@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from coca_attention import convert
-from coca_lab.cli import main
-from coca_lab.data import Document, train_tokenizer
 from coca_attention.models import Roles, set_rotary_scaling
 from coca_attention.testing import difference, logits, some_tokens
+from coca_lab.cli import main
+from coca_lab.data import Document, train_tokenizer
 from conftest import some_text, tiny_model
 from families import collinear, vanilla
 

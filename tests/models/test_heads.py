@@ -12,9 +12,9 @@ from transformers import (
 )
 
 from coca_attention import convert
-from coca_lab.cli import main
 from coca_attention.models.families import HEADS
 from coca_attention.testing import difference, some_tokens
+from coca_lab.cli import main
 from families import FAMILIES, SIZES, vanilla
 
 TASKS = {

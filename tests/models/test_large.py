@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import stage_runs
+from coca_attention.models.conversion import convert
 from coca_lab.environment import reset_peak, resident_megabytes
-from coca_attention.models.conversion import convert, convert_folder
+from coca_lab.folders import convert_folder
 from coca_lab.loading import load_model
 from coca_lab.training import load_recipe, train
 from stage_runs import TEACHER, write_recipe

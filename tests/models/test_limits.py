@@ -5,13 +5,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coca_attention import convert
-from coca_lab.cli import main
 from coca_attention.errors import UserError
-from coca_attention.models.fields import attention_of
 from coca_attention.models import Roles, StreamingCache
 from coca_attention.models.configuration import rotation
+from coca_attention.models.fields import attention_of
 from coca_attention.ops import coca_attention
 from coca_attention.testing import difference, logits, some_tokens
+from coca_lab.cli import main
 from families import (
     FAMILIES,
     VARIED,

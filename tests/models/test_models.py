@@ -5,8 +5,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from coca_attention.models import CoCAGPTNeoXConfig, CoCALlamaConfig, load_model
+from coca_attention.models import CoCAGPTNeoXConfig, CoCALlamaConfig
 from coca_attention.ops import oracle
+from coca_lab.loading import load_model
 from conftest import CONFIGS, VOCABULARY, tiny_model
 
 OURS = ["slack", "strict", "llama-slack", "llama-strict", "alibi"]

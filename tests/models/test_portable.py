@@ -12,10 +12,10 @@ from transformers import (
 )
 
 from coca_attention import convert
-from coca_lab.cli import main
-from coca_lab.folders import export_folder
 from coca_attention.models.portable import CODE
 from coca_attention.testing import logits, some_tokens
+from coca_lab.cli import main
+from coca_lab.folders import export_folder
 from conftest import tiny_model
 from families import vanilla
 

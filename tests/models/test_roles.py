@@ -8,14 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from coca_attention import convert
-from coca_lab.analysis import AnalysisSettings, analyze, collect_layers
-from coca_lab.analysis.shift import score_rows
 from coca_attention.errors import UserError
-from coca_attention.models.fields import attention_of
 from coca_attention.models import Roles, layer_pass, set_rotary_scaling
 from coca_attention.models.configuration import rotation
+from coca_attention.models.fields import attention_of
 from coca_attention.ops import attend, oracle
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
+from coca_lab.analysis import AnalysisSettings, analyze, collect_layers
+from coca_lab.analysis.shift import score_rows
 from families import VARIED, assert_compiles_and_trains, assert_reads_the_same, vanilla
 
 WINDOW = 6

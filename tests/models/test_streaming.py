@@ -5,7 +5,6 @@ import torch
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.models.fields import GLOBAL, LOCAL
 from coca_attention.models import (
     AlibiGPTNeoXConfig,
     AlibiGPTNeoXForCausalLM,
@@ -13,6 +12,7 @@ from coca_attention.models import (
     set_rotary_scaling,
 )
 from coca_attention.models.configuration import has_own_roles
+from coca_attention.models.fields import GLOBAL, LOCAL
 from coca_attention.models.key_positions import KeyPositions
 from coca_attention.testing import difference, logits, some_tokens
 from families import SIZES, collinear, vanilla

@@ -3,9 +3,9 @@
 Importing this package also adds our own rope types, such as ``ntk``, to Transformers' table.
 """
 
+import transformers
 from transformers import AutoModel, AutoModelForCausalLM
 
-from coca_attention.models.fields import training_length
 from coca_attention.models.alibi import (
     AlibiGPTNeoXConfig,
     AlibiGPTNeoXForCausalLM,
@@ -22,7 +22,7 @@ from coca_attention.models.families import (
     register,
     register_family,
 )
-from coca_lab.loading import load_model
+from coca_attention.models.fields import training_length
 from coca_attention.models.roles import Roles
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.streaming import StreamingCache
@@ -35,6 +35,8 @@ def register_models() -> None:
         register_family(family)
     alibi = [(AutoModel, AlibiGPTNeoXModel), (AutoModelForCausalLM, AlibiGPTNeoXForCausalLM)]
     register(AlibiGPTNeoXConfig, alibi)
+    for name, made in CLASSES.items():  # engines look classes up by name in Transformers
+        setattr(transformers, name, made)
 
 
 register_models()
@@ -59,7 +61,6 @@ __all__ = [
     "Roles",
     "StreamingCache",
     "convert",
-    "load_model",
     "load_original",
     "register_models",
     "set_rotary_scaling",

@@ -70,7 +70,7 @@ Its classes are in the package coca-attention.
 ```
 
 ```python
-{% if ours %}import coca_attention  # registers the classes of the model
+{% if ours %}import coca_attention.models  # registers the classes of the model
 {% endif -%}
 from transformers import {{ auto }}, {{ "AutoProcessor" if composite else "AutoTokenizer" }}
 

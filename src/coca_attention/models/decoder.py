@@ -16,8 +16,6 @@ from transformers.masking_utils import (
     find_packed_sequence_indices,
 )
 
-from coca_attention.models.fields import GLOBAL, LOCAL, rope_parameters
-from coca_attention.models.hub import check_online
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.cards import push_card
 from coca_attention.models.configuration import (
@@ -26,6 +24,8 @@ from coca_attention.models.configuration import (
     has_own_roles,
     rotation,
 )
+from coca_attention.models.fields import GLOBAL, LOCAL, rope_parameters
+from coca_attention.models.hub import check_online
 from coca_attention.models.key_positions import KeyPositions
 from coca_attention.models.portable import PackagedModel
 from coca_attention.models.projections import (

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coca_attention.models.fields import free_pairs, rope_parameters
 from coca_attention.models.configuration import has_own_roles, rotation
+from coca_attention.models.fields import free_pairs, rope_parameters
 from coca_attention.ops import KeyFrames, key_frames
 
 

@@ -55,7 +55,7 @@ def check_portable(model: Any) -> None:
         raise UserError(
             f"of {type(model).__name__} only the decoder can be a model of this package, so its "
             "folder cannot name the package in auto_map: use a folder of coca convert without "
-            "--portable, and import coca_attention before loading it"
+            "--portable, and import coca_attention.models before loading it"
         )
 
 

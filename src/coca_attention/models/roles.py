@@ -6,7 +6,6 @@ from typing import Any
 
 from coca_attention.errors import UserError
 from coca_attention.models.fields import GLOBAL, LOCAL
-from coca_lab.settings import check_letters
 
 LETTERS = {"l": LOCAL, "g": GLOBAL}
 
@@ -44,7 +43,8 @@ class Roles:
     max_distance: int | None = None
 
     def __post_init__(self) -> None:
-        check_letters(self.layers)
+        if not self.layers or set(self.layers) - set("lg"):
+            raise UserError(f"layers must consist of the letters l and g, got {self.layers!r}")
         for name, smallest in (("window", 1), ("turning_pairs", 0), ("max_distance", 1)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < smallest):

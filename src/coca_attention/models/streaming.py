@@ -24,13 +24,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from coca_attention.errors import UserError
-from coca_attention.models.fields import GLOBAL, LOCAL, layer_types, rope_parameters
 from coca_attention.models.configuration import rotation
 from coca_attention.models.families import family_of, supported_families
+from coca_attention.models.fields import GLOBAL, LOCAL, layer_types, rope_parameters
 from coca_attention.models.key_positions import KeyPositions, rotary_is_by_layer
 from coca_attention.ops import KeyFrames
 from coca_attention.ops.positions import apply_rotary
-from coca_lab.settings import check_sizes
 
 FOLLOW_LENGTH = ("dynamic", "longrope")
 """Rope types whose frequencies change with the length of a pass in Transformers' own models."""
@@ -208,7 +207,11 @@ class StreamingCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel, *, window: int, sinks: int = 4) -> None:
-        check_sizes(window, sinks)
+        if window < 1 or sinks < 0:
+            raise UserError(
+                f"a stream needs a window of at least 1 token and 0 or more sinks, got {window} "
+                f"and {sinks}"
+            )
         family, config = family_of(model), model.config.get_text_config()
         if family is None:
             raise UserError(

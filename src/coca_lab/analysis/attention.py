@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.errors import UserError
-from coca_attention.models.fields import attention_of, free_pairs, head_width
 from coca_attention.models import layer_pass
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import rotation
+from coca_attention.models.fields import attention_of, free_pairs, head_width
 from coca_attention.models.scaling import rotary_restored
 from coca_attention.ops import attend_clipped, hidden_by
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coca_attention.ops import get_form
 from coca_lab.analysis.angles import complex_pairs
 from coca_lab.analysis.capture import VANILLA, LayerHeads
-from coca_attention.ops import get_form
 
 
 class TokenPairs(NamedTuple):

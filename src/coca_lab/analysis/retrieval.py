@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from coca_attention.errors import UserError
+from coca_attention.models import training_length
 from coca_lab.analysis.attention import LayerAttention, visit_attention
 from coca_lab.analysis.settings import RetrievalSettings, check_retrieval
 from coca_lab.data.passkey import (
@@ -22,9 +24,7 @@ from coca_lab.data.passkey import (
     leading_special_tokens,
     passkey_text,
 )
-from coca_attention.errors import UserError
 from coca_lab.intervals import mean_interval
-from coca_attention.models import training_length
 
 BY_DIGIT = ("peak_distance", "log_keys")
 """Statistics of which the values of single digits count."""

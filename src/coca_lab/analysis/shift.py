@@ -11,10 +11,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from coca_attention.ops import apply_rotary, key_map, query_map
 from coca_lab.analysis.angles import complex_pairs
 from coca_lab.analysis.capture import VANILLA, LayerHeads
 from coca_lab.analysis.keys import TokenPairs, query_parts
-from coca_attention.ops import apply_rotary, key_map, query_map
 
 
 def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:

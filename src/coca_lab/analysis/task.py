@@ -13,6 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from coca_attention.errors import UserError
+from coca_attention.models import training_length
+from coca_attention.models.fields import rope_parameters
+from coca_attention.ops import get_form
 from coca_lab.analysis.capture import VANILLA, LayerHeads, form_of, visit_layers
 from coca_lab.analysis.decay import BoundCheck
 from coca_lab.analysis.keys import draw_pairs, pairs_by_distance, seen_keys
@@ -20,10 +24,6 @@ from coca_lab.analysis.settings import AnalysisSettings, check_settings
 from coca_lab.analysis.shift import ScoreShift, Sums, part_energies, score_rows, visible_keys
 from coca_lab.analysis.summary import AngleSums, DecaySums, numbers
 from coca_lab.data import SourceSettings, encode_documents
-from coca_attention.errors import UserError
-from coca_attention.models.fields import rope_parameters
-from coca_attention.models import training_length
-from coca_attention.ops import get_form
 
 DEFAULT_TOKENS = 2048
 

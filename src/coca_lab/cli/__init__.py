@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coca_attention.errors import UserError, did_you_mean, known_problem
 from coca_lab.cli.bench import run_bench
 from coca_lab.cli.completion import run_completion
 from coca_lab.cli.console import Run
@@ -23,7 +24,6 @@ from coca_lab.cli.report import run_report
 from coca_lab.cli.reproduce import run_reproduce
 from coca_lab.cli.search import run_search
 from coca_lab.cli.serve import run_serve
-from coca_attention.errors import UserError, did_you_mean, known_problem
 from coca_lab.extensions import import_extensions
 
 COMMANDS: dict[str, Run | Mapping[str, Run]] = {

@@ -17,13 +17,13 @@ class OutputSettings:
 
 def run_bench(words: list[str]) -> None:
     """Time and memory compared with plain rotary attention; wrong results are not timed."""
-    from coca_lab.studies.bench.settings import TITLES, BenchSettings, check_settings
     from coca_lab.environment import (
         check_results,
         describe_environment,
         keep_other_results,
         write_json,
     )
+    from coca_lab.studies.bench.settings import TITLES, BenchSettings, check_settings
 
     words, kv_heads = take_option(words, "--groups")  # the former name of --kv-heads
     if kv_heads is not None:
@@ -34,8 +34,8 @@ def run_bench(words: list[str]) -> None:
     check_settings(settings)
     path = Path(output.output)
     check_results(path)
-    from coca_lab.studies.bench import run_benchmarks
     from coca_lab.report import printed_tables
+    from coca_lab.studies.bench import run_benchmarks
 
     with Progress() as advance:
         cells = run_benchmarks(settings, progress=advance)

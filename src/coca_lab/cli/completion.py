@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from coca_lab.cli.console import Run, parse
 from coca_attention.errors import UserError, install
+from coca_lab.cli.console import Run, parse
 from coca_lab.options import DESCRIBE, Described, OptionParser, choices
 
 SHELLS = ("bash", "zsh", "tcsh")

@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+from coca_attention.models.hub import check_name
 from coca_lab.analysis import (
     AnalysisSettings,
     RetrievalSettings,
@@ -28,7 +29,6 @@ from coca_lab.evaluation import suite as suites
 from coca_lab.evaluation.journal import Journal, fingerprint
 from coca_lab.evaluation.pieces import Claims, Piece, join, local_device, processes, rank
 from coca_lab.evaluation.task import Part, load_subject
-from coca_attention.models.hub import check_name
 from coca_lab.options import OptionParser
 from coca_lab.settings import Scaling, check_scaling
 

@@ -21,7 +21,8 @@ class _Lines(logging.Handler):
 
 def show_messages() -> None:
     """Show what the package logs from now on."""
-    log = logging.getLogger("coca_attention")
-    log.setLevel(logging.INFO)
-    if not any(isinstance(handler, _Lines) for handler in log.handlers):
-        log.addHandler(_Lines())
+    for package in ("coca_attention", "coca_lab"):
+        log = logging.getLogger(package)
+        log.setLevel(logging.INFO)
+        if not any(isinstance(handler, _Lines) for handler in log.handlers):
+            log.addHandler(_Lines())

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from coca_attention.errors import UserError, did_you_mean
+from coca_attention.models.hub import check_name
 from coca_lab.cli.console import (
     Progress,
     duration,
@@ -16,10 +18,8 @@ from coca_lab.cli.console import (
     print_table,
 )
 from coca_lab.data import SourceSettings
-from coca_attention.errors import UserError, did_you_mean
 from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings
 from coca_lab.evaluation.pieces import launch_group, rank
-from coca_attention.models.hub import check_name
 from coca_lab.options import OptionParser
 from coca_lab.settings import PIECE, check_letters, check_scaling, check_sizes, form_names
 
@@ -247,12 +247,12 @@ def run_generate(words: list[str]) -> None:
         raise UserError("the prompt is not valid UTF-8 text")
     from transformers import TextStreamer, set_seed
 
-    from coca_lab.data import load_tokenizer
+    from coca_attention.models import set_rotary_scaling, training_length
     from coca_attention.models.fields import original_length
-    from coca_attention.models import load_model, set_rotary_scaling, training_length
-    from coca_lab.generation import FiniteScores
-    from coca_lab.loading import check_vocabulary
     from coca_attention.models.streaming import streaming
+    from coca_lab.data import load_tokenizer
+    from coca_lab.generation import FiniteScores
+    from coca_lab.loading import check_vocabulary, load_model
 
     model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
     tokenizer: Any = load_tokenizer(path)
@@ -373,7 +373,7 @@ def run_convert(words: list[str]) -> None:
         return  # nothing can be shared: the first process does it
     tokens = _calibration_tokens(path, settings.init, text)
     from coca_attention.models import Roles
-    from coca_attention.models.conversion import convert_folder
+    from coca_lab.folders import convert_folder
 
     roles = Roles(layers, window) if layers else None
     report = None
@@ -438,7 +438,7 @@ def _check_limits(
     """Measure the model with some limits of distances, and print the table."""
     from coca_lab.evaluation.limit_check import check_limits
     from coca_lab.evaluation.task import Session, load_subject
-    from coca_attention.models.conversion import convert_folder
+    from coca_lab.folders import convert_folder
 
     # What could be refused after the measurements is refused before.
     planned = convert_folder(path, target, **{**options, "dry_run": True})
@@ -498,7 +498,7 @@ def run_export(words: list[str]) -> None:
         note = "" if known else "; without a tokenizer: only byte-level BPE ones are supported"
         print(f"{target}: architecture {ARCHITECTURE}, for llama.cpp with the patch in docs{note}")
         return
-    from coca_attention.models.conversion import export_folder
+    from coca_lab.folders import export_folder
 
     export_folder(path, target, dtype=settings.dtype)
     print(

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from coca_lab.cli.console import parse
 from coca_attention.errors import UserError
+from coca_lab.cli.console import parse
 
 
 @dataclass

@@ -28,8 +28,8 @@ def run_serve(words: list[str]) -> None:
     check_name(model)
     from transformers import AutoConfig
 
-    from coca_lab.data import load_tokenizer
     from coca_attention.models.configuration import check_continuous_batching
+    from coca_lab.data import load_tokenizer
 
     _check_installed()
     plain = load_tokenizer(model).chat_template is None

@@ -21,6 +21,7 @@ from filelock import FileLock
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from coca_attention.errors import UserError
 from coca_lab.data.documents import (
     TOKENS,
     DataError,
@@ -32,7 +33,6 @@ from coca_lab.data.documents import (
 )
 from coca_lab.data.tokens import end_of_text, token_array, token_arrays, token_type
 from coca_lab.environment import write_json
-from coca_attention.errors import UserError
 
 # Increased whenever the same settings give different tokens.
 FORMAT = 1

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from coca_attention.errors import UserError
 from coca_lab.data.passkey import (
     FILLER,
     Encode,
@@ -19,7 +20,6 @@ from coca_lab.data.passkey import (
     fill,
     leading_special_tokens,
 )
-from coca_attention.errors import UserError
 
 Kind = Literal["single", "multi-key", "multi-value", "variables"]
 KINDS: tuple[str, ...] = get_args(Kind)

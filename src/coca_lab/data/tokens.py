@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from coca_attention.errors import UserError
+from coca_attention.models.hub import check_name
 from coca_lab.data.documents import DataError, Document
 from coca_lab.data.passkey import encoder, passkey_block
 from coca_lab.environment import replace
-from coca_attention.errors import UserError
-from coca_attention.models.hub import check_name
 from coca_lab.settings import check_vocab_size
 
 END_OF_TEXT = "<|endoftext|>"

@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from coca_lab.environment import file_locks, naming
 from coca_attention.errors import UserError
 from coca_attention.models.hub import check_name
+from coca_lab.environment import file_locks, naming
 
 
 class Journal:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from coca_lab.data import SourceSettings
 from coca_attention.errors import UserError
+from coca_lab.data import SourceSettings
 from coca_lab.evaluation.passkey.task import PasskeySettings, evaluate_passkey
 from coca_lab.evaluation.perplexity.task import (
     TextSettings,
@@ -163,8 +163,8 @@ def check_limits(
     Raises:
         UserError: If no document is long enough, or L too short for a passkey text.
     """
-    from coca_attention.models.fields import rope_parameters
     from coca_attention.models.conversion import convert
+    from coca_attention.models.fields import rope_parameters
 
     check_at_least(settings, 1, "check_samples")
     lengths = sorted({length, *(settings.check_lengths or (2 * length, 4 * length))})

@@ -16,8 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from coca_lab.environment import file_locks
 from coca_attention.errors import UserError
+from coca_lab.environment import file_locks
 from coca_lab.evaluation.journal import Journal, key_text
 
 Progress = Callable[[str, int, int], Any]

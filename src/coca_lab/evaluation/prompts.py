@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coca_lab.data.passkey import Prompt
 from coca_attention.errors import UserError
+from coca_lab.data.passkey import Prompt
 from coca_lab.evaluation.pieces import Piece
 from coca_lab.evaluation.task import Cell, Part, Session, Subject, check_at_least
 

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from coca_attention.errors import UserError
 from coca_lab.data import SourceSettings, held_out
 from coca_lab.environment import resident_megabytes
-from coca_attention.errors import UserError
 from coca_lab.evaluation.task import Cell, Session, Subject, Task, check_at_least
 from coca_lab.settings import PIECE, check_sizes
 
@@ -105,8 +105,8 @@ def evaluate_streaming(
     import torch
     import torch.nn.functional as F
 
-    from coca_lab.generation import rotary_scaling_for
     from coca_attention.models.streaming import streaming
+    from coca_lab.generation import rotary_scaling_for
 
     sinks, window = settings.sinks, window_of(subject, settings)
     factor, total = session.applied_factor, len(tokens) - 1

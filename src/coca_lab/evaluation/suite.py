@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from coca_attention.errors import UserError, error_prefix
 from coca_lab.environment import (
     check_results,
     describe_environment,
     keep_other_results,
     write_json,
 )
-from coca_attention.errors import UserError, error_prefix
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.journal import Journal
 from coca_lab.evaluation.pieces import (

@@ -79,8 +79,7 @@ def load_subject(
 ) -> Subject:
     """Load a model and its tokenizer; arguments and errors as for `load_model`."""
     from coca_lab.data import load_tokenizer
-    from coca_attention.models import load_model
-    from coca_lab.loading import check_vocabulary
+    from coca_lab.loading import check_vocabulary, load_model
 
     model = load_model(path, dtype=dtype, device=device)
     tokenizer = load_tokenizer(path)

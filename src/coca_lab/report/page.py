@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from coca_lab.environment import check_output, write_text
 from coca_attention.errors import UserError
+from coca_lab.environment import check_output, write_text
 from coca_lab.report.figures import COLOURS, DARK, labelled, one_palette, with_ids
 from coca_lab.report.groups import claimed_twice, short_names, without_copies
 from coca_lab.report.results import all_cells, read_results

@@ -13,9 +13,9 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
+from coca_attention.errors import UserError, error_prefix
 from coca_lab.data import held_out, read_documents
 from coca_lab.environment import available_cores, describe_environment, write_json
-from coca_attention.errors import UserError, error_prefix
 from coca_lab.evaluation.perplexity import (
     TextSettings,
     WindowSettings,
@@ -235,7 +235,7 @@ def _measure(settings: QuickstartSettings, name: str, advance: Advance) -> Measu
     from transformers import TrainerCallback
 
     from coca_lab.data import load_tokenizer
-    from coca_attention.models import load_model
+    from coca_lab.loading import load_model
     from coca_lab.training import read_summary, train
 
     output, sizes = Path(settings.output), settings.sizes

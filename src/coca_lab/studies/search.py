@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import yaml
 
+from coca_attention.errors import RESUMABLE, UserError, error_prefix
 from coca_lab.environment import (
     available_cores,
     check_results,
@@ -28,7 +29,6 @@ from coca_lab.environment import (
     write_json,
     write_text,
 )
-from coca_attention.errors import RESUMABLE, UserError, error_prefix
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.suite import RESULTS_FILE, load_with_tasks, task_parser
 from coca_lab.evaluation.task import Cell, Progress

@@ -8,6 +8,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 from transformers import PreTrainedTokenizerBase
 
+from coca_attention.errors import UserError, error_prefix
 from coca_lab.data import (
     BlockDataset,
     Document,
@@ -22,7 +23,6 @@ from coca_lab.data import (
 )
 from coca_lab.data.documents import source_files
 from coca_lab.data.tokens import TOKENIZER_CHARACTERS, end_of_text
-from coca_attention.errors import UserError, error_prefix
 from coca_lab.training.recipe import Recipe
 from coca_lab.training.retrieval import Retrieval, load_retrieval
 from coca_lab.training.sections import PASSKEY, TEXT, DataRecipe

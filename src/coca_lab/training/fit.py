@@ -20,8 +20,8 @@ from transformers import (
     set_seed,
 )
 
-from coca_lab.environment import replace
 from coca_attention.errors import Interrupted, UserError
+from coca_lab.environment import replace
 from coca_lab.loading import no_progress_bars
 from coca_lab.training.checkpoints import STATE_FILE, catch_write_errors, last_checkpoint
 from coca_lab.training.interrupts import StopOnSignal

@@ -20,13 +20,13 @@ from transformers import (
 )
 
 from coca_attention.errors import UserError
-from coca_attention.models.fields import attention_of, rope_parameters
 from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
 from coca_attention.models.conversion import convert
-from coca_lab.loading import load_model, model_without_weights
+from coca_attention.models.fields import attention_of, rope_parameters
 from coca_attention.models.roles import Roles, rotation_fields
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.ops import FORMS
+from coca_lab.loading import load_model, model_without_weights
 from coca_lab.training.recipe import Recipe
 from coca_lab.training.sections import ModelRecipe, StageRecipe
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from coca_lab.data.documents import TOKENS, check_held_out
 from coca_attention.errors import UserError, error_prefix
+from coca_lab.data.documents import TOKENS, check_held_out
 from coca_lab.options import OptionParser, check_sections, from_file
 from coca_lab.settings import form_names
 from coca_lab.training.sections import (

@@ -14,9 +14,9 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
+from coca_attention.errors import error_prefix
 from coca_lab.data.needles import Kind, ask_for_needles, r_precision
 from coca_lab.data.passkey import Prompt, ask_for_passkeys, is_hit
-from coca_attention.errors import error_prefix
 from coca_lab.generation import greedy_answers
 from coca_lab.training.recipe import Recipe
 

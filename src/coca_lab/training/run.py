@@ -13,6 +13,8 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from coca_attention.errors import UserError
+from coca_attention.models.cards import write_card
 from coca_lab.data import Document, load_or_train_tokenizer, load_tokenizer
 from coca_lab.data.passkey import vocabulary_text
 from coca_lab.environment import (
@@ -23,8 +25,6 @@ from coca_lab.environment import (
     write_json,
     write_text,
 )
-from coca_attention.errors import UserError
-from coca_attention.models.cards import write_card
 from coca_lab.loading import load_model, model_without_weights
 from coca_lab.training.checkpoints import catch_write_errors, last_checkpoint
 from coca_lab.training.data import TrainingData, check_sources, load_data, training_documents

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from coca_lab.data import SourceSettings
 from coca_attention.errors import UserError, did_you_mean, error_prefix, install
+from coca_lab.data import SourceSettings
 from coca_lab.settings import Initialisation, check_letters, check_vocab_size, form_names
 
 # Names of the only source of a recipe without a mixture, and of the blocks of `passkey_share`.

@@ -22,10 +22,10 @@ from accelerate import PartialState
 from torch.utils.data import Dataset, Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from coca_lab.environment import read_json, write_json
 from coca_attention.errors import UserError
-from coca_attention.models.fields import attention_of
 from coca_attention.models.cards import write_card
+from coca_attention.models.fields import attention_of
+from coca_lab.environment import read_json, write_json
 from coca_lab.loading import load_model, model_without_weights
 from coca_lab.training.checkpoints import catch_write_errors
 from coca_lab.training.data import TrainingData

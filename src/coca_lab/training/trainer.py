@@ -18,9 +18,9 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from coca_lab.environment import sync, sync_folder, write_json
 from coca_attention.errors import UserError
 from coca_attention.models.context_parallel import split_sequences
+from coca_lab.environment import sync, sync_folder, write_json
 from coca_lab.training.checkpoints import (
     CHECKSUM_FILE,
     STATE_FILE,

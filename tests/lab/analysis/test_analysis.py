@@ -10,13 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coca_attention import convert
+from coca_attention.errors import UserError
+from coca_attention.models import set_rotary_scaling
 from coca_lab.analysis import AnalysisSettings, analyze, check_settings, read_token_ids
 from coca_lab.analysis.angles import CASES, TURN, anomalous_share, anomalous_tokens
 from coca_lab.analysis.keys import draw_pairs, pairs_by_distance
 from coca_lab.analysis.task import angle_cell, cut_documents, read_document, unpack
 from coca_lab.data import SourceSettings
-from coca_attention.errors import UserError
-from coca_attention.models import set_rotary_scaling
 from conftest import VOCABULARY
 from families import FAMILIES, collinear, vanilla
 

@@ -9,6 +9,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention import convert
+from coca_attention.errors import UserError
 from coca_lab.analysis import (
     RetrievalSettings,
     analyze_retrieval,
@@ -24,7 +25,6 @@ from coca_lab.analysis.retrieval import (
 )
 from coca_lab.analysis.shift import score_rows, visible_keys
 from coca_lab.data.passkey import encoder, passkey_text
-from coca_attention.errors import UserError
 from coca_lab.evaluation import Subject
 from coca_lab.evaluation.passkey import PasskeySettings
 from coca_lab.evaluation.passkey.task import passkey_prompts

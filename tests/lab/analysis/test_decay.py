@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coca_attention.ops import Rotation, oracle
 from coca_lab.analysis.decay import (
     BoundCheck,
     collinear_bound,
@@ -14,7 +15,6 @@ from coca_lab.analysis.decay import (
     rotary_scores,
     steps,
 )
-from coca_attention.ops import Rotation, oracle
 
 numbers = st.floats(-100, 100, allow_subnormal=False)
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from coca_attention.ops import Rotation, key_map, query_map
 from coca_lab.analysis.angles import complex_pairs
 from coca_lab.analysis.capture import LayerHeads
 from coca_lab.analysis.homeomorphism import equal_members, query_of_scores
 from coca_lab.analysis.shift import relative_parts
-from coca_attention.ops import Rotation, key_map, query_map
 
 PAIRS, KEYS, POSITION = 4, 24, 30
 ROTATION = Rotation(2 * PAIRS, 10000.0)

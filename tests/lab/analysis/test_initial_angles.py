@@ -7,6 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coca_attention.ops import Rotation, oracle
+from coca_attention.ops.positions import join_pairs
 from coca_lab.analysis.angles import (
     CASES,
     TURN,
@@ -20,8 +22,6 @@ from coca_lab.analysis.angles import (
     initial_angles,
     signed_angles,
 )
-from coca_attention.ops import Rotation, oracle
-from coca_attention.ops.positions import join_pairs
 
 DEGREES = [0, 30, 90, 135, 180, 181, 225, 270, 315, 359]
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import coca_lab.data.cache as cache
+from coca_attention.errors import UserError
 from coca_lab.data import (
     DataError,
     Document,
@@ -23,7 +24,6 @@ from coca_lab.data import (
     tokenise,
     train_tokenizer,
 )
-from coca_attention.errors import UserError
 from conftest import some_text
 
 FORK = multiprocessing.get_context("fork")

@@ -6,11 +6,11 @@ import re
 import pytest
 from transformers import AutoModelForCausalLM
 
+from coca_attention.models.fields import rope_parameters
 from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
 from coca_lab.data.passkey import vocabulary_text
 from coca_lab.evaluation.limit_check import LimitCheck, Measured
-from coca_attention.models.fields import rope_parameters
 from coca_lab.intervals import DocumentScore, perplexity
 from conftest import some_text
 from families import vanilla

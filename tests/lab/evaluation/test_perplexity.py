@@ -13,6 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
+from coca_attention.models import set_rotary_scaling, split_sequences
+from coca_attention.testing import some_tokens
 from coca_lab.data import Document, train_tokenizer
 from coca_lab.evaluation import Session, Subject
 from coca_lab.evaluation import perplexity as task
@@ -35,10 +37,8 @@ from coca_lab.evaluation.perplexity.score import (
 from coca_lab.evaluation.perplexity.task import check_settings
 from coca_lab.evaluation.perplexity.windows import sliding_windows
 from coca_lab.evaluation.pieces import cut
-from coca_lab.intervals import perplexity
-from coca_attention.models import set_rotary_scaling, split_sequences
 from coca_lab.generation import rotary_scaling_for
-from coca_attention.testing import some_tokens
+from coca_lab.intervals import perplexity
 from conftest import VOCABULARY, some_text, tiny_model
 from families import vanilla
 from processes import in_processes

@@ -14,7 +14,7 @@ from coca_lab.evaluation import suite as suites
 from coca_lab.evaluation.suite import check_models, load_suite, run_suite
 from conftest import some_text, tiny_model
 
-OWN = sorted((Path(__file__).parents[2] / "suites").glob("*.yaml"))
+OWN = sorted((Path(__file__).parents[3] / "suites").glob("*.yaml"))
 
 
 @pytest.fixture

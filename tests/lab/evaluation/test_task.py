@@ -6,8 +6,8 @@ from typing import Literal
 
 import pytest
 
-from coca_lab.cli import main
 from coca_attention.errors import UserError
+from coca_lab.cli import main
 from coca_lab.evaluation import TASKS, Session, Subject, Task
 from coca_lab.evaluation.journal import Journal
 from coca_lab.registry import register_task

@@ -11,6 +11,10 @@ import pytest
 import torch
 
 from coca_attention import ops
+from coca_attention.errors import UserError
+from coca_attention.ops import FORMS
+from coca_lab.cli import main
+from coca_lab.report import build_report, printed_tables
 from coca_lab.studies.bench import (
     CASES,
     BenchSettings,
@@ -27,10 +31,6 @@ from coca_lab.studies.bench import (
 from coca_lab.studies.bench.cases import memory, operator_decode
 from coca_lab.studies.bench.cases.decode import decoder
 from coca_lab.studies.bench.timing import interleaved
-from coca_lab.cli import main
-from coca_attention.errors import UserError
-from coca_attention.ops import FORMS
-from coca_lab.report import build_report, printed_tables
 
 SMALL = {"heads": 4, "head_width": 16, "hidden_size": 32, "layers": 2, "rounds": 3}
 CPU = torch.device("cpu")
@@ -224,7 +224,7 @@ def test_settings_of_the_gpu_check_are_valid(name):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_gpu_check_needs_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gpu_check.py"])
-    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "gpu_check.py"))
+    script = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "gpu_check.py"))
     assert script["main"]() == 2
     assert "needs a CUDA device" in capsys.readouterr().out
 
@@ -267,7 +267,7 @@ def test_result_files_of_version_0_1_are_drawn_as_before(cells):
 
 def test_a_case_of_another_module(tmp_path, capsys):
     """The example of docs/performance.md, and a case that reports memory."""
-    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "performance.md").read_text(encoding="utf-8")
     examples = re.findall(r"```python\n(.*?)```", page, re.S)
     (example,) = (text for text in examples if "register_case" in text)
     exec(example, {})

@@ -2,8 +2,8 @@
 
 import pytest
 
-from coca_lab.cli import main
 from coca_attention.errors import UserError
+from coca_lab.cli import main
 from coca_lab.evaluation.suite import load_suite
 from coca_lab.studies.reproduce import (
     Plan,

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from coca_attention.errors import UserError
 from coca_lab.cli import main
 from coca_lab.data import load_tokenizer
-from coca_attention.errors import UserError
 from coca_lab.studies.reproduce import Deadline, ReproduceSettings, costs_of, reproduce
 from coca_lab.studies.reproduce import run as module
 from coca_lab.studies.reproduce.settings import MODELS

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coca_attention import search as searches
-from coca_lab.cli import main
 from coca_attention.errors import UserError
+from coca_lab.cli import main
 from coca_lab.report import build_report, printed_tables, read_results
 from coca_lab.report.search import search_sections
+from coca_lab.studies import search as searches
 from coca_lab.studies.search import Rung, load_search, mean_ranks, search
 from coca_lab.training import is_finished
 
-OWN = sorted((Path(__file__).parents[1] / "searches").glob("*.yaml"))
+OWN = sorted((Path(__file__).parents[3] / "searches").glob("*.yaml"))
 
 
 @pytest.fixture

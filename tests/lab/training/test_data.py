@@ -10,8 +10,8 @@ import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import DataLoader
 
-from coca_lab.data import BlockDataset, DataError, PasskeyBlocks, read_documents, token_array
 from coca_attention.errors import UserError
+from coca_lab.data import BlockDataset, DataError, PasskeyBlocks, read_documents, token_array
 from coca_lab.training import load_recipe
 from coca_lab.training.data import check_sources, load_data, training_documents
 from coca_lab.training.model import check_separable

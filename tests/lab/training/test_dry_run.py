@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig
 
 import stage_runs
+from coca_attention.errors import UserError
 from coca_lab.cli import main
 from coca_lab.data import load_tokenizer
-from coca_attention.errors import UserError
 from coca_lab.training import load_recipe, read_summary
 from coca_lab.training.dry_run import _Clock, _sizes, dry_run, vocabulary_of
 from stage_runs import TEACHER, weights, write_recipe

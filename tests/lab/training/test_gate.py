@@ -5,9 +5,9 @@ import torch
 from transformers import TrainerCallback
 
 import stage_runs
+from coca_attention.errors import UserError
 from coca_lab.data import load_tokenizer
 from coca_lab.data.passkey import ANSWER, encoder
-from coca_attention.errors import UserError
 from coca_lab.evaluation import Session, Subject
 from coca_lab.evaluation.passkey import PasskeySettings, evaluate_passkey
 from coca_lab.report.training import training_sections

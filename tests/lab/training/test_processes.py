@@ -21,8 +21,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from coca_attention.errors import UserError
-from coca_attention.models import load_model
 from coca_attention.testing import difference, logits, some_tokens
+from coca_lab.loading import load_model
 from coca_lab.training import (
     last_checkpoint,
     load_recipe,
@@ -37,7 +37,7 @@ from coca_lab.training.trainer import training_arguments
 from conftest import VOCABULARY, tiny_model
 from families import FAMILIES, vanilla
 
-CONFIGURATIONS = Path(__file__).parents[2] / "recipes" / "accelerate"
+CONFIGURATIONS = Path(__file__).parents[3] / "recipes" / "accelerate"
 
 # Two processes sum gradients in another order, which changes the last bit of float32 (4.8e-7 for a
 # loss between 4 and 8). Adam divides by the size of the gradient, so a weight with a tiny gradient

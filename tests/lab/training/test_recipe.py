@@ -14,7 +14,7 @@ from coca_attention.ops import FORMS
 from coca_lab.training import Recipe, as_yaml, load_recipe, model_config
 from coca_lab.training.trainer import learning_rate_share, training_arguments
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[3] / "recipes"
 
 
 def test_every_committed_recipe_loads():

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from test_train import recipe, words
 from transformers import AutoTokenizer, TrainerCallback
 
-from coca_lab.environment import hold
 from coca_attention.errors import UserError
+from coca_lab.environment import hold
 from coca_lab.training import (
     as_yaml,
     interrupts,

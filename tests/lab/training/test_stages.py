@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import stage_runs
-from coca_lab.data import load_tokenizer
 from coca_attention.errors import UserError
 from coca_attention.models import CoCALlamaConfig
+from coca_lab.data import load_tokenizer
 from coca_lab.loading import load_model
 from coca_lab.training import load_recipe, read_summary, sections, train
 from coca_lab.training.data import load_data

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from coca_lab.data import held_out, load_tokenizer, read_documents, tokenise
 from coca_attention.errors import UserError
 from coca_attention.ops import FORMS
+from coca_lab.data import held_out, load_tokenizer, read_documents, tokenise
 from coca_lab.training import (
     TrainingDiverged,
     as_yaml,

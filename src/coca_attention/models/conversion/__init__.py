@@ -1,14 +1,11 @@
 """Conversion of vanilla models and of the authors' checkpoints to CoCA models."""
 
 from coca_attention.models.conversion.convert import INITIALISATIONS, Initialisation, convert
-from coca_lab.folders import convert_folder, export_folder
 from coca_attention.models.conversion.original import load_original
 
 __all__ = [
     "INITIALISATIONS",
     "Initialisation",
     "convert",
-    "convert_folder",
-    "export_folder",
     "load_original",
 ]

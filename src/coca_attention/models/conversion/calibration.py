@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models.fields import training_length
 from coca_attention.models.configuration import rotation
+from coca_attention.models.fields import training_length
 from coca_attention.models.projections import AttentionLayout, project_rotary
 from coca_attention.ops import key_map, query_map
 

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, initialization
 
 from coca_attention.errors import UserError
-from coca_attention.models.fields import GLOBAL, head_width, rope_parameters, training_length
 from coca_attention.models.configuration import LOCAL_RULE, ROTATION_FIELDS, has_own_roles
 from coca_attention.models.conversion.calibration import (
     attention_inputs,
@@ -24,12 +23,14 @@ from coca_attention.models.decoder import (
     replace_attention,
 )
 from coca_attention.models.families import FAMILIES, Family, supported_families
+from coca_attention.models.fields import GLOBAL, head_width, rope_parameters, training_length
 from coca_attention.models.projections import AttentionLayout, is_sharded
 from coca_attention.models.roles import Roles, rotation_fields
-from coca_lab.settings import Initialisation
 
 DECAY = 0.5
 """Exponent of the decay beyond ``max_distance``, with a decay length of L / 8."""
+Initialisation = Literal["fold", "calibrated", "random"]
+"""How the T projections of a converted model begin."""
 INITIALISATIONS: tuple[str, ...] = get_args(Initialisation)
 
 

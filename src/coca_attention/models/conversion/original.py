@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models.fields import head_width
 from coca_attention.models.configuration import rotation
 from coca_attention.models.conversion.convert import convert
+from coca_attention.models.fields import head_width
 
 CONFIGS = {"llama": LlamaConfig, "gpt_neox": GPTNeoXConfig}
 # Buffers that old versions of Transformers saved with the weights.

@@ -6,9 +6,9 @@ from itertools import product
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from coca_attention.errors import UserError
 from coca_lab.data.needles import KINDS, NAMES, Kind, ask_for_needles, r_precision
 from coca_lab.data.passkey import Prompt
-from coca_attention.errors import UserError
 from coca_lab.evaluation.prompts import (
     PromptSettings,
     check_prompts,

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coca_lab.data import load_tokenizer
 from coca_attention.errors import UserError
+from coca_attention.models.scaling import rotary_restored
+from coca_lab.data import load_tokenizer
 from coca_lab.evaluation.perplexity.score import (
     TokenDocument,
     TokenScores,
     score_documents,
 )
-from coca_attention.models import load_model
-from coca_attention.models.scaling import rotary_restored
+from coca_lab.loading import load_model
 
 
 def key_tokens(

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coca_attention.errors import UserError
-from coca_lab.evaluation.perplexity.windows import Window, sliding_windows
-from coca_lab.intervals import DocumentScore
 from coca_attention.models.context_parallel import Split, split_of
+from coca_lab.evaluation.perplexity.windows import Window, sliding_windows
 from coca_lab.generation import naming_the_limit
+from coca_lab.intervals import DocumentScore
 
 
 @dataclass(frozen=True)

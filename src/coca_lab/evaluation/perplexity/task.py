@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from coca_lab.data import SourceSettings, held_out
 from coca_attention.errors import UserError
+from coca_lab.data import SourceSettings, held_out
 from coca_lab.evaluation.journal import fingerprint as model_fingerprint
 from coca_lab.evaluation.perplexity.windows import check_sizes, shared_first_target
 from coca_lab.evaluation.pieces import Piece, cut

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel
 
-from coca_lab.studies.bench.settings import BenchSettings
-from coca_lab.studies.bench.timing import IsolatedVariant, Variant
 from coca_attention.models import CoCALlamaConfig
 from coca_attention.models.roles import Roles
 from coca_attention.ops import FORMS
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
+from coca_lab.studies.bench.settings import BenchSettings
+from coca_lab.studies.bench.timing import IsolatedVariant, Variant
 
 VANILLA = "Llama"
 # Settings that the results of a model report.

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from coca_attention.ops import FORMS, Rotation, coca_attention, oracle
 from coca_lab.studies.bench.settings import CHECKED_QUERIES, BenchSettings
 from coca_lab.studies.bench.timing import Variant
-from coca_attention.ops import FORMS, Rotation, coca_attention, oracle
 
 VANILLA, CONTRACTION = "RoPE + SDPA", "paper's contraction"
 # The attention of a 7B model, for runs on a GPU.

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from coca_attention.errors import UserError
 from coca_lab.studies.bench import cases as _built_in  # noqa: F401 (registers the cases)
 from coca_lab.studies.bench.case import CASES, Case
 from coca_lab.studies.bench.settings import BenchSettings, check_settings
 from coca_lab.studies.bench.timing import interleaved
-from coca_attention.errors import UserError
 
 # Largest error, relative to the largest value of the exact result, of a variant that is timed.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from coca_lab.environment import reset_peak, resident_megabytes
 from coca_attention.errors import UserError
+from coca_lab.environment import reset_peak, resident_megabytes
 
 
 @dataclass

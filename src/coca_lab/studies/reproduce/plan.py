@@ -10,8 +10,8 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from coca_lab.environment import read_json, write_json
 from coca_attention.errors import UserError
+from coca_lab.environment import read_json, write_json
 from coca_lab.evaluation.passkey import PasskeySettings
 from coca_lab.evaluation.perplexity import PerplexitySettings
 from coca_lab.evaluation.suite import ScalingSettings, Suite

@@ -10,8 +10,8 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
-from coca_lab.environment import write_json
 from coca_attention.errors import error_prefix
+from coca_lab.environment import write_json
 from coca_lab.evaluation.suite import run_suite
 from coca_lab.evaluation.task import Progress
 from coca_lab.report import write_report

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from coca_attention.errors import UserError
 from coca_lab.data import (
     SourceSettings,
     held_out,
@@ -17,7 +18,6 @@ from coca_lab.data import (
 from coca_lab.data.tokens import encode_documents
 from coca_lab.environment import read_json, write_json
 from coca_lab.environment import replace as move
-from coca_attention.errors import UserError
 from coca_lab.studies.reproduce.settings import ReproduceSettings
 
 HELD_OUT = 0.05

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from coca_attention.testing import difference
 from coca_lab.studies.bench import models
 from coca_lab.studies.bench.case import Case
 from coca_lab.studies.bench.settings import TITLES, BenchSettings
 from coca_lab.studies.bench.timing import Variant
-from coca_attention.testing import difference
 
 
 def make(length: int, settings: BenchSettings) -> list[Variant]:
