@@ -14,10 +14,10 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfi
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.models.conversion import folders
 from coca_attention.models.decoder import CollinearModel
 from coca_attention.models.projections import FoldedLinear
 from coca_attention.testing import logits, some_tokens
+from coca_lab import folders
 from coca_lab.cli import main
 from coca_lab.data import read_documents, token_array
 from coca_lab.folders import convert_folder

@@ -207,11 +207,10 @@ class StreamingCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel, *, window: int, sinks: int = 4) -> None:
-        if window < 1 or sinks < 0:
-            raise UserError(
-                f"a stream needs a window of at least 1 token and 0 or more sinks, got {window} "
-                f"and {sinks}"
-            )
+        if window < 1:
+            raise UserError(f"the window must be at least 1 token, got {window}")
+        if sinks < 0:
+            raise UserError(f"the number of sinks must be 0 or more, got {sinks}")
         family, config = family_of(model), model.config.get_text_config()
         if family is None:
             raise UserError(

@@ -237,7 +237,10 @@ def _layer_values(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     )
     heads = [
         {
-            **{name: _mean([x[head] for x in rows]) for name, rows in means.items()},
+            **{
+                name: _mean([x[head] for x in rows], is_share=name != "entropy")
+                for name, rows in means.items()
+            },
             "peak_distance": distances[head].quantile(0.5).item(),
         }
         for head in range(len(distances))
@@ -245,6 +248,9 @@ def _layer_values(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**facts, "log_keys": log_keys.mean().item(), "heads": heads}
 
 
-def _mean(values: list[float]) -> dict[str, Any]:
-    """Mean over prompts with its interval."""
-    return {"mean": sum(values) / len(values), "interval95": mean_interval(values)}
+def _mean(values: list[float], *, is_share: bool = True) -> dict[str, Any]:
+    """Mean over prompts with its interval; that of shares ends where shares do."""
+    interval = mean_interval(values)
+    if interval is not None and is_share:
+        interval = max(0.0, interval[0]), min(1.0, interval[1])
+    return {"mean": sum(values) / len(values), "interval95": interval}
