@@ -48,8 +48,8 @@ test-lowest:
 	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check uv
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
 		-e '.[data,completion]' 'pytest>=8' $(HIGHER)
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/cli tests/layers tests/report \
-		tests/test_bad_inputs.py tests/training/test_robust.py tests/training/test_train.py
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/lab/cli tests/test_layer.py tests/lab/report \
+		tests/lab/test_bad_inputs.py tests/lab/training/test_robust.py tests/lab/training/test_train.py
 
 # Runs where PyTorch for CUDA is installed already, so in that Python and not in .venv.
 gpu-check:

@@ -68,7 +68,7 @@ def test_commands_parse(page, parse_only, capsys, tmp_path):
     suites = [block for kind, block in blocks(page) if kind == "yaml"]
     for words in commands(page):
         if words[0] == "serve":
-            assert not words[1].startswith("-")  # tests/test_serve.py has the rest
+            assert not words[1].startswith("-")  # tests/lab/test_serve.py has the rest
             continue
         for position, word in enumerate(words):
             if word == "runs/e/suite.yaml":
@@ -124,7 +124,7 @@ def test_whatever_is_cited_is_among_the_related_work(cited):
 
 @pytest.mark.slow
 def test_the_tutorials_run_one_after_the_other(tmp_path, monkeypatch, capsys):
-    """With models that learn nothing; a server is started in tests/test_serve.py."""
+    """With models that learn nothing; a server is started in tests/lab/test_serve.py."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     for folder, index in itertools.product(("books", "test"), range(4)):
