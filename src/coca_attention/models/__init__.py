@@ -3,6 +3,8 @@
 Importing this package also adds our own rope types, such as ``ntk``, to Transformers' table.
 """
 
+import sys
+
 import transformers
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -35,8 +37,11 @@ def register_models() -> None:
         register_family(family)
     alibi = [(AutoModel, AlibiGPTNeoXModel), (AutoModelForCausalLM, AlibiGPTNeoXForCausalLM)]
     register(AlibiGPTNeoXConfig, alibi)
-    for name, made in CLASSES.items():  # engines look classes up by name in Transformers
-        setattr(transformers, name, made)
+    # Engines look classes up by name in Transformers, which replaces its own module while it
+    # loads: programs hold either object.
+    for module in (transformers, sys.modules["transformers"]):
+        for name, model_class in CLASSES.items():
+            setattr(module, name, model_class)
 
 
 register_models()
