@@ -22,6 +22,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import logging as transformers_logging
 
+import coca_lab.baselines  # noqa: F401 (registers them with Transformers)
 from coca_attention.errors import UserError
 from coca_attention.models.context_parallel import split_sequences
 from coca_attention.models.hub import check_name

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from coca_lab.data.mixture import Mixture, apportion
     from coca_lab.data.tokens import (
         BlockDataset,
-        PasskeyBlocks,
+        TaskBlocks,
         encode_documents,
         load_or_train_tokenizer,
         load_tokenizer,
@@ -29,8 +29,8 @@ __all__ = [
     "DataError",
     "Document",
     "Mixture",
-    "PasskeyBlocks",
     "SourceSettings",
+    "TaskBlocks",
     "TokenText",
     "apportion",
     "cache_folder",
@@ -50,7 +50,7 @@ __getattr__, __dir__ = attach(
     documents="DataError Document SourceSettings held_out read_documents",
     mixture="Mixture apportion",
     tokens=(
-        "BlockDataset PasskeyBlocks encode_documents load_or_train_tokenizer load_tokenizer "
+        "BlockDataset TaskBlocks encode_documents load_or_train_tokenizer load_tokenizer "
         "token_array train_tokenizer"
     ),
 )

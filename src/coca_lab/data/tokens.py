@@ -1,7 +1,7 @@
 """Tokenizers, token arrays, and the blocks that training reads."""
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from coca_attention.errors import UserError
 from coca_attention.models.hub import check_name
 from coca_lab.data.documents import DataError, Document
-from coca_lab.data.passkey import encoder, passkey_block
 from coca_lab.environment import replace
 from coca_lab.settings import check_vocab_size
 
+MakeBlock = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray | None]]
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000
 
@@ -218,40 +218,34 @@ class BlockDataset(Dataset):
         return _item(self.tokens[start : start + self.length + 1], self.end)
 
 
-class PasskeyBlocks(Dataset):
-    """Blocks of passkey texts with their answers (`passkey_block`).
+class TaskBlocks(Dataset):
+    """Blocks of a synthetic task's texts, made when they are read.
 
     Args:
-        tokenizer: Tokenizer with an ``eos_token``.
-        length: L, the number of inputs and of targets of a block.
+        make: From numbers that determine a block to its L + 1 tokens, and which of them are to be
+            predicted, or None for all.
         count: Number of blocks.
-        seed: Seed of lengths, keys and depths.
-        separate: Whether documents are kept apart, see `separate_documents`.
+        seed: First of these numbers; the second is that of the block.
+        end: Token id of the end of text, to keep documents apart (see `separate_documents`).
 
     Raises:
         UserError: If no complete text fits into a block.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        length: int,
-        count: int,
-        seed: int,
-        *,
-        separate: bool = False,
-    ) -> None:
-        self.encode, self.end = encoder(tokenizer), end_of_text(tokenizer)
-        self.length, self.count, self.seed = length, count, seed
-        self.separate = separate
+    def __init__(self, make: MakeBlock, count: int, seed: int, *, end: int | None = None) -> None:
+        self.make, self.count, self.seed, self.end = make, count, seed, end
         self[0]
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        block = passkey_block(self.encode, self.end, self.length + 1, (self.seed, index))
-        return _item(block, self.end if self.separate else None)
+        block, targets = self.make((self.seed, index))
+        item = _item(block, self.end)
+        if targets is not None:
+            ignored = ~torch.from_numpy(targets[1:])
+            item["shift_labels"] = item["shift_labels"].masked_fill(ignored, -100)
+        return item
 
 
 def _item(block: np.ndarray, end: int | None) -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ from coca_lab.data import (
     BlockDataset,
     Document,
     Mixture,
-    PasskeyBlocks,
     SourceSettings,
+    TaskBlocks,
     TokenText,
     apportion,
     cache_folder,
@@ -22,10 +22,11 @@ from coca_lab.data import (
     tokenise,
 )
 from coca_lab.data.documents import source_files
+from coca_lab.data.tasks import TASK_BLOCKS
 from coca_lab.data.tokens import TOKENIZER_CHARACTERS, end_of_text
 from coca_lab.training.recipe import Recipe
 from coca_lab.training.retrieval import Retrieval, load_retrieval
-from coca_lab.training.sections import PASSKEY, TEXT, DataRecipe
+from coca_lab.training.sections import TEXT, DataRecipe
 
 VALIDATION = "validation"
 
@@ -96,8 +97,8 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
         dataset = _one_pass(recipe, tokenizer, blocks[TEXT])
         epochs = {TEXT: recipe.steps * recipe.training.global_batch_size / len(dataset)}
     else:
-        if data.passkey_share:
-            blocks[PASSKEY] = _passkey_blocks(recipe, tokenizer, max(int(read[-1, -1]), 1))
+        for index, name in enumerate(data.task_shares, start=len(blocks)):
+            blocks[name] = _task_blocks(recipe, tokenizer, name, max(int(read[-1, index]), 1))
         dataset = Mixture(list(blocks.values()), read, recipe.training.seed)
         epochs = dict(zip(blocks, dataset.epochs(), strict=True))
     fingerprint = {
@@ -145,21 +146,21 @@ def _cut(text: TokenText, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) ->
     return BlockDataset(text.tokens, recipe.data.block_length, end=end)
 
 
-def _passkey_blocks(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int
-) -> PasskeyBlocks:
-    data, seed = recipe.data, recipe.training.seed
-    separate = data.separate_documents
-    return PasskeyBlocks(tokenizer, data.block_length, count, seed, separate=separate)
+def _task_blocks(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, task: str, count: int
+) -> TaskBlocks:
+    end = end_of_text(tokenizer) if recipe.data.separate_documents else None
+    make = TASK_BLOCKS[task](tokenizer, recipe.data.block_length + 1)
+    return TaskBlocks(make, count, recipe.training.seed, end=end)
 
 
 def _one_pass(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, text: BlockDataset) -> Subset:
-    """The blocks of a text and its share of passkey blocks, in whole global batches."""
-    share, batch = recipe.data.passkey_share, recipe.training.global_batch_size
+    """The blocks of a text and its tasks' shares of blocks, in whole global batches."""
+    shares, batch = recipe.data.task_shares, recipe.training.global_batch_size
     dataset: Any = text
-    passkeys = round(len(text) * share / (1 - share))
-    if passkeys:
-        dataset = ConcatDataset([text, _passkey_blocks(recipe, tokenizer, passkeys)])
+    for task, share in shares.items():
+        if count := round(len(text) * share / (1 - sum(shares.values()))):
+            dataset = ConcatDataset([dataset, _task_blocks(recipe, tokenizer, task, count)])
     whole = len(dataset) // batch * batch
     if not whole:
         raise UserError(
@@ -170,11 +171,11 @@ def _one_pass(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, text: BlockDat
 
 
 def _blocks_read(recipe: Recipe) -> np.ndarray:
-    """`apportion` of a mixture, with passkey texts last if the recipe has any."""
-    share = recipe.data.passkey_share
-    weights = [source.weight * (1 - share) for source in recipe.data.mixture.values()]
+    """`apportion` of a mixture, with the recipe's tasks last."""
+    shares = list(recipe.data.task_shares.values())
+    weights = [source.weight * (1 - sum(shares)) for source in recipe.data.mixture.values()]
     batch = recipe.training.global_batch_size
-    return apportion([*weights, share] if share else weights, batch, recipe.steps)
+    return apportion([*weights, *shares], batch, recipe.steps)
 
 
 def _load_validation(

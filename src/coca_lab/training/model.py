@@ -12,6 +12,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GPTNeoXConfig,
     LlamaConfig,
@@ -28,7 +29,7 @@ from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.ops import FORMS
 from coca_lab.loading import load_model, model_without_weights
 from coca_lab.training.recipe import Recipe
-from coca_lab.training.sections import ModelRecipe, StageRecipe
+from coca_lab.training.sections import OWN, ModelRecipe, StageRecipe
 
 # Modules of an attention layer to train, by a stage's setting `train`.
 TRAINED = {
@@ -224,6 +225,10 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> Pr
         rope["partial_rotary_factor"] = 1.0
     else:
         common["num_key_value_heads"] = model.num_key_value_heads
+    if model.attention == OWN:
+        return AutoConfig.for_model(
+            model.body, **common | {"rope_parameters": rope} | model.options
+        )
     if model.attention == "alibi":
         return AlibiGPTNeoXConfig(**common)
     fields = _attention_fields(model, recipe.data.block_length, rope)

@@ -14,8 +14,12 @@ from coca_lab.settings import Initialisation, check_letters, check_vocab_size, f
 # Names of the only source of a recipe without a mixture, and of the blocks of `passkey_share`.
 TEXT = "text"
 PASSKEY = "passkey"
+# Further tasks.
+TASKS = ("recall",)
 
-BASELINES = ("rope", "alibi")
+BODIES = ("gpt_neox", "llama")
+OWN = "own"
+BASELINES = ("rope", "alibi", OWN)
 SIZES = (
     "body", "hidden_size", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
     "rope_base", "tie_embeddings", "layers", "window", "turning_pairs", "temperature", "decay",
@@ -55,9 +59,12 @@ class ModelRecipe:
 
     attention: str = "slack"
     """A CoCA score form (slack, strict, magnitude, or one that your code registers), or a baseline:
-    rope (RoFormer) or alibi."""
-    body: Literal["gpt_neox", "llama"] = "gpt_neox"
-    """Architecture around the attention; alibi requires gpt_neox."""
+    rope (RoFormer) or alibi; own with another body, which has an attention of its own."""
+    body: str = "gpt_neox"
+    """Architecture around the attention: gpt_neox or llama, or another model_type of Transformers,
+    such as baseline_llama; alibi requires gpt_neox."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the configuration of another body."""
     hidden_size: int = 1024
     """Width of the residual stream."""
     num_layers: int = 24
@@ -122,6 +129,13 @@ class ModelRecipe:
                 f"{self.attention!r}"
                 f"{renamed if self.attention == 'linear' else did_you_mean(self.attention, known)}"
             )
+        if (self.attention == OWN) == (self.body in BODIES):
+            raise UserError(
+                f"a body other than {' or '.join(BODIES)} has attention {OWN}, and no other body "
+                f"has; got attention {self.attention} with body {self.body}"
+            )
+        if self.options and self.body in BODIES:
+            raise UserError(f"options are for other bodies than {self.body}: leave them out")
         check_positive_counts(self, "hidden_size", "num_layers", "num_heads")
         check_positive_counts(self, "num_key_value_heads", "intermediate_size", "window")
         check_positive_counts(self, "max_distance")
@@ -173,7 +187,7 @@ class ModelRecipe:
             )
         if self.body != "gpt_neox" and self.attention == "alibi":
             raise UserError(f"body must be gpt_neox for attention alibi, got {self.body}")
-        if self.body != "llama" and self.num_key_value_heads is not None:
+        if self.body == "gpt_neox" and self.num_key_value_heads is not None:
             raise UserError(f"num_key_value_heads requires body llama, got {self.body}")
         if self.num_heads % (self.num_key_value_heads or self.num_heads):
             raise UserError(
@@ -232,12 +246,20 @@ class DataRecipe(SourceSettings):
     """Training length in tokens."""
     passkey_share: float = 0.0
     """Share of the blocks that are passkey texts with answers, each with a different key."""
+    tasks: dict[str, float] = field(default_factory=dict)
+    """Shares of the blocks with texts of further tasks, such as {recall: 0.3}: associative recall
+    of random tokens, of which the answers alone are trained."""
     separate_documents: bool = False
     """Whether documents in the same block are separated: attention does not cross document
     boundaries, and positions restart in each document."""
     cache: str | None = "auto"
     """Folder for tokenised text, which later runs reuse; auto means coca-attention in the user's
     cache (XDG_CACHE_HOME, or ~/.cache), null keeps the tokens in memory."""
+
+    @property
+    def task_shares(self) -> dict[str, float]:
+        """Shares of the blocks by task, passkeys included."""
+        return ({PASSKEY: self.passkey_share} if self.passkey_share else {}) | self.tasks
 
     @property
     def sources(self) -> "Mapping[str, DataRecipe | WeightedSource]":
@@ -252,6 +274,14 @@ class DataRecipe(SourceSettings):
         for name in ("held_out", "passkey_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        if unknown := [name for name in self.tasks if name not in TASKS]:
+            raise UserError(f"tasks has {', '.join(unknown)}; known: {', '.join(TASKS)}")
+        shares = self.task_shares
+        if not all(0 < share < 1 for share in shares.values()) or not sum(shares.values()) < 1:
+            raise UserError(
+                f"the shares of tasks and passkey_share must lie between 0 and 1, and so must "
+                f"their sum; got {shares}"
+            )
         if not self.mixture:
             return
         default = DataRecipe()
@@ -268,9 +298,10 @@ class DataRecipe(SourceSettings):
         if abs(sum(weights) - 1) > 1e-6:
             terms = " + ".join(f"{weight:g}" for weight in weights)
             raise UserError(f"mixture needs weights that sum to 1, got {terms} = {sum(weights):g}")
-        if self.passkey_share and PASSKEY in self.mixture:
+        if taken := sorted(shares.keys() & self.mixture.keys()):
             raise UserError(
-                f"mixture.{PASSKEY} has the name of the texts of passkey_share: rename the source"
+                f"mixture.{taken[0]} has the name of a task whose texts are mixed in: rename the "
+                "source"
             )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from coca_lab.data import Document, PasskeyBlocks, train_tokenizer
+from coca_lab.data import Document, TaskBlocks, train_tokenizer
 from coca_lab.data.passkey import (
     QUESTION,
     encoder,
@@ -20,6 +20,7 @@ from coca_lab.data.passkey import (
     passkey_text,
     vocabulary_text,
 )
+from coca_lab.data.tasks import TASK_BLOCKS
 from coca_lab.data.tokens import END_OF_TEXT
 from coca_lab.evaluation import Session, Subject
 from coca_lab.evaluation import passkey as task
@@ -274,7 +275,7 @@ def test_unfit_settings_prompts_tokenizers_and_models_are_refused(tokenizer):
 
 
 def test_training_blocks_hold_questions_answers_and_ends_at_any_place(digits):
-    blocks = PasskeyBlocks(digits, 400, 40, seed=3)
+    blocks = TaskBlocks(TASK_BLOCKS["passkey"](digits, 401), 40, seed=3)
     assert len(blocks) == 40
     texts, places = set(), set()
     for index in range(40):
@@ -295,4 +296,4 @@ def test_training_blocks_hold_questions_answers_and_ends_at_any_place(digits):
     again = passkey_block(encoder(digits), digits.eos_token_id, 401, (3, 7))
     assert np.array_equal(again[:-1], blocks[7]["input_ids"])
     with pytest.raises(ValueError, match="choose a block_length of at least"):
-        PasskeyBlocks(digits, 60, 5, seed=0)
+        TaskBlocks(TASK_BLOCKS["passkey"](digits, 61), 5, seed=0)

@@ -11,7 +11,8 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import DataLoader
 
 from coca_attention.errors import UserError
-from coca_lab.data import BlockDataset, DataError, PasskeyBlocks, read_documents, token_array
+from coca_lab.data import BlockDataset, DataError, TaskBlocks, read_documents, token_array
+from coca_lab.data.tasks import TASK_BLOCKS
 from coca_lab.training import load_recipe
 from coca_lab.training.data import check_sources, load_data, training_documents
 from coca_lab.training.model import check_separable
@@ -80,7 +81,7 @@ def test_a_mixture_has_the_shares_of_its_recipe(sources, tokenizer):
 def test_passkey_texts_take_their_share_of_a_mixture(sources, tokenizer):
     data = load_data(recipe(sources, data__block_length=300, data__passkey_share=0.5), tokenizer)
     assert list(data.epochs) == ["text", "code", "passkey"] and data.epochs["passkey"] == 1.0
-    assert isinstance(data.blocks.sources[2], PasskeyBlocks)
+    assert isinstance(data.blocks.sources[2], TaskBlocks)
     assert data.blocks.read[-1].tolist() == [90, 30, 120]
 
 
@@ -236,7 +237,7 @@ def test_a_model_that_does_not_keep_documents_apart_is_rejected():
 
 
 def test_passkey_blocks_can_be_kept_apart_too(tokenizer):
-    item = PasskeyBlocks(tokenizer, 900, 3, seed=0, separate=True)[0]
+    item = TaskBlocks(TASK_BLOCKS["passkey"](tokenizer, 901), 3, 0, end=tokenizer.eos_token_id)[0]
     ends = (item["input_ids"] == tokenizer.eos_token_id).nonzero().flatten()
     assert len(ends) and (item["shift_labels"][ends] == -100).all()
     assert (item["position_ids"][ends[:-1] + 1] == 0).all()

@@ -1,0 +1,100 @@
+"""Associative recall with many queries (MQAR; Zoology, arXiv 2312.04927) in random tokens.
+
+A text begins with pairs of a key and a value, and asks for every key once more, at places spread
+evenly over the rest; the token after a query is its value. All other tokens are random. Zoology's
+default crowds queries behind the pairs (its ``power_a`` 0.01), which flatters attention that
+decays; here every place is as likely (1.0).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from coca_attention.errors import UserError
+
+PAIRS = (4, 32)
+"""Fewest and most pairs of a training text."""
+FEWEST_PAIRS, MOST_PAIRS = PAIRS
+
+
+@dataclass(frozen=True)
+class RecallText:
+    """A text and where its answers are.
+
+    Attributes:
+        ids: Token ids, (length,), int64.
+        answers: Indices of the values that follow a query, ascending, (pairs,).
+        distances: For every answer, the tokens from the pair's value to it, (pairs,).
+    """
+
+    ids: np.ndarray
+    answers: np.ndarray
+    distances: np.ndarray
+
+
+def recall_text(
+    vocabulary: Sequence[int] | np.ndarray, pairs: int, length: int, generator: np.random.Generator
+) -> RecallText:
+    """A text of exactly ``length`` tokens that asks for every pair once.
+
+    Args:
+        vocabulary: Token ids. Keys are drawn from the first half, without repetition, values from
+            the second; other tokens are drawn from all but the keys of the text.
+        pairs: Number of pairs.
+        length: Tokens.
+        generator: Source of randomness.
+
+    Raises:
+        UserError: If there are too few tokens in the text, or in the vocabulary.
+    """
+    half = len(vocabulary) // 2
+    if pairs < 1 or length < 4 * pairs or half < pairs:
+        raise UserError(
+            f"a recall text with {pairs} pairs needs at least {max(4 * pairs, 4)} tokens and a "
+            f"vocabulary of {2 * max(pairs, 1)}; got {length} and {len(vocabulary)}"
+        )
+    vocabulary = np.asarray(vocabulary, dtype=np.int64)
+    keys = generator.choice(half, pairs, replace=False)
+    values = generator.integers(half, len(vocabulary), pairs)
+    others = np.delete(np.arange(len(vocabulary)), keys)
+    ids = others[generator.integers(len(others), size=length)]
+    ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2] = keys, values
+    # Where the query of every pair stands, in steps of two tokens from the end of the text.
+    places = length - 2 - 2 * generator.choice((length - 2 * pairs) // 2, pairs, replace=False)
+    ids[places], ids[places + 1] = keys, values
+    order = np.argsort(places)
+    answers = places[order] + 1
+    return RecallText(vocabulary[ids], answers, answers - (2 * order + 1))
+
+
+def recall_block(
+    vocabulary: Sequence[int] | np.ndarray, end: int, length: int, seed: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """A training block: recall texts of random lengths and loads, one after another.
+
+    Args:
+        vocabulary: As for `recall_text`, without the end of text.
+        end: Token id of the end of text, which follows every text.
+        length: Total number of tokens.
+        seed: Numbers that determine the block.
+
+    Returns:
+        The tokens, (length,), int64, and whether each is an answer, (length,), bool.
+    """
+    generator = np.random.default_rng(list(seed))
+    block, is_answer = np.full(length, end, dtype=np.int64), np.zeros(length, dtype=bool)
+    start, shortest = 0, 4 * FEWEST_PAIRS
+    if length < shortest:
+        raise UserError(
+            f"a recall text takes at least {shortest} tokens, and a block has {length}: choose a "
+            f"block_length of at least {shortest}"
+        )
+    while length - start >= shortest:
+        size = int(generator.integers(shortest, length - start + 1))
+        pairs = int(generator.integers(FEWEST_PAIRS, min(MOST_PAIRS, size // 4) + 1))
+        text = recall_text(vocabulary, pairs, size, generator)
+        block[start : start + size] = text.ids
+        is_answer[start + text.answers] = True
+        start += size + 1
+    return block, is_answer

@@ -1,0 +1,263 @@
+"""Each score against its paper's equation, written out pair by pair, in float64."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import coca_lab.baselines
+from coca_attention.models import CoCALlamaConfig, CoCALlamaForCausalLM
+from coca_lab.baselines import BaselineConfig, BaselineForCausalLM
+from coca_lab.baselines.model import BaselineAttention
+from coca_lab.baselines.pope import PoPE
+
+HIDDEN, HEADS, LENGTH, VALUES = 24, 4, 9, 6
+
+
+def rotated(query, key, m, n, theta):
+    """Rotary attention: complex products of pairs (j, j + D/2)."""
+    half = len(query) // 2
+    score = 0.0
+    for j in range(half):
+        q, k = (complex(float(x[j]), float(x[j + half])) for x in (query, key))
+        angle = (m - n) * theta[j]
+        score += (q * k.conjugate() * complex(math.cos(angle), math.sin(angle))).real
+    return score / math.sqrt(len(query))
+
+
+def frequencies(width):
+    return [10000.0 ** (-2 * j / width) for j in range(width // 2)]
+
+
+def still(width):
+    return [0.0] * (width // 2)
+
+
+def rotary(width, theta):
+    return lambda module, head, q, k, m, n: rotated(q, k, m, n, theta(width))
+
+
+def collinear(width, power, signed, theta=frequencies, free=0, phase=False):
+    def score(module, head, q, t, m, n):
+        pairs, total = width // 2, 0.0
+        for j in range(pairs - free):
+            size = math.hypot(float(q[j]), float(q[j + pairs])) ** power
+            coefficient = float(t[j]) if signed else max(float(t[j]), 0.0)
+            shift = float(module.score.learned["phase"][head, j]) if phase else 0.0
+            total += size * coefficient * math.cos((m - n) * theta(width)[j] + shift)
+        for i in range(free):
+            j = pairs - free + i
+            qj, kj = (
+                complex(float(q[j]), float(q[j + pairs])),
+                complex(float(t[j]), float(t[i - free])),
+            )
+            angle = (m - n) * theta(width)[j]
+            total += (qj * kj.conjugate() * complex(math.cos(angle), math.sin(angle))).real
+        return total / math.sqrt(width)
+
+    return score
+
+
+def pope(module, head, q, k, m, n):
+    total, width = 0.0, len(q)
+    for c in range(width):
+        sizes = [math.log1p(math.exp(float(x[c]))) for x in (q, k)]
+        delta = min(max(float(module.score.learned["phase"][head, c]), -2 * math.pi), 0.0)
+        total += sizes[0] * sizes[1] * math.cos((n - m) * 10000.0 ** (-c / width) + delta)
+    return total / math.sqrt(width)
+
+
+# The options of a layer, and its score of one query and one key.
+LAYERS = {
+    "rotary": ({"score": "rotary", "rotation": {"width": 6}}, rotary(6, frequencies)),
+    "thin": ({"score": "rotary", "rotation": {"width": 4}}, rotary(4, frequencies)),
+    "no positions": (
+        {"score": "rotary", "rotation": {"width": 4, "turning": 0}},
+        rotary(4, still),
+    ),
+    "strict": ({"score": "collinear", "rotation": {"width": 6}}, collinear(6, 2, False)),
+    "strict signed": (
+        {"score": "collinear", "signed": True, "rotation": {"width": 6}},
+        collinear(6, 2, True),
+    ),
+    "magnitude": (
+        {"score": "collinear", "form": "magnitude", "rotation": {"width": 6}},
+        collinear(6, 1, False),
+    ),
+    "strict without turning": (
+        {"score": "collinear", "rotation": {"width": 6, "turning": 0}},
+        collinear(6, 2, False, theta=still),
+    ),
+    "shifted fast pairs": (
+        {
+            "score": "collinear",
+            "form": "shifted",
+            "signed": True,
+            "free_pairs": 2,
+            "rotation": {"width": 8},
+        },
+        collinear(8, 1, True, free=2, phase=True),
+    ),
+    "pope": ({"score": "pope", "rotation": {"width": 10}}, pope),
+}
+
+
+def attention(options, **more):
+    """A layer in float64 with large weights and, where there are phases, random ones."""
+    torch.manual_seed(0)
+    config = BaselineConfig(hidden_size=HIDDEN, num_attention_heads=HEADS)
+    module = BaselineAttention(config, **options, **more).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    for phases in getattr(module.score, "learned", {}).values():
+        torch.nn.init.uniform_(phases, -7.0, 1.0)  # beyond PoPE's limits, too
+    return module
+
+
+def texts(batch=2):
+    return torch.randn(batch, LENGTH, HIDDEN, dtype=torch.float64, generator=torch.manual_seed(1))
+
+
+def written_out(module, score, hidden, *, kv_heads, window=None, temperature=None, decay=None):
+    """The layer, one query at a time."""
+    batch, length, _ = hidden.shape
+    q = module.q_proj(hidden).view(batch, length, HEADS, -1)
+    k = module.k_proj(hidden).view(batch, length, kv_heads, -1)
+    v = module.v_proj(hidden).view(batch, length, kv_heads, -1)
+    output = torch.zeros(batch, length, HEADS, VALUES, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(HEADS):
+            g = h * kv_heads // HEADS
+            for m in range(length):
+                seen = range(0 if window is None else max(0, m - window + 1), m + 1)
+                scores = [score(module, h, q[b, m, h], k[b, n, g], m, n) for n in seen]
+                if temperature:
+                    factor = math.log(m + 2) / math.log(temperature + 1)
+                    scores = [factor * x for x in scores]
+                if decay:
+                    scores = [
+                        x - math.log(1 + (m - n) / decay) for x, n in zip(scores, seen, strict=True)
+                    ]
+                weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
+                output[b, m, h] = weights @ v[b, list(seen), g]
+    return module.o_proj(output.flatten(2))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_scores_are_their_equations(name):
+    options, score = LAYERS[name]
+    module, hidden = attention(options, kv_heads=2), texts()
+    with torch.no_grad():
+        expected = written_out(module, score, hidden, kv_heads=2)
+        torch.testing.assert_close(module(hidden)[0], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["thin", "strict without turning"])
+def test_windows_temperatures_and_decays_are_theirs(name):
+    options, score = LAYERS[name]
+    more = {"temperature": 5, "decay": 1.0, "decay_length": 3.0}
+    options = options | {"rotation": options["rotation"] | more}
+    hidden = texts()
+    module = attention(options, kv_heads=4, window=4)
+    with torch.no_grad():
+        expected = written_out(
+            module, score, hidden, kv_heads=4, window=4, temperature=5, decay=3.0
+        )
+        torch.testing.assert_close(module(hidden)[0], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_are_those_of_differences(name):
+    module = attention(LAYERS[name][0], kv_heads=2)
+    hidden = texts(1)[:, :4].requires_grad_()
+    parameters = tuple(module.parameters())
+    torch.autograd.gradcheck(lambda x, *_: module(x)[0], (hidden, *parameters))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_token_sees_later_ones(name):
+    module, hidden = attention(LAYERS[name][0], kv_heads=2), texts()
+    changed = hidden.clone()
+    changed[:, 5:] += 1
+    with torch.no_grad():
+        torch.testing.assert_close(module(hidden)[0][:, :5], module(changed)[0][:, :5])
+
+
+def test_a_query_of_zeros_has_a_finite_gradient():
+    module = attention(LAYERS["shifted fast pairs"][0], kv_heads=2)
+    torch.nn.init.zeros_(module.q_proj.weight)
+    module(texts())[0].sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+
+
+def test_phases_of_pope_begin_at_zero_and_collinear_caches_are_half():
+    from coca_attention.ops import Rotation
+
+    score = PoPE(HEADS, Rotation(10))
+    assert score.learned["phase"].shape == (HEADS, 5) and not score.learned["phase"].any()
+    # Keys of 3, 4 and 6 coefficients, 5 magnitudes, and values of 6 numbers.
+    widths = {"strict": 3, "rotary": 6, "thin": 4, "shifted fast pairs": 6, "pope": 5}
+    for name, width in widths.items():
+        assert attention(LAYERS[name][0], kv_heads=2).cache_numbers == 2 * (width + VALUES)
+
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def same_logits(baseline, other):
+    ids = torch.arange(40).view(2, 20) % 50
+    with torch.no_grad():
+        ours, theirs = (
+            model(input_ids=ids, labels=ids, use_cache=False) for model in (baseline, other)
+        )
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.loss, theirs.loss)
+
+
+def baseline(score, **options):
+    layer = {"score": score, "kv_heads": 2, "rotation": {"width": 8}, **options}
+    return BaselineForCausalLM(BaselineConfig(**SIZES, scores={"g": layer}))
+
+
+def test_rotary_is_llama():
+    model = baseline("rotary")
+    llama = LlamaForCausalLM(LlamaConfig(**SIZES))
+    llama.load_state_dict(model.state_dict())
+    same_logits(model, llama)
+
+
+@pytest.mark.parametrize("form", ["strict", "magnitude"])
+def test_collinear_is_the_librarys_llama(form):
+    model = baseline("collinear", form=form)
+    coca = CoCALlamaForCausalLM(CoCALlamaConfig(**SIZES, coca_form=form))
+    weights = {name.replace("k_proj", "t_proj"): x for name, x in model.state_dict().items()}
+    coca.load_state_dict(weights)
+    same_logits(model, coca)
+
+
+def test_models_are_saved_and_found_by_their_type(tmp_path):
+    model = baseline("pope", rotation={"width": 16})
+    torch.nn.init.uniform_(model.model.layers[0].self_attn.score.learned["phase"], -3, 0)
+    model.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).scores == model.config.scores
+    same_logits(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_padding_is_refused():
+    mask = torch.ones(1, 5, dtype=torch.long)
+    mask[0, 0] = 0
+    with pytest.raises(ValueError, match="without padding, packing or cache"):
+        baseline("rotary")(input_ids=torch.ones(1, 5, dtype=torch.long), attention_mask=mask)
+
+
+def test_every_score_has_a_name():
+    assert set(coca_lab.baselines.SCORES) == {x[0]["score"] for x in LAYERS.values()}
