@@ -1,0 +1,261 @@
+"""The verdict on collinearity: docs/verdict.md says what is compared, and how it is decided.
+
+A trial is an ordinary recipe, trained and evaluated in a process of its own, and one JSON file.
+What has a file is not run again, so a search goes on wherever the files are.
+
+    python -m coca_lab.studies.verdict run      # what is missing, for as long as it takes
+    python -m coca_lab.studies.verdict table    # cache and parameters of every arm
+"""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coca_attention.errors import UserError
+from coca_lab.data import Document, encode_documents, held_out, read_documents
+from coca_lab.environment import read_json, write_json
+from coca_lab.training import Recipe, load_recipe
+
+MODULE = "coca_lab.studies.verdict"
+SEARCH = "searches/verdict.yaml"
+TRIALS = "results/verdict/trials"
+RUNS = "runs/verdict"
+
+RATES = (1.5e-3, 3e-3, 6e-3)
+"""Learning rates that every arm is tried with; beyond an end that is best follow its next ones."""
+MOST_RATES = 5
+TUNING_SEED = 100
+SEEDS = (0, 1, 2, 3, 4)
+
+# Shares of the documents, by the hash that holds them out of training.
+VALIDATION, TEST = (0.0, 0.05), (0.05, 0.2)
+STRIDE = 128
+NEAR = 256
+# The largest window, behind whose tokens targets begin, and the tokens read of a document.
+VALIDATION_WINDOW = (NEAR, 2304)
+TEST_WINDOWS = [(1024, 2048), (4096, 4224)]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An arm with a learning rate and a seed."""
+
+    arm: str
+    learning_rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Name of its file and folder."""
+        return f"{self.arm}-{self.learning_rate:g}-{self.seed}"
+
+    def recipe(self) -> Recipe:
+        """The recipe of its arm in the search file.
+
+        Raises:
+            UserError: If there is no such arm.
+        """
+        search, arms = read_search()
+        if self.arm not in arms:
+            raise UserError(f"no arm {self.arm}; known: {', '.join(arms)}")
+        options = search["trials"][arms[self.arm]] | {
+            "training.learning_rate": self.learning_rate,
+            "training.seed": self.seed,
+        }
+        words = [word for name, x in options.items() for word in (f"--{name}", json.dumps(x))]
+        return load_recipe(search["recipe"], words)
+
+
+def read_search() -> tuple[dict[str, Any], dict[str, str]]:
+    """The search file, and the names of its trials by their first word, that of the arm."""
+    search = yaml.safe_load(Path(SEARCH).read_text(encoding="utf-8"))
+    return search, {name.split()[0]: name for name in search["trials"]}
+
+
+def next_trial(folder: str | Path, arms: Iterable[str]) -> Trial | None:
+    """The first trial without a file, or None: the learning rates of all arms, then seed by seed.
+
+    Args:
+        folder: That of the files.
+        arms: Names of the arms.
+    """
+    found = {
+        Trial(each["arm"], each["learning_rate"], each["seed"]): each
+        for each in map(read_json, sorted(Path(folder).glob("*.json")))
+    }
+    best: dict[str, float] = {}
+    for arm in arms:
+        tried = {
+            trial.learning_rate: _validation_loss(each)
+            for trial, each in found.items()
+            if trial.arm == arm and trial.seed == TUNING_SEED
+        }
+        for rate in RATES:
+            if rate not in tried:
+                return Trial(arm, rate, TUNING_SEED)
+        best[arm] = min(tried, key=lambda rate: (tried[rate], rate))
+        beyond = {min(tried): min(tried) / 2, max(tried): max(tried) * 2}.get(best[arm])
+        if beyond is not None and len(tried) < MOST_RATES:
+            return Trial(arm, beyond, TUNING_SEED)
+    planned = (Trial(arm, rate, seed) for seed in SEEDS for arm, rate in best.items())
+    return next((trial for trial in planned if trial not in found), None)
+
+
+def _validation_loss(result: dict[str, Any]) -> float:
+    """Nats per token; a run that diverged is worse than any other."""
+    if result["status"] != "finished":
+        return math.inf
+    (scores,) = result["text"]
+    return sum(scores["nats"]) / sum(scores["tokens"])
+
+
+def run(trials: str = TRIALS, runs: str = RUNS) -> None:
+    """Run every trial that has no file, one after another.
+
+    Args:
+        trials: Folder of the trials' files.
+        runs: Folder of the trained models.
+    """
+    while trial := next_trial(trials, read_search()[1]):
+        print(f"{time.strftime('%F %T')} {trial.name}", flush=True)
+        words = [trial.arm, f"{trial.learning_rate:g}", str(trial.seed)]
+        words += [f"--trials={trials}", f"--runs={runs}"]
+        subprocess.run([sys.executable, "-m", MODULE, "trial", *words], check=True)
+
+
+def trial(
+    arm: str, learning_rate: float, seed: int, trials: str = TRIALS, runs: str = RUNS
+) -> None:
+    """Train and evaluate one trial, and write its file.
+
+    Args:
+        arm: Name of the arm.
+        learning_rate: Peak learning rate.
+        seed: Seed of the training.
+        trials: Folder of the trials' files.
+        runs: Folder of the trained models; an interrupted run goes on.
+    """
+    from coca_lab.training import train
+    from coca_lab.training.trainer import TrainingDiverged
+
+    trial = Trial(arm, learning_rate, seed)
+    folder = Path(runs) / trial.name
+    result = {"arm": arm, "learning_rate": learning_rate, "seed": seed, "status": "finished"}
+    try:
+        train(trial.recipe(), folder)
+    except TrainingDiverged as error:
+        result |= {"status": "diverged", "error": str(error)}
+    else:
+        result |= _measure(folder, final=seed != TUNING_SEED)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    write_json(Path(trials) / f"{trial.name}.json", result)
+
+
+def table() -> None:
+    """Print what a cache holds for a token, in every layer, and the parameters of all arms."""
+    for arm, name in read_search()[1].items():
+        model = make_arm(arm)
+        cached = [layer.self_attn.cache_numbers for layer in model.model.layers]
+        print(f"{name:28} {cached} {sum(p.numel() for p in model.parameters()):,}")
+
+
+def make_arm(arm: str) -> Any:
+    """The untrained model of an arm, on the meta device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from coca_lab.training.model import model_config
+
+    recipe = Trial(arm, RATES[0], 0).recipe()
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config(recipe, recipe.data.vocab_size))
+
+
+def _measure(folder: Path, *, final: bool) -> dict[str, Any]:
+    """Figures of a trained model.
+
+    Args:
+        folder: Of the run.
+        final: Whether to score the test text; otherwise the validation text.
+    """
+    from coca_lab.data import load_tokenizer
+    from coca_lab.loading import load_model
+
+    start = time.monotonic()
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    if final:
+        texts = _documents(tokenizer, TEST)
+        text = [
+            _score(model, texts, window, longest, most)
+            for longest, most in TEST_WINDOWS
+            for window in (NEAR, longest)
+        ]
+    else:
+        texts = _documents(tokenizer, VALIDATION)
+        text = [_score(model, texts, NEAR, *VALIDATION_WINDOW)]
+    trained = read_json(folder / "training.json")
+    return {
+        "parameters": trained["parameters"],
+        "steps": trained["steps"],
+        "tokens": trained["tokens"],
+        "seconds": trained["seconds"],
+        "loss": [[entry["step"], entry["loss"]] for entry in trained["curve"]][::5],
+        "read": read_json(folder / "text.json"),
+        "text": text,
+        "evaluation_seconds": round(time.monotonic() - start),
+        "environment": trained["environment"],
+    }
+
+
+def _documents(tokenizer: Any, shares: tuple[float, float]) -> list[tuple[Document, list[int]]]:
+    """Documents of Python's library between two shares of `held_out`, with their token ids."""
+    low, high = shares
+    chosen = (d for d in read_documents("stdlib") if held_out(d, high) and not held_out(d, low))
+    return list(encode_documents(chosen, tokenizer))
+
+
+def _score(model: Any, texts: Any, window: int, longest: int, most: int) -> dict[str, Any]:
+    """Nats of the same targets, whatever the window.
+
+    Args:
+        model: The model.
+        texts: From `_documents`; of those longer than ``longest`` tokens, the first ``most`` are
+            read.
+        window: Tokens read in one pass.
+        longest: The largest window of these targets, which begin behind its tokens.
+        most: See above.
+    """
+    import torch
+
+    from coca_lab.evaluation.perplexity.score import TokenDocument, score_documents
+    from coca_lab.evaluation.perplexity.windows import shared_first_target
+
+    documents = [
+        TokenDocument(document.id, torch.tensor(ids[:most]))
+        for document, ids in texts
+        if len(ids) > longest
+    ]
+    first = shared_first_target([longest], STRIDE)
+    scores = score_documents(model, documents, window=window, stride=STRIDE, first_target=first)
+    return {
+        "longest": longest,
+        "window": window,
+        "documents": [score.id for score in scores],
+        "nats": [score.nats for score in scores],
+        "tokens": [score.tokens for score in scores],
+    }
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    auto_cli([run, trial, table])
