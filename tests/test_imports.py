@@ -17,10 +17,12 @@ LIBRARY = {
     "models": {"ops", "layer", "errors"},
     "testing": set(),
 }
-LOOSE = {"environment", "intervals", "lazy", "loading", "options", "settings"}
+LOOSE = {"arguments", "environment", "files", "intervals", "lazy", "loading", "options", "settings"}
 LABORATORY = {
     "__init__": {"cli"},
-    "environment": set(),
+    "arguments": set(),
+    "environment": {"files"},
+    "files": set(),
     "extensions": set(),
     "intervals": set(),
     "lazy": set(),

@@ -314,7 +314,7 @@ def test_of_two_conversions_to_one_target_the_first_to_write_wins(moment, tmp_pa
         if moment == "convert":
             other()
         else:
-            with pytest.raises(UserError, match="target is in use by process"):
+            with pytest.raises(UserError, match="target is in use by another process"):
                 other()
         return found
 

@@ -17,7 +17,7 @@ from test_train import recipe, words
 from transformers import AutoTokenizer, TrainerCallback
 
 from coca_attention.errors import UserError
-from coca_lab.environment import hold
+from coca_lab.files import hold
 from coca_lab.training import (
     as_yaml,
     interrupts,
@@ -237,15 +237,15 @@ def test_a_run_whose_text_has_changed_stays_finished(text_folder, tmp_path):
 
 
 def test_two_processes_on_one_folder(text_folder, tmp_path):
-    """The second names the first and does nothing; the lock ends with the process."""
+    """The second does nothing; the lock ends with the process."""
     code = (
-        "import sys, time; from pathlib import Path; from coca_lab.environment import hold\n"
+        "import sys, time; from pathlib import Path; from coca_lab.files import hold\n"
         "with hold(Path(sys.argv[1])):\n print('held', flush=True)\n time.sleep(60)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "run" / ".lock")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=f"run is in use by process {other.pid} on .*wait"):
+        with pytest.raises(UserError, match="run is in use by another process: wait"):
             train(recipe(text_folder), tmp_path / "run")
         assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
         other.kill()

@@ -1,0 +1,115 @@
+"""Settings from words and YAML: how people type them, and errors in one line."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from coca_attention.errors import UserError
+from coca_lab.arguments import read_settings, settings_parser
+
+
+@dataclass
+class Step:
+    """A step."""
+
+    name: str
+    """Its name."""
+    kind: Literal["slow", "quick"] = "slow"
+    """Its kind."""
+
+
+@dataclass
+class Part:
+    """A part of the settings."""
+
+    batch_size: int = 4
+    """Texts at once."""
+
+    def check(self) -> None:
+        """Refuse no texts."""
+        if self.batch_size < 1:
+            raise UserError("batch_size must be at least 1")
+
+
+@dataclass
+class Settings:
+    """Settings of something."""
+
+    part: Part = field(default_factory=Part)
+    """The part."""
+    windows: list[int] | None = None
+    """Windows to read."""
+    models: dict[str, str] = field(default_factory=dict)
+    """Folders by name."""
+    skip_short: bool = False
+    """Whether to leave out short texts."""
+    steps: list[Step] = field(default_factory=list)
+    """What to do."""
+    tasks: dict[str, object] = field(default_factory=dict)
+    """Settings by task."""
+
+    def check(self) -> None:
+        """Check the part."""
+        self.part.check()
+
+
+SECTIONS = {"task": (Part, "A task.")}
+
+
+def read(path=None, words=()):
+    return read_settings(Settings, path, words, kind="plan", program="coca x", sections=SECTIONS)
+
+
+def test_words_as_people_type_them():
+    words = "--windows 1,2 --skip-short --part.batch-size=7 --task.batch-size 3 --models.a-b_c d"
+    settings = read(words=words.split())
+    assert settings.windows == [1, 2] and settings.skip_short is True
+    assert settings.part.batch_size == 7 and settings.tasks == {"task": Part(3)}
+    assert settings.models == {"a-b_c": "d"}
+    assert read().tasks == {} and read(words=["--skip-short", "false"]).skip_short is False
+
+
+def test_help_has_hyphens_and_the_docstrings_of_the_fields():
+    text = settings_parser(Settings, "coca x", "plan", SECTIONS).format_help()
+    assert "--part.batch-size" in text and "Texts at once." in text and "A task." in text
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("{}", "--skip-shirt", "--skip-shirt; did you mean --skip-short? (see coca x --help)"),
+        ("{}", "--windows a", "Expected a int. Got value: a"),
+        ("{}", "--part.batch-size 0", "batch_size must be at least 1"),
+        ("{}", "--steps [{name: a, kind: quik}]", "Got value: quik; did you mean quick?"),
+        ("{}", "more", "unrecognized arguments: more"),
+        ("part: {batch_size: 0}", "--skip-short", "plan.yaml: batch_size must be at least 1"),
+        (
+            "part: {size: 0}",
+            "--skip-short",
+            "plan.yaml: Group 'part' does not accept option 'size'",
+        ),
+        ("part: {batch_size: null}", "", "plan.yaml: part.batch_size needs a value, got null"),
+        ("part:", "", "plan.yaml: section part needs fields and values"),
+        ("prat: {}", "", "plan.yaml: a plan has the sections part, windows"),
+        ("part: {}\npart: {}", "", "line 2: part is given twice"),
+        ("", "", "got an empty file"),
+        ("[", "", "not a readable plan"),
+    ],
+)
+def test_errors_are_one_line_and_name_the_file_whose_they_are(tmp_path, text, words, message):
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        read(path, words.split(maxsplit=1))
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert ("plan.yaml" in str(error.value)) == (text != "{}")
+
+
+def test_aliases_may_not_stand_for_any_number_of_values(tmp_path):
+    path = tmp_path / "plan.yaml"
+    lines = ["a0: &a0 [0, 0, 0, 0, 0, 0, 0, 0, 0]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match="more than 100,000 values"):
+        read(path)
