@@ -3,12 +3,11 @@
 A source is given as a string:
 
 - ``stdlib``: source code and documentation of the running Python: real text without a download;
-- a file, a folder or a glob of ``.txt``, ``.jsonl`` and ``.parquet`` files, optionally compressed
-  as ``.gz``, ``.xz`` or ``.zst``;
+- a file, a folder or a glob of ``.txt``, ``.jsonl`` and ``.parquet`` files; texts and JSON lines
+  may be compressed as ``.gz``, ``.xz`` or ``.zst``;
 - ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``: a dataset for `datasets`, streamed.
 """
 
-import contextlib
 import glob
 import gzip
 import hashlib
@@ -16,25 +15,35 @@ import io
 import json
 import lzma
 import sysconfig
+import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
-from coca_attention.errors import UserError, install
+import pyarrow
+import pyarrow.parquet
+
+from coca_attention.errors import UserError
 from coca_attention.models.hub import go_online
 
 BadLines = Literal["error", "skip"]
 
 TOKENS = ".npy"
 """Ending of a file of token ids, which training reads in place of text."""
-LONGEST = 2**30
-"""Characters of a document at most: a small compressed file can hold any number."""
 
-FORMATS = (".txt", ".jsonl", ".parquet")
-COMPRESSIONS = ("", ".gz", ".xz", ".zst")
-SUFFIXES = tuple(kind + packed for kind in FORMATS for packed in COMPRESSIONS)
+OPENERS: dict[str, Callable[[Path], Any]] = {
+    "": lambda path: path.open("rb"),
+    ".gz": gzip.open,
+    ".xz": lzma.open,
+    # Arrow's reader detects a truncated stream; zstandard's does not.
+    ".zst": lambda path: pyarrow.input_stream(str(path), compression="zstd"),
+}
+SUFFIXES = tuple(kind + packed for kind in (".txt", ".jsonl") for packed in OPENERS)
+SUFFIXES = (*SUFFIXES, ".parquet")
+KNOWN = "known types: .txt and .jsonl, optionally with .gz, .xz or .zst, and .parquet"
 
 # Folders of the standard library with tests or tables of numbers, or missing on some systems:
 # without them, the text is nearly the same on every machine with the same Python.
@@ -64,12 +73,12 @@ def read_documents(
     Args:
         source: See the module's docstring.
         text_field: Field with the text in JSON records, Parquet files and datasets.
-        bad_lines: Whether an invalid JSON line raises an error (``error``) or is skipped with a
-            warning (``skip``).
+        bad_lines: Whether an invalid record of a file raises an error (``error``) or is skipped
+            with a warning (``skip``).
 
     Raises:
         DataError: If the source does not exist, or a file is empty, binary, truncated or malformed.
-            The message names the file and, for JSON lines, the line.
+            The message names the file and the line or row.
     """
     if source == "stdlib":
         return _stdlib_documents()
@@ -83,7 +92,8 @@ class SourceSettings:
     """Documents to read."""
 
     source: str = "stdlib"
-    """stdlib; a file, folder or glob of .txt, .jsonl, .parquet (or .gz, .xz, .zst); or hf:NAME."""
+    """stdlib; a file, folder or glob of .txt, .jsonl (also .gz, .xz, .zst) or .parquet; or
+    hf:NAME."""
     text_field: str = "text"
     """Field with the text in JSON records, Parquet files and datasets."""
     bad_lines: BadLines = "error"
@@ -92,6 +102,20 @@ class SourceSettings:
     def documents(self) -> Iterator[Document]:
         """`read_documents` with these settings."""
         return read_documents(self.source, text_field=self.text_field, bad_lines=self.bad_lines)
+
+
+def held_out(document: Document, share: float) -> bool:
+    """Whether a document belongs to the held-out split.
+
+    A hash of the text alone decides: the split is the same on every machine, for every path and
+    order, does not change when documents are added, and never separates copies of a text.
+
+    Args:
+        document: The document.
+        share: Share of documents that are held out, between 0 and 1.
+    """
+    digest = hashlib.sha256(document.text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def source_files(source: str) -> list[Path]:
@@ -111,29 +135,6 @@ def source_files(source: str) -> list[Path]:
     return find_files(source)
 
 
-def check_held_out(source: str, share: float) -> None:
-    """Raise UserError if a source is a file of token ids, and a share of it is to be held out."""
-    if share and source.endswith(TOKENS):
-        raise UserError(
-            f"{source} has token ids, not documents, so none can be held out: set data.held_out to "
-            "0 and, to validate, validation.source"
-        )
-
-
-def held_out(document: Document, share: float) -> bool:
-    """Whether a document belongs to the held-out split.
-
-    A hash of the text alone decides: the split is the same on every machine, for every path and
-    order, does not change when documents are added, and never separates copies of a text.
-
-    Args:
-        document: The document.
-        share: Share of documents that are held out, between 0 and 1.
-    """
-    digest = hashlib.sha256(document.text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
-
-
 def find_files(source: str) -> list[Path]:
     """Sorted files that match a path or glob.
 
@@ -141,186 +142,139 @@ def find_files(source: str) -> list[Path]:
         DataError: If there are none, or the file has an unknown type.
     """
     path = Path(source).expanduser()
-    known = f"known types: {', '.join(FORMATS)}, optionally with {', '.join(COMPRESSIONS[1:])}"
-    if path.is_file():
-        if not path.name.endswith(SUFFIXES):
-            raise DataError(f"{path}: unknown file type; {known}")
-        return [path]
+    if path.is_file() and not path.name.endswith(SUFFIXES):
+        raise DataError(f"{path}: unknown file type; {KNOWN}")
     if path.is_dir():
-        found = _texts(path.rglob("*"))
-        if not found:
-            raise DataError(f"{path}: no readable file in this folder; {known}")
-        return found
+        if found := _texts(path.rglob("*")):
+            return found
+        raise DataError(f"{path}: no readable file in this folder; {KNOWN}")
     matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    found = _texts(matches)
-    if not found:
-        reason = "no match has a known type" if matches else "no such file, folder or glob"
-        raise DataError(
-            f"{source}: {reason}; {known}. Use hf:NAME for a Hugging Face dataset, stdlib for the "
-            "text of Python's standard library"
-        )
-    return found
+    if found := _texts(matches):
+        return found
+    reason = "no match has a known type" if matches else "no such file, folder or glob"
+    raise DataError(
+        f"{source}: {reason}; {KNOWN}. Use hf:NAME for a Hugging Face dataset, stdlib for the text "
+        "of Python's standard library"
+    )
 
 
 def _texts(paths: Iterable[Path]) -> list[Path]:
     """The files of a known type, sorted; each once, though a link leads back to its folder."""
     found: dict[Path, Path] = {}
     for path in sorted(paths):
-        if not path.name.endswith(SUFFIXES) or path.is_dir():
-            continue
-        if not path.is_file():
-            kind = "a link that leads nowhere" if path.is_symlink() else "a pipe or device"
-            raise DataError(f"{path}: {kind}, not a file; remove it, or name the files to read")
-        found.setdefault(path.parent.resolve() / path.name, path)
+        if path.name.endswith(SUFFIXES) and not path.is_dir():
+            if not path.is_file():
+                raise DataError(f"{path}: a broken link, a pipe or a device, not a file; remove it")
+            found.setdefault(path.parent.resolve() / path.name, path)
     return list(found.values())
 
 
 def _file_documents(files: list[Path], text_field: str, bad_lines: BadLines) -> Iterator[Document]:
     for path in files:
-        name = path.name
-        for compression in COMPRESSIONS:
-            name = name.removesuffix(compression)
-        kind = name[name.rfind(".") :]
         if path.stat().st_size == 0:
             raise DataError(f"{path}: the file is empty")
-        if kind == ".txt":
-            lines, length = [], 0
-            for line in _text_lines(path):
-                lines.append(line)
-                length += len(line)
-                if length >= LONGEST:
-                    raise _too_long(path)
-            text = "".join(lines)
-            if not text.strip():
-                raise DataError(f"{path}: the file holds no text")
-            yield Document(str(path), text)
-        elif kind == ".jsonl":
-            yield from _json_documents(path, text_field, bad_lines)
+        name = path.name.removesuffix(path.suffix if path.suffix in OPENERS else "")
+        if name.endswith(".txt"):
+            yield _text_document(path)
+        elif name.endswith(".jsonl"):
+            yield from _records(path, _lines(path), json.loads, text_field, bad_lines)
         else:
-            yield from _parquet_documents(path, text_field)
+            yield from _records(path, _parquet_rows(path, text_field), dict, text_field, bad_lines)
 
 
-def _open(path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")
-    if path.suffix == ".zst":
-        # Arrow's reader detects a truncated stream; zstandard's does not.
-        return _need("pyarrow", f"reading {path}").input_stream(str(path), compression="zstd")
-    return open(path, "rb")
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """A text file, decompressed and decoded; DataError if it is malformed."""
+    try:
+        with OPENERS[path.suffix if path.suffix in OPENERS else ""](path) as stream:
+            yield io.TextIOWrapper(stream, encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error}); convert or remove the file") from error
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise DataError(f"{path}: compressed data truncated or damaged: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _too_long(path: Path) -> DataError:
-    return DataError(
-        f"{path}: a document of more than {LONGEST:,} characters, which memory has to hold at "
-        "once: split it into several files or lines"
-    )
+def _text_document(path: Path) -> Document:
+    with _opened(path) as file:
+        text = file.read()
+    if "\0" in text:
+        raise DataError(f"{path}: has a NUL byte; expected text, not binary data")
+    if not text.strip():
+        raise DataError(f"{path}: the file holds no text")
+    return Document(str(path), text)
 
 
-def _text_lines(path: Path) -> Iterator[str]:
-    """Lines of a text file, decompressed and decoded; DataError if it is malformed."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stream = stack.enter_context(_open(path))
-            text = io.TextIOWrapper(stream, encoding="utf-8")
-            for number, line in enumerate(iter(lambda: text.readline(LONGEST), ""), start=1):
-                if len(line) == LONGEST:
-                    raise _too_long(path)
-                if "\0" in line:
-                    raise DataError(
-                        f"{path}: line {number} has a NUL byte; expected text, not binary data"
-                    )
-                yield line
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path}: not UTF-8 text ({error.reason} at byte {error.start} of a block); "
-                "convert or remove the file"
-            ) from error
-        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-            raise DataError(f"{path}: compressed data truncated or damaged: {error}") from error
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+def _lines(path: Path) -> Iterator[str]:
+    with _opened(path) as file:
+        yield from file
 
 
-def _json_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterator[Document]:
+def _parquet_rows(path: Path, text_field: str) -> Iterator[dict[str, Any]]:
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        names = table.schema_arrow.names
+        needed = [name for name in (text_field, "id") if name in names]
+        for batch in table.iter_batches(1000, columns=needed if text_field in names else None):
+            yield from batch.to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: not a readable Parquet file: {error}") from error
+
+
+def _records(
+    path: Path,
+    rows: Iterator[Any],
+    parse: Callable[[Any], Any],
+    text_field: str,
+    bad_lines: BadLines,
+) -> Iterator[Document]:
+    """Documents of a file with a record in each of its lines or rows; blank lines do not count."""
     read = 0
-    for number, line in enumerate(_text_lines(path), start=1):
-        if not line.strip():
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, str) and not row.strip():
             continue
+        place = f"{path}:{number}"
         try:
-            record = _json_record(line, text_field)
-        except ValueError as error:
-            problem = f"{path}: line {number}: {error}"
+            document = _document(parse(row), text_field, place)
+        except (ValueError, RecursionError) as error:
+            message = str(error)
+            if not isinstance(error, DataError):
+                message = f"{place}: not valid JSON ({getattr(error, 'msg', error)})"
             if bad_lines == "error":
-                raise DataError(
-                    f"{problem}; fix the line, or skip such lines with bad_lines: skip"
-                ) from error
-            _warn(f"skipped {problem}")
+                raise DataError(f"{message}; or skip such lines with bad_lines: skip") from error
+            warnings.warn(f"skipped {message}", stacklevel=2)
             continue
         read += 1
-        yield Document(_name(record, f"{path}:{number}"), record[text_field])
+        yield document
     if not read:
         raise DataError(f"{path}: no document in the file")
 
 
-def _json_record(line: str, text_field: str) -> dict[str, Any]:
-    """The object of a JSON line; ValueError if it is invalid or has no text."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg}, column {error.colno})") from error
-    except RecursionError as error:
-        raise ValueError("not valid JSON (nested too deeply)") from error
+def _document(record: Any, text_field: str, place: str) -> Document:
+    """The text of a record, with its ``id`` or else its place; DataError if it has none."""
     if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, got {type(record).__name__}")
-    if not isinstance(record.get(text_field), str):
-        texts = {name: value for name, value in record.items() if isinstance(value, str)}
-        there = ", ".join(map(repr, record)) or "none"
-        raise ValueError(f"no text in field {text_field!r} (fields: {there}){_other_field(texts)}")
-    try:
-        record[text_field].encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the text is not valid Unicode ({error.reason})") from error
-    return record
-
-
-def _parquet_documents(path: Path, text_field: str) -> Iterator[Document]:
-    parquet = _need("pyarrow.parquet", f"reading {path}")
-    if path.suffix != ".parquet":
-        raise DataError(f"{path}: Parquet has its own compression; decompress the file first")
-    try:
-        table = parquet.ParquetFile(path)
-    except Exception as error:
-        raise DataError(f"{path}: not a readable Parquet file: {error}") from error
-    names = table.schema_arrow.names
-    if text_field not in names:
-        columns = {field.name: "" for field in table.schema_arrow if "string" in str(field.type)}
+        raise DataError(f"{place}: expected a JSON object, got {type(record).__name__}")
+    text = record.get(text_field)
+    if not isinstance(text, str):
+        texts = [name for name, value in record.items() if isinstance(value, str)]
+        longest = max(texts, key=lambda name: len(record[name]), default=None)
+        hint = f": use --text-field {longest} (in a recipe data.text_field)" if longest else ""
         raise DataError(
-            f"{path}: no column {text_field!r}; its columns: {', '.join(names)}"
-            f"{_other_field(columns)}"
+            f"{place}: no text in field {text_field!r} (fields: {', '.join(map(repr, record))})"
+            f"{hint}"
         )
-    columns = [text_field, "id"] if "id" in names and text_field != "id" else [text_field]
-    row = 0
-    batches = table.iter_batches(columns=columns)
-    while True:
-        try:
-            batch = next(batches, None)
-        except OSError as error:
-            raise DataError(f"{path}: damaged after row {row}: {error}") from error
-        if batch is None:
-            break
-        for record in batch.to_pylist():
-            row += 1
-            if not isinstance(record[text_field], str):
-                raise DataError(f"{path}: row {row}: column {text_field!r} holds no text")
-            yield Document(_name(record, f"{path}:{row}"), record[text_field])
-    if not row:
-        raise DataError(f"{path}: no rows in the file")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place}: the text is not valid Unicode ({error.reason})") from error
+    name = record.get("id")
+    return Document(place if name is None else str(name), text)
 
 
 def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
-    datasets = _need("datasets", f"reading {source}")
+    import datasets  # takes longer to import than everything else here
+
     parts = source.removeprefix("hf:").split(":")
     if not parts[0] or len(parts) > 3:
         raise DataError(f"{source}: expected hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
@@ -328,47 +282,18 @@ def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
     split = parts[-1] if len(parts) > 1 else "train"
     if not Path(parts[0]).is_dir():
         go_online()
-    try:
-        rows = datasets.load_dataset(parts[0], config, split=split, streaming=True)
-    except Exception as error:
-        raise DataError(
-            f"{source}: the dataset cannot be opened: {' '.join(str(error).split())[:300]}; check "
-            "its name, config and split, or the connection"
-        ) from error
-    for number, row in enumerate(_rows(rows, source)):
-        if not isinstance(row.get(text_field), str):
-            texts = {name: value for name, value in row.items() if isinstance(value, str)}
-            raise DataError(
-                f"{source}: row {number} has no text in {text_field!r}; its fields: "
-                f"{', '.join(map(str, row))}{_other_field(texts)}"
-            )
-        yield Document(_name(row, f"{source}:{number}"), row[text_field])
-
-
-def _other_field(texts: dict[str, str]) -> str:
-    """What to do where the text field is missing: the option with the field that has the text."""
-    if not texts:
-        return ""
-    usual = [name for name in ("text", "content", "body", "raw_content") if name in texts]
-    field = usual[0] if usual else max(texts, key=lambda name: len(texts[name]))
-    return f": use --text-field {field} (in a recipe data.text_field)"
-
-
-def _name(record: Any, otherwise: str) -> str:
-    """A record's ``id``, or its location."""
-    name = record.get("id")
-    return otherwise if name is None else str(name)
-
-
-def _rows(rows: Any, source: str) -> Iterator[Any]:
-    """Rows of a streamed dataset; DataError if the stream is interrupted."""
     number = 0
     try:
-        for row in rows:
-            yield row
+        for row in datasets.load_dataset(parts[0], config, split=split, streaming=True):
+            yield _document(row, text_field, f"{source}:{number}")
             number += 1
-    except Exception as error:
-        raise DataError(f"{source}: reading failed after {number} rows: {error}") from error
+    except DataError:
+        raise
+    except Exception as error:  # of any of the readers of `datasets`
+        raise DataError(
+            f"{source}: reading failed after {number} rows: {' '.join(str(error).split())[:300]}; "
+            "check its name, config and split, or the connection"
+        ) from error
 
 
 def _stdlib_files() -> list[Path]:
@@ -390,23 +315,8 @@ def _stdlib_documents() -> Iterator[Document]:
         if text.strip():
             yield Document(path.relative_to(root).as_posix(), text)
     try:
-        from pydoc_data.topics import topics
+        from pydoc_data.topics import topics  # which some systems do not install
     except ImportError:
-        return  # some systems do not install the documentation
+        return
     for name in sorted(topics):
         yield Document(f"topics/{name}", topics[name])
-
-
-def _need(module: str, purpose: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"{purpose} needs {module.split('.')[0]}: {install('data')}") from error
-
-
-def _warn(message: str) -> None:
-    import warnings
-
-    warnings.warn(message, stacklevel=2)

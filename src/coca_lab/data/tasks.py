@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from coca_lab.data.blocks import MakeBlock
 from coca_lab.data.passkey import encoder, passkey_block
 from coca_lab.data.recall import recall_block
-from coca_lab.data.tokens import MakeBlock, end_of_text
+from coca_lab.data.tokens import end_of_text
 
 
 def _passkeys(tokenizer: Any, length: int) -> MakeBlock:

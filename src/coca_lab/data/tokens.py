@@ -1,25 +1,46 @@
-"""Tokenizers, token arrays, and the blocks that training reads."""
+"""Tokenizers, and tokenised text in memory or in a cache on disk."""
 
+import hashlib
+import json
+import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+from filelock import FileLock
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coca_attention.errors import UserError
 from coca_attention.models.hub import check_name
-from coca_lab.data.documents import DataError, Document
+from coca_lab.data.documents import (
+    TOKENS,
+    DataError,
+    Document,
+    SourceSettings,
+    held_out,
+    source_files,
+)
 from coca_lab.environment import replace
-from coca_lab.settings import check_vocab_size
 
-MakeBlock = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray | None]]
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000
+SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 10_000_000
+"""Of a tokenizer that is trained here: the bytes and the end of text; and beyond any use."""
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """Token ids, 1-D uint16 or uint32, in memory or mapped, and the SHA-256 of their bytes."""
+
+    tokens: np.ndarray
+    sha256: str
 
 
 def train_tokenizer(
@@ -41,9 +62,8 @@ def train_tokenizer(
     Raises:
         UserError: If vocab_size is too small.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    check_vocab_size(vocab_size)
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(f"vocab_size must be at least {SMALLEST_VOCABULARY}, got {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -109,7 +129,16 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # a damaged file raises a plain Exception, among others
-        raise UserError(f"{path}: no tokenizer could be loaded: {_first_line(error)}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{path}: no tokenizer could be loaded: {reason}") from error
+
+
+def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Id of the token that ends documents; UserError if the tokenizer has none."""
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise UserError("the tokenizer has no eos_token, which is needed to end documents")
+    return end
 
 
 def encode_documents(
@@ -123,157 +152,205 @@ def encode_documents(
         yield from zip(chunk, ids["input_ids"], strict=True)
 
 
-def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Id of the token that ends documents; UserError if the tokenizer has none."""
-    end = tokenizer.eos_token_id
-    if not isinstance(end, int):
-        raise UserError("the tokenizer has no eos_token, which is needed to end documents")
-    return end
-
-
-def token_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
-    """uint16 if the vocabulary is small enough, otherwise uint32."""
-    return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-
-
-def token_arrays(
-    documents: Iterable[Document],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_tokens: int | None = None,
-) -> Iterator[np.ndarray]:
-    """Token ids of every document, followed by the end of text.
-
-    Args:
-        documents: Documents.
-        tokenizer: Tokenizer with an ``eos_token``.
-        max_tokens: Stop reading after this many tokens; required for endless streams.
-
-    Yields:
-        1-D arrays of the tokenizer's `token_type`.
-
-    Raises:
-        UserError: If the tokenizer has no end of text.
-        DataError: If there are no tokens.
-    """
-    end, dtype = end_of_text(tokenizer), token_type(tokenizer)
-    left = max_tokens
-    count = 0
-    for _, ids in encode_documents(documents, tokenizer):
-        yield np.array([*ids, end], dtype=dtype)[:left]
-        count += 1
-        if left is not None:
-            left -= len(ids) + 1
-            if left <= 0:
-                return
-    if not count:
-        raise DataError("no documents to tokenise: the source or the split is empty")
-
-
 def token_array(
     documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_tokens: int | None = None,
 ) -> np.ndarray:
-    """All documents as one array of token ids; arguments and errors as `token_arrays`."""
-    return np.concatenate(list(token_arrays(documents, tokenizer, max_tokens=max_tokens)))
-
-
-class BlockDataset(Dataset):
-    """Consecutive blocks of a token array; block i predicts tokens i*L + 1 … i*L + L.
-
-    Every item has L inputs and, shifted by one, L targets, so every token of the array except the
-    first is a target once, and the last position of a block is trained like the others.
-    """
-
-    def __init__(self, tokens: np.ndarray, length: int, *, end: int | None = None) -> None:
-        """A view of the tokens.
-
-        Args:
-            tokens: 1-D.
-            length: L in tokens, at least 1.
-            end: Token id of the end of text, to keep documents apart (see `separate_documents`).
-
-        Raises:
-            UserError: If the length is below 1.
-            DataError: If the text is shorter than one block.
-        """
-        if length < 1:
-            raise UserError(f"the block length must be at least 1 token, got {length}")
-        self.tokens, self.length, self.end = tokens, length, end
-        if len(self) < 1:
-            raise DataError(
-                f"the text has {len(tokens)} tokens, fewer than one block of {length} and its last "
-                "target; use more text or a shorter block_length"
-            )
-
-    def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.length
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        start = index * self.length
-        return _item(self.tokens[start : start + self.length + 1], self.end)
-
-
-class TaskBlocks(Dataset):
-    """Blocks of a synthetic task's texts, made when they are read.
+    """All documents as one array of token ids, each document followed by the end of text.
 
     Args:
-        make: From numbers that determine a block to its L + 1 tokens, and which of them are to be
-            predicted, or None for all.
-        count: Number of blocks.
-        seed: First of these numbers; the second is that of the block.
-        end: Token id of the end of text, to keep documents apart (see `separate_documents`).
+        documents: Documents.
+        tokenizer: Tokenizer with an ``eos_token``.
+        max_tokens: Stop reading after this many tokens; required for endless streams.
+
+    Returns:
+        1-D, uint16 if the vocabulary is small enough, otherwise uint32.
 
     Raises:
-        UserError: If no complete text fits into a block.
+        UserError: If the tokenizer has no end of text.
+        DataError: If there are no tokens.
     """
-
-    def __init__(self, make: MakeBlock, count: int, seed: int, *, end: int | None = None) -> None:
-        self.make, self.count, self.seed, self.end = make, count, seed, end
-        self[0]
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        block, targets = self.make((self.seed, index))
-        item = _item(block, self.end)
-        if targets is not None:
-            ignored = ~torch.from_numpy(targets[1:])
-            item["shift_labels"] = item["shift_labels"].masked_fill(ignored, -100)
-        return item
+    return np.concatenate(list(_token_arrays(documents, tokenizer, max_tokens)))
 
 
-def _item(block: np.ndarray, end: int | None) -> dict[str, Tensor]:
-    """L + 1 tokens as L inputs and L targets; with an end of text, documents are kept apart."""
-    tokens = torch.from_numpy(block.astype(np.int64))
-    # `shift_labels` are already aligned with the inputs; Transformers' loss then does not shift
-    # `labels` itself, which would lose the last target.
-    item = {"input_ids": tokens[:-1], "labels": tokens[:-1], "shift_labels": tokens[1:]}
-    return item if end is None else separate_documents(item, end)
+def _token_arrays(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None
+) -> Iterator[np.ndarray]:
+    end, dtype = end_of_text(tokenizer), _token_type(tokenizer)
+    count = 0
+    for _, ids in encode_documents(documents, tokenizer):
+        left = None if max_tokens is None else max_tokens - count
+        yield np.array([*ids, end], dtype=dtype)[:left]
+        count += len(ids) + 1
+        if max_tokens is not None and count >= max_tokens:
+            return
+    if not count:
+        raise DataError("no documents to tokenise: the source or the split is empty")
 
 
-def separate_documents(item: dict[str, Tensor], end: int) -> dict[str, Tensor]:
-    """Keep the documents of an item apart.
+def _token_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
+    return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
 
-    Positions restart in every document, which makes Transformers mask attention between documents.
-    The end of a document has no target.
+
+def cache_folder(setting: str | None) -> Path | None:
+    """The folder of the caches, or None for no caches.
 
     Args:
-        item: ``input_ids`` and ``shift_labels``, each (L,).
-        end: Token id that ends documents.
+        setting: A folder; ``auto`` for the user's cache (XDG_CACHE_HOME, or ``~/.cache``); or None.
     """
-    ended = item["input_ids"] == end
-    steps = torch.arange(len(ended))
-    starts = torch.zeros_like(steps)
-    starts[1:] = torch.where(ended[:-1], steps[1:], 0).cummax(0).values
-    targets = item["shift_labels"].masked_fill(ended, -100)
-    return {**item, "shift_labels": targets, "position_ids": steps - starts}
+    if setting is None:
+        return None
+    if setting != "auto":
+        return Path(setting).expanduser()
+    # XDG rules: an empty or relative path is ignored.
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (home if home.is_absolute() else Path.home() / ".cache") / "coca-attention"
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def tokenise(
+    source: SourceSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    share: float = 0.0,
+    from_held_out: bool = False,
+    max_tokens: int | None = None,
+    folder: Path | None = None,
+) -> TokenText:
+    """Tokenise the training or the held-out documents of a source, as `token_array` does.
+
+    With a folder, the tokens are in a file there, which is written once and memory-mapped, so
+    memory does not grow with the text. Its name is a hash of everything that the tokens depend on:
+    the settings, the tokenizer, and names, sizes and times of the source's files. If several
+    processes need the same text, one writes it and the others wait. A source that ends with .npy
+    is a file of token ids, see `read_tokens`.
+
+    Args:
+        source: The documents.
+        tokenizer: Tokenizer with an ``eos_token``.
+        share: Share of documents that are held out.
+        from_held_out: Whether to tokenise the held-out documents instead of the others.
+        max_tokens: Stop reading after this many tokens.
+        folder: Folder of the caches; None keeps the tokens in memory.
+
+    Raises:
+        UserError: If the cache cannot be written, or if documents of a file of token ids are to be
+            held out.
+        DataError: If the source cannot be read, is empty, or changes while it is read.
+    """
+    if source.source.endswith(TOKENS):
+        if share or from_held_out:
+            raise UserError(f"{source.source} {NO_DOCUMENTS}")
+        return read_tokens(source.source, tokenizer, max_tokens=max_tokens)
+    documents = (d for d in source.documents() if held_out(d, share) == from_held_out)
+    if folder is None:
+        return _text(token_array(documents, tokenizer, max_tokens=max_tokens))
+    state, dtype = _state(source.source), _token_type(tokenizer)
+    settings = [source.source, source.text_field, source.bad_lines, share, from_held_out]
+    key = f"{settings} {max_tokens} {dtype} {state} {tokenizer_fingerprint(tokenizer)}"
+    path = folder / "tokens" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.bin"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            if not path.is_file():
+                with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                    partial = Path(file.name)
+                try:
+                    _write(partial, _token_arrays(documents, tokenizer, max_tokens), source.source)
+                    if _state(source.source) != state:
+                        raise DataError(
+                            f"{source.source}: changed while it was being read; run the command "
+                            "again"
+                        )
+                    replace(partial, path)
+                finally:
+                    partial.unlink(missing_ok=True)
+        return _text(np.memmap(path, dtype, mode="r"))
+    except OSError as error:
+        raise UserError(
+            f"{path.parent}: tokenised text cannot be stored here: {error.strerror or error}; free "
+            "disk space, choose another folder with data.cache, or keep the tokens in memory with "
+            "data.cache null"
+        ) from error
+
+
+NO_DOCUMENTS = (
+    "has token ids, not documents, so none can be held out: set data.held_out to 0 and, to "
+    "validate, validation.source"
+)
+
+
+def read_tokens(
+    path: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int | None = None
+) -> TokenText:
+    """Token ids of a .npy file, memory-mapped.
+
+    Args:
+        path: A 1-D array of uint16 or uint32, made with this tokenizer.
+        tokenizer: Its tokenizer.
+        max_tokens: Read only so many tokens.
+
+    Raises:
+        DataError: If the file is no such array.
+    """
+    try:
+        tokens = np.load(Path(path).expanduser(), mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: token ids cannot be read: {error}") from error
+    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or not len(tokens):
+        raise DataError(
+            f"{path}: expected token ids, a 1-D array of uint16 or uint32, got {tokens.dtype} "
+            f"with shape {tokens.shape}"
+        )
+    tokens = tokens[:max_tokens]
+    if tokens.max() >= len(tokenizer):
+        raise DataError(
+            f"{path}: has token id {tokens.max()}, and the tokenizer {len(tokenizer)} entries: use "
+            "the tokenizer that the file was made with"
+        )
+    return _text(tokens)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of everything that determines a tokenizer's ids, independent of its folder."""
+    found = hashlib.sha256(f"{end_of_text(tokenizer)} {type(tokenizer).__name__}".encode())
+    if tokenizer.is_fast:
+        backend: Any = tokenizer
+        rules = json.loads(backend.backend_tokenizer.to_str())
+        # State of the last call, not a property of the tokenizer.
+        del rules["truncation"], rules["padding"]
+        found.update(json.dumps(rules).encode())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            for path in sorted(Path(folder).iterdir()):
+                if path.name != "tokenizer_config.json":  # contains the folder
+                    found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _text(tokens: np.ndarray) -> TokenText:
+    return TokenText(tokens, hashlib.sha256(tokens.data).hexdigest())
+
+
+def _write(path: Path, arrays: Iterator[np.ndarray], source: str) -> None:
+    with open(path, "wb") as file:
+        for tokens in tqdm(arrays, f"tokenising {source}", unit=" documents", disable=None):
+            file.write(tokens.data)
+
+
+def _state(source: str) -> list[Any]:
+    """Path, size and times of the files of a source: different after every change.
+
+    Unlike the modification time, the time of the last status change (ctime) cannot be set back.
+    """
+    found = []
+    for path in source_files(source):
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        times = (status.st_mtime_ns, status.st_ctime_ns)
+        found.append((os.path.abspath(path), status.st_size, *times))
+    return found

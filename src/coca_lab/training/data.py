@@ -12,13 +12,13 @@ from coca_attention.errors import UserError, error_prefix
 from coca_lab.data import (
     BlockDataset,
     Document,
-    Mixture,
     SourceSettings,
     TaskBlocks,
     TokenText,
     apportion,
     cache_folder,
     held_out,
+    mixture_order,
     tokenise,
 )
 from coca_lab.data.documents import source_files
@@ -42,18 +42,15 @@ class TrainingData:
         retrieval: Prompts that are asked next to it, or None.
         fingerprint: For every text, its number of tokens and their SHA-256.
         epochs: For every source, the number of passes that the run makes over it.
+        is_ordered: Whether `blocks` are those of the whole run in training order.
     """
 
-    blocks: Subset | Mixture
+    blocks: Subset
     validation: Subset | None
     retrieval: Retrieval | None
     fingerprint: dict[str, Any]
     epochs: dict[str, float]
-
-    @property
-    def is_ordered(self) -> bool:
-        """Whether `blocks` are those of the whole run in training order."""
-        return isinstance(self.blocks, Mixture)
+    is_ordered: bool
 
     def describe(self) -> str:
         """The tokens of every text and how often they are read, in a few words."""
@@ -99,12 +96,15 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
     else:
         for index, name in enumerate(data.task_shares, start=len(blocks)):
             blocks[name] = _task_blocks(recipe, tokenizer, name, max(int(read[-1, index]), 1))
-        dataset = Mixture(list(blocks.values()), read, recipe.training.seed)
-        epochs = dict(zip(blocks, dataset.epochs(), strict=True))
+        sizes = [len(source) for source in blocks.values()]
+        order: Any = mixture_order(sizes, read, recipe.training.seed)
+        dataset = Subset(ConcatDataset(list(blocks.values())), order)
+        counts = zip(blocks, read[-1].tolist(), sizes, strict=True)
+        epochs = {name: count / size for name, count, size in counts}
     fingerprint = {
         name: {"tokens": len(text.tokens), "sha256": text.sha256} for name, text in texts.items()
     }
-    return TrainingData(dataset, validation, retrieval, fingerprint, epochs)
+    return TrainingData(dataset, validation, retrieval, fingerprint, epochs, read is not None)
 
 
 def check_sources(recipe: Recipe) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 
 from coca_attention.errors import UserError, error_prefix
-from coca_lab.data.documents import TOKENS, check_held_out
+from coca_lab.data.documents import TOKENS
+from coca_lab.data.tokens import NO_DOCUMENTS
 from coca_lab.options import OptionParser, check_sections, from_file
 from coca_lab.settings import form_names
 from coca_lab.training.sections import (
@@ -71,7 +72,8 @@ class Recipe:
                     "that the file was made with"
                 )
         for source in sources:
-            check_held_out(source, data.held_out)
+            if data.held_out and source.endswith(TOKENS):
+                raise UserError(f"{source} {NO_DOCUMENTS}")
         no_held_out = data.mixture or not data.held_out
         if validation.every is not None and validation.source is None and no_held_out:
             why = "data.mixture is set" if data.mixture else "data.held_out is 0"

@@ -6,6 +6,7 @@ import lzma
 import os
 
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from coca_lab.data import DataError, Document, held_out, read_documents
@@ -26,26 +27,22 @@ def read(source, **options) -> list[Document]:
 
 
 @pytest.mark.parametrize("packing", PACKERS)
-def test_json_lines_with_every_compression(tmp_path, packing):
-    path = tmp_path / f"books.jsonl{packing}"
-    path.write_bytes(PACKERS[packing](LINES.encode()))
-    assert read(path) == EXPECTED
-
-
-@pytest.mark.parametrize("packing", PACKERS)
-def test_text_with_every_compression(tmp_path, packing):
+def test_lines_and_texts_with_every_compression(tmp_path, packing):
+    """The last suffix before that of the compression determines the type."""
+    for name in ("a.jsonl", "book.txt.jsonl", ".jsonl"):
+        path = tmp_path / f"{name}{packing}"
+        path.write_bytes(PACKERS[packing](LINES.encode()))
+        assert read(path) == EXPECTED
     path = tmp_path / f"book.txt{packing}"
     path.write_bytes(PACKERS[packing]("one\ntwo ä\n".encode()))
     assert read(path) == [Document(str(path), "one\ntwo ä\n")]
 
 
 def test_parquet(tmp_path):
-    import pyarrow.parquet
-
     path = tmp_path / "books.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
     assert read(path) == EXPECTED
-    with pytest.raises(DataError, match="no column 'body'; its columns: id, text"):
+    with pytest.raises(DataError, match=r"no text in field 'body' .fields: 'id', 'text'"):
         read(path, text_field="body")
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="not a readable Parquet file"):
@@ -54,11 +51,10 @@ def test_parquet(tmp_path):
 
 def test_a_hugging_face_dataset_is_streamed(tmp_path):
     (tmp_path / "train.jsonl").write_text(LINES)
-    assert read(f"hf:{tmp_path}") == EXPECTED
-    assert read(f"hf:{tmp_path}:train") == EXPECTED
-    with pytest.raises(DataError, match="cannot be opened"):
+    assert read(f"hf:{tmp_path}") == read(f"hf:{tmp_path}:train") == EXPECTED
+    with pytest.raises(DataError, match=r"reading failed after 0 rows.*check its name"):
         read(f"hf:{tmp_path}:validation")
-    with pytest.raises(DataError, match="its fields: id, text"):
+    with pytest.raises(DataError, match=r":0: no text in field 'body' .*use --text-field text"):
         read(f"hf:{tmp_path}", text_field="body")
     with pytest.raises(DataError, match="expected hf:NAME"):
         read("hf:a:b:c:d")
@@ -68,6 +64,7 @@ def test_folders_and_globs_are_read_in_order(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "b.txt").write_text("B")
     (tmp_path / "deep" / "a.txt").write_text("A")
+    (tmp_path / "deep" / "up").symlink_to("..")  # repeats nothing
     (tmp_path / "notes.md").write_text("left alone")
     assert [d.text for d in read(tmp_path)] == ["B", "A"]
     assert [d.text for d in read(tmp_path / "*.txt")] == ["B"]
@@ -84,7 +81,7 @@ def test_the_standard_library_is_real_text_in_a_fixed_order():
     assert ids == [document.id for document in read_documents("stdlib")]
 
 
-def test_the_split_is_by_document_and_independent_of_order():
+def test_the_split_is_by_text_and_independent_of_order_and_path(text_folder, monkeypatch):
     documents = [Document(str(i), f"text {i}") for i in range(2000)]
     chosen = {d.id for d in documents if held_out(d, 0.1)}
     assert chosen == {d.id for d in reversed(documents) if held_out(d, 0.1)}
@@ -92,9 +89,6 @@ def test_the_split_is_by_document_and_independent_of_order():
     assert chosen <= {d.id for d in documents if held_out(d, 0.2)}
     assert not any(held_out(d, 0.0) for d in documents)
     assert all(held_out(d, 1.0) for d in documents)
-
-
-def test_the_split_does_not_depend_on_how_the_path_is_typed(text_folder, monkeypatch):
     whole = [d.text for d in read(text_folder) if held_out(d, 0.4)]
     monkeypatch.chdir(text_folder.parent)
     assert [d.text for d in read(text_folder.name) if held_out(d, 0.4)] == whole
@@ -103,115 +97,53 @@ def test_the_split_does_not_depend_on_how_the_path_is_typed(text_folder, monkeyp
 
 def test_a_broken_line_is_named_and_fatal_or_skipped(tmp_path):
     path = tmp_path / "books.jsonl"
-    path.write_text('{"text": "one"}\n\n{"text": "tw\n{"text": "three"}\n')
-    with pytest.raises(DataError, match=r"books\.jsonl: line 3: not valid JSON"):
+    path.write_text('{"text": "one"}\n\n{"text": "tw\n{"text": "three", "id": 0}\n')
+    with pytest.raises(DataError, match=r"books\.jsonl:3: not valid JSON.*bad_lines: skip"):
         read(path)
-    with pytest.warns(UserWarning, match=r"skipped .*line 3: not valid JSON"):
+    with pytest.warns(UserWarning, match=r"skipped .*:3: not valid JSON"):
         found = read(path, bad_lines="skip")
-    assert [d.text for d in found] == ["one", "three"]
-    assert [d.id for d in found] == [f"{path}:1", f"{path}:4"]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("[1, 2]", "expected a JSON object, got list"),
-        ('{"body": "x"}', "no text in field 'text' .fields: 'body'."),
-        ('{"text": 5}', "no text in field 'text'"),
-        ('{"text": "\\ud800"}', "not valid Unicode"),
-    ],
-)
-def test_lines_without_text_are_rejected(tmp_path, line, message):
-    path = tmp_path / "books.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(DataError, match=message):
-        read(path)
+    assert found == [Document(f"{path}:1", "one"), Document("0", "three")]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("list.jsonl", b"[1, 2]\n", "expected a JSON object, got list"),
+        ("field.jsonl", b'{"body": "x"}', "'text' .fields: 'body'.: use --text-field body"),
+        ("number.jsonl", b'{"text": 5}', "no text in field 'text'"),
+        ("half.jsonl", b'{"text": "\\ud800"}', "not valid Unicode"),
+        ("deep.jsonl", b"[" * 99999, "not valid JSON"),
         ("empty.txt", b"", "the file is empty"),
-        ("empty.jsonl", b"", "the file is empty"),
         ("blank.txt", b" \n\n", "holds no text"),
         ("blank.jsonl", b"\n\n", "no document in the file"),
-        ("binary.txt", b"abc\0def\n", "line 1 has a NUL byte"),
+        ("binary.txt", b"abc\0def\n", "NUL byte"),
         ("latin.txt", "é\n".encode("latin-1"), "not UTF-8 text"),
         ("picture.png", b"\x89PNG", "unknown file type"),
         ("cut.txt.gz", gzip.compress(b"hello" * 999, mtime=0)[:-9], "truncated or damaged"),
         ("cut.txt.xz", lzma.compress(b"hello" * 999)[:-9], "truncated or damaged"),
+        ("cut.txt.zst", PACKERS[".zst"](os.urandom(2**18).hex().encode())[:-2000], "Truncated"),
         ("false.txt.gz", b"not gzip at all", "truncated or damaged"),
-        ("false.txt.xz", b"not xz at all", "truncated or damaged"),
         ("false.txt.zst", b"not zstd at all", "cannot be read: ZSTD decompress failed"),
-        ("packed.parquet.gz", gzip.compress(b"x", mtime=0), "decompress the file first"),
+        ("packed.parquet.gz", gzip.compress(b"x", mtime=0), "unknown file type"),
     ],
 )
-def test_invalid_files_are_rejected(tmp_path, name, content, message):
+def test_invalid_files_are_rejected_by_name(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError, match=message) as raised:
         read(path)
-    assert str(path) in str(raised.value)
+    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_truncated_zstandard_file_is_rejected(tmp_path):
-    path = tmp_path / "cut.txt.zst"
-    lines = "".join(f"line {i}\n" for i in range(99_999)).encode()
-    path.write_bytes(PACKERS[".zst"](lines)[:-2000])
-    with pytest.raises(DataError, match="Truncated compressed stream"):
-        read(path)
-
-
-def test_the_last_suffix_determines_the_file_type(tmp_path):
-    path = tmp_path / "book.txt.jsonl"
-    path.write_text(LINES)
-    assert read(path) == EXPECTED
-
-
-def test_a_name_that_is_nothing_but_a_suffix(tmp_path):
-    (tmp_path / ".jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
-    assert read(tmp_path) == EXPECTED
-
-
-def test_an_id_of_zero_is_an_id(tmp_path):
-    path = tmp_path / "books.jsonl"
-    path.write_text('{"id": 0, "text": "x"}\n')
-    assert read(path)[0].id == "0"
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("nowhere", "no such file, folder or glob"), ("nowhere/*.txt", "no such file")],
-)
-def test_a_missing_source_is_rejected(tmp_path, name, message):
-    with pytest.raises(DataError, match=message):
-        read(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda path: path.symlink_to("nowhere"), "a link that leads nowhere"),
-        (lambda path: path.symlink_to(path), "a link that leads nowhere"),
-        (os.mkfifo, "a pipe or device"),
-    ],
-)
-def test_what_is_no_file_among_texts_is_named(tmp_path, make, message):
-    (tmp_path / "a.txt").write_text("A")
-    make(tmp_path / "b.txt")
-    for source in (tmp_path, tmp_path / "*.txt", tmp_path / "b.txt"):
-        with pytest.raises(DataError, match=f"b.txt: {message}, not a file"):
-            read(source)
-
-
-def test_a_link_to_its_own_folder_repeats_no_text(tmp_path):
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "a.txt").write_text("A")
-    (tmp_path / "deep" / "up").symlink_to("..")
-    for source in (tmp_path, tmp_path / "**" / "*.txt"):
-        assert [document.text for document in read(source)] == ["A"]
-
-
-def test_a_folder_without_text_is_rejected(tmp_path):
+def test_missing_sources_and_what_is_no_file_are_rejected(tmp_path):
+    for name in ("nowhere", "nowhere/*.txt"):
+        with pytest.raises(DataError, match="no such file, folder or glob"):
+            read(tmp_path / name)
     with pytest.raises(DataError, match="no readable file"):
         read(tmp_path)
+    for number, make in enumerate((lambda path: path.symlink_to("nowhere"), os.mkfifo)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        make(folder / "b.txt")
+        with pytest.raises(DataError, match=r"b.txt: a broken link, a pipe or a device"):
+            read(folder)

@@ -1,21 +1,34 @@
-"""Tokenizers, token arrays and blocks."""
+"""Tokenizers, token arrays, and their cache: reused, and never used when outdated or incomplete."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import coca_lab.data.tokens as tokens_module
+from coca_attention.errors import UserError
 from coca_lab.data import (
-    BlockDataset,
     DataError,
     Document,
+    SourceSettings,
+    cache_folder,
     load_or_train_tokenizer,
     load_tokenizer,
     token_array,
+    tokenise,
     train_tokenizer,
 )
+from coca_lab.data.tokens import tokenizer_fingerprint
 from conftest import VOCABULARY, some_text
+
+FORK = multiprocessing.get_context("fork")
 
 
 @given(text=st.text())
@@ -24,25 +37,11 @@ def test_any_text_survives_the_tokenizer(tokenizer, text):
     assert tokenizer.decode(ids) == text
 
 
-def test_training_is_deterministic_and_within_the_size(tokenizer):
-    again = train_tokenizer([Document("a", some_text(3000))], VOCABULARY)
-    assert again.get_vocab() == tokenizer.get_vocab()
-    assert 257 < len(tokenizer) <= VOCABULARY
-
-
-def test_saved_and_loaded(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load_tokenizer(tmp_path)
-    assert loaded("alpha1 ß")["input_ids"] == tokenizer("alpha1 ß")["input_ids"]
-    assert loaded.eos_token_id == tokenizer.eos_token_id is not None
-
-
-def test_a_tokenizer_learns_from_the_start_of_an_endless_stream():
-    def endless():
-        while True:
-            yield Document("x", some_text(500))
-
-    assert len(train_tokenizer(endless(), VOCABULARY, max_characters=20_000)) > 257
+def endless():
+    number = 0
+    while True:
+        number += 1
+        yield Document(str(number), some_text(500))
 
 
 def test_a_tokenizer_is_trained_once_and_saved_atomically(tokenizer, tmp_path):
@@ -51,7 +50,9 @@ def test_a_tokenizer_is_trained_once_and_saved_atomically(tokenizer, tmp_path):
     (tmp_path / ".tokenizer.partial" / "rubbish").write_text("")
     documents = [Document("a", some_text(3000))]
     first = load_or_train_tokenizer(folder, lambda: documents, VOCABULARY)
-    assert first.get_vocab() == tokenizer.get_vocab()
+    assert first.get_vocab() == tokenizer.get_vocab() and 257 < len(first) <= VOCABULARY
+    assert first("alpha1 ß")["input_ids"] == tokenizer("alpha1 ß")["input_ids"]
+    assert first.eos_token_id == tokenizer.eos_token_id is not None
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
     assert not (folder / "rubbish").exists()
 
@@ -59,6 +60,7 @@ def test_a_tokenizer_is_trained_once_and_saved_atomically(tokenizer, tmp_path):
         raise AssertionError("trained again")
 
     assert load_or_train_tokenizer(folder, never, VOCABULARY).get_vocab() == first.get_vocab()
+    assert len(train_tokenizer(endless(), VOCABULARY, max_characters=20_000)) > 257
 
 
 def test_no_tokenizer_and_too_small_a_vocabulary_are_rejected(tmp_path):
@@ -75,39 +77,201 @@ def test_documents_are_joined_by_the_end_of_text(tokenizer):
     assert tokenizer.decode(array[: ends[0]]) == "alpha"
     assert tokenizer.decode(array[ends[0] + 1 : ends[1]]) == "beta"
     assert array.dtype == np.uint16
-
-
-def test_endless_streams_are_truncated(tokenizer):
-    def endless():
-        number = 0
-        while True:
-            number += 1
-            yield Document(str(number), "alpha beta")
-
     assert len(token_array(endless(), tokenizer, max_tokens=1000)) == 1000
-
-
-def test_no_documents_are_rejected(tokenizer):
     with pytest.raises(DataError, match="no documents"):
         token_array([], tokenizer)
 
 
-@given(tokens=st.integers(2, 200), length=st.integers(1, 20))
-def test_every_token_is_a_target_at_most_once(tokens, length):
-    array = np.arange(tokens, dtype=np.uint16)
-    if tokens <= length:
-        with pytest.raises(ValueError, match="fewer than one block"):
-            BlockDataset(array, length)
-        return
-    dataset = BlockDataset(array, length)
-    items = [dataset[i] for i in range(len(dataset))]
-    targets = torch.cat([item["shift_labels"] for item in items]).tolist()
-    assert targets == list(range(1, len(items) * length + 1))
-    assert tokens - 1 - len(targets) < length
-    for item in items:
-        assert torch.equal(item["input_ids"] + 1, item["shift_labels"])
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for index in range(3):
+        (folder / f"{index}.txt").write_text(some_text(200, seed=index))
+    return SourceSettings(source=str(folder))
 
 
-def test_a_block_of_no_tokens_is_rejected():
-    with pytest.raises(ValueError, match="at least 1 token"):
-        BlockDataset(np.arange(5, dtype=np.uint16), 0)
+def files(tmp_path) -> list[str]:
+    """The caches and what is left of others, without their locks."""
+    there = (tmp_path / "cache" / "tokens").iterdir()
+    return sorted(path.suffix for path in there if path.suffix != ".lock")
+
+
+def test_a_cache_is_written_once_and_has_the_tokens_in_memory(source, tokenizer, tmp_path):
+    expected = token_array(source.documents(), tokenizer)
+    for _ in range(2):
+        text = tokenise(source, tokenizer, folder=tmp_path / "cache")
+        assert isinstance(text.tokens, np.memmap) and text.tokens.dtype == np.uint16
+        assert np.array_equal(text.tokens, expected)
+        assert text.sha256 == tokenise(source, tokenizer).sha256
+        assert files(tmp_path) == [".bin"]
+
+
+def test_changed_files_are_noticed_even_with_their_times_set_back(source, tokenizer, tmp_path):
+    tokenise(source, tokenizer, folder=tmp_path / "cache")
+    file = Path(source.source) / "1.txt"
+    before = file.stat()
+    file.write_text(file.read_text().replace("alpha", "omega"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    text = tokenise(source, tokenizer, folder=tmp_path / "cache")
+    assert np.array_equal(text.tokens, tokenise(source, tokenizer).tokens)
+    (Path(source.source) / "3.txt").write_text("one more")
+    text = tokenise(source, tokenizer, folder=tmp_path / "cache")
+    assert np.array_equal(text.tokens, tokenise(source, tokenizer).tokens)
+    assert len(files(tmp_path)) == 3
+
+
+def test_every_setting_and_tokenizer_has_its_own_cache(source, tokenizer, tmp_path):
+    other = train_tokenizer([Document("b", "omega psi chi " * 50)], 280)
+    for options in ({}, {"share": 0.5}, {"share": 0.5, "from_held_out": True}, {"max_tokens": 60}):
+        for chosen in (tokenizer, other):
+            text = tokenise(source, chosen, folder=tmp_path / "cache", **options)
+            assert np.array_equal(text.tokens, tokenise(source, chosen, **options).tokens)
+    assert len(files(tmp_path)) == 8
+
+
+def test_a_tokenizer_is_the_same_wherever_it_is_loaded_from(tokenizer, tmp_path):
+    for name in ("a", "b"):
+        tokenizer.save_pretrained(tmp_path / name)
+    loaded, other = load_tokenizer(tmp_path / "a"), load_tokenizer(tmp_path / "b")
+    loaded(["a", "a b"], padding=True, truncation=True, max_length=3)
+    assert len({tokenizer_fingerprint(t) for t in (tokenizer, loaded, other)}) == 1
+    other.add_tokens(["gamma2"])
+    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(tokenizer)
+
+
+def _killed_while_writing(source, tokenizer, folder):
+    def some(*args):
+        yield next(arrays(*args))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    arrays = tokens_module._token_arrays
+    tokens_module._token_arrays = some
+    tokenise(source, tokenizer, folder=folder)
+
+
+def test_a_cache_is_complete_or_written_again_after_a_kill(source, tokenizer, tmp_path):
+    arguments = (source, tokenizer, tmp_path / "cache")
+    process = FORK.Process(target=_killed_while_writing, args=arguments)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert files(tmp_path) == [""]  # a temporary file, which is never read
+    text = tokenise(source, tokenizer, folder=tmp_path / "cache")
+    assert np.array_equal(text.tokens, tokenise(source, tokenizer).tokens)
+    assert files(tmp_path) == ["", ".bin"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(source, tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(UserError, match=r"cannot be stored here: Not a directory.*data\.cache"):
+        tokenise(source, tokenizer, folder=tmp_path / "file")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tokens_module, "_write", full)
+    with pytest.raises(UserError, match=r"No space left on device; free disk.* data\.cache"):
+        tokenise(source, tokenizer, folder=tmp_path / "cache")
+    assert files(tmp_path) == []
+
+
+class Growing(SourceSettings):
+    """Changes while it is read."""
+
+    def documents(self):
+        yield from super().documents()
+        (Path(self.source) / "0.txt").write_text("another text")
+
+
+def test_sources_that_fail_leave_no_cache(source, tokenizer, tmp_path):
+    with pytest.raises(DataError, match="no documents"):
+        tokenise(source, tokenizer, share=1.0, folder=tmp_path / "cache")
+    with pytest.raises(DataError, match="changed while it was being read"):
+        tokenise(Growing(source.source), tokenizer, folder=tmp_path / "cache")
+    assert files(tmp_path) == []
+
+
+def _ask(source, tokenizer, folder, barrier, answers):
+    barrier.wait()
+    made, write = [], tokens_module._write
+    tokens_module._write = lambda *args: (made.append(1), write(*args))
+    text = tokenise(source, tokenizer, folder=folder)
+    answers.put((len(made), text.sha256))
+
+
+def test_concurrent_processes_write_one_cache(source, tokenizer, tmp_path):
+    barrier, answers = FORK.Barrier(3), FORK.Queue()
+    arguments = (source, tokenizer, tmp_path / "cache", barrier, answers)
+    processes = [FORK.Process(target=_ask, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    found = [answers.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sum(made for made, _ in found) == 1
+    assert {sha256 for _, sha256 in found} == {tokenise(source, tokenizer).sha256}
+
+
+def test_an_endless_source_is_read_only_as_far_as_needed(tokenizer, tmp_path):
+    read = []
+
+    class Endless(SourceSettings):
+        def documents(self):
+            for document in endless():
+                read.append(document)
+                yield document
+
+    file = tmp_path / "some.txt"
+    file.write_text("x")
+    text = tokenise(Endless(str(file)), tokenizer, max_tokens=5000, folder=tmp_path / "cache")
+    assert len(text.tokens) == 5000 and len(read) <= 64
+
+
+def test_a_dataset_of_hugging_face_is_streamed_into_the_cache_offline(tokenizer, tmp_path):
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    texts = [some_text(50, seed=index) for index in range(6)]
+    lines = [json.dumps({"content": text}) for text in texts]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    source = SourceSettings(source=f"hf:{folder}", text_field="content")
+    expected = token_array((Document("", text) for text in texts), tokenizer)
+    for limit in (None, 100, None, 100):
+        text = tokenise(source, tokenizer, max_tokens=limit, folder=tmp_path / "cache")
+        assert np.array_equal(text.tokens, expected[:limit])
+    assert len(files(tmp_path)) == 2
+    (folder / "train.jsonl").write_text(lines[0])
+    text = tokenise(source, tokenizer, folder=tmp_path / "cache")
+    assert len(text.tokens) < len(expected)
+
+
+def test_the_default_place_follows_xdg(monkeypatch, tmp_path):
+    assert cache_folder(None) is None
+    assert cache_folder("here") == Path("here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder("auto") == tmp_path / "coca-attention"
+    for unfit in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unfit)
+        assert cache_folder("auto") == Path.home() / ".cache" / "coca-attention"
+
+
+def test_a_file_of_token_ids_is_read_in_place_of_text(tmp_path, tokenizer):
+    path, ids = tmp_path / "tokens.npy", np.arange(50, dtype=np.uint16)
+    np.save(path, ids)
+    text = tokenise(SourceSettings(str(path)), tokenizer, max_tokens=40)
+    assert isinstance(text.tokens, np.memmap)
+    assert np.array_equal(text.tokens, ids[:40])
+    assert text.sha256 == hashlib.sha256(ids[:40].tobytes()).hexdigest()
+    with pytest.raises(UserError, match=r"set data\.held_out to 0"):
+        tokenise(SourceSettings(str(path)), tokenizer, share=0.1)
+    np.save(path, np.array([len(tokenizer)], dtype=np.uint16))
+    with pytest.raises(UserError, match="the tokenizer that the file was made with"):
+        tokenise(SourceSettings(str(path)), tokenizer)
+    for wrong in (ids.astype(float), ids.reshape(5, 10)):
+        np.save(path, wrong)
+        with pytest.raises(UserError, match="a 1-D array"):
+            tokenise(SourceSettings(str(path)), tokenizer)
+    path.write_bytes(b"text")
+    with pytest.raises(UserError, match="cannot be read"):
+        tokenise(SourceSettings(str(path)), tokenizer)

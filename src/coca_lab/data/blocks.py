@@ -1,0 +1,157 @@
+"""Blocks of tokens that training reads: of a text, of synthetic tasks, and mixed by shares."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from coca_attention.errors import UserError
+from coca_lab.data.documents import DataError
+
+MakeBlock = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray | None]]
+
+
+class BlockDataset(Dataset):
+    """Consecutive blocks of a token array; block i predicts tokens i*L + 1 … i*L + L.
+
+    Every item has L inputs and, shifted by one, L targets, so every token of the array except the
+    first is a target once, and the last position of a block is trained like the others.
+
+    Args:
+        tokens: 1-D.
+        length: L in tokens, at least 1.
+        end: Token id of the end of text, to keep documents apart (see `separate_documents`).
+
+    Raises:
+        UserError: If the length is below 1.
+        DataError: If the text is shorter than one block.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, *, end: int | None = None) -> None:
+        if length < 1:
+            raise UserError(f"the block length must be at least 1 token, got {length}")
+        self.tokens, self.length, self.end = tokens, length, end
+        if len(self) < 1:
+            raise DataError(
+                f"the text has {len(tokens)} tokens, fewer than one block of {length} and its last "
+                "target; use more text or a shorter block_length"
+            )
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = index * self.length
+        return _item(self.tokens[start : start + self.length + 1], self.end)
+
+
+class TaskBlocks(Dataset):
+    """Blocks of a synthetic task's texts, made when they are read.
+
+    Args:
+        make: From numbers that determine a block to its L + 1 tokens, and which of them are to be
+            predicted, or None for all.
+        count: Number of blocks.
+        seed: First of these numbers; the second is that of the block.
+        end: Token id of the end of text, to keep documents apart (see `separate_documents`).
+
+    Raises:
+        UserError: If no complete text fits into a block.
+    """
+
+    def __init__(self, make: MakeBlock, count: int, seed: int, *, end: int | None = None) -> None:
+        self.make, self.count, self.seed, self.end = make, count, seed, end
+        self[0]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        block, targets = self.make((self.seed, index))
+        item = _item(block, self.end)
+        if targets is not None:
+            ignored = ~torch.from_numpy(targets[1:])
+            item["shift_labels"] = item["shift_labels"].masked_fill(ignored, -100)
+        return item
+
+
+def _item(block: np.ndarray, end: int | None) -> dict[str, Tensor]:
+    """L + 1 tokens as L inputs and L targets; with an end of text, documents are kept apart."""
+    tokens = torch.from_numpy(block.astype(np.int64))
+    # `shift_labels` are already aligned with the inputs; Transformers' loss then does not shift
+    # `labels` itself, which would lose the last target.
+    item = {"input_ids": tokens[:-1], "labels": tokens[:-1], "shift_labels": tokens[1:]}
+    return item if end is None else separate_documents(item, end)
+
+
+def separate_documents(item: dict[str, Tensor], end: int) -> dict[str, Tensor]:
+    """Keep the documents of an item apart.
+
+    Positions restart in every document, which makes Transformers mask attention between documents.
+    The end of a document has no target.
+
+    Args:
+        item: ``input_ids`` and ``shift_labels``, each (L,).
+        end: Token id that ends documents.
+    """
+    ended = item["input_ids"] == end
+    steps = torch.arange(len(ended))
+    starts = torch.zeros_like(steps)
+    starts[1:] = torch.where(ended[:-1], steps[1:], 0).cummax(0).values
+    targets = item["shift_labels"].masked_fill(ended, -100)
+    return {**item, "shift_labels": targets, "position_ids": steps - starts}
+
+
+def apportion(weights: list[float], batch: int, steps: int) -> np.ndarray:
+    """Number of blocks of each source that have been read before every step.
+
+    Every step reads whole blocks; later steps compensate for rounding. A source is never a whole
+    block ahead of its share, and no count ever decreases.
+
+    Args:
+        weights: Shares of the sources, in any unit.
+        batch: Blocks per step.
+        steps: Number of steps.
+
+    Returns:
+        (steps + 1, sources), int64; row s sums to s * batch.
+    """
+    shares = np.array(weights) / sum(weights)
+    read = np.zeros((steps + 1, len(shares)), dtype=np.int64)
+    for step in range(1, steps + 1):
+        due = shares * step * batch
+        # Start safely below what is due, then give each missing block to the largest deficit.
+        given = np.maximum(read[step - 1], np.floor(due).astype(np.int64) - len(shares))
+        for _ in range(step * batch - int(given.sum())):
+            given[np.argmax(due - given)] += 1
+        read[step] = given
+    return read
+
+
+def mixture_order(sizes: Sequence[int], read: np.ndarray, seed: int) -> np.ndarray:
+    """The order in which a run reads the blocks of several sources, every step by their shares.
+
+    Each source is read in passes: a pass has each of its blocks once, in a new random order.
+
+    Args:
+        sizes: Number of blocks of every source.
+        read: From `apportion`, for the same sources.
+        seed: Seed of the orders.
+
+    Returns:
+        Indices into the concatenated sources, (blocks of the run,), int64.
+    """
+    steps, sources = len(read) - 1, len(sizes)
+    source_of = np.repeat(np.tile(np.arange(sources), steps), np.diff(read, axis=0).ravel())
+    order = np.empty(len(source_of), dtype=np.int64)
+    for source, size in enumerate(sizes):
+        wanted = source_of == source
+        passes = range(-(-int(wanted.sum()) // size))
+        permutations = [np.random.default_rng([seed, source, n]).permutation(size) for n in passes]
+        blocks = np.concatenate(permutations) if permutations else np.empty(0, dtype=np.int64)
+        order[wanted] = sum(sizes[:source]) + blocks[: wanted.sum()]
+    return order
