@@ -63,6 +63,12 @@ class SettingsParser(ArgumentParser):
 
     def _explain(self, text: str, cause: Exception) -> NoReturn:
         """Raise UserError with the message of jsonargparse, and the option that was meant."""
+        if wrong := re.search(
+            r"(Input should .*?) \[type=\w+, input_value=(.*?), input_type", text
+        ):
+            # pydantic's message, inside those of jsonargparse
+            path = ".".join(re.findall(r'[Kk]ey "([^"]*)"', text))
+            raise UserError(f"{path}: {wrong[1]}, got {wrong[2]} (see {self.prog} --help)")
         text = re.sub(r"<class '(\w+)'>|typing\.", lambda found: found[1] or "", text)
         if unknown := re.search(r"unrecognized arguments: (--[^\s=]+)", text):
             known = [hyphens(f"--{name}") for name in self.types]
@@ -169,7 +175,10 @@ def read_settings(
         return make(list(overrides))
     if not Path(path).is_file():
         raise UserError(f"{path}: no such {kind}; the project's own are in its folders of YAML")
-    read_yaml(path, kind, [*names, *(sections or ())])
+    types = get_type_hints(theclass)
+    for name, value in read_yaml(path, kind, [*names, *(sections or ())]).items():
+        if is_dataclass(types.get(name)) and not isinstance(value, dict):
+            raise UserError(f"{path}: section {name} needs fields and values, got {value!r}")
     file = [f"--{kind}={path}"]
     try:
         return make([*file, *overrides])

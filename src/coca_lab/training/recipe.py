@@ -7,10 +7,11 @@ from typing import Any
 import yaml
 
 from coca_attention.errors import UserError, error_prefix
+from coca_attention.ops import FORMS
+from coca_lab.arguments import read_settings
 from coca_lab.data.documents import TOKENS
 from coca_lab.data.tokens import NO_DOCUMENTS
-from coca_lab.options import OptionParser, check_sections, from_file
-from coca_lab.settings import form_names
+from coca_lab.options import OptionParser
 from coca_lab.training.sections import (
     SCHEDULE,
     SIZES,
@@ -19,6 +20,7 @@ from coca_lab.training.sections import (
     StageRecipe,
     TrainingRecipe,
     ValidationRecipe,
+    refuse,
 )
 
 
@@ -59,8 +61,8 @@ class Recipe:
         return replace(self, training=replace(self.training, steps=self.steps), stages=stages)
 
     def check(self) -> None:
-        """Raise UserError if a setting is out of range or contradicts another."""
-        for name in ("model", "data", "validation", "training"):
+        """Raise UserError if settings contradict each other."""
+        for name in ("model", "data", "validation"):
             with error_prefix(f"{name}."):
                 getattr(self, name).check()
         data, validation = self.data, self.validation
@@ -71,21 +73,27 @@ class Recipe:
                     f"{source} has token ids, which need data.tokenizer: set it to the tokenizer "
                     "that the file was made with"
                 )
-        for source in sources:
-            if data.held_out and source.endswith(TOKENS):
+            if source in sources and source.endswith(TOKENS) and data.held_out:
                 raise UserError(f"{source} {NO_DOCUMENTS}")
-        no_held_out = data.mixture or not data.held_out
-        if validation.every is not None and validation.source is None and no_held_out:
-            why = "data.mixture is set" if data.mixture else "data.held_out is 0"
-            raise UserError(f"validation.every needs validation.source because {why}")
+        names = [stage.name for stage in self.stages]
+        why = "data.mixture is set" if data.mixture else "data.held_out is 0"
+        refuse(
+            {
+                f"validation.every needs validation.source because {why}": (
+                    validation.every is not None
+                    and validation.source is None
+                    and (data.mixture or not data.held_out)
+                ),
+                f"stages must have different names, got {', '.join(names)}": (
+                    len(set(names)) < len(names)
+                ),
+            }
+        )
         if self.training.context_parallel > 1:
             self._check_context_parallel()
-        names = [stage.name for stage in self.stages]
-        if len(set(names)) < len(names):
-            raise UserError(f"stages must have different names, got {', '.join(names)}")
         for stage in self.stages:
             with error_prefix(f"stage {stage.name!r}: "):
-                stage.check(self.training)
+                stage.check()
                 self._check_stage(stage)
 
     def _check_context_parallel(self) -> None:
@@ -94,27 +102,33 @@ class Recipe:
             "model.attention alibi": self.model.attention == "alibi",
             "data.separate_documents": self.data.separate_documents,
             "training.loss_chunk": self.training.loss_chunk is not None,
-            "validation.passkeys": bool(self.validation.passkeys),
-            "validation.needles": bool(self.validation.needles),
+            "validation.passkeys": self.validation.passkeys,
+            "validation.needles": self.validation.needles,
         } | {
             f"objective {stage.objective} (stage {stage.name})": stage.objective != "next_token"
             for stage in self.stages
         }
-        for problem in [name for name, found in problems.items() if found]:
-            raise UserError(f"training.context_parallel cannot be combined with {problem}")
+        refuse(
+            {
+                f"training.context_parallel cannot be combined with {name}": holds
+                for name, holds in problems.items()
+            }
+        )
 
     def _check_stage(self, stage: StageRecipe) -> None:
         """Raise UserError if a stage does not fit the model."""
         model = self.model
-        if stage.train in ("t", "qt", "qtv") and model.attention not in form_names():
-            raise UserError(
+        refuse(
+            {
                 f"train {stage.train} needs T projections, which attention {model.attention} does "
-                f"not have: train all, or choose one of {', '.join(form_names())}"
-            )
-        if stage.objective != "next_token" and not (model.teacher or model.start):
-            raise UserError(
-                f"objective {stage.objective} needs a teacher: set model.start or model.teacher"
-            )
+                f"not have: train all, or choose one of {', '.join(FORMS)}": (
+                    stage.train in ("t", "qt", "qtv") and model.attention not in FORMS
+                ),
+                f"objective {stage.objective} needs a teacher: set model.start or model.teacher": (
+                    stage.objective != "next_token" and not (model.teacher or model.start)
+                ),
+            }
+        )
 
 
 def as_yaml(recipe: Recipe, start: dict[str, Any] | None = None) -> str:
@@ -149,23 +163,7 @@ def load_recipe(path: str | Path | None = None, overrides: list[str] | None = No
     Raises:
         UserError: If the file is missing or malformed, a key is unknown, or a value is invalid.
     """
-    if path is not None and not Path(path).is_file():
-        raise UserError(f"{path}: no such recipe; the project's own are in the folder recipes/")
-    names = [item.name for item in fields(Recipe)]
-    overrides = overrides or []
-
-    def make(words: list[str]) -> Recipe:
-        read = recipe_parser().read(words)
-        recipe = Recipe(**{name: read[name] for name in names})
-        recipe.check()
-        return recipe
-
-    if path is None:
-        return make(overrides)
-    for name, value in check_sections(Path(path), "recipe", names).items():
-        if name != "stages" and not isinstance(value, dict | None):
-            raise UserError(f"{path}: section {name} needs fields and values, got {value!r}")
-    return from_file(path, [f"--recipe={path}"], overrides, make)
+    return read_settings(Recipe, path, overrides or (), kind="recipe", program="coca train")
 
 
 def recipe_parser() -> OptionParser:

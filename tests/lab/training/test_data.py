@@ -110,11 +110,11 @@ def test_a_tokenizer_sees_every_source(sources, monkeypatch):
     ("change", "message"),
     [
         ({"code": {"weight": 0.2}}, r"data\.mixture needs .* sum to 1, got 0\.75 \+ 0\.2 = 0\.95"),
-        ({"code": {"weight": 0}}, r"data\.mixture\.code\.weight must be above 0, got 0"),
-        ({"code": {"weight": -0.25}}, r"data\.mixture\.code\.weight must be above 0"),
+        ({"code": {"weight": 0}}, r"weight: Input should be greater than 0, got 0"),
+        ({"code": {"weight": -0.25}}, r"weight: Input should be greater than 0"),
         ({"code": {"source": ""}}, r"data\.mixture\.code\.source is missing"),
         ({"code": {"sauce": "x"}}, r"sauce"),
-        ({"code": {"max_tokens": 0}}, r"data\.mixture\.code\.max_tokens must be at least 1"),
+        ({"code": {"max_tokens": 0}}, r"max_tokens: Input should be .* equal to 1"),
     ],
 )
 def test_invalid_mixtures_are_rejected(sources, change, message):

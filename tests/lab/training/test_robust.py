@@ -279,19 +279,11 @@ def test_a_run_says_what_it_does(text_folder, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("seed", -1, "seed must be between 0"),
-        ("beta1", 1.5, "beta1 must be at least 0 and below 1"),
-        ("beta2", -0.1, "beta2 must be at least 0 and below 1"),
-        ("weight_decay", -1, "weight_decay must be 0 or above"),
-        ("max_grad_norm", ".nan", "max_grad_norm must be 0 or above"),
-        ("learning_rate", ".inf", "learning_rate must be above 0"),
-        ("initial_learning_rate", -1, "initial_learning_rate must be 0 or above"),
-    ],
+    ("option", "value"),
+    [("seed", -1), ("beta1", 1.5), ("max_grad_norm", ".nan"), ("learning_rate", ".inf")],
 )
-def test_rates_and_seeds_out_of_range(text_folder, option, value, message):
-    with pytest.raises(UserError, match=message):
+def test_rates_and_seeds_out_of_range(text_folder, option, value):
+    with pytest.raises(UserError, match=f"training.{option}: Input should be "):
         load_recipe(None, words(text_folder, **{f"--training.{option}": value}))
 
 
