@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from coca_lab.arguments import SettingsParser
 from coca_lab.cli import main
-from coca_lab.options import OptionParser
 from conftest import some_text
 
 ROOT = Path(__file__).parents[1]
@@ -53,13 +53,13 @@ class Parsed(BaseException):
 @pytest.fixture
 def parse_only(monkeypatch):
     """Stop commands when they have parsed their words, before they do anything."""
-    read = OptionParser.read
+    read = SettingsParser.read
 
     def stop(self, words):
         read(self, words)
         raise Parsed
 
-    monkeypatch.setattr(OptionParser, "read", stop)
+    monkeypatch.setattr(SettingsParser, "read", stop)
     monkeypatch.chdir(ROOT)
 
 

@@ -17,7 +17,7 @@ LIBRARY = {
     "models": {"ops", "layer", "errors"},
     "testing": set(),
 }
-LOOSE = {"arguments", "environment", "files", "intervals", "lazy", "loading", "options", "settings"}
+LOOSE = {"arguments", "environment", "files", "intervals", "lazy", "loading", "settings"}
 LABORATORY = {
     "__init__": {"cli"},
     "arguments": set(),
@@ -27,7 +27,6 @@ LABORATORY = {
     "intervals": set(),
     "lazy": set(),
     "lm_eval": set(),
-    "options": set(),
     "settings": set(),
     "info": LOOSE,
     "baselines": set(),

@@ -1,47 +1,45 @@
-"""The command ``coca``: a table of names and functions; options come from documented fields."""
+"""The command ``coca``: a table of commands, of which the chosen one's module is imported.
+
+Whatever is imported from the library imports torch, and so not before it is needed.
+"""
 
 import io
+import logging
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 
-from coca_attention.errors import UserError, did_you_mean, known_problem
-from coca_lab.cli.bench import run_bench
-from coca_lab.cli.completion import run_completion
-from coca_lab.cli.console import Run
-from coca_lab.cli.evaluation import EvaluationCommands, run_analyze
-from coca_lab.cli.info import run_info
-from coca_lab.cli.messages import show_messages
-from coca_lab.cli.models import (
-    run_convert,
-    run_export,
-    run_generate,
-    run_quickstart,
-    run_train,
-)
-from coca_lab.cli.report import run_report
-from coca_lab.cli.reproduce import run_reproduce
-from coca_lab.cli.search import run_search
-from coca_lab.cli.serve import run_serve
-from coca_lab.extensions import import_extensions
+Run = Callable[[list[str]], None]
+"""A command: takes the words behind its name."""
 
-COMMANDS: dict[str, Run | Mapping[str, Run]] = {
-    "quickstart": run_quickstart,
-    "train": run_train,
-    "convert": run_convert,
-    "export": run_export,
-    "serve": run_serve,
-    "eval": EvaluationCommands(),
-    "search": run_search,
-    "reproduce": run_reproduce,
-    "analyze": run_analyze,
-    "bench": run_bench,
-    "generate": run_generate,
-    "report": run_report,
-    "info": run_info,
-    "completion": run_completion,
+COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
+    "start here": {
+        "quickstart": ("studies", "Train five small models and compare them on long texts."),
+        "reproduce": ("studies", "Train the paper's models at a size, and evaluate them."),
+    },
+    "train": {
+        "train": ("models", "Train a model from a recipe, or in the stages that it names."),
+        "search": ("studies", "Train and evaluate many variants of a recipe and keep the best."),
+    },
+    "evaluate": {
+        "eval": ("evaluation", "Evaluate a model on one task, or models on a suite of them."),
+        "analyze": ("evaluation", "Measure angles of queries and keys, or where attention goes."),
+        "bench": ("studies", "Time and memory compared with plain rotary attention."),
+    },
+    "convert and serve": {
+        "convert": ("models", "Turn a vanilla model's folder into the CoCA model of its family."),
+        "export": ("models", "Write a folder that loads by itself, or a GGUF file."),
+        "generate": ("models", "Continue a prompt with a causal language model."),
+        "serve": ("serve", "Serve models behind an interface like OpenAI's."),
+    },
+    "look": {
+        "report": ("look", "Turn result files, or folders of runs, into one page."),
+        "info": ("look", "Say what this machine has, or what the folder of a model holds."),
+        "completion": ("completion", "Print a script that completes commands in a shell."),
+    },
 }
+"""By group and name: the module here whose function ``run_NAME`` it is, and a line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,10 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # help and answers are not ASCII alone
     try:
-        import_extensions()
-        command, rest = _find(words)
-        if command is not None:
-            command(rest)
+        _run(words)
         return 0
     except KeyboardInterrupt as error:
         then = str(error) or "the same command goes on from what has been saved, if anything"
@@ -75,58 +70,98 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        problem = str(error) if isinstance(error, UserError) else known_problem(error)
-        if problem is not None:
-            text = " ".join(problem.split())
-            print(f"coca: error: {text[:1000]}{' …' * (len(text) > 1000)}", file=sys.stderr)
-            return 2
-        print(
-            f"coca: unexpected {type(error).__name__}: {' '.join(str(error).split())} (run again "
-            "with --debug for the traceback)",
-            file=sys.stderr,
+        return _explain(error)
+
+
+def _explain(error: Exception) -> int:
+    """Print an error in one line, and return the exit code."""
+    from coca_attention import errors
+
+    problem = str(error) if isinstance(error, errors.UserError) else errors.known_problem(error)
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("coca_"):
+        problem = f"this needs {error.name}: {errors.install('lab')}"
+    if problem is not None:
+        text = " ".join(problem.split())
+        print(f"coca: error: {text[:1000]}{' …' * (len(text) > 1000)}", file=sys.stderr)
+        return 2
+    print(
+        f"coca: unexpected {type(error).__name__}: {' '.join(str(error).split())} (run again "
+        "with --debug for the traceback)",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _run(words: list[str]) -> None:
+    """Run the command that the words name, or print what there is."""
+    if words[:1] == ["--version"]:
+        from coca_attention import __version__
+
+        print(f"coca {__version__}")
+        return
+    name = choose(
+        "coca", words, {g: {n: s for n, (_, s) in t.items()} for g, t in COMMANDS.items()}
+    )
+    if name is not None:
+        from coca_lab.extensions import import_extensions
+
+        import_extensions()
+        load(name)(words[1:])
+
+
+def load(name: str) -> Run:
+    """The function of a command."""
+    (module,) = {table[name][0] for table in COMMANDS.values() if name in table}
+    return getattr(import_module(f"coca_lab.cli.{module}"), f"run_{name}")
+
+
+def choose(program: str, words: list[str], groups: Mapping[str, Mapping[str, str]]) -> str | None:
+    """The command that the first word names; None after printing all commands.
+
+    Args:
+        program: The words before it.
+        words: Words of the command line.
+        groups: Lines of help by name, in groups by their headings.
+
+    Raises:
+        UserError: If there is no such command.
+    """
+    known = {name: line for table in groups.values() for name, line in table.items()}
+    if words and words[0] in known:
+        return words[0]
+    if words and words[0] not in ("-h", "--help"):
+        from coca_attention.errors import UserError, did_you_mean
+
+        raise UserError(
+            f"{program} has no command {words[0]!r}"
+            + did_you_mean(words[0], known, f"; choose one of {', '.join(known)}")
         )
-        return 1
+    print(f"usage: {program} COMMAND [--help] [--debug]")
+    for group, table in groups.items():
+        print(f"\n{group}:")
+        for name, line in table.items():
+            print(f"  {name:<12} {line}")
+    print("\nCOMMAND --help explains its options; --debug shows tracebacks.")
+    return None
 
 
-def _find(words: list[str]) -> tuple[Run | None, list[str]]:
-    """The function that the words name, and the remaining words; None after printing help."""
-    table: Mapping[str, Any] = COMMANDS
-    path = ["coca"]
-    while True:
-        if not words or words[0] in ("-h", "--help"):
-            print(_overview(" ".join(path), table))
-            return None, []
-        if words[0] == "--version" and path == ["coca"]:
-            from coca_attention import __version__
+class _Lines(logging.Handler):
+    """Writes messages to the standard error of the moment, above a progress bar if there is one."""
 
-            print(f"coca {__version__}")
-            return None, []
-        if words[0] not in table:
-            raise UserError(
-                f"{' '.join(path)} has no command {words[0]!r}"
-                + did_you_mean(words[0], table, f"; choose one of {', '.join(table)}")
-            )
-        path.append(words[0])
-        found, words = table[words[0]], words[1:]
-        if not isinstance(found, Mapping):
-            return found, words
-        table = found
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if record.levelno >= logging.WARNING:
+            text = f"coca: warning: {text}"
+        if "tqdm" in sys.modules:
+            sys.modules["tqdm"].tqdm.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr)
 
 
-def _overview(program: str, table: Mapping[str, Any]) -> str:
-    lines = [f"usage: {program} COMMAND [--help] [--debug]", ""]
-
-    def describe(prefix: str, entries: Mapping[str, Any]) -> None:
-        for name, entry in entries.items():
-            if isinstance(entry, Mapping):
-                describe(f"{prefix}{name} ", entry)
-            else:
-                summary = (entry.__doc__ or "").splitlines()[0]
-                lines.append(f"  {prefix + name:<17} {summary}")
-
-    describe("", table)
-    lines += [
-        "",
-        "--debug shows tracebacks. COMMAND -h lists its options, COMMAND --help explains them.",
-    ]
-    return "\n".join(lines)
+def show_messages() -> None:
+    """Show what the two packages log from now on, each message in a line of its own."""
+    for package in ("coca_attention", "coca_lab"):
+        log = logging.getLogger(package)
+        log.setLevel(logging.INFO)
+        if not any(isinstance(handler, _Lines) for handler in log.handlers):
+            log.addHandler(_Lines())

@@ -2,12 +2,14 @@
 
 from argparse import ArgumentParser
 from collections.abc import Mapping
-from importlib import import_module
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
-from coca_attention.errors import UserError, install
-from coca_lab.cli.console import Run, parse
-from coca_lab.options import DESCRIBE, Described, OptionParser, choices
+import shtab
+
+from coca_attention.errors import UserError
+from coca_lab.cli import COMMANDS, Run, load
+from coca_lab.cli.console import DESCRIBE, Described, parse
+from coca_lab.cli.evaluation import task_commands
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -17,47 +19,37 @@ def run_completion(words: list[str]) -> None:
     (shell,) = parse("coca completion", run_completion, words, [], ["shell"])
     if shell not in SHELLS:
         raise UserError(f"completion is for {', '.join(SHELLS)}, got {shell!r}")
-    try:
-        shtab: Any = import_module("shtab")
-    except ImportError as error:
-        raise UserError(f"this needs shtab: {install('completion')}") from error
-    from coca_lab.cli import COMMANDS
-
     root = ArgumentParser("coca")
-    _add_commands(root, COMMANDS, shtab.FILE)
+    commands = root.add_subparsers()
+    for table in COMMANDS.values():
+        for name, (_, summary) in table.items():
+            child = commands.add_parser(name, help=summary)
+            if name == "eval":
+                tasks = child.add_subparsers()
+                for task, run in task_commands().items():
+                    # Without help, shtab leaves it out.
+                    _add_options(tasks.add_parser(task, help=task), run)
+            else:
+                _add_options(child, load(name))
     print(shtab.complete(root, shell=shell))
 
 
-def _add_commands(parser: ArgumentParser, table: Mapping[str, Any], files: Any) -> None:
-    commands = parser.add_subparsers()
-    for name, entry in table.items():
-        summary = "" if isinstance(entry, Mapping) else (entry.__doc__ or "").splitlines()[0]
-        child = commands.add_parser(name, help=summary.replace("%", "%%"))
-        if isinstance(entry, Mapping):
-            _add_commands(child, entry, files)
-            continue
-        options = parser_of(entry).options()
-        for option in sorted(options.keys() - {"--help"}):
-            values = [str(value) for value in choices(options[option])]
-            child.add_argument(option, choices=values or None)
-        word: Any = child.add_argument("words", nargs="*")
-        word.complete = files
+def _add_options(parser: ArgumentParser, command: Run) -> None:
+    """Add a command's options, of which types say the values, and words that are files."""
+    for name, kind in options_of(command).items():
+        literals = [one for one in (kind, *get_args(kind)) if get_origin(one) is Literal]
+        values = [str(value) for one in literals for value in get_args(one)]
+        parser.add_argument(f"--{name.replace('_', '-')}", choices=values or None)
+    word: Any = parser.add_argument("words", nargs="*")
+    word.complete = shtab.FILE
 
 
-def leaves(table: Mapping[str, Any]) -> list[Run]:
-    """The functions of a table of commands and of the tables in it."""
-    found = []
-    for entry in table.values():
-        found += leaves(entry) if isinstance(entry, Mapping) else [entry]
-    return found
-
-
-def parser_of(command: Run) -> OptionParser:
-    """The parser of a command, which is asked for it in place of being run."""
+def options_of(command: Run) -> Mapping[str, Any]:
+    """Types of a command's options by name; the command is asked for them in place of being run."""
     try:
         command([DESCRIBE])
-    except Described as found:
-        return found.parser
+    except Described as described:
+        return described.parser.types
     except UserError:
         pass  # coca serve, whose options are those of Transformers' server
-    return OptionParser()
+    return {}

@@ -1,24 +1,39 @@
 """Shared by the commands: options from documented fields, a progress bar, tables."""
 
 import logging
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import progress
+from rich.console import Console
+from rich.table import Table
+
 from coca_attention.errors import UserError
-from coca_lab.options import DESCRIBE, OptionParser, take_option
+from coca_lab.arguments import SettingsParser
+from coca_lab.cli import Run
 
 log = logging.getLogger(__name__)
 
-Run = Callable[[list[str]], None]
 POSITIONALS = {
     "model": "Folder or name of a Transformers model.",
+    "model?": "Folder of a model or a run; without one, this machine is described.",
     "prompt": "Text to continue; - reads it from standard input.",
+    "results+": "Result files (JSON), and folders of runs, suites and searches.",
     "shell": "bash, zsh or tcsh.",
     "target": "Folder (or file, with --gguf) to write; it must not exist yet, or be empty.",
 }
+"""Help of the words that are no options; a last ``?`` may be missing, a last ``+`` repeated."""
+DESCRIBE = "--describe"
+
+
+class Described(Exception):
+    """Raised for the word `DESCRIBE`: carries a command's parser to what completes its options."""
+
+    def __init__(self, parser: SettingsParser) -> None:
+        super().__init__(parser)
+        self.parser = parser
 
 
 def parse(
@@ -28,7 +43,6 @@ def parse(
     sections: list[type],
     positionals: Sequence[str] = (),
     epilog: str | None = None,
-    leading: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Parse words into the strings of the positionals and an instance of every section.
 
@@ -37,30 +51,36 @@ def parse(
         command: The function; its docstring is the description in the help.
         words: Words of the command line.
         sections: Documented dataclasses; their fields are the options.
-        positionals: Names of the required words.
+        positionals: Names of `POSITIONALS`.
         epilog: Help text below the options.
-        leading: Words that the command has read itself, and their help.
 
     Raises:
         UserError: If a word is unknown or a value is invalid.
         SystemExit: After printing help.
     """
-    parser = OptionParser(program, command.__doc__, epilog=epilog)
+    names = [name.rstrip("?+") for name in positionals]
+    usage = " ".join([program, *(name.upper() for name in positionals), "[options]"])
+    parser = SettingsParser(program, usage=usage, description=command.__doc__, epilog=epilog)
     for name in positionals:
-        parser.add_argument(name, type=str, help=POSITIONALS[name])
-    parser.leading = dict(leading or {})
+        many: Any = {"nargs": name[-1]} if name[-1] in "?+" else {}
+        parser.add_argument(name.rstrip("?+"), type=str, help=POSITIONALS[name], **many)
     for section in sections:
         parser.add_class_arguments(section)
-    instances = parser.read(words)
-    values: list[Any] = [instances[name] for name in positionals]
+    if DESCRIBE in words:
+        raise Described(parser)
+    read = parser.read(words)
+    values: list[Any] = [read[name] for name in names]
     for section in sections:
-        fields = section.__dataclass_fields__
-        values.append(section(**{name: instances[name] for name in fields}))
+        values.append(section(**{name: read[name] for name in section.__dataclass_fields__}))
     return values
 
 
 def parse_file(
-    words: list[str], command: Run, make_parser: Callable[[], OptionParser], kind: str, usage: str
+    words: list[str],
+    command: Run,
+    make_parser: Callable[[], SettingsParser],
+    kind: str,
+    usage: str,
 ) -> tuple[str, list[str], Path]:
     """Split the words of a command that takes a YAML file and overrides of it.
 
@@ -69,7 +89,7 @@ def parse_file(
         command: The function; its docstring is the description in the help.
         make_parser: Makes the parser of the file, for the help.
         kind: What such a file is called.
-        usage: An example, for the message if the file is not the first word.
+        usage: An example, for the help, and for the message if the file is not the first word.
 
     Returns:
         The file, the overrides and the output folder, by default ``runs/`` and the file's name.
@@ -78,22 +98,27 @@ def parse_file(
         UserError: If the first word is an option.
         SystemExit: After printing help.
     """
-    asked = [
-        word
-        for word in words
-        if word in ("-h", DESCRIBE) or re.fullmatch(r"--([\w.-]+\.)?help", word)
-    ]
+    asked = [w for w in words if w in ("-h", DESCRIBE) or w.partition("=")[0].endswith("help")]
     if asked:
         parser = make_parser()
-        parser.leading = {kind.upper(): f"YAML file: {usage}"}
+        parser.usage, parser.description = usage, command.__doc__
         parser.add_argument("--output", help="Folder; by default runs/NAME for NAME.yaml.")
-        parser.description = command.__doc__
+        if DESCRIBE in asked:
+            raise Described(parser)
         parser.read(asked[:1])
     if not words or words[0].startswith("-"):
         raise UserError(f"the {kind} comes first: {usage}")
     path, *overrides = words
-    overrides, output = take_option(overrides, "--output")
-    return path, overrides, Path(output or Path("runs") / Path(path).stem)
+    output = str(Path("runs") / Path(path).stem)
+    for index, word in enumerate(overrides):
+        if word.startswith("--output="):
+            output = overrides.pop(index).partition("=")[2]
+            break
+        if word == "--output" and index + 1 < len(overrides):
+            output = overrides.pop(index + 1)
+            overrides.pop(index)
+            break
+    return path, overrides, Path(output)
 
 
 class Progress:
@@ -105,14 +130,11 @@ class Progress:
     said: tuple[str, float] = ("", 0.0)
 
     def __enter__(self) -> Callable[[str, int, int], None]:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:,}/{task.total:,}"),
-            TimeRemainingColumn(),
+        self.bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.TextColumn("{task.completed:,}/{task.total:,}"),
+            progress.TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,
         )
@@ -138,9 +160,6 @@ class Progress:
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
     """Print a table with right-aligned numbers."""
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False)
     table.add_column(header[0], overflow="fold")
     for name in header[1:]:

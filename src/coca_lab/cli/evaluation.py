@@ -1,7 +1,7 @@
 """Commands that evaluate a model."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -15,7 +15,9 @@ from coca_lab.analysis import (
     check_retrieval,
     check_settings,
 )
-from coca_lab.cli.console import Progress, Run, duration, parse, parse_file, print_table
+from coca_lab.arguments import SettingsParser
+from coca_lab.cli import Run, choose
+from coca_lab.cli.console import Progress, duration, parse, parse_file, print_table
 from coca_lab.data import SourceSettings
 from coca_lab.environment import (
     check_results,
@@ -29,7 +31,6 @@ from coca_lab.evaluation import suite as suites
 from coca_lab.evaluation.journal import Journal, fingerprint
 from coca_lab.evaluation.pieces import Claims, Piece, join, local_device, processes, rank
 from coca_lab.evaluation.task import Part, load_subject
-from coca_lab.options import OptionParser
 from coca_lab.settings import Scaling, check_scaling
 
 
@@ -155,17 +156,19 @@ ANALYSIS = Task(
 )
 
 
-class EvaluationCommands(Mapping[str, Run]):
-    """``coca eval``: every registered task, and suites of them."""
+def task_commands() -> dict[str, Run]:
+    """The commands behind ``coca eval``: every registered task, and suites of them."""
+    commands = {name: task_command(task, "coca eval") for name, task in TASKS.items()}
+    return {**commands, "suite": run_suite}
 
-    def __getitem__(self, name: str) -> Run:
-        return run_suite if name == "suite" else task_command(TASKS[name], "coca eval")
 
-    def __iter__(self) -> Iterator[str]:
-        return iter((*TASKS, "suite"))
-
-    def __len__(self) -> int:
-        return len(TASKS) + 1
+def run_eval(words: list[str]) -> None:
+    """Evaluate a model on one task, or models on a suite of them."""
+    commands = task_commands()
+    lines = {name: (run.__doc__ or "").splitlines()[0] for name, run in commands.items()}
+    name = choose("coca eval", words, {"tasks": lines})
+    if name is not None:
+        commands[name](words[1:])
 
 
 def task_command(task: Task, program: str) -> Run:
@@ -233,7 +236,7 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
 run_analyze = task_command(ANALYSIS, "coca")
 
 
-def _suite_parser() -> OptionParser:
+def _suite_parser() -> SettingsParser:
     parser = suites.suite_parser()
     parser.add_argument(
         "--dry-run",

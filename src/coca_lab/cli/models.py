@@ -4,11 +4,11 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coca_attention.errors import UserError, did_you_mean
 from coca_attention.models.hub import check_name
+from coca_lab.arguments import SettingsParser
 from coca_lab.cli.console import (
     Progress,
     duration,
@@ -20,7 +20,6 @@ from coca_lab.cli.console import (
 from coca_lab.data import SourceSettings
 from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings
 from coca_lab.evaluation.pieces import launch_group, rank
-from coca_lab.options import OptionParser
 from coca_lab.settings import PIECE, check_letters, check_scaling, check_sizes, form_names
 
 if TYPE_CHECKING:
@@ -111,28 +110,13 @@ class CalibrationSettings(SourceSettings):
     """Tokens of it to read, from its beginning."""
 
 
-def run_quickstart(words: list[str]) -> None:
-    """Train five small models and compare their perplexity on long text."""
-    from coca_lab.studies.quickstart import QuickstartSettings, quickstart
-
-    settings = parse("coca quickstart", run_quickstart, words, [QuickstartSettings])[0]
-    with Progress() as advance:
-        content = quickstart(settings, progress=advance)
-    from coca_lab.report import printed_tables
-
-    for table in printed_tables(content["results"]):
-        print_table(*table)
-    output = Path(settings.output)
-    print(f"Results: {output / 'results.json'}\nReport:  {output / 'report.html'}")
-
-
 def run_train(words: list[str]) -> None:
     """Train a model from a recipe (YAML); resumes when run again."""
     from coca_lab.training import load_recipe, recipe_parser
 
     usage = "coca train RECIPE.yaml [--training.steps 100 …]"
 
-    def parser() -> OptionParser:
+    def parser() -> SettingsParser:
         parser = recipe_parser()
         parser.add_argument(
             "--extend",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coca_attention.errors import UserError, error_prefix
+from coca_lab.arguments import SettingsParser, read_settings, settings_parser
 from coca_lab.environment import (
     check_results,
     describe_environment,
@@ -27,7 +28,6 @@ from coca_lab.evaluation.pieces import (
     work,
 )
 from coca_lab.evaluation.task import Part, Session, Subject, identity_of, load_subject
-from coca_lab.options import OptionParser, check_sections, from_file
 from coca_lab.settings import CONTEXT_PARALLEL, TENSOR_PARALLEL, Scaling, check_scaling
 
 JOINT_DEVICES = (TENSOR_PARALLEL, CONTEXT_PARALLEL)
@@ -110,9 +110,9 @@ def check_device(device: str | None, tasks: Iterable[str]) -> None:
         )
 
 
-def suite_parser() -> OptionParser:
+def suite_parser() -> SettingsParser:
     """The parser of suite files and overrides; its help comes from the documented fields."""
-    return task_parser(Suite, "suite", "coca eval suite")
+    return settings_parser(Suite, "coca eval suite", "suite", task_sections())
 
 
 def load_suite(path: str | Path, overrides: list[str] | None = None) -> Suite:
@@ -121,59 +121,16 @@ def load_suite(path: str | Path, overrides: list[str] | None = None) -> Suite:
     Raises:
         UserError: If the file is missing or malformed, a key is unknown, or a value is invalid.
     """
-    return load_with_tasks(Suite, "suite", "suites", suite_parser(), path, overrides)
+    options = overrides or []
+    sections = task_sections()
+    return read_settings(
+        Suite, path, options, kind="suite", program="coca eval suite", sections=sections
+    )
 
 
-def task_parser(theclass: type, kind: str, program: str) -> OptionParser:
-    """The parser of YAML files with the fields of a dataclass and one section per task.
-
-    Args:
-        theclass: A documented dataclass with a field ``tasks``, the settings by task.
-        kind: What such a file is called.
-        program: The command, for messages and help.
-    """
-    parser = OptionParser(program)
-    parser.add_argument(f"--{kind}", action="config", help="YAML file; also the first argument.")
-    parser.add_class_arguments(theclass, skip={"tasks"})
-    for task in TASKS.values():
-        parser.add_section(task.name, task.settings, task.summary)
-    return parser
-
-
-def load_with_tasks(
-    theclass: type,
-    kind: str,
-    folder: str,
-    parser: OptionParser,
-    path: str | Path,
-    overrides: list[str] | None,
-) -> Any:
-    """A checked instance of the dataclass of a `task_parser`, from a YAML file and overrides.
-
-    Args:
-        theclass: As for `task_parser`; ``check`` raises UserError for invalid settings.
-        kind: As for `task_parser`.
-        folder: Where the project keeps its own files of this kind.
-        parser: From `task_parser`.
-        path: YAML file.
-        overrides: Command-line words.
-
-    Raises:
-        UserError: If the file is missing or malformed, a key is unknown, or a value is invalid.
-    """
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such {kind}; the project's own are in the folder {folder}/")
-    own = own_sections(theclass)
-    check_sections(Path(path), kind, [*own, *TASKS])
-
-    def make(words: list[str]) -> Any:
-        read = parser.read(words)
-        tasks = {name: read[name] for name in TASKS if read[name] is not None}
-        loaded = theclass(**{name: read[name] for name in own}, tasks=tasks)
-        loaded.check()
-        return loaded
-
-    return from_file(path, [f"--{kind}={path}"], overrides or [], make)
+def task_sections() -> dict[str, tuple[type, str]]:
+    """Settings and summary of every task: optional sections of suite and search files."""
+    return {task.name: (task.settings, task.summary) for task in TASKS.values()}
 
 
 def own_sections(theclass: type) -> list[str]:

@@ -20,6 +20,7 @@ from typing import IO, Any
 import yaml
 
 from coca_attention.errors import RESUMABLE, UserError, error_prefix
+from coca_lab.arguments import SettingsParser, read_settings, settings_parser
 from coca_lab.environment import (
     available_cores,
     check_results,
@@ -30,9 +31,8 @@ from coca_lab.environment import (
     write_text,
 )
 from coca_lab.evaluation import TASKS
-from coca_lab.evaluation.suite import RESULTS_FILE, load_with_tasks, task_parser
+from coca_lab.evaluation.suite import RESULTS_FILE, task_sections
 from coca_lab.evaluation.task import Cell, Progress
-from coca_lab.options import OptionParser
 from coca_lab.training import load_recipe
 
 # By task: the field with a cell's size, the figure to rank by, and whether more of it is better.
@@ -181,9 +181,9 @@ class Search:
                 raise UserError(f"rank: {task} is evaluated at {measured}; got {sizes}")
 
 
-def search_parser() -> OptionParser:
+def search_parser() -> SettingsParser:
     """The parser of search files and overrides; its help comes from the documented fields."""
-    return task_parser(Search, "search", "coca search")
+    return settings_parser(Search, "coca search", "search", task_sections())
 
 
 def load_search(path: str | Path, overrides: list[str] | None = None) -> Search:
@@ -192,7 +192,11 @@ def load_search(path: str | Path, overrides: list[str] | None = None) -> Search:
     Raises:
         UserError: If a file is missing or malformed, a key is unknown, or a value is invalid.
     """
-    return load_with_tasks(Search, "search", "searches", search_parser(), path, overrides)
+    options = overrides or []
+    sections = task_sections()
+    return read_settings(
+        Search, path, options, kind="search", program="coca search", sections=sections
+    )
 
 
 @dataclass(frozen=True)

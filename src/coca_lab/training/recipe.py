@@ -8,10 +8,9 @@ import yaml
 
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.ops import FORMS
-from coca_lab.arguments import read_settings
+from coca_lab.arguments import SettingsParser, read_settings, settings_parser
 from coca_lab.data.documents import TOKENS
 from coca_lab.data.tokens import NO_DOCUMENTS
-from coca_lab.options import OptionParser
 from coca_lab.training.sections import (
     SCHEDULE,
     SIZES,
@@ -166,12 +165,9 @@ def load_recipe(path: str | Path | None = None, overrides: list[str] | None = No
     return read_settings(Recipe, path, overrides or (), kind="recipe", program="coca train")
 
 
-def recipe_parser() -> OptionParser:
+def recipe_parser() -> SettingsParser:
     """The parser of recipe files and overrides; its help comes from the fields' docstrings."""
-    parser = OptionParser("coca train")
-    parser.add_argument("--recipe", action="config", help="YAML file; also the first argument.")
-    parser.add_class_arguments(Recipe)
-    return parser
+    return settings_parser(Recipe, "coca train", "recipe")
 
 
 def differences(first: Recipe, second: Recipe) -> list[str]:

@@ -1,10 +1,12 @@
-"""The command that writes the report page."""
+"""Commands that show what there is: the report page, folders and the machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from coca_attention.errors import UserError
 from coca_lab.cli.console import parse
+from coca_lab.info import machine, model_folder
+from coca_lab.report import write_report
 
 
 @dataclass
@@ -21,17 +23,8 @@ class ReportSettings:
 
 def run_report(words: list[str]) -> None:
     """Turn result files, or folders of runs, suites and searches, into one self-contained page."""
-    split = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    paths, rest = words[:split], words[split:]
-    leading = {"RESULT …": "Result files (JSON), and folders of runs, suites and searches."}
-    settings = parse("coca report", run_report, rest, [ReportSettings], leading=leading)[0]
-    if not paths:
-        raise UserError(
-            "give result files or folders first: coca report RESULT.json … --output report.html"
-        )
+    paths, settings = parse("coca report", run_report, words, [ReportSettings], ["results+"])
     output = Path(settings.output)
-    from coca_lab.report import write_report
-
     try:
         page = write_report(paths, output, title=settings.title, paper=settings.paper)
     except UserError:
@@ -42,3 +35,12 @@ def run_report(words: list[str]) -> None:
             f"({type(error).__name__}: {error})"
         ) from error
     print(f"Report: {page}")
+
+
+def run_info(words: list[str]) -> None:
+    """Say what this machine has, or what the folder of a model or a run holds."""
+    (path,) = parse("coca info", run_info, words, [], ["model?"])
+    rows = model_folder(path) if path else machine()
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"{name:<{width}}  {text}")
