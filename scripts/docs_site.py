@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (".ipynb", ".md")  # have to be in the navigation
 SHOWN = {".cff": "yaml", ".py": "python", ".yaml": "yaml"}
 START = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "docs/**/*.ipynb"]
-START += ["results/**/*.md", "src/**/*.md"]
+START += ["results/**/*.md", "src/**/*.md", "docs/images/*"]
 LINK = re.compile(r"(?<!!)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 log = logging.getLogger("mkdocs.hooks.docs_site")

@@ -1,4 +1,4 @@
-"""Writes the tables of families (README) and of caches (docs/families.md) from their tests.
+"""Writes the tables of families and of caches in docs/families.md from their tests.
 
 .venv/bin/python scripts/family_table.py
 """
@@ -16,7 +16,7 @@ import families  # noqa: E402
 
 # Page, its marker, file of tests, cells, and the function from the cells that pass to the table.
 TABLES = [
-    ("README.md", "families", "test_families.py", families.CELLS, families.readme_table),
+    ("docs/families.md", "families", "test_families.py", families.CELLS, families.table),
     ("docs/families.md", "caches", "test_caches.py", caches.CELLS, caches.table),
 ]
 

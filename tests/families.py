@@ -1,4 +1,4 @@
-"""Tiny models of every family, and the capabilities listed in the README's table."""
+"""Tiny models of every family, and the capabilities listed in the table of docs/families.md."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,7 +20,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 WINDOWED = ["sliding_attention", "full_attention"]
-# Name in the README: model_type, settings that differ from SIZES.
+# Name in the table: model_type, settings that differ from SIZES.
 FAMILIES = {
     "Llama": ("llama", {}),
     "Mistral": ("mistral", {"sliding_window": 8}),
@@ -77,7 +77,7 @@ def applies(family: str, capability: str) -> bool:
 CELLS = [(f, c) for f in FAMILIES for c in CAPABILITIES if applies(f, c)]
 
 
-def readme_table(passed: set[tuple[str, str]]) -> str:
+def table(passed: set[tuple[str, str]]) -> str:
     """The table as Markdown: ✓ if the test of a cell passed, ✗ if not, – if not applicable."""
     lines = [
         "| | " + " | ".join(CAPABILITIES) + " |",

@@ -1,4 +1,4 @@
-"""Every family and capability: one test per cell of the table in the README."""
+"""Every family and capability: one test per cell of the table in docs/families.md."""
 
 import copy
 
