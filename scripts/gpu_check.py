@@ -1,7 +1,7 @@
 """Run the GPU tests and benchmarks: ``make gpu-check`` (under 8 minutes, no network).
 
-The Python that runs it needs PyTorch 2.11 or later for CUDA, Triton, Transformers, pytest and
-matplotlib; nothing is installed. Runs the GPU tests, then every benchmark case with its
+The Python that runs it needs PyTorch 2.11 or later for CUDA, Triton, Transformers, pytest,
+Altair and vl-convert; nothing is installed. Runs the GPU tests, then every benchmark case with its
 ``gpu_runs``, and writes results/gpu-NAME.json and results/gpu-NAME.html, where NAME is the GPU's.
 """
 

@@ -112,7 +112,7 @@ def test_importing_is_quiet_and_loads_no_optional_part():
     program = (
         "import coca_attention, sys; print('transformers' in sys.modules); "
         "import coca_attention.models; "
-        "print([m for m in ('coca_lab', 'datasets', 'pyarrow', 'matplotlib', 'jsonargparse', "
+        "print([m for m in ('coca_lab', 'datasets', 'pyarrow', 'altair', 'jsonargparse', "
         "'peft', 'tensorboard', 'coca_attention.ops.kernels.maps') "
         "if m in sys.modules])"
     )

@@ -1,5 +1,6 @@
 """Result files → one self-contained HTML page. Reads result files alone."""
 
+from coca_lab.report.charts import HeatMap, Line, LineChart
 from coca_lab.report.page import build_report, write_report
 from coca_lab.report.results import read_results
 from coca_lab.report.section import Entry, Section
@@ -8,6 +9,9 @@ from coca_lab.report.tasks import REPORTS, TaskReport, printed_tables
 __all__ = [
     "REPORTS",
     "Entry",
+    "HeatMap",
+    "Line",
+    "LineChart",
     "Section",
     "TaskReport",
     "build_report",

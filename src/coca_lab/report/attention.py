@@ -3,23 +3,18 @@
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
-
 from coca_attention.errors import UserError
-from coca_lab.report.figures import FAINT, colours, draw
-from coca_lab.report.groups import differ
+from coca_lab.report.charts import HeatMap, Line, LineChart
+from coca_lab.report.results import Cell, differ
 from coca_lab.report.section import Entry, Section, Table
 
-Cell = dict[str, Any]
 Cells = dict[int, Cell]
 """The cells of one model by prompt length."""
 RETRIEVES = 0.25
 """Share on the line with the key from which a head is named in the table."""
 LARGEST_TABLE = 6
 """Heads named per model."""
-DASHES = ("-", "--", "-.", ":")
+DASHES = ((), (6, 3), (9, 3, 2, 3), (2, 3))
 
 
 def attention_sections(cells: Sequence[Cell]) -> list[Section]:
@@ -28,34 +23,28 @@ def attention_sections(cells: Sequence[Cell]) -> list[Section]:
     sections = [
         Section(
             f"Attention of the answer to the line with the key: {model}",
-            _share_text(model, found),
-            share_map(found, f"attention-{index}"),
+            lead=_lead(model, found),
+            text=_share_text(model, found),
+            chart=share_map(found),
         )
-        for index, (model, found) in enumerate(models.items())
+        for model, found in models.items()
     ]
-    sections.append(
-        Section(
-            "Entropy of the answer’s attention",
-            "Means over the heads of one kind. A head whose attention spreads evenly over all n "
-            "keys follows ln n, the grey line.",
-            entropy_figure(models),
-        )
+    text = (
+        "Means over the heads of one kind. A head whose attention spreads evenly over all n keys "
+        "follows ln n, the grey line."
     )
+    title = "Entropy of the answer’s attention"
+    sections.append(Section(title, text=text, chart=entropy_chart(models)))
     header, rows = retrieval_table(models)
-    sections.append(
-        Section(
-            "Heads that retrieve",
-            header=header,
-            rows=rows,
-            note="Attention of the positions that predict the key’s digits, with the right answer "
-            f"given up to there. Named are the heads (at most {LARGEST_TABLE} a model) with at "
-            f"least {RETRIEVES:.0%} on the line with the key at some length, or else the one that "
-            "has most. On digit: on the two mentions of the digit to predict; before digit: on the "
-            "tokens before these. Elsewhere: the largest weight outside of that line and its "
-            "median distance in tokens. Small: 95 % intervals over prompts (Student’s t).",
-        )
+    note = (
+        "Attention of the positions that predict the key’s digits, with the right answer given up "
+        f"to there. Named are the heads (at most {LARGEST_TABLE} a model) with at least "
+        f"{RETRIEVES:.0%} on the line with the key at some length, or else the one that has most. "
+        "On digit: on the two mentions of the digit to predict; before digit: on the tokens before "
+        "these. Elsewhere: the largest weight outside of that line and its median distance in "
+        "tokens. Small: 95 % intervals over prompts (Student’s t)."
     )
-    return sections
+    return [*sections, Section("Heads that retrieve", header=header, rows=rows, note=note)]
 
 
 def attention_tables(cells: Sequence[Cell]) -> list[Table]:
@@ -94,10 +83,7 @@ def retrieval_table(models: dict[str, Cells]) -> tuple[list[str], list[list[str 
                         Entry(f"{model}, layer {layer['layer']}, head {head}", _role(layer)),
                         f"{length:,}",
                         f"{cell['digits_right']['mean']:.2f}",
-                        _entry(values["fact"]),
-                        _entry(values["digit"]),
-                        _entry(values["before_digit"]),
-                        _entry(values["near"]),
+                        *(_entry(values[n]) for n in ("fact", "digit", "before_digit", "near")),
                         _entry(values["trained"]) if "trained" in values else "–",
                         f"{values['entropy']['mean']:.2f} of {layer['log_keys']:.2f}",
                         f"{values['peak']['mean']:.2f} at {values['peak_distance']:,.0f}",
@@ -106,69 +92,38 @@ def retrieval_table(models: dict[str, Cells]) -> tuple[list[str], list[list[str 
     return header, rows
 
 
-def share_map(found: Cells, name: str) -> dict[str, str]:
+def share_map(found: Cells) -> HeatMap:
     """Share on the line with the key: a row per head, a column per prompt length."""
-    lengths, layers = list(found), next(iter(found.values()))["layers"]
+    layers = next(iter(found.values()))["layers"]
     columns = [[h["fact"]["mean"] for x in c["layers"] for h in x["heads"]] for c in found.values()]
-    shares = [list(row) for row in zip(*columns, strict=True)]
-    counts = [len(layer["heads"]) for layer in layers]
-    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
-
-    def plot(axes: Axes) -> None:
-        mesh = axes.pcolormesh(
-            shares, cmap=colormaps["cividis"], vmin=0.0, vmax=1.0, edgecolor="face", lw=0.3
-        )
-        axes.grid(False)
-        axes.invert_yaxis()
-        for end in ends[:-1]:
-            axes.axhline(end, color="white", lw=1)
-        names = [f"{n:,}" for n in lengths]
-        axes.set_xticks([i + 0.5 for i in range(len(lengths))], names, rotation=30)
-        middles = [end - count / 2 for end, count in zip(ends, counts, strict=True)]
-        axes.set_yticks(middles, [f"layer {x['layer']}\n{_role(x)}" for x in layers])
-        axes.set_xlabel("prompt length in tokens")
-        axes.set_ylabel("heads by layer")
-        figure = axes.get_figure()
-        assert figure is not None
-        figure.colorbar(mesh, ax=axes, label="share of attention on the line with the key")
-
-    return draw(name, plot)
+    heads = [_head_name(layer, head) for layer in layers for head in range(len(layer["heads"]))]
+    return HeatMap(
+        ("prompt length in tokens", [f"{length:,}" for length in found]),
+        ("head", heads),
+        [list(row) for row in zip(*columns, strict=True)],
+        "share of attention on the line with the key",
+        top=1.0,
+    )
 
 
-def entropy_figure(models: dict[str, Cells]) -> dict[str, str]:
+def entropy_chart(models: dict[str, Cells]) -> LineChart:
     """Entropy against the prompt length: a line per model and kind of layer, and ln n."""
-    colour = colours(models)
     widest: dict[int, float] = {}
-
-    def plot(axes: Axes) -> None:
-        for model, found in models.items():
-            lines: dict[str, dict[int, list[float]]] = {}
-            for length, cell in found.items():
-                for layer in cell["layers"]:
-                    widest[length] = max(widest.get(length, 0.0), layer["log_keys"])
-                    line = lines.setdefault(_role(layer), {}).setdefault(length, [])
-                    line += [head["entropy"]["mean"] for head in layer["heads"]]
-            for index, (role, line) in enumerate(lines.items()):
-                axes.plot(
-                    list(line),
-                    [sum(values) / len(values) for values in line.values()],
-                    label=f"{model}, {role}",
-                    color=colour[model],
-                    ls=DASHES[index % len(DASHES)],
-                    marker="o",
-                    ms=4,
-                    lw=1.6,
-                )
-        lengths = sorted(widest)
-        axes.plot(lengths, [widest[n] for n in lengths], label="ln n", color=FAINT, lw=3)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("prompt length in tokens")
-        axes.set_ylabel("entropy (nats)")
-
-    return draw("entropy", plot)
+    drawn = []
+    for model, found in models.items():
+        lines: dict[str, dict[int, list[float]]] = {}
+        for length, cell in found.items():
+            for layer in cell["layers"]:
+                widest[length] = max(widest.get(length, 0.0), layer["log_keys"])
+                line = lines.setdefault(_role(layer), {}).setdefault(length, [])
+                line += [head["entropy"]["mean"] for head in layer["heads"]]
+        for index, (role, line) in enumerate(lines.items()):
+            means = [sum(values) / len(values) for values in line.values()]
+            dash = DASHES[index % len(DASHES)]
+            drawn.append(Line(f"{model}, {role}", list(line), means, colour=model, dash=dash))
+    lengths = sorted(widest)
+    drawn.append(Line("ln n", lengths, [widest[n] for n in lengths], dotted=False))
+    return LineChart(drawn, "prompt length in tokens", "entropy (nats)", ticks=lengths)
 
 
 def _by_model(cells: Sequence[Cell]) -> dict[str, Cells]:
@@ -191,6 +146,17 @@ def _retrieving(found: Cells) -> list[tuple[int, int]]:
     order = sorted(largest, key=lambda where: -largest[where])
     named = [where for where in order[:LARGEST_TABLE] if largest[where] >= RETRIEVES]
     return named or order[:1]
+
+
+def _lead(model: str, found: Cells) -> str:
+    place, head = _retrieving(found)[0]
+    length, cell = list(found.items())[-1]
+    layer = cell["layers"][place]
+    share = layer["heads"][head]["fact"]["mean"]
+    return (
+        f"{model}: layer {layer['layer']}, head {head} puts {share:.0%} of the answer’s attention "
+        f"on the line with the key at {length:,} tokens."
+    )
 
 
 def _share_text(model: str, found: Cells) -> str:

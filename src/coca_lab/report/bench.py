@@ -5,22 +5,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from matplotlib.axes import Axes
+from coca_lab.report.charts import Line, LineChart
+from coca_lab.report.results import Cell
+from coca_lab.report.section import Section, Table
 
-from coca_lab.report.figures import colours, draw
-from coca_lab.report.section import Section
-
-# Titles of the cases in result files of version 0.1, which do not contain them.
-FORMER_TITLES = {
-    "operator": "Operator, forward",
-    "operator-training": "Operator, forward and backward",
-    "operator-decode": "One query over a cache, attention alone",
-    "training": "Training step of a model",
-    "prefill": "Prefill of a model",
-    "decode": "One token decoded, by the length of the cache",
-    "decode-compiled": "One token decoded with torch.compile, static caches",
-    "memory": "Memory of the operator, forward",
-}
 # Phrases for sizes that are described together.
 SIZE_PHRASES = (
     "{layers} layers of {hidden_size}",
@@ -30,40 +18,38 @@ SIZE_PHRASES = (
 )
 
 
-def bench_facts(cell: dict[str, Any]) -> dict[Any, Any]:
+def bench_facts(cell: Cell) -> dict[Any, Any]:
     """The machine, and what was measured: a second measurement of it is shown apart."""
     case = tuple(str(cell.get(n)) for n in ("case", "dtype", "device", "sizes", "batch", "length"))
     machine = {} if cell.get("machine") is None else {"machine": cell["machine"]}
     return {**machine, case: cell.get("variants")}
 
 
-def bench_sections(cells: Sequence[dict[str, Any]]) -> list[Section]:
-    """A figure and a table for every case, device, precision and size."""
+def bench_sections(cells: Sequence[Cell]) -> list[Section]:
+    """A chart and a table for every case, device, precision and size."""
     return [
         Section(
             f"{group[0]['title']}: {_setting(group[0])}",
             text=group[0]["text"],
-            figure=_figure(f"bench-{number}", group) if len(group) > 1 else None,
+            chart=_chart(group) if len(group) > 1 else None,
             header=["tokens", *(f"{cell['length']:,}" for cell in group)],
             rows=bench_rows(group),
             note=_note(group),
-        )
-        for number, group in enumerate(_groups(cells))
-    ]
-
-
-def bench_tables(cells: Sequence[dict[str, Any]]) -> list[tuple[list[str], list[list[str]]]]:
-    """Header and rows for the terminal."""
-    return [
-        (
-            [f"{group[0]['case']} ({_setting(group[0])})", *(f"{c['length']:,}" for c in group)],
-            bench_rows(group),
         )
         for group in _groups(cells)
     ]
 
 
-def bench_rows(group: Sequence[dict[str, Any]]) -> list[list[str]]:
+def bench_tables(cells: Sequence[Cell]) -> list[Table]:
+    """Header and rows for the terminal."""
+    tables: list[Table] = []
+    for group in _groups(cells):
+        name = f"{group[0]['case']} ({_setting(group[0])})"
+        tables.append(([name, *(f"{c['length']:,}" for c in group)], bench_rows(group)))
+    return tables
+
+
+def bench_rows(group: Sequence[Cell]) -> list[list[str]]:
     """A row per variant, a column per length: the baseline's time, then ratios; or megabytes."""
     names = _variant_names(group)
     return [
@@ -75,11 +61,11 @@ def bench_rows(group: Sequence[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
-def _variant_names(group: Sequence[dict[str, Any]]) -> list[str]:
+def _variant_names(group: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(name for cell in group for name in cell["variants"]))
 
 
-def _row_name(group: Sequence[dict[str, Any]], name: str) -> str:
+def _row_name(group: Sequence[Cell], name: str) -> str:
     """The variant's name, and the size of its cache relative to the baseline's if they differ."""
     variants = group[0]["variants"]
     baseline = next(iter(variants.values())).get("cache_megabytes")
@@ -99,30 +85,19 @@ def _entry(measured: dict[str, Any] | None, first: bool) -> str:
     return f"{measured['ratio']:.2f} × ({low:.2f}–{high:.2f})"
 
 
-def _groups(cells: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
     """Cells of one case, device, precision, sizes and batch size, by length."""
-    bench = [_upgraded(cell) for cell in cells if cell["task"] == "bench"]
-    cases = list(dict.fromkeys(cell["case"] for cell in bench))
+    cases = list(dict.fromkeys(cell["case"] for cell in cells))
 
-    def key(cell: dict[str, Any]) -> Any:
+    def key(cell: Cell) -> Any:
         place = cases.index(cell["case"])
         return place, cell["device"], cell["dtype"], str(cell["sizes"]), cell["batch"]
 
-    bench.sort(key=lambda cell: (key(cell), cell["length"]))
-    return [list(group) for _, group in groupby(bench, key)]
+    ordered = sorted(cells, key=lambda cell: (key(cell), cell["length"]))
+    return [list(group) for _, group in groupby(ordered, key)]
 
 
-def _upgraded(cell: dict[str, Any]) -> dict[str, Any]:
-    """The cell in today's format: version 0.1 wrote neither title, text nor measure."""
-    if "title" in cell:
-        return cell
-    sizes = {{"groups": "kv_heads"}.get(name, name): size for name, size in cell["sizes"].items()}
-    measure = "memory" if cell["case"] == "memory" else "ratio"
-    title = FORMER_TITLES[cell["case"]]
-    return {**cell, "title": title, "text": "", "measure": measure, "sizes": sizes}
-
-
-def _setting(cell: dict[str, Any]) -> str:
+def _setting(cell: Cell) -> str:
     """The sizes, precision and device in words."""
     sizes = {name: size for name, size in cell["sizes"].items() if size is not None}
     phrases = []
@@ -136,7 +111,7 @@ def _setting(cell: dict[str, Any]) -> str:
     return ", ".join([*phrases, *batch, cell["dtype"], cell["device"]])
 
 
-def _note(group: Sequence[dict[str, Any]]) -> str:
+def _note(group: Sequence[Cell]) -> str:
     if group[0]["measure"] == "memory":
         return "Peak memory of one run, in megabytes above its inputs."
     measured = [m for cell in group for m in cell["variants"].values()]
@@ -152,34 +127,14 @@ def _note(group: Sequence[dict[str, Any]]) -> str:
     return f"{note} Largest error before timing, relative to the largest value: {max(errors):.1g}."
 
 
-def _figure(name: str, group: Sequence[dict[str, Any]]) -> dict[str, str]:
+def _chart(group: Sequence[Cell]) -> LineChart:
     memory = group[0]["measure"] == "memory"
     key = "peak_megabytes" if memory else "ratio"
-    lengths = sorted({cell["length"] for cell in group})
-
-    colour = colours(_variant_names(group))
-
-    def plot(axes: Axes) -> None:
-        highest = 0.0
-        for label in colour:
-            cells = [cell for cell in group if label in cell["variants"]]
-            values = [cell["variants"][label][key] for cell in cells]
-            highest = max(highest, *values)
-            axes.plot(
-                [cell["length"] for cell in cells],
-                values,
-                color=colour[label],
-                label=label,
-                marker="o",
-                markersize=4,
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axes.set_xlabel("tokens")
-        if memory or highest > 3:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
-        axes.set_ylabel("megabytes" if memory else "time, relative to the baseline")
-
-    return draw(name, plot)
+    lines = []
+    for name in _variant_names(group):
+        points = {c["length"]: c["variants"][name][key] for c in group if name in c["variants"]}
+        lines.append(Line(name, list(points), list(points.values())))
+    highest = max(value or 0.0 for line in lines for value in line.y)
+    label = "megabytes" if memory else "time, relative to the baseline"
+    lengths = [cell["length"] for cell in group]
+    return LineChart(lines, "tokens", label, ticks=lengths, log_y=memory or highest > 3)

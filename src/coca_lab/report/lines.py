@@ -1,31 +1,21 @@
-"""Cells as lines of a figure and rows of a table: one for every model and rotary scaling."""
+"""Cells as lines of a chart and rows of a table: one for every model and rotary scaling."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
-from matplotlib.axes import Axes
 
 from coca_attention.errors import UserError
-from coca_lab.report.figures import MARKERS, draw, turns
-from coca_lab.report.groups import differ
-from coca_lab.report.section import Entry, Section
+from coca_lab.report.charts import Ends, Line
+from coca_lab.report.results import Cell, differ
+from coca_lab.report.section import Entry, Section, signed
 
-Cell = dict[str, Any]
 Key = tuple[str, str, float | None]
 """Model, scaling, factor; ``attend-last`` has its window as the factor."""
 Lines = dict[Key, dict[int, Cell]]
 """Cells by line, then by window or prompt length."""
 SCALING_NAMES = {"linear": "PI", "ntk": "NTK", "dynamic": "dynamic NTK", "yarn": "YaRN"}
 PAIR = ("slack", "strict")  # the two forms of the paper's Table 3
-DASHES = {
-    "none": "-",
-    "ntk": "--",
-    "dynamic": "--",
-    "linear": "-.",
-    "yarn": "-.",
-    "attend-last": ":",
-}
+DASHES = {"none": (), "ntk": (6, 3), "dynamic": (6, 3), "linear": (9, 3, 2, 3)}
+DASHES |= {"yarn": (9, 3, 2, 3), "attend-last": (2, 3)}
 
 
 def line_key(cell: Cell) -> Key:
@@ -41,7 +31,7 @@ def line_label(key: Key) -> str:
         return model
     if kind == "attend-last":
         return f"{model}, last {factor} tokens only"
-    return f"{model} + {SCALING_NAMES.get(kind, kind)} ({factor:g})"
+    return f"{model} + {SCALING_NAMES.get(kind, kind)}" + (f" ({factor:g})" if factor else "")
 
 
 def by_line(cells: Iterable[Cell], size: str = "length") -> Lines:
@@ -66,8 +56,29 @@ def by_line(cells: Iterable[Cell], size: str = "length") -> Lines:
                 "tokens twice with different figures; give one of them, or evaluate with --name"
             )
     models = list(dict.fromkeys(model for model, _, _ in lines))
-    order = sorted(lines, key=lambda key: (models.index(key[0]), list(DASHES).index(key[1])))
+    kinds = dict.fromkeys((*DASHES, *(kind for _, kind, _ in lines)))
+    kinds["attend-last"] = kinds.pop("attend-last")
+    order = sorted(lines, key=lambda key: (models.index(key[0]), list(kinds).index(key[1])))
     return {key: dict(sorted(lines[key].items())) for key in order}
+
+
+def curves(
+    lines: Lines,
+    value: Callable[[Cell], float | None],
+    interval: Callable[[Cell], Ends | None] = lambda cell: None,
+) -> list[Line]:
+    """A line of a chart for every line of cells."""
+    return [
+        Line(
+            line_label(key),
+            list(line),
+            [value(cell) for cell in line.values()],
+            [interval(cell) for cell in line.values()],
+            colour=key[0],
+            dash=DASHES.get(key[1], (6, 3)),
+        )
+        for key, line in lines.items()
+    ]
 
 
 def length_table(
@@ -82,58 +93,19 @@ def length_table(
     return [f"{length:,}" for length in lengths], rows
 
 
-def prompt_counts(lines: Lines) -> str:
-    """``, 50 prompts each``: how many prompts the cells of all lines have."""
-    counts = {len(cell["samples"]) for line in lines.values() for cell in line.values()}
-    return f", {' to '.join(map(str, sorted({min(counts), max(counts)})))} prompts each"
+def training_length(lines: Lines) -> int | None:
+    """The training length, if all models share one."""
+    lengths = {cell.get("training_length") for line in lines.values() for cell in line.values()}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
-def prompt_facts(cell: Cell) -> dict[Any, Any]:
-    """What the figures of prompts depend on; the tokenizer shows in the distances."""
-    named = ("key", "expected", "depth", "depths", "distance", "distances")
-    facts = {n: cell[n] for n in ("seed", "depths", "count", "max_new_tokens") if n in cell}
-    prompts = [[sample.get(name) for name in named] for sample in cell.get("samples", [])]
-    return {**facts, (cell.get("kind"), cell.get("length")): prompts}
-
-
-def share_figure(
-    name: str, points: dict[Key, dict[int, tuple[float, Any]]], label: str
-) -> dict[str, str]:
-    """Shares against the prompt length, with interval bands for the lines without scaling.
-
-    Args:
-        name: Name of the figure, unique on the page.
-        points: By line and prompt length, the share and its interval or None.
-        label: Label of the vertical axis.
-    """
-    style = turns(model for model, _, _ in points)
-    lengths = sorted({length for line in points.values() for length in line})
-
-    def plot(axes: Axes) -> None:
-        for key, line in points.items():
-            x = list(line)
-            colour, turn = style[key[0]]
-            axes.plot(
-                x,
-                [line[length][0] for length in x],
-                label=line_label(key),
-                color=colour,
-                ls=DASHES[key[1]],
-                marker=MARKERS[turn % len(MARKERS)],
-                ms=4,
-                lw=1.8,
-            )
-            intervals = [line[length][1] for length in x]
-            if key[1] == "none" and all(intervals):
-                low, high = ([interval[end] for interval in intervals] for end in (0, 1))
-                axes.fill_between(x, low, high, color=colour, alpha=0.08, lw=0)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axes.set_ylim(-0.03, 1.03)
-        axes.set_xlabel("prompt length in tokens")
-        axes.set_ylabel(label)
-
-    return draw(name, plot)
+def times_trained(lines: Lines, size: int) -> str:
+    """`` (4 × the training length)``, if all models share one."""
+    trained = training_length(lines)
+    if not trained:
+        return ""
+    factor = "" if size == trained else f"{size / trained:g} × "
+    return f" ({factor}the training length)"
 
 
 def strict_minus_slack(cells: Sequence[Cell], value: str, size: str, title: str) -> list[Section]:
@@ -149,7 +121,7 @@ def strict_minus_slack(cells: Sequence[Cell], value: str, size: str, title: str)
         One section, or none unless exactly one model of each form was evaluated alike.
     """
     cells = [cell for cell in cells if cell["scaling"] != "attend-last"]
-    models = {form: {c["model"] for c in cells if c["attention"] == form} for form in PAIR}
+    models = {form: {c["model"] for c in cells if c.get("attention") == form} for form in PAIR}
     if any(len(names) != 1 for names in models.values()):
         return []
     slack, strict = (models[form].pop() for form in PAIR)
@@ -165,44 +137,16 @@ def strict_minus_slack(cells: Sequence[Cell], value: str, size: str, title: str)
         rows.append([f"{strict}, {name}", *(_difference(a, b) for a, b in pairs)])
     if not rows:
         return []
-    return [
-        Section(
-            title,
-            text="The layout of the paper’s Table 3: the figures of slack, and below them the "
-            "difference of strict from each.",
-            header=[
-                "tokens read at once" if size == "window" else "prompt length in tokens",
-                *(f"{n:,}" for n in sizes),
-            ],
-            rows=rows,
-        )
-    ]
+    columns = "tokens read at once" if size == "window" else "prompt length in tokens"
+    text = (
+        "The layout of the paper’s Table 3: the figures of slack, and below them the difference of "
+        "strict from each."
+    )
+    header = [columns, *(f"{n:,}" for n in sizes)]
+    return [Section(title, text=text, header=header, rows=rows)]
 
 
 def _difference(slack: float | None, strict: float | None) -> str:
     if slack is None or strict is None or not math.isfinite(strict - slack):
         return "–"
     return signed(strict - slack, ".2f")
-
-
-def signed(value: float, digits: str) -> str:
-    """A number with its sign, a minus sign for negative ones; format such as ``.2f`` or ``.1%``."""
-    return f"{value:+{digits}}".replace("-", "−")
-
-
-def enumeration(names: Sequence[str]) -> str:
-    """Names as in a sentence: a, b and c."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
-def times_trained(lines: Lines, size: int) -> str:
-    """`` (4 × the training length)``, if all models share one."""
-    lengths = {cell.get("training_length") for line in lines.values() for cell in line.values()}
-    trained = lengths.pop() if len(lengths) == 1 else None
-    if not trained:
-        return ""
-    return (
-        " (the training length)"
-        if size == trained
-        else f" ({size / trained:g} × the training length)"
-    )

@@ -1,26 +1,55 @@
 """The report page: one self-contained HTML file."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import vl_convert
 import yaml
 from jinja2 import Environment, StrictUndefined
 
 from coca_attention.errors import UserError
 from coca_lab.environment import check_output, write_text
-from coca_lab.report.figures import COLOURS, DARK, labelled, one_palette, with_ids
-from coca_lab.report.groups import claimed_twice, short_names, without_copies
-from coca_lab.report.results import all_cells, read_results
+from coca_lab.report.charts import COLOURS, DARK, Palette, static_svg
+from coca_lab.report.results import (
+    all_cells,
+    claimed_twice,
+    read_results,
+    short_names,
+    without_copies,
+)
 from coca_lab.report.section import Section
 from coca_lab.report.tasks import REPORTS, by_task
 from coca_lab.report.training import training_sections
 
 MARK = "--page: #fff; --text: #1b1b1b;"
 """In the style of every page, those of earlier versions included."""
+TALL = 3000
+"""Pixels of charts on a phone; what comes after them is folded away."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A section as the page shows it.
+
+    Attributes:
+        section: The section.
+        words: What its chart shows.
+        svg: The chart where scripts are off.
+        specification: The interactive chart, as JSON that may stand in a script element.
+        csv: Address with the table as CSV.
+    """
+
+    section: Section
+    words: str = ""
+    svg: str = ""
+    specification: str = ""
+    csv: str = ""
 
 
 def write_report(
@@ -56,8 +85,7 @@ def build_report(
         UserError: If there is nothing to show, or a result lacks a required field.
     """
     try:
-        with one_palette():
-            return _render(contents, title, paper)
+        return _render(contents, title, paper)
     except KeyError as error:
         raise UserError(
             f"a result lacks the field {error}; was the file written by this version of coca eval?"
@@ -72,46 +100,71 @@ def _render(contents: Sequence[dict[str, Any]], title: str | None, paper: bool) 
     tasks = by_task(cells)
     _tell_apart([group for groups in tasks.values() for group in groups], cells, runs)
     sections: list[Section] = []
-    findings: list[str] = []
     groups_told = []
     for name, groups in tasks.items():
         report = REPORTS[name]
         for number, group in enumerate(groups, 1):
             found = [*report.sections(group), *report.paper(group, paper)]
-            sentences = report.findings(group)
             if len(groups) > 1:
                 which = f"{report.noun} {number}"
-                found = [replace(s, title=f"{s.title} ({which})") for s in found]
-                sentences = [f"{_capital(which)}: {sentence}" for sentence in sentences]
+                found = [_of_group(section, which) for section in found]
                 groups_told.append(f"{_capital(which)}: {_members(group)}")
             sections += found
-            findings += sentences
     sections += training_sections(runs)
     if not sections:
         raise UserError("the result files hold neither results nor training curves")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    template = environment.from_string(
-        files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
-    )
-    return template.render(
+    environments = [
+        each for c in contents for each in [c.get("environment"), *c.get("environments", [])]
+    ]
+    palette: Palette = {}
+    shown = [_shown(section, number, palette) for number, section in enumerate(sections, 1)]
+    open_count = _fitting(sections)
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
+    has_charts = any(each.svg for each in shown)
+    return template.from_string(source).render(
         title=title or _title(list(tasks)),
         palettes={"light": COLOURS, "dark": DARK},
-        findings=findings,
         groups=groups_told,
-        sections=[_own(section, number) for number, section in enumerate(sections, 1)],
+        first=shown[:open_count],
+        more=shown[open_count:],
+        library=vl_convert.javascript_bundle().replace("</script", "<\\/script")
+        if has_charts
+        else "",
         recipes={
             run["name"]: yaml.safe_dump(run["recipe"], sort_keys=False)
             for run in runs
             if "recipe" in run
         },
-        environments=_unique(
-            [
-                environment
-                for content in contents
-                for environment in [content.get("environment"), *content.get("environments", [])]
-            ]
-        ),
+        environments=_unique(environments),
     )
+
+
+def _shown(section: Section, number: int, palette: Palette) -> Shown:
+    table = f"data:text/csv;charset=utf-8,{quote(section.csv())}" if section.rows else ""
+    if section.chart is None:
+        return Shown(section, csv=table)
+    specification = section.chart.specification(palette)
+    # "</script>" in the name of a model must not end the element.
+    text = json.dumps(specification, ensure_ascii=False).replace("<", "\\u003c")
+    words = f"{section.title}. {section.chart.words()}"
+    return Shown(section, words, static_svg(specification, f"s{number}"), text, table)
+
+
+def _fitting(sections: Sequence[Section]) -> int:
+    """How many sections, the first at least, are shown before the rest is folded away."""
+    height = 0
+    for index, section in enumerate(sections):
+        height += 90 if section.chart is None else 470 + 22 * section.chart.rows
+        if height > TALL and index:
+            return index
+    return len(sections)
+
+
+def _of_group(section: Section, which: str) -> Section:
+    """The section, saying which of several groups of comparable results it shows."""
+    lead = f"{_capital(which)}: {section.lead}" if section.lead else ""
+    return replace(section, title=f"{section.title} ({which})", lead=lead)
 
 
 def _tell_apart(
@@ -135,17 +188,6 @@ def _members(cells: Sequence[dict[str, Any]]) -> str:
     models = ", ".join(dict.fromkeys(cell["model"] for cell in cells if "model" in cell))
     about = models or cells[0]["machine"] or ""
     return f"{about} ({names})" if about and names else about or names
-
-
-def _own(section: Section, number: int) -> Section:
-    """The section with ids and descriptions in its figure that no other section has."""
-    if section.figure is None:
-        return section
-    figure = {
-        screen: labelled(with_ids(svg, f"s{number}"), f"{section.title}.")
-        for screen, svg in section.figure.items()
-    }
-    return replace(section, figure=figure)
 
 
 def _title(tasks: Sequence[str]) -> str:

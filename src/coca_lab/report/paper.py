@@ -1,12 +1,11 @@
 """The paper's published figures, for comparison (arXiv 2309.08646v3)."""
 
 from collections.abc import Sequence
-from typing import Any
 
+from coca_lab.report.results import Cell
 from coca_lab.report.section import Section
 
 TRAINING_LENGTH = 512
-Cell = dict[str, Any]
 MODEL = "350 million parameters, training length 512 (arXiv 2309.08646)"
 BASE = "7 billion parameters, training length 2,048, then 32,768 under interpolation."
 

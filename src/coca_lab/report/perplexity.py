@@ -1,69 +1,68 @@
-"""Perplexity in the report: by window, by position and on key tokens."""
+"""Perplexity in the report: by window, by position, on key tokens, and in endless text."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter
-
-from coca_lab.intervals import (
-    FEW_DOCUMENTS,
-    DocumentScore,
-    paired_ratio_interval,
-    perplexity,
-)
-from coca_lab.report.figures import INK, MARKERS, draw, turns
+from coca_lab.intervals import FEW_DOCUMENTS, DocumentScore, paired_ratio_interval, perplexity
+from coca_lab.report.charts import Ends, Line, LineChart
 from coca_lab.report.lines import (
     DASHES,
-    Cell,
     Lines,
     by_line,
-    enumeration,
+    curves,
     line_key,
     line_label,
-    signed,
     strict_minus_slack,
     times_trained,
+    training_length,
 )
-from coca_lab.report.repeats import repeat_tables
-from coca_lab.report.section import Entry, Section, Table
+from coca_lab.report.results import Cell
+from coca_lab.report.section import Entry, Section, Table, enumeration, number, signed
 
 NAMED = 8
 """Models named after the first in a sentence."""
 
 
 def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
-    """Figure and table by window, positions, key tokens, and the forms."""
+    """By window, paired differences, positions, key tokens, copies, and the forms."""
     lines = by_line(cells, "window")
+    found = perplexity_findings(cells)
+    trained = training_length(lines)
     windows = _windows(lines)
-    trained = _training_length(cells)
-    header = [
-        Entry(f"{window:,}", f"{window / trained:g} ×" if trained else "") for window in windows
-    ]
+    columns = [Entry(f"{w:,}", f"{w / trained:g} ×" if trained else "") for w in windows]
+    short = any(key[1] == "attend-last" for key in lines)
     sections = [
         Section(
             "Perplexity against the length read at once",
-            figure=_figure(lines, trained),
-            note="Shaded: 95 % interval over documents, for the lines without scaling. "
-            + "; ".join(_facts(cells))
-            + ".",
-        ),
-        Section(
-            "Perplexity by window",
-            header=["Tokens read at once", *header],
+            lead=_lead(_plain(lines)),
+            text=" ".join(found),
+            chart=LineChart(
+                _curves(lines, windows),
+                "window: tokens read at once",
+                "perplexity (lower is better)",
+                ticks=windows,
+                log_y=True,
+                mark=(trained, "training length") if trained else None,
+                bars=False,  # paired differences have far narrower intervals
+            ),
+            header=["Tokens read at once", *columns],
             rows=_rows(lines, windows),
             muted=[i for i, key in enumerate(lines) if key[1] == "attend-last"],
-            note="Bold: the lowest of a column. Below each figure its 95 % interval."
+            note=("Bold: the lowest of a column. " if len(lines) > 1 else "")
+            + "Below each figure its 95 % interval over documents. "
+            + "; ".join(_settings(cells))
+            + "."
             + _about_context(cells)
             + (
                 " A row “last n tokens only” shows the perplexity of the model without any text "
                 "before these: long windows are useful only if they improve on it."
-                if any(key[1] == "attend-last" for key in lines)
+                if short
                 else ""
             )
             + _about_few(cells),
         ),
+        *_differences(lines),
     ]
     placed = [cell for cell in cells if cell.get("by_position")]
     for alike in _by_ranges(placed):
@@ -72,28 +71,18 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
         sections.append(Section(title, header=header, rows=rows))
     for alike in _by_key_tokens(cells):
         header, rows = key_table(alike)
-        sections.append(
-            Section(
-                "Perplexity on key tokens",
-                text="Tokens that an evaluator predicts from a long context only, after LongPPL.",
-                header=header,
-                rows=rows,
-                note=f"{alike[0]['key_tokens']:,} tokens.",
-            )
-        )
-    for header, rows in repeat_tables(cells):
-        sections.append(
-            Section(
-                "Copied from far back, and the rest",
-                text="Targets that end an n-gram which stands earlier in the document, but only "
-                "farther back than the short context, and all others.",
-                header=header,
-                rows=rows,
-            )
-        )
-    return sections + strict_minus_slack(
-        cells, "perplexity", "window", "Strict minus slack: perplexity"
+        text = "Tokens that an evaluator predicts from a long context only, after LongPPL."
+        note = f"{alike[0]['key_tokens']:,} tokens."
+        sections.append(Section("Perplexity on key tokens", "", text, None, header, rows, note))
+    text = (
+        "Targets that end an n-gram which stands earlier in the document, but only farther back "
+        "than the short context, and all others."
     )
+    for header, rows in repeat_tables(cells):
+        title = "Copied from far back, and the rest"
+        sections.append(Section(title, text=text, header=header, rows=rows))
+    title = "Strict minus slack: perplexity"
+    return sections + strict_minus_slack(cells, "perplexity", "window", title)
 
 
 def perplexity_facts(cell: Cell) -> dict[str, Any]:
@@ -126,7 +115,7 @@ def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:
 def perplexity_findings(cells: Sequence[Cell]) -> list[str]:
     """Who is lowest, then the others; and long windows against the last tokens alone."""
     lines = by_line(cells, "window")
-    plain = {key: line for key, line in lines.items() if key[1] != "attend-last"}
+    plain = _plain(lines)
     if not plain:
         return []
     windows = _windows(lines)
@@ -138,9 +127,8 @@ def perplexity_findings(cells: Sequence[Cell]) -> list[str]:
         last, cell = next(iter(line.items()))
         better = [
             line_label(key)
-            for key, other in lines.items()
-            if key[0] == model and key[1] != "attend-last" and longest in other
-            if _value(other[longest]) < _value(cell)
+            for key, other in plain.items()
+            if key[0] == model and longest in other and _value(other[longest]) < _value(cell)
         ]
         if better:
             improved.append(
@@ -170,15 +158,122 @@ def key_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     return ["key tokens: perplexity at", *(f"{window:,}" for window in windows)], rows
 
 
+def repeat_tables(cells: Sequence[Cell]) -> list[Table]:
+    """What a longer window changes for targets that can be copied from far back, and for others.
+
+    A table for every length of n-gram and short context; its rows are models.
+    """
+    groups: dict[tuple[int, int], list[Cell]] = {}
+    for cell in cells:
+        if cell.get("repeats"):
+            about = cell["repeats"]["n"], cell["repeats"]["beyond"]
+            groups.setdefault(about, []).append(cell)
+    return [_repeat_table(n, beyond, group) for (n, beyond), group in groups.items()]
+
+
+def streaming_sections(cells: Sequence[Cell]) -> list[Section]:
+    """Endless text: perplexity by position; for every model a table with speed and memory."""
+    labels = [
+        f"{line_label(line_key(cell))}, {cell['sinks']:,} + {cell['window']:,} tokens in sight"
+        for cell in cells
+    ]
+    if len(set(labels)) < len(labels):
+        labels = [f"{a}, {c['piece']:,} at a time" for a, c in zip(labels, cells, strict=True)]
+    named = list(zip(labels, cells, strict=True))
+    lines = [
+        Line(
+            label,
+            [r["last"] for r in cell["by_position"]],
+            [_of_range(r) for r in cell["by_position"]],
+            colour=cell["model"],
+            dash=DASHES.get(cell["scaling"], (6, 3)),
+        )
+        for label, cell in named
+    ]
+    text = (
+        "One text is read from beginning to end; its first tokens (sinks) and the last ones "
+        "(window) stay in sight."
+    )
+    chart = LineChart(lines, "tokens read", "perplexity of the range that ends here", log_y=False)
+    sections = [Section("Endless text", text=text, chart=chart)]
+    for label, cell in named:
+        rows = [
+            [
+                f"{r['first']:,} to {r['last']:,}",
+                f"{_of_range(r):.1f}",
+                f"{r['tokens_per_second']:,.0f}",
+                f"{r['megabytes']:,.0f}",
+            ]
+            for r in cell["by_position"]
+        ]
+        header = [label, "perplexity", "tokens/s", "memory in MB"]
+        note = (
+            f"Tokens in a pass: {cell['piece']:,}. Memory is that of the whole process (on a GPU, "
+            "what PyTorch has reserved)."
+        )
+        sections.append(Section(label, header=header, rows=rows, note=note))
+    return sections
+
+
+def _plain(lines: Lines) -> Lines:
+    return {key: line for key, line in lines.items() if key[1] != "attend-last"}
+
+
+def _curves(lines: Lines, windows: Sequence[int]) -> list[Line]:
+    found = curves(_plain(lines), _value, lambda cell: cell.get("ci95"))
+    return found + [
+        Line(line_label(key), [windows[0], windows[-1]], 2 * [_value(cell)], None, key[0], (2, 3))
+        for key, line in lines.items()
+        if key[1] == "attend-last"
+        for cell in line.values()
+    ]
+
+
+def _differences(lines: Lines) -> list[Section]:
+    """Every line against the lowest at the longest window, over paired documents."""
+    plain = _plain(lines)
+    windows = _windows(lines)
+    ends = [(key, line) for key, line in plain.items() if windows[-1] in line]
+    if not ends:
+        return []
+    best, base = min(ends, key=lambda found: _value(found[1][windows[-1]]))
+    drawn = []
+    for key, line in plain.items():
+        found = {w: _paired(cell, base[w]) for w, cell in line.items() if w in base}
+        found = {w: pair for w, pair in found.items() if pair}
+        if key != best and found:
+            ratios = [_value(line[w]) / _value(base[w]) for w in found]
+            dash = DASHES.get(key[1], (6, 3))
+            drawn.append(
+                Line(line_label(key), list(found), ratios, list(found.values()), key[0], dash)
+            )
+    if not drawn:
+        return []
+    name = line_label(best)
+    chart = LineChart(
+        drawn,
+        "window: tokens read at once",
+        f"perplexity, as a multiple of that of {name}",
+        ticks=[window for window in windows if window in base],
+        log_y=True,
+        level=1.0,
+    )
+    text = (
+        f"Each perplexity divided by that of {name}, with the 95 % interval of the ratio over the "
+        "same documents. What makes a document hard for every model cancels, so these intervals, "
+        "and not those of the perplexities, say which differences are real."
+    )
+    lead = f"Differences from {name} on the same documents, with their 95 % intervals."
+    return [Section("Perplexity: paired differences", lead, text, chart)]
+
+
 def _about_context(cells: Sequence[Cell]) -> str:
     """How many tokens the targets of a column have before them; empty where strides differ."""
     plain = [cell for cell in cells if cell["scaling"] != "attend-last"]
-    if {cell["targets"] for cell in plain} != {"shared"}:
+    strides = {cell["stride"] for cell in plain}
+    if {cell["targets"] for cell in plain} != {"shared"} or len(strides) > 1:
         return ""
-    strides, window = {cell["stride"] for cell in plain}, min(cell["window"] for cell in plain)
-    if len(strides) > 1:
-        return ""
-    stride = strides.pop()
+    stride, window = strides.pop(), min(cell["window"] for cell in plain)
     return (
         f" Windows move by {stride:,} tokens: a target in column W has W − {stride - 1:,} to W "
         f"tokens before it, at {window:,} tokens {window - stride + 1:,} to {window:,}."
@@ -207,7 +302,7 @@ def _by_ranges(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def _by_key_tokens(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells with the same key tokens each; older results say their number alone."""
+    """Cells with the same key tokens each; results of one file say their number alone."""
     groups: dict[Any, list[Cell]] = {}
     for cell in cells:
         if cell.get("key_tokens"):
@@ -220,26 +315,21 @@ def _position_table(cells: Sequence[Cell]) -> Table:
     """Perplexity by the number of tokens read before, for cells of one window."""
     rows = []
     for cell in cells:
-        entries = [
-            "–"
-            if b["nats"] is None or not b["tokens"]
-            else f"{perplexity([DocumentScore('', b['nats'], b['tokens'])]):.1f}"
-            for b in cell["by_position"]
-        ]
+        known = [b["nats"] is not None and b["tokens"] for b in cell["by_position"]]
+        ranges = zip(cell["by_position"], known, strict=True)
+        entries = [f"{_of_range(b):.1f}" if is_known else "–" for b, is_known in ranges]
         rows.append([line_label(line_key(cell)), *entries])
-    ranges = [f"{b['first']:,} to {b['last']:,}" for b in cells[0]["by_position"]]
-    return ["tokens read before", *ranges], rows
+    names = [f"{b['first']:,} to {b['last']:,}" for b in cells[0]["by_position"]]
+    return ["tokens read before", *names], rows
 
 
-def _training_length(cells: Sequence[Cell]) -> int | None:
-    """The training length, if all models share one."""
-    lengths = {cell.get("training_length") for cell in cells}
-    return lengths.pop() if len(lengths) == 1 else None
+def _of_range(found: dict[str, Any]) -> float:
+    return perplexity([DocumentScore("", found["nats"], found["tokens"])])
 
 
 def _windows(lines: Lines) -> list[int]:
     """Window sizes of the table's columns."""
-    return sorted({w for key, line in lines.items() if key[1] != "attend-last" for w in line})
+    return sorted({w for line in _plain(lines).values() for w in line})
 
 
 def _at(line: dict[int, Cell], window: int) -> Cell | None:
@@ -252,8 +342,12 @@ def _value(cell: Cell) -> float:
     return math.inf if cell["perplexity"] is None else cell["perplexity"]
 
 
-def _ranking(lines: Lines, window: int) -> str:
-    """The best line of every model at a window, the lowest first, and how far others are above."""
+def _shown(cell: Cell) -> str:
+    return number(_value(cell))
+
+
+def _best(lines: Lines, window: int) -> list[tuple[str, Cell]]:
+    """The best line of every model at a window, the lowest first."""
     best: dict[str, tuple[str, Cell]] = {}
     for key, line in lines.items():
         if window not in line:
@@ -262,12 +356,29 @@ def _ranking(lines: Lines, window: int) -> str:
         # As shown: at its training length, scaling does not make a model better.
         if _value(line[window]) < _value(cell) and _shown(line[window]) != _shown(cell):
             best[key[0]] = line_label(key), line[window]
-    (name, first), *others = sorted(best.values(), key=lambda found: _value(found[1]))
+    return sorted(best.values(), key=lambda found: _value(found[1]))
+
+
+def _lead(lines: Lines) -> str:
+    """Who is lowest at the longest window, in one sentence."""
+    if not lines:
+        return ""
+    window = _windows(lines)[-1]
+    (name, first), *others = _best(lines, window)
     where = f"At {window:,} tokens{times_trained(lines, window)}"
     if not math.isfinite(_value(first)):
         return f"{where} no model has a finite perplexity."
     if not others:
         return f"{where} {name} has a perplexity of {_shown(first)}."
+    return f"{where} {name} has the lowest perplexity, {_shown(first)}."
+
+
+def _ranking(lines: Lines, window: int) -> str:
+    """The lowest at a window, and how far the others are above it."""
+    sentence = _lead({key: {window: line[window]} for key, line in lines.items() if window in line})
+    (_, first), *others = _best(lines, window)
+    if not others or not math.isfinite(_value(first)):
+        return sentence
     changes = [_change(cell, first) for _, cell in others]
     rest = [
         f"{label} {_shown(cell)}{change}"
@@ -276,68 +387,48 @@ def _ranking(lines: Lines, window: int) -> str:
     if len(rest) > NAMED:
         rest[NAMED:] = [f"{len(rest) - NAMED} more up to {_shown(others[-1][1])}"]
     intervals = ", with 95 % intervals of the difference" if ";" in changes[0] else ""
-    return (
-        f"{where} {name} has the lowest perplexity, {_shown(first)}. The others{intervals}: "
-        f"{'; '.join(rest)}."
-    )
+    return f"{sentence} The others{intervals}: {'; '.join(rest)}."
 
 
 def _change(mine: Cell, best: Cell) -> str:
     a, b = _value(mine), _value(best)
     if not math.isfinite(a):
         return ""
-    return f" ({signed(a / b - 1, '.1%')}{_paired(mine, best)})"
+    interval = _paired(mine, best)
+    ends = [signed(end - 1, ".1%") for end in interval or ()]
+    return f" ({'; '.join(filter(None, [signed(a / b - 1, '.1%'), ' to '.join(ends)]))})"
 
 
-def _paired(mine: Cell, theirs: Cell) -> str:
-    """The 95 % interval of a change over paired documents; empty if the documents differ."""
+def _paired(mine: Cell, theirs: Cell) -> Ends | None:
+    """The 95 % interval of a ratio over paired documents; None if the documents differ."""
     first, second = (
-        [
-            DocumentScore(d["id"], math.inf if d["nats"] is None else d["nats"], d["tokens"])
-            for d in cell["documents"]
-        ]
+        [DocumentScore(d["id"], _nats(d), d["tokens"]) for d in cell["documents"]]
         for cell in (mine, theirs)
     )
     try:
-        interval = paired_ratio_interval(first, second)
+        return paired_ratio_interval(first, second)
     except ValueError:
-        return ""
-    if interval is None:
-        return ""
-    low, high = (signed(end - 1, ".1%") for end in interval)
-    return f"; {low} to {high}"
+        return None
 
 
 def _rows(lines: Lines, windows: Sequence[int]) -> list[list[str | Entry]]:
-    """Perplexity with its interval; bold: lowest of a column, unless all or only one are shown."""
-    rows: list[list[str | Entry]] = [[line_label(key)] for key, line in lines.items()]
+    """Perplexity with its interval; bold: the lowest of a column, unless there is one row alone."""
+    rows: list[list[str | Entry]] = [[line_label(key)] for key in lines]
     for window in windows:
         found = [_at(line, window) for line in lines.values()]
-        competing = [c for c in found if c is not None and c["scaling"] != "attend-last"]
         # As shown: a difference that is not shown is none.
-        shown = {_shown(cell): _value(cell) for cell in competing}
-        best = min(shown, key=lambda text: shown[text]) if len(shown) > 1 else None
+        shown = {_shown(cell): _value(cell) for cell in found if cell is not None}
+        best = min(shown, key=lambda text: shown[text]) if len(lines) > 1 else None
         for cell, row in zip(found, rows, strict=True):
             if cell is None:
                 row.append("–")
                 continue
-            interval = " to ".join(map(_number, cell.get("ci95") or ()))
-            bold = cell["scaling"] != "attend-last" and _shown(cell) == best
-            row.append(Entry(_shown(cell), interval, bold))
+            interval = " to ".join(map(number, cell.get("ci95") or ()))
+            row.append(Entry(_shown(cell), interval, _shown(cell) == best))
     return rows
 
 
-def _shown(cell: Cell) -> str:
-    return _number(_value(cell))
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return "inf"
-    return f"{value:.2f}" if value < 100 else f"{value:,.1f}" if value < 10000 else f"{value:.3g}"
-
-
-def _facts(cells: Sequence[Cell]) -> list[str]:
+def _settings(cells: Sequence[Cell]) -> list[str]:
     """Stride, targets, tokens and documents: a value where all cells agree, else the range."""
     facts = []
     plain = [cell for cell in cells if cell["scaling"] != "attend-last"]
@@ -362,49 +453,56 @@ def _facts(cells: Sequence[Cell]) -> list[str]:
     return facts
 
 
-def _figure(lines: Lines, training_length: int | None) -> dict[str, str]:
-    """Perplexity against the tokens read at once (the paper's Figure 1), with 95 % bands."""
-    windows = _windows(lines)
-    looks = turns(model for model, _, _ in lines)
+def _repeat_table(n: int, beyond: int, cells: Sequence[Cell]) -> Table:
+    lines = by_line(cells, "window")
+    plain, windows = _plain(lines), _windows(lines)
+    far = sum(each["tokens"] for each in cells[0]["repeats"]["documents"])
+    share = far / cells[0]["tokens"]
+    rows = [
+        [
+            f"{line_label(key)}, {label}",
+            *(_repeat_entry(line.get(w), base, is_far) for w in windows),
+        ]
+        for key, line in plain.items()
+        if (base := _short(lines, key[0], line))
+        for label, is_far in ((f"these {share:.1%}", True), ("all others", False))
+    ]
+    title = f"{n}-gram only farther back than {beyond} tokens: change against that context"
+    return [title, *(f"{window:,}" for window in windows)], rows
 
-    def plot(axes: Axes) -> None:
-        for key, line in lines.items():
-            model, kind, _ = key
-            colour, turn = looks[model]
-            style: dict[str, Any] = {"color": colour, "ls": DASHES[kind]}
-            style["label"] = line_label(key)
-            values = [_value(cell) for cell in line.values()]
-            if kind == "attend-last":
-                axes.plot([windows[0], windows[-1]], 2 * values, lw=1.2, **style)
-                continue
-            marker = MARKERS[turn % len(MARKERS)]
-            axes.plot(list(line), values, marker=marker, ms=4, lw=1.8, **style)
-            intervals = [cell.get("ci95") for cell in line.values()]
-            if kind == "none" and all(intervals):
-                low, high = zip(*intervals, strict=True)
-                axes.fill_between(list(line), low, high, color=colour, alpha=0.08, lw=0)
-        if training_length is not None:
-            axes.axvline(training_length, color=INK, lw=1, ls=(0, (1, 2)))
-            axes.annotate(
-                "training length",
-                (training_length, 1.0),
-                xycoords=("data", "axes fraction"),
-                xytext=(4, -4),
-                textcoords="offset points",
-                va="top",
-                fontsize=8,
-                color=INK,
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(windows, [f"{window:,}" for window in windows])
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        low, high = axes.get_ylim()
-        if high / low > 20:
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.tick_params(axis="y", which="minor", labelsize=8)
-        axes.set_xlabel("window: tokens read at once")
-        axes.set_ylabel("perplexity (lower is better)")
 
-    return draw("perplexity", plot)
+def _short(lines: Lines, model: str, line: dict[int, Cell]) -> Cell:
+    """The cell of the short context: the model's last tokens, or else its smallest window."""
+    for (name, kind, _), other in lines.items():
+        if (name, kind) == (model, "attend-last"):
+            return next(iter(other.values()))
+    return line[min(line)]
+
+
+def _repeat_entry(cell: Cell | None, base: Cell, is_far: bool) -> str:
+    """Change of the perplexity and its interval over paired documents."""
+    if cell is None or cell is base:
+        return "–"
+    first, second = _scores(cell, is_far), _scores(base, is_far)
+    if not sum(score.tokens for score in first):
+        return "–"
+    change = signed(perplexity(first) / perplexity(second) - 1, ".1%")
+    interval = paired_ratio_interval(first, second)
+    if interval is None:
+        return change
+    return f"{change} ({' to '.join(signed(end - 1, '.1%') for end in interval)})"
+
+
+def _scores(cell: Cell, is_far: bool) -> list[DocumentScore]:
+    """Every document's score, of the targets repeated from far back or of the others."""
+    scores = []
+    for whole, part in zip(cell["documents"], cell["repeats"]["documents"], strict=True):
+        nats, tokens = _nats(part), part["tokens"]
+        if not is_far:
+            nats, tokens = _nats(whole) - nats, whole["tokens"] - tokens
+        scores.append(DocumentScore(whole["id"], nats, tokens))
+    return scores
+
+
+def _nats(score: dict[str, Any]) -> float:
+    return math.inf if score["nats"] is None else score["nats"]

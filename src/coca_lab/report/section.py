@@ -1,7 +1,12 @@
-"""What the page is made of."""
+"""What the page is made of, and how numbers are written in it."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+import csv
+import io
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from coca_lab.report.charts import Chart
 
 Table = tuple[Sequence["str | Entry"], Sequence[Sequence["str | Entry"]]]
 """Header and rows."""
@@ -27,12 +32,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with an optional text, figure, table and note, in this order.
+    """A part of the page: a sentence, a chart, and folded below them text, table and note.
 
     Attributes:
-        title: The heading.
+        title: Its name.
+        lead: What it shows, in one sentence: the heading above the chart.
         text: Plain text.
-        figure: ``{"wide": svg, "narrow": svg}``, from `coca_lab.report.figures.draw`.
+        chart: The chart; without one, only the title and the lead are not folded.
         header: Header of the table.
         rows: Rows of the table.
         note: Plain text in a smaller size.
@@ -40,9 +46,51 @@ class Section:
     """
 
     title: str
+    lead: str = ""
     text: str = ""
-    figure: dict[str, str] | None = None
+    chart: Chart | None = None
     header: Sequence[str | Entry] = ()
     rows: Sequence[Sequence[str | Entry]] = ()
     note: str = ""
-    muted: Collection[int] = field(default=())
+    muted: Collection[int] = ()
+
+    def csv(self) -> str:
+        """The table as CSV; the smaller lines have columns of their own."""
+        smaller = [
+            any(isinstance(row[i], Entry) and row[i].small for row in self.rows)  # type: ignore[union-attr]
+            for i in range(len(self.header))
+        ]
+        file = io.StringIO()
+        writer = csv.writer(file, lineterminator="\n")
+        for row in (self.header, *self.rows):
+            line: list[str] = []
+            for entry, wide in zip(row, smaller, strict=True):
+                small = entry.small if isinstance(entry, Entry) else ""
+                line += (
+                    [str(entry), small] if wide else [" ".join(filter(None, (str(entry), small)))]
+                )
+            writer.writerow(line)
+        return file.getvalue()
+
+
+def signed(value: float, digits: str) -> str:
+    """A number with its sign, a minus sign for negative ones; format such as ``.2f`` or ``.1%``."""
+    return f"{value:+{digits}}".replace("-", "−")
+
+
+def enumeration(names: Sequence[str]) -> str:
+    """Names as in a sentence: a, b and c."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of the values that are known; None without any."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def number(value: float) -> str:
+    """A perplexity with about four digits."""
+    if not math.isfinite(value):
+        return "inf"
+    return f"{value:.2f}" if value < 100 else f"{value:,.1f}" if value < 10000 else f"{value:.3g}"

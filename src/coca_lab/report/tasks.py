@@ -2,38 +2,29 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from coca_lab.report import paper
 from coca_lab.report.angles import angle_sections, angle_table
 from coca_lab.report.attention import attention_sections, attention_tables
 from coca_lab.report.bench import bench_facts, bench_sections, bench_tables
-from coca_lab.report.groups import Facts, comparable
-from coca_lab.report.harness import harness_sections
-from coca_lab.report.lines import prompt_facts
-from coca_lab.report.needles import needle_facts, needle_sections, needle_tables
-from coca_lab.report.passkey import (
-    passkey_findings,
-    passkey_sections,
-    passkey_tables,
-)
 from coca_lab.report.perplexity import (
     perplexity_facts,
-    perplexity_findings,
     perplexity_sections,
     perplexity_tables,
+    streaming_sections,
 )
-from coca_lab.report.results import all_cells
-from coca_lab.report.search import search_findings, search_sections, search_tables
+from coca_lab.report.prompts import (
+    needle_sections,
+    needle_tables,
+    passkey_sections,
+    passkey_tables,
+    prompt_facts,
+)
+from coca_lab.report.results import Cell, Facts, all_cells, comparable
+from coca_lab.report.search import search_sections, search_tables
 from coca_lab.report.section import Section, Table
-from coca_lab.report.streaming import streaming_sections
 
-Cells = Sequence[dict[str, Any]]
-
-
-def _facts(*names: str) -> Callable[[dict[str, Any]], Facts]:
-    """The facts that are fields of a cell."""
-    return lambda cell: {name: cell[name] for name in names if cell.get(name) is not None}
+Cells = Sequence[Cell]
 
 
 @dataclass(frozen=True)
@@ -43,7 +34,6 @@ class TaskReport:
     Attributes:
         sections: From the cells to sections of the page.
         tables: From the cells to tables for the terminal; by default those of the sections.
-        findings: From the cells to sentences for the head of the page.
         title: Heading of a page that has no other task.
         facts: From a cell to what its figures depend on besides the model. Cells that differ in a
             fact are never shown in one section; by default all cells are comparable.
@@ -54,21 +44,43 @@ class TaskReport:
 
     sections: Callable[[Cells], list[Section]]
     tables: Callable[[Cells], Sequence[Table]] | None = None
-    findings: Callable[[Cells], list[str]] = lambda cells: []
     title: str = "Long context"
-    facts: Callable[[dict[str, Any]], Facts] | None = None
+    facts: Callable[[Cell], Facts] = lambda cell: {}
     noun: str = "text"
     paper: Callable[[Cells, bool], list[Section]] = lambda cells, asked: []
 
 
+def harness_sections(cells: Cells) -> list[Section]:
+    """Results of the lm-evaluation-harness, in the layout of the paper's Table 5."""
+    found = {
+        (cell["model"], cell["name"], metric): value
+        for cell in cells
+        for metric, value in cell["metrics"].items()
+        if "stderr" not in metric
+    }
+    columns = list(dict.fromkeys((name, metric) for _, name, metric in found))
+    rows = []
+    for model in dict.fromkeys(cell["model"] for cell in cells):
+        values = [found.get((model, *column)) for column in columns]
+        rows.append([model, *("–" if v is None else f"{v:.4g}" for v in values)])
+    header = ["model", *(f"{name}: {metric.partition(',')[0]}" for name, metric in columns)]
+    note = f"lm-evaluation-harness {', '.join(sorted({str(cell['harness']) for cell in cells}))}."
+    limits = sorted({cell["limit"] for cell in cells if cell["limit"] is not None})
+    if limits:
+        note += f" At most {limits[-1]} questions per task."
+    return [Section("Short context", header=header, rows=rows, note=note)]
+
+
+def _facts(*names: str) -> Callable[[Cell], Facts]:
+    """The facts that are fields of a cell."""
+    return lambda cell: {name: cell[name] for name in names if cell.get(name) is not None}
+
+
 REPORTS: dict[str, TaskReport] = {
-    "search": TaskReport(
-        search_sections, search_tables, search_findings, "Search", _facts("file"), "search"
-    ),
+    "search": TaskReport(search_sections, search_tables, "Search", _facts("file"), "search"),
     "perplexity": TaskReport(
         perplexity_sections,
         perplexity_tables,
-        perplexity_findings,
         "Perplexity against context length",
         perplexity_facts,
         paper=paper.perplexity_sections,
@@ -76,15 +88,12 @@ REPORTS: dict[str, TaskReport] = {
     "passkey": TaskReport(
         passkey_sections,
         passkey_tables,
-        passkey_findings,
         "Passkey retrieval",
         prompt_facts,
         "prompts",
         paper.passkey_sections,
     ),
-    "needles": TaskReport(
-        needle_sections, needle_tables, title="Needles", facts=needle_facts, noun="prompts"
-    ),
+    "needles": TaskReport(needle_sections, needle_tables, "Needles", prompt_facts, "prompts"),
     "streaming": TaskReport(
         streaming_sections,
         title="Endless text",
@@ -93,33 +102,31 @@ REPORTS: dict[str, TaskReport] = {
     "harness": TaskReport(
         harness_sections, title="Short context", facts=_facts("limit", "harness"), noun="questions"
     ),
-    "bench": TaskReport(
-        bench_sections, bench_tables, title="Benchmarks", facts=bench_facts, noun="measurement"
-    ),
+    "bench": TaskReport(bench_sections, bench_tables, "Benchmarks", bench_facts, "measurement"),
     "angles": TaskReport(
         angle_sections,
         lambda cells: [angle_table(cells)],
-        title="Angles between queries and keys",
-        facts=_facts("documents", "tokens", "longest"),
+        "Angles between queries and keys",
+        _facts("documents", "tokens", "longest"),
     ),
     "attention": TaskReport(
         attention_sections,
         attention_tables,
-        title="Where the answer’s attention goes",
-        facts=prompt_facts,
-        noun="prompts",
+        "Where the answer’s attention goes",
+        prompt_facts,
+        "prompts",
     ),
 }
 """By the field ``task`` of a cell, in the order of the page."""
 
 
-def by_task(cells: Cells) -> dict[str, list[list[dict[str, Any]]]]:
+def by_task(cells: Cells) -> dict[str, list[list[Cell]]]:
     """For every task that the report shows, in the order of the page, its comparable cells."""
-    groups: dict[str, list[list[dict[str, Any]]]] = {}
+    groups: dict[str, list[list[Cell]]] = {}
     for name, report in REPORTS.items():
         found = [cell for cell in cells if cell["task"] == name]
         if found:
-            groups[name] = [found] if report.facts is None else comparable(found, report.facts)
+            groups[name] = comparable(found, report.facts)
     return groups
 
 

@@ -1,14 +1,10 @@
-"""Training runs in the report: validation perplexity, losses, sizes."""
+"""Training runs in the report: validation perplexity, losses, speed, sizes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.ticker import NullFormatter, ScalarFormatter
-
-from coca_lab.report.figures import INK, draw, turns
-from coca_lab.report.lines import signed
-from coca_lab.report.section import Section
+from coca_lab.report.charts import Line, LineChart
+from coca_lab.report.section import Section, enumeration, signed
 
 UNITS = {
     "next_token": "training loss (nats per token)",
@@ -16,15 +12,19 @@ UNITS = {
     "hidden_states": "distance from the teacher’s prediction (nats) and hidden states",
     "attention": "attention outputs: share of the teacher’s variance not explained",
 }
-# The validation figure is cut at this multiple of the start: right after a conversion it is far
-# above.
-TOP = 1.4
-DASHES = ("-", "--", ":")
+MEASURES = {
+    "learning_rate": ("Learning rate", "learning rate"),
+    "grad_norm": ("Gradient norm", "gradient norm before clipping"),
+    "tokens_per_second": ("Throughput", "tokens per second"),
+}
+"""Fields of a curve besides the loss: title and axis."""
+TOKENS = "tokens trained on (millions)"
 # A converted model has recovered at 1 % and 0.5 % more perplexity than its start.
 NEAR = (0.01, 0.005)
+Run = dict[str, Any]
 
 
-def training_sections(runs: Sequence[dict[str, Any]]) -> list[Section]:
+def training_sections(runs: Sequence[Run]) -> list[Section]:
     """Curves and a table of training runs.
 
     Args:
@@ -32,53 +32,44 @@ def training_sections(runs: Sequence[dict[str, Any]]) -> list[Section]:
     """
     if not runs:
         return []
-    return [*_validation(runs), *_retrieval(runs), *_losses(runs), _table(runs)]
+    return [*_validation(runs), *_retrieval(runs), *_losses(runs), *_measures(runs), _table(runs)]
 
 
-def _validation(runs: Sequence[dict[str, Any]]) -> list[Section]:
+def _curve(
+    run: Run, entries: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]
+) -> Line:
+    """Values by tokens, without step 0: before any training it would flatten all others."""
+    trained = [entry for entry in entries if entry["step"] > 0] or entries
+    x = [entry["step"] * _per_step(run) / 1e6 for entry in trained]
+    return Line(run["name"], x, [value(entry) for entry in trained], dotted=len(x) < 40)
+
+
+def _validation(runs: Sequence[Run]) -> list[Section]:
     measured = [run for run in runs if run.get("validation")]
     if not measured:
         return []
-    styles = _styles(measured)
     starts = {
         run["start"]["name"]: run["start"]["perplexity"] for run in measured if run.get("start")
     }
-
-    values = [entry["perplexity"] for run in measured for entry in run["validation"]]
-    cut = TOP * max(starts.values()) if starts else None
-    cut = cut if cut is not None and max(values) > cut else None
-
-    def plot(axes: Axes) -> None:
-        for run in measured:
-            axes.plot(
-                [entry["step"] * _per_step(run) / 1e6 for entry in run["validation"]],
-                [entry["perplexity"] for entry in run["validation"]],
-                label=run["name"],
-                marker=".",
-                lw=1.4,
-                **styles[run["name"]],
-            )
-        for name, perplexity in starts.items():
-            axes.axhline(perplexity, color=INK, lw=1, ls=(0, (1, 2)), label=f"{name} (start)")
-        if cut:
-            axes.set_ylim(0.97 * min(values + list(starts.values())), cut)
-        else:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(ScalarFormatter())
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("tokens trained on (millions)")
-        axes.set_ylabel("validation perplexity (lower is better)")
-
+    lines = [_curve(run, run["validation"], lambda entry: entry["perplexity"]) for run in measured]
+    places = [x for line in lines for x in line.x]
+    for name, perplexity in starts.items():
+        ends = [min(places), max(places)]
+        lines.append(Line(f"{name} (start)", ends, [perplexity] * 2, dash=(2, 3), dotted=False))
+    last = {run["name"]: run["validation"][-1]["perplexity"] for run in measured}
+    best = [name for name, value in last.items() if value == min(last.values())]
+    lead = f"{best[0]} ends at a validation perplexity of {last[best[0]]:.2f}."
+    if len(measured) > 1:
+        names = enumeration(best)
+        lead = f"Lowest validation perplexity at the end: {last[best[0]]:.2f}, of {names}."
+    note = "Training tokens after which every measurement is that close to the start, or below it."
     return [
         Section(
             "Validation perplexity in training",
-            text="Perplexity of held-out text, in blocks of the training length."
-            + (
-                f" The figure is cut at {cut:.0f}; the table has the first value of each run."
-                if cut
-                else ""
-            ),
-            figure=draw("validation", plot),
+            lead,
+            "Perplexity of held-out text, in blocks of the training length. The first value, from "
+            "before the training, is in the table.",
+            LineChart(lines, TOKENS, "validation perplexity (lower is better)", log_y=True),
             header=[
                 "run",
                 "its start",
@@ -88,15 +79,12 @@ def _validation(runs: Sequence[dict[str, Any]]) -> list[Section]:
                 *(f"within {share:.1%} from" for share in NEAR),
             ],
             rows=[_validation_row(run) for run in measured],
-            note="Training tokens after which every measurement is that close to the start, or "
-            "below it."
-            if starts
-            else "",
+            note=note if starts else "",
         )
     ]
 
 
-def _validation_row(run: dict[str, Any]) -> list[str]:
+def _validation_row(run: Run) -> list[str]:
     values = [entry["perplexity"] for entry in run["validation"]]
     start = run["start"]["perplexity"] if run.get("start") else None
     row = [run["name"], "–" if start is None else f"{start:.2f}"]
@@ -107,50 +95,32 @@ def _validation_row(run: dict[str, Any]) -> list[str]:
     return row + [_tokens_until(run, start * (1 + share)) for share in NEAR]
 
 
-def _retrieval(runs: Sequence[dict[str, Any]]) -> list[Section]:
+def _retrieval(runs: Sequence[Run]) -> list[Section]:
     """Passkeys and needles found in validation, where a run asked for some."""
-    asked = [
-        (run, name, f"{run['name']}: {of['what']} at {of['length']:,}")
-        for run in runs
-        for name, of in run.get("retrieval", {}).items()
-    ]
-    if not asked:
+    lines, rows = [], []
+    for run in runs:
+        for name, of in run.get("retrieval", {}).items():
+            label = f"{run['name']}: {of['what']} at {of['length']:,}"
+            shares = [entry["retrieval"][name] for entry in run["validation"]]
+            x = [entry["step"] * _per_step(run) / 1e6 for entry in run["validation"]]
+            lines.append(Line(label, x, shares))
+            start = (run.get("start") or {}).get("retrieval", {}).get(name)
+            first = "–" if start is None else f"{start:.2f}"
+            rows.append([label, first, f"{shares[0]:.2f}", f"{shares[-1]:.2f}"])
+    if not lines:
         return []
-    styles = _styles([{"name": label} for _, _, label in asked])
-
-    def plot(axes: Axes) -> None:
-        for run, name, label in asked:
-            axes.plot(
-                [entry["step"] * _per_step(run) / 1e6 for entry in run["validation"]],
-                [entry["retrieval"][name] for entry in run["validation"]],
-                label=label,
-                marker=".",
-                lw=1.4,
-                **styles[label],
-            )
-        axes.set_ylim(-0.03, 1.03)
-        axes.set_xlabel("tokens trained on (millions)")
-        axes.set_ylabel("share found")
-
-    def row(run: dict[str, Any], name: str, label: str) -> list[str]:
-        shares = [entry["retrieval"][name] for entry in run["validation"]]
-        start = (run.get("start") or {}).get("retrieval", {}).get(name)
-        return [label, "–" if start is None else f"{start:.2f}"] + [
-            f"{share:.2f}" for share in (shares[0], shares[-1])
-        ]
-
+    title = "Retrieval in training"
+    text = "Share of passkeys and needles found in prompts of so many tokens."
+    header = ["run", "its start", "first", "last"]
+    if not any(value for line in lines for value in line.y):
+        lead = "No passkey or needle was found in training."
+        return [Section(title, lead, text, None, header, rows)]
     return [
-        Section(
-            "Retrieval in training",
-            text="Share of passkeys and needles found in prompts of so many tokens.",
-            figure=draw("retrieval-in-training", plot),
-            header=["run", "its start", "first", "last"],
-            rows=[row(*each) for each in asked],
-        )
+        Section(title, "", text, LineChart(lines, TOKENS, "share found", top=1.0), header, rows)
     ]
 
 
-def _tokens_until(run: dict[str, Any], limit: float) -> str:
+def _tokens_until(run: Run, limit: float) -> str:
     """Tokens after which the validation perplexity remains at or below a limit."""
     reached = None
     for entry in reversed(run["validation"]):
@@ -160,77 +130,58 @@ def _tokens_until(run: dict[str, Any], limit: float) -> str:
     return "never" if reached is None else f"{reached:,.0f}"
 
 
-def _losses(runs: Sequence[dict[str, Any]]) -> list[Section]:
-    """One figure per objective: their losses are not comparable."""
-    styles = _styles(runs)
+def _losses(runs: Sequence[Run]) -> list[Section]:
+    """One chart per objective: their losses are not comparable."""
     sections = []
     for objective, unit in UNITS.items():
-        curves = [
-            (run, part)
+        lines = [
+            _curve(run, part, lambda entry: entry["loss"])
             for run in runs
             if (part := [e for e in run["curve"] if _objective(run, e) == objective])
         ]
-        if curves:
-            sections.append(
-                Section(
-                    "Training" if objective == "next_token" else f"Training: {objective}",
-                    figure=draw(f"training-{objective}", _loss_plot(curves, unit, styles)),
-                )
-            )
+        if lines:
+            title = "Training" if objective == "next_token" else f"Training: {objective}"
+            sections.append(Section(title, chart=LineChart(lines, TOKENS, unit, log_y=False)))
     return sections
 
 
-def _loss_plot(
-    curves: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]],
-    unit: str,
-    styles: dict[str, dict[str, Any]],
-) -> Callable[[Axes], None]:
-    def plot(axes: Axes) -> None:
-        for run, entries in curves:
-            axes.plot(
-                [entry["step"] * _per_step(run) / 1e6 for entry in entries],
-                [entry["loss"] for entry in entries],
-                label=run["name"],
-                lw=1.4,
-                **styles[run["name"]],
-            )
-        axes.set_xlabel("tokens trained on (millions)")
-        axes.set_ylabel(unit)
-
-    return plot
+def _measures(runs: Sequence[Run]) -> list[Section]:
+    """Learning rate, gradient norm and throughput, of the runs that recorded them."""
+    sections = []
+    for name, (title, unit) in MEASURES.items():
+        lines = [
+            _curve(run, part, lambda entry, name=name: entry[name])
+            for run in runs
+            if (part := [entry for entry in run["curve"] if entry.get(name) is not None])
+        ]
+        if lines:
+            chart = LineChart(lines, TOKENS, unit, log_y=False)
+            sections.append(Section(f"{title} in training", chart=chart))
+    return sections
 
 
-def _styles(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A colour for every run, and other dashes where the colours repeat."""
-    return {
-        name: {"color": colour, "ls": DASHES[turn % len(DASHES)]}
-        for name, (colour, turn) in turns(run["name"] for run in runs).items()
-    }
-
-
-def _objective(run: dict[str, Any], entry: dict[str, Any]) -> str:
+def _objective(run: Run, entry: dict[str, Any]) -> str:
     """The objective whose loss a point of the curve is: that of its stage."""
     objectives = {stage["name"]: stage["objective"] for stage in run.get("stages", [])}
     return objectives.get(entry.get("stage"), "next_token")
 
 
-def _per_step(run: dict[str, Any]) -> float:
+def _per_step(run: Run) -> float:
     return run["tokens"] / run["steps"]
 
 
-def _table(runs: Sequence[dict[str, Any]]) -> Section:
-    return Section(
-        "Runs",
-        header=["run", "parameters", "steps", "tokens", "passes over the text", "seconds"],
-        rows=[
-            [
-                run["name"],
-                f"{run['parameters']:,}",
-                f"{run['steps']:,}",
-                f"{run['tokens']:,}",
-                f"{run['epochs']:.2f}",
-                f"{run['seconds']:,.0f}" if run["seconds"] else "–",
-            ]
-            for run in runs
-        ],
-    )
+def _table(runs: Sequence[Run]) -> Section:
+    header = ["run", "parameters", "steps", "tokens", "passes over the text", "seconds", "tokens/s"]
+    rows = [
+        [
+            run["name"],
+            f"{run['parameters']:,}",
+            f"{run['steps']:,}",
+            f"{run['tokens']:,}",
+            f"{run['epochs']:.2f}",
+            f"{run['seconds']:,.0f}" if run["seconds"] else "–",
+            f"{run['tokens'] / run['seconds']:,.0f}" if run["seconds"] else "–",
+        ]
+        for run in runs
+    ]
+    return Section("Runs", header=header, rows=rows)

@@ -16,7 +16,7 @@ from coca_lab.evaluation.streaming import (
     load_stream,
 )
 from coca_lab.report import printed_tables
-from coca_lab.report.streaming import streaming_sections
+from coca_lab.report.perplexity import streaming_sections
 from conftest import some_text, tiny_model
 
 KINDS = ["slack", "llama-strict", "rope"]
@@ -120,5 +120,7 @@ def test_the_report_shows_perplexity_speed_and_memory_by_position():
     ((header, rows),) = printed_tables([cell])
     assert header == ["m, 4 + 60 tokens in sight", "perplexity", "tokens/s", "memory in MB"]
     assert rows == [["1 to 50", "8.0", "1,234", "600"], ["51 to 100", "4.0", "1,200", "600"]]
-    figure, _ = streaming_sections([cell])
-    assert figure.figure is not None and "<svg" in figure.figure["wide"]
+    drawn, _ = streaming_sections([cell])
+    assert [(list(line.x), list(line.y)) for line in drawn.chart.lines] == [
+        ([50, 100], pytest.approx([8.0, 4.0]))
+    ]

@@ -1,9 +1,7 @@
 """Sections of the report about the attention of an answer, from hand-made results."""
 
 import pytest
-from matplotlib.figure import Figure
 
-from coca_lab.report import attention as module
 from coca_lab.report import build_report, printed_tables
 from coca_lab.report.attention import attention_sections
 
@@ -46,21 +44,7 @@ CELLS = [cell("A", length, SHARES[length]) for length in (1024, 256)]
 CELLS += [cell("B", 256, [[0.0, 0.1], [0.2, 0.0]])]
 
 
-@pytest.fixture
-def plotted(monkeypatch):
-    """Axes in place of drawings, by name."""
-    found = {}
-
-    def plot_alone(name, plot):
-        found[name] = Figure().subplots()
-        plot(found[name])
-        return {"wide": "<svg", "narrow": "<svg"}
-
-    monkeypatch.setattr(module, "draw", plot_alone)
-    return found
-
-
-def test_the_figures_show_the_numbers(plotted):
+def test_the_figures_show_the_numbers():
     sections = attention_sections(CELLS)
     assert [section.title for section in sections] == [
         "Attention of the answer to the line with the key: A",
@@ -69,19 +53,20 @@ def test_the_figures_show_the_numbers(plotted):
         "Heads that retrieve",
     ]
     # A row per head, a column per length.
-    mesh = plotted["attention-0"].collections[0].get_array()
-    assert mesh.tolist() == [[0.0, 0.0], [0.1, 0.05], [0.9, 0.6], [0.3, 0.2]]
-    labels = [label.get_text() for label in plotted["attention-0"].get_yticklabels()]
-    assert labels == ["layer 0\nlocal 32, strict", "layer 1\nglobal, dot product"]
-    lines = {line.get_label(): line for line in plotted["entropy"].get_lines()}
-    assert list(lines["A, global, dot product"].get_xdata()) == [256, 1024]
-    found = lines["A, global, dot product"].get_ydata()
-    assert found == pytest.approx([5.5 * 0.4, 5.5 * 0.6])
-    assert list(lines["ln n"].get_ydata()) == [5.5, 5.5]
+    heat = sections[0].chart
+    assert heat.values == [[0.0, 0.0], [0.1, 0.05], [0.9, 0.6], [0.3, 0.2]]
+    assert heat.y[1][::2] == [
+        "layer 0, head 0 (local 32, strict)",
+        "layer 1, head 0 (global, dot product)",
+    ]
+    lines = {line.label: line for line in sections[2].chart.lines}
+    found = lines["A, global, dot product"]
+    assert found.x == [256, 1024] and found.y == pytest.approx([5.5 * 0.4, 5.5 * 0.6])
+    assert lines["ln n"].y == [5.5, 5.5]
     assert len(lines) == 5
 
 
-def test_the_table_names_the_heads_that_retrieve(plotted):
+def test_the_table_names_the_heads_that_retrieve():
     table = attention_sections(CELLS)[-1]
     heads = [(str(row[0]), row[0].small, row[1]) for row in table.rows]
     kind = "global, dot product"
@@ -116,4 +101,4 @@ def test_a_page_of_models_trained_differently():
         head["near"]["interval95"] = None
     page = build_report([{"results": [*CELLS[:2], other]}])
     assert "<h1>Where the answer’s attention goes</h1>" in page
-    assert "last training length" in page and page.count("<svg") == 6
+    assert "last training length" in page and page.count('class="marks"') == 3

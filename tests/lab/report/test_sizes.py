@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from coca_lab.report import build_report
-from coca_lab.report.sizes import size_sections
+from coca_lab.report.search import size_sections
 
 
 def run(
@@ -46,8 +46,10 @@ def test_costs_and_far_text_are_followed_over_sizes():
     assert rows["CoCA-Strict"][:4] == ["4.000", "2.000", "1.000", "-0.500"]
     assert float(rows["CoCA-Strict"][4]) == pytest.approx(2 * 350**-0.5, rel=0.01)
     page = build_report([{"results": RUNS}])
-    assert page.count("sizes-cost-wide") > 1 and "if the trend holds" in page
-    assert "1,000,000" in page and "e+0" not in page  # the ticks of parameters
+    assert "if the trend holds" in page and "1,000,000" in page
+    # A line of points, and the law, of one name.
+    points, law = (line for line in near.chart.lines if line.label == "CoCA-Strict")
+    assert len(points.x) == 6 and not points.joined and law.x == (250_000, 4_000_000)
 
 
 def test_far_figures_are_written_out():

@@ -44,7 +44,7 @@ def test_losses_of_different_objectives_have_separate_figures():
         "Training: attention",
         "Runs",
     ]
-    drawn = {section.title: section.figure["wide"] for section in sections if section.figure}
+    drawn = {s.title: [line.label for line in s.chart.lines] for s in sections if s.chart}
     assert "scratch" in drawn["Training"] and "converted" not in drawn["Training"]
     for title in ("Training: logits", "Training: attention"):
         assert "converted" in drawn[title] and "scratch" not in drawn[title]
@@ -61,8 +61,7 @@ def test_losses_of_different_objectives_have_separate_figures():
         (99.0, "−1.00%", "3,000", "4,000"),
     ],
 )
-def test_tokens_until_a_model_has_recovered_for_good(last, change, one, half, monkeypatch):
-    monkeypatch.setattr("coca_lab.report.training.draw", lambda name, plot: None)
+def test_tokens_until_a_model_has_recovered_for_good(last, change, one, half):
     validation = [*run()["validation"][:-1], {"step": 40, "perplexity": last}]
     row = training_sections([run(validation=validation)])[0].rows[0]
     assert row == ["converted", "100.00", "300.00", f"{last:.2f}", change, one, half]
@@ -74,3 +73,27 @@ def test_runs_from_scratch_are_compared_with_nothing():
     assert section.rows[0][1] == "–" and section.rows[0][4:] == ["–", "–", "–"]
     assert section.note == ""
     assert training_sections([]) == []
+
+
+def test_step_0_does_not_flatten_the_chart_and_stands_in_the_table():
+    section = training_sections([run()])[0]
+    measured, start = section.chart.lines
+    assert list(measured.y) == [100.9, 101.5, 101.0, 100.4] and start.y == [100.0, 100.0]
+    assert section.rows[0][2] == "300.00"
+    assert section.lead == "converted ends at a validation perplexity of 100.40."
+
+
+def test_what_a_run_recorded_besides_the_loss_is_drawn():
+    curve = [
+        {
+            "step": step,
+            "loss": 1.0,
+            "learning_rate": 0.1,
+            "grad_norm": 2.0,
+            "tokens_per_second": 9.0,
+        }
+        for step in (1, 20)
+    ]
+    titles = [section.title for section in training_sections([run(stages=[], curve=curve)])]
+    for measure in ("Learning rate", "Gradient norm", "Throughput"):
+        assert f"{measure} in training" in titles

@@ -251,20 +251,6 @@ def test_report_and_printed_tables(cells):
     ]  # fmt: skip
 
 
-def test_result_files_of_version_0_1_are_drawn_as_before(cells):
-    """Their cells have neither title, text nor measure, and call key/value heads groups."""
-    former = []
-    for cell in cells:
-        kept = {k: v for k, v in cell.items() if k not in ("title", "text", "measure")}
-        sizes = {{"kv_heads": "groups"}.get(k, k): v for k, v in cell["sizes"].items()}
-        former.append({**kept, "sizes": sizes})
-    without_text = [{**cell, "text": ""} for cell in cells]
-    assert build_report([{"results": former}]) == build_report([{"results": without_text}])
-    memory = {**former[0], "case": "memory", "variants": {"A": {"peak_megabytes": 12.5}}}
-    page = build_report([{"results": [memory]}])
-    assert "Memory of the operator, forward: 4 heads of 16" in page and "12 MB" in page
-
-
 def test_a_case_of_another_module(tmp_path, capsys):
     """The example of docs/performance.md, and a case that reports memory."""
     page = (Path(__file__).parents[3] / "docs" / "performance.md").read_text(encoding="utf-8")

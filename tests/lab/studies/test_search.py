@@ -398,7 +398,7 @@ def test_the_leaderboard_names_the_winner_and_every_failure():
     assert first.muted == [1, 2] and not first.rows[0][0].bold
     assert failed.rows == [["diverged", "1", "0", "the loss is not finite"]]
     page = build_report([{"results": TRIALS}])
-    assert "the winner of 3 trials is better, after 2,000 steps" in page and "not finite" in page
+    assert "better is the best of 3 trials after 2,000 steps" in page and "not finite" in page
     header, _ = printed_tables(TRIALS)[0]
     assert header == [
         "rung 2 of 2, 2,000 steps",
@@ -409,7 +409,7 @@ def test_the_leaderboard_names_the_winner_and_every_failure():
     ]
     # A rung that has not ended has no ranks, and the search no winner.
     begun = [{k: v for k, v in t.items() if k not in ("kept", "mean_rank")} for t in TRIALS]
-    assert "the winner" not in build_report([{"results": begun}])
+    assert "is the best of" not in build_report([{"results": begun}])
     assert [row[1] for row in search_sections(begun)[1].rows] == ["–", "–", "failed"]
 
 

@@ -7,13 +7,16 @@ import pytest
 
 from coca_lab.report import build_report, paper, printed_tables
 from coca_lab.report.lines import by_line, strict_minus_slack
-from coca_lab.report.passkey import (
+from coca_lab.report.prompts import (
     distance_edges,
+    needle_sections,
     passkey_findings,
     passkey_sections,
 )
 from coca_lab.report.results import all_cells
 from coca_lab.report.tasks import by_task
+
+ATTENTION = {"CoCA-Slack": "slack", "CoCA-Strict": "strict"}
 
 
 def passkey(model, length, hits, scaling="none", factor=None, trained=512):
@@ -30,7 +33,8 @@ def passkey(model, length, hits, scaling="none", factor=None, trained=512):
         for i in range(10)
     ]
     return {
-        "task": "passkey", "model": model, "training_length": trained, "scaling": scaling,
+        "task": "passkey", "model": model, "attention": ATTENTION.get(model),
+        "training_length": trained, "scaling": scaling,
         "factor": factor, "length": length, "accuracy": hits / 10, "wilson95": [0.1, 0.9],
         "samples": samples,
     }  # fmt: skip
@@ -44,14 +48,6 @@ CELLS = [
     passkey("CoCA-Slack", 4096, 7, "ntk", 4.0),
     passkey("CoCA-Strict", 4096, 2),
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_drawing(request, monkeypatch):
-    """Figures take most of the time; the tests of whole pages draw them."""
-    if "page" not in request.node.name:
-        drawings = {"wide": "<svg", "narrow": "<svg"}
-        monkeypatch.setattr("coca_lab.report.lines.draw", lambda name, plot: drawings)
 
 
 def section(title, cells=CELLS):
@@ -70,7 +66,12 @@ def test_the_table_of_accuracy_has_a_row_a_line_and_a_column_a_length():
         ["CoCA-Strict", "–", "0.20"],
     ]
     assert found.rows[0][1].small == "9 of 10; 0.10–0.90"
-    assert found.figure.keys() == {"wide", "narrow"}
+    lines = {line.label: line for line in found.chart.lines}
+    assert lines["CoCA-Slack"].y == [1.0, 0.5] and lines["CoCA-Slack"].ends[0] == [0.1, 0.9]
+    assert found.lead == (
+        "At 4,096 tokens (8 × the training length) CoCA-Slack + NTK (4) finds 70% of the passkeys, "
+        "the most."
+    )
 
 
 def test_near_and_far_keys_are_counted_apart():
@@ -184,11 +185,18 @@ def test_other_prompts_are_other_results():
 
 def test_the_page_and_the_printed_tables():
     page = build_report([{"results": CELLS}])
-    assert "<h1>Passkey retrieval</h1>" in page
-    assert page.count("Passkeys found") >= 3
-    assert page.count('class="wide"') == page.count('class="narrow"') == 3
+    assert "<h1>Passkey retrieval</h1>" in page and page.count("Passkeys found") >= 3
     (header, rows), *rest = printed_tables(CELLS)
     assert header == ["passkeys found at", "512", "4,096"] and len(rows) == 4 and not rest
+
+
+def test_what_was_not_found_is_a_sentence_and_no_chart():
+    (section,) = passkey_sections([passkey("a", 512, 0), passkey("a", 1024, 0)])
+    assert section.chart is None and section.lead == "No passkey was found at any length."
+    needle = {"task": "needles", "kind": "single", "length": 512, "scaling": "none", "samples": []}
+    needle |= {"model": "A", "recall": 0.0, "metric": "R-precision", "training_length": 64}
+    (section,) = needle_sections([needle])
+    assert section.chart is None and "nothing was found" in section.lead and section.rows
 
 
 def test_two_results_in_one_place_are_refused():
@@ -199,10 +207,10 @@ def test_two_results_in_one_place_are_refused():
 
 
 def test_needles_of_another_metric_stand_apart():
-    """Results of version 0.1, which name none, counted what stands anywhere in an answer."""
+    """Early results counted what stands anywhere in an answer."""
     about = {"task": "needles", "kind": "single", "length": 512, "scaling": "none", "samples": []}
     cells = [
-        {**about, "model": "A", "recall": 0.5},
+        {**about, "model": "A", "recall": 0.5, "metric": "recall"},
         {**about, "model": "B", "recall": 0.25, "metric": "R-precision"},
     ]
     titles = {table[0][0]: table[1] for table in printed_tables(cells)}
