@@ -14,7 +14,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 
 from coca_attention.errors import UserError
-from coca_lab.environment import check_output, write_text
+from coca_lab.files import check_output, write_text
 from coca_lab.report.charts import COLOURS, DARK, Palette, static_svg
 from coca_lab.report.results import (
     all_cells,
@@ -121,22 +121,26 @@ def _render(contents: Sequence[dict[str, Any]], title: str | None, paper: bool) 
     open_count = _fitting(sections)
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
-    has_charts = any(each.svg for each in shown)
     return template.from_string(source).render(
         title=title or _title(list(tasks)),
         palettes={"light": COLOURS, "dark": DARK},
         groups=groups_told,
         first=shown[:open_count],
         more=shown[open_count:],
-        library=vl_convert.javascript_bundle().replace("</script", "<\\/script")
-        if has_charts
-        else "",
+        library=_library() if any(each.svg for each in shown) else "",
         recipes={
             run["name"]: yaml.safe_dump(run["recipe"], sort_keys=False)
             for run in runs
             if "recipe" in run
         },
         environments=_unique(environments),
+    )
+
+
+def _library() -> str:
+    """Vega, Vega-Lite and their embedding, which set `vegaEmbed`."""
+    return vl_convert.javascript_bundle().replace(  # pyright: ignore[reportCallIssue]
+        "</script", "<\\/script"
     )
 
 
