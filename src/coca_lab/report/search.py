@@ -20,7 +20,7 @@ def search_sections(cells: Sequence[Cell]) -> list[Section]:
     rungs: dict[tuple[str, int], list[Cell]] = {}
     for cell in cells:
         rungs.setdefault((cell["search"], -cell["rung"]), []).append(cell)
-    sections = [*size_sections(cells), *(_leaderboard(rungs[key]) for key in sorted(rungs))]
+    sections = [*size_sections(cells), *(_leaderboard(rungs[key], cells) for key in sorted(rungs))]
     failed = [cell for cell in cells if cell["error"]]
     if failed:
         rows = [[c["model"], str(c["rung"]), str(c["seed"]), c["error"]] for c in failed]
@@ -74,18 +74,19 @@ def size_sections(cells: Sequence[Cell]) -> list[Section]:
     return [section for section in found if section.rows]
 
 
-def _lead(records: Sequence[Cell], cells: Sequence[str]) -> str:
+def _lead(records: Sequence[Cell], cells: Sequence[Cell]) -> str:
     """The winner of a finished search."""
     winner = next((r for r in records if r.get("kept") and r["rung"] == r["rungs"]), None)
     if winner is None:
         return ""
+    trials = {cell["model"] for cell in cells if cell["search"] == winner["search"]}
     return (
-        f"{winner['search']}: {winner['model']} is the best of {len(cells)} trials after "
+        f"{winner['search']}: {winner['model']} is the best of {len(trials)} trials after "
         f"{winner['steps']:,} steps."
     )
 
 
-def _leaderboard(records: Sequence[Cell]) -> Section:
+def _leaderboard(records: Sequence[Cell], cells: Sequence[Cell]) -> Section:
     first = records[0]
     is_last = first["rung"] == first["rungs"]
     trials: dict[str, list[Cell]] = {}
@@ -114,7 +115,7 @@ def _leaderboard(records: Sequence[Cell]) -> Section:
     dropped = [i for i, name in enumerate(names) if trials[name][0].get("kept") is False]
     return Section(
         f"{first['search']}: rung {first['rung']} of {first['rungs']}, {first['steps']:,} steps",
-        lead=_lead(records, names),
+        lead=_lead(records, cells),
         header=[
             "trial",
             "mean rank",
