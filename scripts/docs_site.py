@@ -6,6 +6,7 @@ and report pages and result files are copied. The finished site is checked for d
 anything that a browser would fetch from elsewhere.
 """
 
+import html
 import json
 import logging
 import posixpath
@@ -14,6 +15,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import latex2mathml.converter
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +24,9 @@ SHOWN = {".cff": "yaml", ".py": "python", ".yaml": "yaml"}
 START = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "docs/**/*.ipynb"]
 START += ["results/**/*.md", "src/**/*.md", "docs/images/*"]
 LINK = re.compile(r"(?<!!)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+# As pymdownx.arithmatex leaves formulas.
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 log = logging.getLogger("mkdocs.hooks.docs_site")
 
@@ -60,6 +65,11 @@ def on_page_markdown(markdown: str, page, **_) -> str:
     return LINK.sub(replace, markdown)
 
 
+def on_page_content(content: str, **_) -> str:
+    """Formulas as MathML, which browsers draw without a script."""
+    return FORMULA.sub(_formula, content)
+
+
 def on_post_page(output: str, **_) -> str:
     """Name the theme's search dialog, for screen readers."""
     return output.replace('role="dialog">', 'role="dialog" aria-label="Search">', 1)
@@ -89,6 +99,11 @@ def on_post_build(config) -> None:
     for path in site.rglob("*.css"):
         for link in re.findall(r"url\(\"?(https?:[^)]+)", path.read_text(encoding="utf-8")):
             log.warning(f"{path.relative_to(site)} fetches {link}")
+
+
+def _formula(match: re.Match[str]) -> str:
+    display = "block" if match[1] == "div" else "inline"
+    return latex2mathml.converter.convert(html.unescape(match[2]), display=display)
 
 
 class _Page(HTMLParser):
