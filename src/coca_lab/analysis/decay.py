@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coca_lab.analysis.sums import Sums
+
 ROUND_OFF = 1e-9
 """Tolerance by which a left side may exceed its right side, relative to the summed magnitudes."""
 
@@ -68,7 +70,7 @@ def collinear_bound(magnitudes: Tensor, distances: Tensor, theta: Tensor) -> Ten
 
 
 @dataclass
-class BoundCheck:
+class BoundCheck(Sums):
     """Checks an inequality on many values."""
 
     checked: int = 0
@@ -94,10 +96,3 @@ class BoundCheck:
         if bool(significant.any()):
             ratio = float((left[significant] / right[significant]).max())
             self.largest_ratio = max(ratio, self.largest_ratio or 0.0)
-
-    def merge(self, other: "BoundCheck") -> None:
-        """Add what another check has counted."""
-        self.checked += other.checked
-        self.violations += other.violations
-        if other.largest_ratio is not None:
-            self.largest_ratio = max(other.largest_ratio, self.largest_ratio or 0.0)

@@ -6,8 +6,6 @@ Rotary attention and shift-invariant forms depend only on m - n, so only round-o
 of the slack form (Eq. 10) depend on m and n.
 """
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from coca_attention.ops import apply_rotary, key_map, query_map
 from coca_lab.analysis.angles import complex_pairs
 from coca_lab.analysis.capture import VANILLA, LayerHeads
 from coca_lab.analysis.keys import TokenPairs, query_parts
+from coca_lab.analysis.sums import Sums
 
 
 def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
@@ -99,15 +98,6 @@ def visible_keys(queries: Tensor, length: int, window: int | None = None) -> Ten
     """Mask of the keys visible to queries of a causal layer, (M,) to (M, T), boolean."""
     distance = queries.unsqueeze(-1) - torch.arange(length)
     return (distance >= 0) & (distance < (window or length))
-
-
-class Sums:
-    """An object all of whose attributes are sums over texts."""
-
-    def merge(self, other: Self) -> None:
-        """Add the sums over other texts."""
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
 
 
 class ScoreShift(Sums):

@@ -31,6 +31,7 @@ from coca_lab.analysis.decay import (
     steps,
 )
 from coca_lab.analysis.keys import SeenKeys
+from coca_lab.analysis.sums import Sums
 
 
 def numbers(values: Tensor | Sequence[float | None]) -> list[float | None]:
@@ -39,7 +40,7 @@ def numbers(values: Tensor | Sequence[float | None]) -> list[float | None]:
     return [None if x is None or not math.isfinite(x) else float(x) for x in found]
 
 
-class AngleSums:
+class AngleSums(Sums):
     """Angles of one layer, their cases, anomalous tokens and borders.
 
     Pairs whose query or key is zero (in CoCA models, if the ReLU gives t = 0) have no angle: they
@@ -52,10 +53,7 @@ class AngleSums:
         bins: Number of bins of the histogram over [0, 2π).
     """
 
-    ADDED = (
-        "samples", "angled", "histogram", "direction", "cases", "weight", "tau", "measured",
-        "by_length",
-    )  # fmt: skip
+    FIXED = ("theta", "lengths", "window", "bins")
 
     def __init__(
         self, theta: Tensor, lengths: Sequence[int], window: int | None, bins: int
@@ -110,14 +108,6 @@ class AngleSums:
             parts = (tokens, anomalous_share(tokens, length, self.window), *borders)
             self.by_length[index] += torch.stack([summed(part) for part in parts])
 
-    def merge(self, other: "AngleSums") -> None:
-        """Add the sums over other texts."""
-        for name in self.ADDED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        if other.heads is not None:
-            self.heads = other.heads if self.heads is None else self.heads + other.heads
-        self.largest = max(self.largest, other.largest)
-
     def values(self) -> dict[str, Any]:
         """Plain JSON values, described in docs/analysis.md."""
         angled = self.angled
@@ -163,8 +153,10 @@ class AngleSums:
         }
 
 
-class DecaySums:
+class DecaySums(Sums):
     """Scores of one layer by distance, their bounds, and the inequalities checked."""
+
+    FIXED = ("theta",)
 
     def __init__(self, theta: Tensor) -> None:
         self.theta = theta
@@ -190,13 +182,6 @@ class DecaySums:
             here = (distances == distance).unsqueeze(0) & (size > 0)
             parts = [(x[here] / size[here]).sum() for x in (score, rotary, collinear)]
             sums = torch.stack([*parts, here.sum().double()])
-            self.by_distance[distance] = self.by_distance.get(distance, 0.0) + sums
-
-    def merge(self, other: "DecaySums") -> None:
-        """Add the sums over other texts."""
-        for name, check in self.checks.items():
-            check.merge(other.checks[name])
-        for distance, sums in other.by_distance.items():
             self.by_distance[distance] = self.by_distance.get(distance, 0.0) + sums
 
     @property

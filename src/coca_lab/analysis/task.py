@@ -1,9 +1,7 @@
 """The angle analysis: from a model, token ids and settings to plain JSON values."""
 
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from io import BytesIO
 from itertools import islice
 from typing import Any
 
@@ -18,11 +16,11 @@ from coca_attention.models import training_length
 from coca_attention.models.fields import rope_parameters
 from coca_attention.ops import get_form
 from coca_lab.analysis.capture import VANILLA, LayerHeads, form_of, visit_layers
-from coca_lab.analysis.decay import BoundCheck
 from coca_lab.analysis.keys import draw_pairs, pairs_by_distance, seen_keys
 from coca_lab.analysis.settings import AnalysisSettings, check_settings
-from coca_lab.analysis.shift import ScoreShift, Sums, part_energies, score_rows, visible_keys
+from coca_lab.analysis.shift import ScoreShift, part_energies, score_rows, visible_keys
 from coca_lab.analysis.summary import AngleSums, DecaySums, numbers
+from coca_lab.analysis.sums import Sums
 from coca_lab.data import SourceSettings, encode_documents
 
 DEFAULT_TOKENS = 2048
@@ -142,18 +140,21 @@ class TextSums:
         for mine, theirs in zip(self.predictions, other.predictions, strict=True):
             mine.merge(theirs)
 
-    def pack(self) -> str:
-        """The sums as text, to the last bit."""
-        file = BytesIO()
-        torch.save(self, file)
-        return b64encode(file.getvalue()).decode()
+    def pack(self) -> dict[str, Any]:
+        """The sums as JSON values, to the last bit."""
+        layers = [{"facts": layer.facts, "sums": layer.pack()} for layer in self.layers.values()]
+        return {"layers": layers, "predictions": [change.pack() for change in self.predictions]}
 
 
-def unpack(text: str) -> TextSums:
-    """The sums that `TextSums.pack` wrote."""
-    known = [TextSums, _LayerSums, _Predictions, AngleSums, DecaySums, BoundCheck, ScoreShift]
-    with torch.serialization.safe_globals(known):
-        return torch.load(BytesIO(b64decode(text)), weights_only=True)
+def unpack(content: dict[str, Any], settings: AnalysisSettings) -> TextSums:
+    """The sums that `TextSums.pack` gave, under the same settings."""
+    sums = TextSums(settings)
+    for each in content["layers"]:
+        layer = _LayerSums(each["facts"], settings)
+        sums.layers[each["facts"]["layer"]] = layer.unpack(each["sums"])
+    for change, packed in zip(sums.predictions, content["predictions"], strict=True):
+        change.unpack(packed)
+    return sums
 
 
 def read_document(
@@ -185,7 +186,7 @@ def read_document(
 
     def visit(heads: LayerHeads) -> None:
         if heads.theta.any():  # without positions there are no angles
-            sums.layers[heads.layer] = layer = _LayerSums(heads, settings)
+            sums.layers[heads.layer] = layer = _LayerSums(_facts(heads), settings)
             layer.add(heads, settings, np.random.default_rng([seed, heads.layer]))
 
     rows = document.unsqueeze(0)
@@ -254,26 +255,33 @@ def _is_shift_invariant(form: str) -> bool:
     return form == VANILLA or get_form(form).shift_invariant
 
 
-class _LayerSums:
+def _facts(heads: LayerHeads) -> dict[str, Any]:
+    """What the result says about a layer besides its sums."""
+    return {
+        "layer": heads.layer,
+        "form": heads.form,
+        "kind": heads.kind,
+        "window": heads.window,
+        "heads": heads.query.shape[1],
+        "key_value_heads": heads.key.shape[1],
+        "head_width": heads.query.shape[-1],
+        "pairs": len(heads.theta),
+        "frequencies": numbers(heads.theta),
+    }
+
+
+class _LayerSums(Sums):
     """All statistics of one layer."""
 
-    def __init__(self, heads: LayerHeads, settings: AnalysisSettings) -> None:
-        self.theta = heads.theta
-        self.facts = {
-            "layer": heads.layer,
-            "form": heads.form,
-            "kind": heads.kind,
-            "window": heads.window,
-            "heads": heads.query.shape[1],
-            "key_value_heads": heads.key.shape[1],
-            "head_width": heads.query.shape[-1],
-            "pairs": len(heads.theta),
-            "frequencies": numbers(heads.theta),
-        }
-        arguments = (heads.theta, settings.lengths, heads.window, settings.bins)
+    FIXED = ("theta", "facts")
+
+    def __init__(self, facts: dict[str, Any], settings: AnalysisSettings) -> None:
+        self.facts = facts
+        self.theta = torch.tensor(facts["frequencies"], dtype=torch.float64)
+        arguments = (self.theta, settings.lengths, facts["window"], settings.bins)
         self.angles = AngleSums(*arguments)
-        self.effective = None if _is_shift_invariant(heads.form) else AngleSums(*arguments)
-        self.decay = DecaySums(heads.theta)
+        self.effective = None if _is_shift_invariant(facts["form"]) else AngleSums(*arguments)
+        self.decay = DecaySums(self.theta)
         self.shifts = [ScoreShift() for _ in settings.shifts]
         self.energies = torch.zeros(2, dtype=torch.float64)  # of relative and absolute scores
 
@@ -303,13 +311,7 @@ class _LayerSums:
                 "the rotary angles depend on the text length (rope_type dynamic or longrope): "
                 "analyze texts of one length, or of at most the training length"
             )
-        self.angles.merge(other.angles)
-        if self.effective is not None and other.effective is not None:
-            self.effective.merge(other.effective)
-        self.decay.merge(other.decay)
-        self.energies += other.energies
-        for mine, theirs in zip(self.shifts, other.shifts, strict=True):
-            mine.merge(theirs)
+        super().merge(other)
 
     def values(self, settings: AnalysisSettings) -> dict[str, Any]:
         """The layer's part of the result."""

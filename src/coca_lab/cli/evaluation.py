@@ -101,7 +101,7 @@ def _angles(subject: Subject, settings: AnalyzeSettings, session: Session) -> Pa
     pieces = [piece(index) for index in range(len(documents))]
 
     def cells() -> list[Cell]:
-        every = (unpack(session.journal.get(each.keys[0])) for each in pieces)
+        every = (unpack(session.journal.get(each.keys[0]), asked) for each in pieces)
         return [angle_cell(model, documents, asked, every, subject.name)]
 
     return Part(pieces, cells)

@@ -363,8 +363,8 @@ def test_texts_that_are_read_apart_add_up(kind):
     texts, settings = cut_documents(model, documents(40, 48, 30), SMALL)
     told = []
     every = [read_document(model, x, i, settings, told.append) for i, x in enumerate(texts)]
-    packed = [sums.pack() for sums in every]
-    found = angle_cell(model, texts, settings, map(unpack, packed), "model")
+    packed = [json.loads(json.dumps(sums.pack())) for sums in every]
+    found = angle_cell(model, texts, settings, (unpack(x, settings) for x in packed), "model")
     assert found == analyze(model, texts, SMALL)
     assert sum(told) == 118 * 3
     # Every text counts.

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from coca_attention.ops import Rotation, key_map, query_map
 from coca_lab.analysis.angles import complex_pairs
 from coca_lab.analysis.capture import LayerHeads
-from coca_lab.analysis.homeomorphism import equal_members, query_of_scores
 from coca_lab.analysis.shift import relative_parts
 
 PAIRS, KEYS, POSITION = 4, 24, 30
@@ -21,6 +21,43 @@ def random_queries(count: int, seed: int = 0) -> torch.Tensor:
 COEFFICIENTS = random_queries(KEYS, seed=1)[..., 0].abs()
 DISTANCES = POSITION - torch.arange(KEYS)
 RESPONSES = COEFFICIENTS * (DISTANCES.double().unsqueeze(-1) * ROTATION.frequencies()).cos()
+
+
+def equal_members(query: Tensor) -> Tensor:
+    """The query of Eq. 29, with equal, non-negative members in every pair, and the same scores.
+
+    Args:
+        query: Pairs as complex numbers, (..., P).
+
+    Returns:
+        (..., P), complex.
+    """
+    member = query.abs() / 2**0.5
+    return torch.complex(member, member)
+
+
+def query_of_scores(scores: Tensor, responses: Tensor) -> Tensor:
+    """The query with equal, non-negative members that has these scores: the way back.
+
+    Args:
+        scores: Scores of Eq. 26 of one query against N keys, (..., N), float64.
+        responses: t_nj cos((m - n) θ_j), the score of a query with |q_j| = 1, (N, P).
+
+    Returns:
+        (..., P), complex128.
+
+    Raises:
+        ValueError: If these keys do not determine the query: the rank of ``responses`` is below P.
+    """
+    pairs = responses.shape[-1]
+    if int(torch.linalg.matrix_rank(responses)) < pairs:
+        raise ValueError(
+            f"the scores of these {len(responses)} keys do not determine a query of {pairs} pairs; "
+            "give more keys, with other coefficients or distances"
+        )
+    squares = (torch.linalg.pinv(responses) @ scores.unsqueeze(-1)).squeeze(-1)
+    # Round-off makes squares of 0 slightly negative.
+    return equal_members(squares.clamp(min=0).sqrt().to(torch.complex128))
 
 
 def scores(query: torch.Tensor, form: str = "strict") -> torch.Tensor:
