@@ -2,7 +2,7 @@
 
 The Python that runs it needs PyTorch 2.11 or later for CUDA, Triton, Transformers, pytest,
 Altair and vl-convert; nothing is installed. Runs the GPU tests, then every benchmark case with its
-``gpu_runs``, and writes results/gpu-NAME.json and results/gpu-NAME.html, where NAME is the GPU's.
+`GPU_RUNS`, and writes results/gpu-NAME.json and results/gpu-NAME.html, where NAME is the GPU's.
 """
 
 import argparse
@@ -16,6 +16,21 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 TESTS = ["tests/ops/test_gpu.py", "tests/ops/test_kernels.py"]
+# Settings of every case's runs: the attention of a 7B model, and a small Llama.
+OPERATOR = {"heads": 32, "head_width": 128, "longest_contraction": 8192}
+MODEL = {"hidden_size": 1024, "layers": 16, "head_width": 64}
+GPU_RUNS = [
+    ("decode", {**MODEL, "lengths": [32768, 131072], "kv_heads": 4}),
+    ("decode-compiled", {**MODEL, "lengths": [32768], "layers": 4, "kv_heads": 4}),
+    ("memory", {**OPERATOR, "lengths": [2048, 4096, 8192, 32768, 131072], "heads": 8}),
+    ("operator", {**OPERATOR, "lengths": [4096, 8192, 16384, 32768]}),
+    ("operator", {**OPERATOR, "lengths": [4096, 32768], "kv_heads": 8}),
+    ("operator-decode", {**OPERATOR, "lengths": [8192, 32768, 131072], "kv_heads": 8}),
+    ("operator-decode", {**OPERATOR, "lengths": [8192, 32768, 131072]}),
+    ("operator-training", {**OPERATOR, "lengths": [4096, 8192, 16384, 32768]}),
+    ("prefill", {**MODEL, "lengths": [8192, 32768]}),
+    ("training", {**MODEL, "lengths": [2048, 8192], "batch": 2}),
+]
 
 
 def main() -> int:
@@ -35,15 +50,15 @@ def main() -> int:
                            cwd=ROOT, env=_environment())  # fmt: skip
 
     from coca_attention.errors import UserError
-    from coca_lab.environment import describe_environment, write_json
-    from coca_lab.studies.bench import CASES, run_benchmarks
+    from coca_lab.environment import describe_environment
+    from coca_lab.files import write_json
+    from coca_lab.studies.bench import BenchSettings, run_benchmarks
 
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     results = Path(options.output) / f"gpu-{name}.json"
     runs = [
-        replace(run, cases=[case.name], device="cuda", dtype="bfloat16", rounds=30)
-        for case in CASES.values()
-        for run in case.gpu_runs
+        BenchSettings(cases=[case], device="cuda", dtype="bfloat16", rounds=30, **sizes)
+        for case, sizes in GPU_RUNS
     ]
     cells, failures = [], []
     for number, run in enumerate(runs):

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, default_data_collator
 
 from coca_lab.data import BlockDataset, Document, PasskeyBlocks, train_tokenizer
 from coca_lab.data.passkey import vocabulary_text
-from coca_lab.studies.bench.timing import Variant, interleaved, peak_megabytes
+from coca_lab.studies.timing import Variant, interleaved, peak_megabytes
 from coca_lab.training import Recipe, load_recipe
 from coca_lab.training.chunks import chunk_loss
 from coca_lab.training.model import model_config

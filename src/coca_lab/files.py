@@ -144,6 +144,8 @@ def hold(path: Path, what: Path | None = None) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout as error:
+        if not path.exists():  # filelock takes a folder without files, such as /proc, for busy
+            raise UserError(f"{what or path.parent} cannot be written") from error
         raise UserError(
             f"{what or path.parent} is in use by another process: wait until it ends, or write "
             "elsewhere"

@@ -9,9 +9,8 @@ from coca_attention.ops import register_form, register_rule
 from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation.suite import Suite, own_sections
 from coca_lab.report.tasks import REPORTS, TaskReport
-from coca_lab.studies.bench import register_case
 
-__all__ = ["register_case", "register_family", "register_form", "register_rule", "register_task"]
+__all__ = ["register_family", "register_form", "register_rule", "register_task"]
 
 
 def register_task(task: Task, report: TaskReport | None = None) -> None:

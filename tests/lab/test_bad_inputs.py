@@ -301,7 +301,7 @@ CASES = {
     "form to convert to": (convert("--form", "stric", make=lambda p: p.copy(
         "llama-rope", **{"model.safetensors": b""})), "did you mean strict?"),
     "free pairs": (convert("--free-pairs", "99"), "free"),
-    "threads": (lambda p: ["bench", "--threads", "0"], "threads must be at least 1"),
+    "threads": (lambda p: ["bench", "--threads", "0"], "threads: Input should be greater than"),
 }  # fmt: skip
 
 
