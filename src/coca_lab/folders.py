@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from coca_attention.errors import UserError, known_problem
+from coca_attention.models.calibration import calibration_texts
 from coca_attention.models.cards import CARD, carry_over, write_card
-from coca_attention.models.configuration import check_cache_kind
-from coca_attention.models.conversion.calibration import calibration_texts
-from coca_attention.models.conversion.convert import Initialisation, convert
-from coca_attention.models.conversion.original import load_original
+from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.portable import check_portable, make_portable
-from coca_attention.models.roles import Roles
 from coca_lab.environment import check_new, writing
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 
@@ -25,15 +23,9 @@ from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 def convert_folder(
     source: str | Path,
     target: str | Path,
+    form: str | Conversion = "slack",
     *,
-    form: str = "slack",
-    init: Initialisation = "fold",
     calibration: Tensor | None = None,
-    free_pairs: int = 0,
-    roles: Roles | None = None,
-    max_distance: int | None = None,
-    length: int | None = None,
-    kv_cache: str = "full",
     from_original: bool = False,
     portable: bool = False,
     dtype: str = "auto",
@@ -41,6 +33,7 @@ def convert_folder(
     dry_run: bool = False,
     report: str = "",
     group: dist.ProcessGroup | None = None,
+    **settings: Any,
 ) -> PreTrainedModel:
     """`convert` or `load_original` from folder to folder, including tokenizer and model card.
 
@@ -50,15 +43,9 @@ def convert_folder(
     Args:
         source: Folder of a Transformers model (or its name), or of an original checkpoint.
         target: Folder to write; must not exist or be empty.
-        form: Name of the score form.
-        init: See `convert`; an original checkpoint has its own T projection.
-        calibration: Token ids (N,) for ``calibrated``, cut into texts of the training length, at
-            most 1,024 tokens; an incomplete last text is dropped.
-        free_pairs: See `convert`.
-        roles: See `convert`.
-        max_distance: See `convert`.
-        length: See `convert`.
-        kv_cache: ``full`` or ``half``.
+        form: Name of the score form, or a `Conversion`.
+        calibration: Token ids (N,) for ``init="calibrated"``, cut into texts of the training
+            length, at most 1,024 tokens; an incomplete last text is dropped.
         from_original: Whether the source is in the format of the paper's authors.
         portable: Whether Transformers imports this package by itself, see `make_portable`.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
@@ -67,6 +54,7 @@ def convert_folder(
             for an original checkpoint's.
         report: What the model card says of how the limit of distances was chosen, in Markdown.
         group: As for `convert`; its first process writes the result.
+        **settings: Fields of `Conversion`.
 
     Returns:
         The converted model; after a dry run, on the meta device, but for an original checkpoint.
@@ -75,20 +63,15 @@ def convert_folder(
         UserError: If the source cannot be loaded or converted, or the target cannot be written.
     """
     target = _new_folder(source, target)
-    given = (form, init, free_pairs, roles, max_distance, length)
-    changed = given != ("slack", "fold", 0, None, None, None) or calibration is not None
-    if from_original and changed:
-        raise UserError(
-            "an original checkpoint has the slack form and its own T projection: omit --form, "
-            "--init, --free-pairs, --layers, --max-distance and --length"
-        )
+    wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
     if from_original:
+        if calibration is not None or wanted != Conversion(kv_cache=wanted.kv_cache):
+            raise UserError(
+                "an original checkpoint has the slack form and its own T projection: omit --form, "
+                "--init, --free-pairs, --layers, --max-distance and --length"
+            )
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
-        try:
-            check_cache_kind(kv_cache)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        model.config.kv_cache = kv_cache
+        model.config.kv_cache = wanted.kv_cache
     else:
         if dry_run:
             model = model_without_weights(source, dtype, any_head=True)
@@ -98,32 +81,18 @@ def convert_folder(
             check_portable(model)
         if calibration is not None:
             calibration = calibration_texts(calibration, model.config.get_text_config())
-        model = convert(
-            model,
-            form,
-            init=init,
-            calibration=calibration,
-            free_pairs=free_pairs,
-            roles=roles,
-            max_distance=max_distance,
-            length=length,
-            kv_cache=kv_cache,
-            progress=progress,
-            empty=dry_run,
-            group=group,
-        )
+        model = convert(model, wanted, calibration=calibration, progress=progress, group=group)
     if dry_run or (group is not None and group.rank() > 0):
         return model
     if portable:
         make_portable(model)
-    untrained = not from_original and (form != "rope" or roles is not None)
     with _writing(model, source, target) as folder:
         write_card(
             folder,
             model.config,
             name=target.name,
             source=source,
-            untrained=untrained,
+            untrained=wanted.changes_function and not from_original,
             report=report,
         )
     return model

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from coca_attention import convert
-from coca_attention.models.conversion import calibration
+from coca_attention.models import calibration
 from coca_attention.ops.positions import split_pairs
 from coca_attention.testing import logits
 from coca_lab.analysis.capture import collect_layers

@@ -7,13 +7,15 @@ import subprocess
 import sys
 from functools import partial
 
+import accelerate
 import peft
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from coca_attention import convert
 from coca_attention.errors import UserError
+from coca_attention.models import Conversion
 from coca_attention.models.decoder import CollinearModel
 from coca_attention.models.projections import FoldedLinear
 from coca_attention.testing import logits, some_tokens
@@ -21,7 +23,7 @@ from coca_lab import folders
 from coca_lab.cli import main
 from coca_lab.data import read_documents, token_array
 from coca_lab.folders import convert_folder
-from families import FAMILIES, SIZES, vanilla
+from families import FAMILIES, vanilla
 
 
 def test_an_unsupported_model_lists_the_families():
@@ -37,7 +39,7 @@ def test_an_unsupported_model_lists_the_families():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"form": "loose"}, "unknown score form"),
+        ({"form": "slak"}, "form must be one of .* got 'slak'; did you mean slack?"),
         ({"init": "zeros"}, "init must be one of fold, calibrated, random"),
         ({"kv_cache": "third"}, "kv_cache must be one of full, half"),
     ],
@@ -62,10 +64,24 @@ def test_converted_adapted_and_unloaded_models_are_refused():
         ValueError, match=r"layer 0: expected q_proj to be a torch.nn.Linear, got peft"
     ):
         convert(adapted.base_model.model)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    offloaded = accelerate.cpu_offload(vanilla("Llama"))
     with pytest.raises(ValueError, match="not in memory: load the model without offloading"):
-        convert(empty)
+        convert(offloaded)
+
+
+def test_settings_are_an_object_or_keywords():
+    wanted = Conversion("strict", free_pairs=2, kv_cache="half")
+    models = [
+        convert(vanilla("Llama"), wanted),
+        convert(vanilla("Llama"), Conversion("strict"), free_pairs=2, kv_cache="half"),
+        convert(vanilla("Llama"), "strict", free_pairs=2, kv_cache="half"),
+    ]
+    ids = some_tokens(models[0])
+    for model in models:
+        assert model.config.kv_cache == "half"
+        assert torch.equal(logits(model, ids), logits(models[0], ids))
+    with pytest.raises(TypeError, match="free_pair"):
+        convert(vanilla("Llama"), free_pair=2)
 
 
 def test_random_initialisation_matches_training_from_scratch():
@@ -237,7 +253,7 @@ def test_a_failed_calibration_writes_nothing(
             ["SOURCE", "--from-original", "--form", "strict"],
             "omit --form, --init, --free-pairs, --layers, --max-distance and",
         ),
-        (["SOURCE", "--from-original"], "no weights"),
+        (["SOURCE", "--from-original"], "no weights could be loaded"),
     ],
 )
 def test_a_failed_conversion_writes_nothing(words, message, tmp_path, capsys):

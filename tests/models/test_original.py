@@ -86,7 +86,7 @@ def test_a_folder_of_either_kind_of_file(name, kind, tmp_path):
             save_file({name: weights[name] for name in part}, tmp_path / file)
         where = {name: file for file, part in halves.items() for name in part}
         index = tmp_path / "model.safetensors.index.json"
-        index.write_text(json.dumps({"weight_map": where}))
+        index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
     assert torch.equal(load_original(tmp_path)(figures["input_ids"]).logits, expected)
 
 
@@ -122,7 +122,7 @@ T = "model.layers.1.self_attn.t_proj.weight"
         ({"model_type": None}, {}, "model_type .* got None"),
         ({"hidden_size": "wide"}, {}, "the configuration cannot be used"),
         ({"rope_scaling": {"type": "cubic", "factor": 2.0}}, {}, "cannot be used: .*cubic"),
-        ({}, {"state_dict": {}}, "nested under 'state_dict'"),
+        ({}, {"state_dict": {}}, "must map names to tensors"),
     ],
 )
 def test_invalid_checkpoints_are_refused(settings, change, message):
@@ -139,29 +139,18 @@ def test_partial_rotary_is_refused():
 
 
 def test_unreadable_folders_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"config\.json: cannot be read"):
-        load_original(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        load_original(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(extract()[0]))
-    with pytest.raises(ValueError, match="no weights; expected"):
-        load_original(tmp_path)
+    for content, message in (
+        (None, "config.json cannot be read: .*No such file"),
+        ("{", "config.json cannot be read: Expecting property name"),
+        ("[]", "expected model_type llama or gpt_neox, .* got None"),
+        (json.dumps(extract()[0]), "no weights could be loaded"),
+    ):
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            load_original(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x08\x00")
-    with pytest.raises(ValueError, match="damaged"):
-        load_original(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match="not an index of weight files"):
-        load_original(tmp_path)
-
-
-def test_files_of_other_shapes_are_named(tmp_path):
-    (tmp_path / "config.json").write_text("[]")
-    torch.save([1, 2], tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="expected a mapping of tensors, got list"):
-        load_original(tmp_path)
-    torch.save(extract()[1], tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="must be mappings; got list and"):
+    with pytest.raises(ValueError, match=r"a file is damaged .* header"):
         load_original(tmp_path)
 
 

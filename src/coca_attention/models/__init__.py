@@ -15,7 +15,7 @@ from coca_attention.models.alibi import (
 )
 from coca_attention.models.configuration import add_rope_types
 from coca_attention.models.context_parallel import split_sequences
-from coca_attention.models.conversion import convert, load_original
+from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.families import (
     CLASSES,
     FAMILIES,
@@ -63,6 +63,7 @@ __all__ = [
     "CoCAGPTNeoXForCausalLM",
     "CoCALlamaConfig",
     "CoCALlamaForCausalLM",
+    "Conversion",
     "Roles",
     "StreamingCache",
     "convert",

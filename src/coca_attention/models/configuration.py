@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from coca_attention.errors import UserError
 from coca_attention.models.fields import (
     GLOBAL,
     LOCAL,
@@ -132,9 +133,9 @@ def add_rope_types() -> None:
 
 
 def check_cache_kind(kind: str) -> None:
-    """Raise ValueError unless ``kind`` is one of `CACHES`."""
+    """Raise UserError unless ``kind`` is one of `CACHES`."""
     if kind not in CACHES:
-        raise ValueError(f"kv_cache must be one of {', '.join(CACHES)}; got {kind!r}")
+        raise UserError(f"kv_cache must be one of {', '.join(CACHES)}; got {kind!r}")
 
 
 def check_continuous_batching(config: Any) -> None:

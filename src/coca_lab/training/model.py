@@ -96,7 +96,7 @@ def _load_start(
                 f"{start} already has attention {found}, and its distances stay as they are: leave "
                 "out model.max_distance"
             )
-        convert(model, "rope", max_distance=limit, empty=empty)
+        convert(model, "rope", max_distance=limit)
     elif found != wanted:
         if found != "rope" or wanted not in FORMS:
             raise UserError(
@@ -110,7 +110,6 @@ def _load_start(
             init=recipe.init,
             calibration=texts,
             max_distance=limit,
-            empty=empty,
             group=dist.group.WORLD,
         )
     return model

@@ -83,8 +83,8 @@ def attention_inputs(
     return [torch.cat(rows) for rows in kept]
 
 
-def check_calibration(input_ids: Any, vocab_size: int, modules: list[Any]) -> None:
-    """Raise UserError unless T projections of these modules can be fitted on these tokens."""
+def check_calibration(input_ids: Any, vocab_size: int, modules: list[Any]) -> Tensor:
+    """The token ids; UserError unless T projections of these modules can be fitted on them."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.shape[1] < 2:
         got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else input_ids
         raise UserError(
@@ -98,6 +98,7 @@ def check_calibration(input_ids: Any, vocab_size: int, modules: list[Any]) -> No
             "init calibrated does not support models that normalise their keys, because T is then "
             "normalised too: use init fold"
         )
+    return input_ids
 
 
 @torch.no_grad()

@@ -1,0 +1,450 @@
+"""Converting vanilla models and the authors' checkpoints to the CoCA models of their families."""
+
+import gc
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    initialization,
+)
+
+from coca_attention.errors import UserError, did_you_mean
+from coca_attention.models.calibration import (
+    attention_inputs,
+    calibrate_t_projection,
+    check_calibration,
+)
+from coca_attention.models.configuration import (
+    LOCAL_RULE,
+    ROTATION_FIELDS,
+    check_cache_kind,
+    has_own_roles,
+    rotation,
+)
+from coca_attention.models.decoder import (
+    CollinearHead,
+    CollinearModel,
+    change_class,
+    replace_attention,
+)
+from coca_attention.models.families import FAMILIES, Family, supported_families
+from coca_attention.models.fields import GLOBAL, head_width, rope_parameters, training_length
+from coca_attention.models.projections import AttentionLayout, is_sharded
+from coca_attention.models.roles import Roles, rotation_fields
+from coca_attention.ops import FORMS
+
+DECAY = 0.5
+"""Exponent of the decay beyond ``max_distance``, with a decay length of L / 8."""
+Initialisation = Literal["fold", "calibrated", "random"]
+"""How the T projections of a converted model begin."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a vanilla model is converted to.
+
+    Raises:
+        UserError: If a name is unknown, or two settings contradict each other.
+    """
+
+    form: str = "slack"
+    """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (cf. PoPE); with roles,
+    that of the local layers. rope keeps rotary attention; without roles it limits distances
+    (ReRoPE), which changes nothing in texts of up to max_distance tokens."""
+    init: Initialisation = "fold"
+    """T projections: the pair means of the key projections' rows (fold), fitted to the model's own
+    scores on some text (calibrated; for models without a norm on keys), or drawn (random)."""
+    free_pairs: int = 0
+    """The last rotary pairs of every head, which keep their ordinary keys and scores. With all of
+    them free the model computes what it did before."""
+    roles: Roles | None = None
+    """Which layers become local and which global; by default the family's own. Not for families
+    with rotary parameters of their own per layer type."""
+    max_distance: int | None = None
+    """W: in layers that see the whole text, keys farther back than W tokens are scored as if W
+    back, their weight falls with a power of the distance, and queries beyond the training length L
+    grow with the logarithm of the tokens they see. By default L for rope without roles, and no
+    limit for other forms. Less may find more in longer texts, and may lose what is found within L:
+    coca convert --check measures it."""
+    length: int | None = None
+    """L, the training length in tokens, for roles and limits; by default max_position_embeddings of
+    the model's configuration."""
+    kv_cache: Literal["full", "half"] = "full"
+    """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
+
+    def __post_init__(self) -> None:
+        forms, beginnings = (*FORMS, "rope"), get_args(Initialisation)
+        if self.form not in forms:
+            hint = did_you_mean(self.form, forms)
+            raise UserError(f"form must be one of {', '.join(forms)}, got {self.form!r}{hint}")
+        if self.init not in beginnings:
+            raise UserError(f"init must be one of {', '.join(beginnings)}; got {self.init!r}")
+        check_cache_kind(self.kv_cache)
+        if self.free_pairs and self.roles is not None:
+            raise UserError("roles determine the free pairs: leave out free_pairs")
+        if self.free_pairs and self.form == "rope":
+            raise UserError("all pairs are free with form rope: leave out free_pairs")
+        if self.max_distance is not None and self.roles is not None:
+            raise UserError("roles determine the largest distance: set max_distance there")
+        if self.length is not None and self.length < 1:
+            raise UserError(f"the training length must be at least 1 token, got {self.length}")
+        if self.length is not None and self.roles is None and not self.limits_distances:
+            raise UserError(f"a length is for roles and limits of distances, got {self.length}")
+
+    @property
+    def limits_distances(self) -> bool:
+        """Whether distances are limited in layers that see the whole text."""
+        return self.roles is None and (self.form == "rope" or self.max_distance is not None)
+
+    @property
+    def changes_function(self) -> bool:
+        """Whether the model computes something else at once, within the training length."""
+        return self.form != "rope" or self.roles is not None
+
+
+def convert(
+    model: PreTrainedModel,
+    form: str | Conversion = "slack",
+    *,
+    calibration: Tensor | None = None,
+    progress: Callable[[str, int, int], Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+    **settings: Any,
+) -> PreTrainedModel:
+    """Convert a vanilla decoder to the CoCA model of its family, in place.
+
+    Key projections (and key norms) are replaced by T projections, and class and configuration by
+    the registered ``coca_*`` ones. All other weights keep their tensors. Unless all of its pairs
+    are free, the converted model computes a different function and needs further training.
+
+    Args:
+        model: A loaded model of a supported family: language model, model with a head for
+            classification or question answering, or decoder. A composite model, such as LLaVA,
+            has its decoder converted, and a decoder's composite model learns of it. Of a model on
+            the meta device, classes, configuration and shapes are converted.
+        form: Name of the score form, or a `Conversion`.
+        calibration: Token ids (texts, tokens) for ``init="calibrated"``, a few thousand tokens of
+            the intended kind of text. T tokens of a text need memory for T² attention weights per
+            head.
+        progress: Called with a label, the number of calibration texts read and layers converted so
+            far, and their total.
+        group: Processes that make the same call: each reads some of the calibration texts, and all
+            get the same projections. By default the process reads them all.
+        **settings: Fields of `Conversion`, such as ``max_distance=4096``.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: If the model's family is not supported, the model is already converted, or its
+            projections are not plain `Linear` modules in memory. The model is then unchanged.
+        TypeError: If a setting is unknown.
+    """
+    wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
+    if calibration is not None and wanted.init != "calibrated":
+        raise UserError(f"calibration requires init calibrated; got init {wanted.init}")
+    if isinstance(model, CollinearHead | CollinearModel):
+        raise UserError(f"{type(model).__name__} is already a CoCA model")
+    if torch.is_inference_mode_enabled():
+        raise UserError(
+            "weights created under torch.inference_mode() cannot be trained: convert outside of it"
+        )
+    inner = _inner_decoder(model)
+    if inner is not None:
+        convert(inner, wanted, calibration=calibration, progress=progress, group=group)
+        return model
+    family, new_class = _find_family(model)
+    body: Any = model.base_model
+    owners = _owners(body) if body is model else []
+    if isinstance(body, CollinearModel):
+        raise UserError(
+            f"the decoder of this {type(model).__name__} was converted separately: convert the "
+            "language model instead"
+        )
+    modules = family.layout.modules(body)
+    _check_projections(modules, family.layout)
+    old, config = model.config, _new_configuration(family, model.config, wanted)
+    steps = _Steps(len(modules), progress)
+    inputs: list[Tensor] = []
+    if wanted.init == "calibrated":
+        if is_sharded(model):
+            raise UserError(
+                "init calibrated runs the model, whose weights DeepSpeed ZeRO-3 has sharded: "
+                "convert it before sharding"
+            )
+        texts = check_calibration(calibration, config.vocab_size, modules)
+        if group is not None and len(texts) >= group.size():
+            texts = texts[group.rank() :: group.size()]
+        else:
+            group = None
+        if model.device.type != "meta":
+            steps.total += len(texts)
+            inputs = attention_inputs(model, modules, texts, steps.advance)
+
+    def prepare(attention: Any, index: int) -> None:
+        if wanted.init == "random":
+            attention.t_proj.init_folded(config.initializer_range)
+        if inputs:
+            calibrate_t_projection(attention, inputs[index], group)
+        steps.advance()
+
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = config
+    for owner, name in owners:
+        setattr(owner, name, config)
+    replace_attention(body, family.body, prepare)
+    change_class(model, new_class, config)
+    # post_init sets up sharding plans and the like for the new class; keep the weights.
+    with initialization.no_init_weights():
+        body.post_init()
+        model.post_init()
+    return model
+
+
+@dataclass
+class _Steps:
+    """Counts texts and layers for a progress bar."""
+
+    total: int
+    progress: Callable[[str, int, int], Any] | None
+    done: int = 0
+
+    def advance(self) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress("converting", self.done, self.total)
+
+
+def _inner_decoder(model: Any) -> Any:
+    """The decoder of a composite model, such as LLaVA, if its family is supported."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    apart = decoder is not None and getattr(decoder, "config", None) is not model.config
+    return decoder if apart and any(type(decoder) is f.vanilla_body for f in FAMILIES) else None
+
+
+def _owners(body: Any) -> list[tuple[Any, str]]:
+    """Configurations of composite models that hold this decoder's, and their fields' names.
+
+    A module does not know what it is part of, so they are looked for among all objects.
+
+    Raises:
+        UserError: If one reads its field as a configuration of the vanilla family.
+    """
+    found = [
+        (owner, name)
+        for owner in gc.get_objects()
+        if issubclass(type(owner), PreTrainedConfig)
+        for name, value in vars(owner).items()
+        if value is body.config
+    ]
+    for owner, name in found:
+        if owner.sub_configs.get(name) is not AutoConfig:
+            raise UserError(
+                f"this {type(body).__name__} is part of a model of type {owner.model_type}, which "
+                f"always loads its {name} as {body.config.model_type}, so the converted model "
+                "could not be loaded again: convert the language model by itself"
+            )
+    return found
+
+
+def _find_family(model: Any) -> tuple[Family, type]:
+    """The family of a vanilla model, and its new class."""
+    for family in FAMILIES:
+        for _, vanilla, made in family.classes:
+            if type(model) is vanilla:
+                return family, made
+    raise UserError(
+        f"{type(model).__name__} cannot be converted: supported are the models of "
+        f"{supported_families(model)}"
+    )
+
+
+def _check_projections(modules: list[Any], layout: AttentionLayout) -> None:
+    if len(set(map(id, modules))) < len(modules):
+        raise UserError("layers share an attention module, which is not supported")
+    for index, attention in enumerate(modules):
+        for name, module in attention.named_children():
+            if not (name.endswith("proj") or name in (layout.fused_name, layout.output_name)):
+                continue
+            if type(module) is not nn.Linear:
+                raise UserError(
+                    f"layer {index}: expected {name} to be a torch.nn.Linear, got "
+                    f"{type(module).__module__}.{type(module).__name__}: merge adapters, and load "
+                    "the model without quantisation"
+                )
+            if module.weight.is_meta and hasattr(module, "_hf_hook"):
+                raise UserError(
+                    f"layer {index}: the weights of {name} are not in memory: load the model "
+                    "without offloading"
+                )
+
+
+def _new_configuration(family: Family, old: Any, wanted: Conversion) -> Any:
+    """The configuration of the converted model."""
+    # An auto_map would name code of the original.
+    foreign = ("model_type", "architectures", "auto_map")
+    values = {k: v for k, v in old.to_dict().items() if k not in foreign}
+    text = old.get_text_config()
+    added: dict[str, Any] = {"coca_form": wanted.form, "coca_free_pairs": wanted.free_pairs}
+    if wanted.roles is not None:
+        added = _role_fields(text, wanted.roles, wanted)
+    elif wanted.limits_distances:
+        added["rope_parameters"] = _limited(text, wanted)
+    if wanted.form == "rope" and wanted.roles is None:
+        # The form of a model whose pairs are all free does not matter.
+        added |= {"coca_form": "strict", "coca_free_pairs": head_width(text) // 2}
+    try:
+        config: Any = family.config.from_dict({**values, **added, "kv_cache": wanted.kv_cache})
+    except Exception as error:
+        # Strict configurations wrap the errors of their checks.
+        raise UserError(f"not a valid configuration of a CoCA model: {error}") from error
+    rope = rope_parameters(text)
+    if has_own_roles(config) and rope.get("rope_type", "default") != "default":
+        kept = {name: x for name, x in rope.items() if name not in ROTATION_FIELDS}
+        config.rope_parameters[LOCAL_RULE] = kept
+    config._attn_implementation = old._attn_implementation
+    config.name_or_path = old.name_or_path
+    return config
+
+
+def _role_fields(config: Any, roles: Roles, wanted: Conversion) -> dict[str, Any]:
+    length, rope = wanted.length or training_length(config), rope_parameters(config)
+    if length is None or rope is not (config.rope_parameters or {}):
+        raise UserError(
+            f"roles need a training length and one set of rotary parameters; {config.model_type} "
+            "has rotary parameters per layer type or no max_position_embeddings"
+        )
+    # Qwen drops its window unless told to use it.
+    kept = {"use_sliding_window": True} if hasattr(config, "use_sliding_window") else {}
+    return kept | roles.fields(
+        wanted.form,
+        num_layers=config.num_hidden_layers,
+        head_width=head_width(config),
+        length=length,
+        rope_parameters=rope,
+    )
+
+
+def _limited(config: Any, wanted: Conversion) -> dict[str, Any]:
+    """The rotary parameters with a limit of distances."""
+    length, rope = wanted.length or training_length(config), config.rope_parameters or {}
+    if length is None:
+        raise UserError(
+            f"a limit of distances needs a training length; {config.model_type} has no "
+            "max_position_embeddings"
+        )
+    limit = length if wanted.max_distance is None else wanted.max_distance
+    if limit > length:
+        raise UserError(
+            f"max_distance must be at most the training length of {length} tokens, got {limit}"
+        )
+    added = rotation_fields(length, temperature=True, decay=DECAY, max_distance=limit)
+    if rope_parameters(config) is rope:
+        return rope | added
+    return rope | {GLOBAL: rope[GLOBAL] | added}
+
+
+MODELS: dict[str, Any] = {"llama": LlamaForCausalLM, "gpt_neox": GPTNeoXForCausalLM}
+"""Model types of the authors' checkpoints."""
+RENAMED = {r"self_attn\.t_proj": "self_attn.k_proj", r"^embed_out\.": "lm_head."}
+"""By the authors' names, those of a vanilla model's tensors: T is as wide as the keys, and in
+GPT-NeoX in their place in ``query_key_value``."""
+BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
+"""Buffers that old versions of Transformers saved with the weights."""
+
+
+def load_original(
+    source: str | Path | tuple[Mapping[str, Any], Mapping[str, Tensor]],
+    *,
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """Load a checkpoint in the format of the paper's authors, and fold its T projections.
+
+    Args:
+        source: A folder with config.json and weights (safetensors, or .bin files, of which nothing
+            but tensors is read), or a configuration and its state dict.
+        dtype: dtype of the weights; default: that of the checkpoint.
+
+    Returns:
+        A ``coca_llama`` or ``coca_gpt_neox`` model of the slack form, in evaluation mode.
+
+    Raises:
+        UserError: If the folder or a file cannot be read, the model type is not one of the
+            authors', the model has partial rotary embedding, or weights are missing, unknown or of
+            the wrong shape.
+    """
+    if isinstance(source, str | Path):
+        label, folder, weights = str(source), str(source), None
+        try:
+            settings: Any = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{label}: config.json cannot be read: {error}") from error
+    else:
+        label, folder, (settings, given) = "original checkpoint", None, source
+        if not all(isinstance(weight, Tensor) for weight in given.values()):
+            raise UserError(f"{label}: the state dict must map names to tensors, and nothing else")
+        weights = {name: weight.clone() for name, weight in given.items()}
+    config = _original_configuration(settings, label)
+    try:
+        model, info = MODELS[config.model_type].from_pretrained(
+            folder,
+            config=config,
+            state_dict=weights,
+            dtype=dtype or "auto",
+            key_mapping=RENAMED,
+            ignore_mismatched_sizes=True,  # reported below
+            output_loading_info=True,
+            local_files_only=True,
+        )
+    except Exception as error:  # anything that a damaged file raises
+        raise UserError(
+            f"{label}: no weights could be loaded, or a file is damaged or contains more than "
+            f"tensors: {error}"
+        ) from error
+    problems = [
+        *(f"{name} is missing" for name in sorted(info["missing_keys"])),
+        *(f"{n} is not known" for n in sorted(info["unexpected_keys"]) if not n.endswith(BUFFERS)),
+        *(
+            f"{name} has shape {tuple(found)}, expected {tuple(expected)}"
+            for name, found, expected in sorted(info["mismatched_keys"])
+        ),
+    ]
+    if problems:
+        named = "; ".join(problems[:3]).replace("self_attn.k_proj", "self_attn.t_proj")
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(f"{label}: the weights do not fit the configuration: {named}{more}")
+    return convert(model, "slack").eval()
+
+
+def _original_configuration(settings: Any, label: str) -> Any:
+    kind = settings.get("model_type") if isinstance(settings, Mapping) else None
+    if kind not in MODELS:
+        raise UserError(
+            f"{label}: expected model_type {' or '.join(MODELS)}, as in the authors' checkpoints; "
+            f"got {kind!r}"
+        )
+    values = {k: v for k, v in settings.items() if k not in ("model_type", "auto_map")}
+    try:
+        config = MODELS[kind].config_class(**values)
+        rotated, head = rotation(config).width, head_width(config)
+    except Exception as error:
+        raise UserError(f"{label}: the configuration cannot be used: {error!r}") from error
+    if rotated != head:
+        raise UserError(
+            f"{label}: the rotary width is {rotated}, less than the head width {head}. The original"
+            " code folds the whole head, so its pairs would not be collinear; only rotary_pct = 1 "
+            "is supported"
+        )
+    return config
