@@ -21,6 +21,7 @@ from coca_attention.models.fields import (
 )
 from coca_attention.models.portable import PackagedConfig
 
+TEMPLATE = Path(__file__).with_name("card.md")
 CARD = "README.md"
 SOURCE_CARD = "SOURCE_README.md"
 PIPELINES = {
@@ -34,89 +35,14 @@ PIPELINES = {
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md")
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 # By score form or rotary parameter, where its idea is from (docs/related-work.md).
-HWFA = "[HWFA](https://kexue.fm/archives/9603)"
 SOURCES = {
     "magnitude": "[PoPE](https://arxiv.org/abs/2509.10534)",
-    "turning_pairs": "[p-RoPE](https://arxiv.org/abs/2410.06205)",
+    "turning_pairs": "[p-RoPE](https://arxiv.org/abs/2410.06205) (with 0 pairs: "
+    "[HWFA](https://kexue.fm/archives/9603))",
     "temperature": "[log n scaling](https://kexue.fm/archives/8823)",
     "decay": "[KERPLE](https://arxiv.org/abs/2205.09921)",
     "max_distance": "[ReRoPE](https://github.com/bojone/rerope)",
 }
-TEMPLATE = """\
----
-{{ card_data }}
----
-
-# {{ name }}
-
-A language model of type `{{ type }}`{% if base %}, made from {{ base }}{% endif %}.
-{%- if collinear %}
-Its attention is that of [Collinear Constrained Attention](https://arxiv.org/abs/2309.08646), in the
-package coca-attention.
-{%- elif ours %}
-Its classes are in the package coca-attention.
-{%- endif %}
-
-| | |
-|---|---|
-{%- for label, value in facts %}
-| {{ label }} | {{ value }} |
-{%- endfor %}
-
-## Use
-
-```sh
-{{ install if ours else "pip install transformers torch" }}
-```
-
-```python
-{% if ours %}import coca_attention.models  # registers the classes of the model
-{% endif -%}
-from transformers import {{ auto }}, {{ "AutoProcessor" if composite else "AutoTokenizer" }}
-
-model = {{ auto }}.from_pretrained("{{ name }}")
-{{ "processor = AutoProcessor" if composite else "tokenizer = AutoTokenizer" -}}
-.from_pretrained("{{ name }}")
-```
-{% if ours %}
-Without the import, Transformers does not know the type `{{ decoder }}` and advises to upgrade it,
-which does not help.
-{%- if not composite %} Where nothing can be imported, `coca export` writes a folder with a
-`modeling_coca.py`, which `trust_remote_code=True` loads: that file imports the package and nothing
-else.
-{%- endif %}
-{% endif %}
-{%- if untrained %}
-## Training
-
-The conversion changed what the model computes: it needs further training before it is of use.
-{% elif training %}
-## Training
-
-{% for label, value in training -%}
-- {{ label }}: {{ value }}
-{% endfor -%}
-{% endif %}
-{%- if report %}
-## Limit of distances
-
-{{ report }}
-{% endif %}
-{%- if results %}
-## Evaluation
-
-Perplexity on blocks of the training text that were held out, measured at the end of training:
-{{ results }}. For anything else: `coca eval`.
-{% endif %}
-{%- if source_files %}
-## Terms
-
-From the model that this one was made from: {{ source_files }}.
-{% elif not license %}
-## Terms
-
-No license is named. Name one in this file before you publish the model.
-{% endif %}"""
 
 
 def write_card(
@@ -143,15 +69,31 @@ def write_card(
         report: How the limit of distances was chosen, in Markdown.
     """
     folder = Path(folder)
-    copied = [] if source is None else carry_over(source, folder)
-    data = ModelCardData() if source is None else _inherited(source, folder)
+    name, copied, base, data = name or folder.resolve().name, [], None, ModelCardData()
+    if source is not None:
+        copied = carry_over(source, folder)
+        data = _inherited(source, folder)
+        base = f"`{Path(source).resolve().name}`"
+        if data.base_model == str(source):
+            base = f"[{source}](https://huggingface.co/{source})"
+    if perplexity is not None:
+        data.model_name = name
+        data.eval_results = [
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="held-out",
+                dataset_name="held-out blocks of the training text",
+                metric_type="perplexity",
+                metric_value=round(perplexity, 4),
+            )
+        ]
     card = _card(
         config,
-        name or folder.resolve().name,
+        name,
         data,
-        base=None if source is None else _described(source, data),
+        base=base,
         training=list((training or {}).items()),
-        perplexity=perplexity,
+        results=None if perplexity is None else f"{perplexity:.2f}",
         untrained=untrained,
         report=report,
         source_files=", ".join(f"[{x}]({x})" for x in copied if x not in PROCESSORS),
@@ -182,36 +124,18 @@ def push_card(model: Any, repo_id: str, *, token: Any = None, private: bool | No
     )
 
 
-def _card(
-    config: Any,
-    name: str,
-    data: ModelCardData,
-    *,
-    perplexity: float | None = None,
-    **about: Any,
-) -> ModelCard:
+def _card(config: Any, name: str, data: ModelCardData, **about: Any) -> ModelCard:
     decoder = config.get_text_config()
     ours, composite = isinstance(decoder, PackagedConfig), decoder is not config
-    data.library_name = "transformers"
     head = (config.architectures or ["ForCausalLM"])[0].rpartition("For")[2]
     if composite and head == "ConditionalGeneration":
         head = "ImageTextToText"
+    data.library_name = "transformers"
     data.pipeline_tag = PIPELINES.get(head)
     data.tags = [*(data.tags or []), *(["coca-attention"] if ours else [])]
-    if perplexity is not None:
-        data.model_name = name
-        data.eval_results = [
-            EvalResult(
-                task_type="text-generation",
-                dataset_type="held-out",
-                dataset_name="held-out blocks of the training text",
-                metric_type="perplexity",
-                metric_value=round(perplexity, 4),
-            )
-        ]
     return ModelCard.from_template(
         data,
-        template_str=TEMPLATE,
+        template_path=str(TEMPLATE),
         name=name,
         type=config.model_type,
         decoder=decoder.model_type,
@@ -220,47 +144,36 @@ def _card(
         ours=ours,
         collinear=ours and attention_of(decoder) not in ("rope", "alibi"),
         install=install(),
-        facts=_facts(config),
-        results=None if perplexity is None else f"{perplexity:.2f}",
+        facts=_facts(decoder),
         **about,
     )
 
 
-def _facts(config: Any) -> list[tuple[str, str]]:
-    """What the configuration says about attention and positions, by label."""
-    config = config.get_text_config()
+def _facts(config: Any) -> dict[str, Any]:
+    """What a decoder's configuration says about attention and positions, by label."""
     rope, form = dict(rope_parameters(config)), attention_of(config)
-    kinds = getattr(config, "layer_types", None)
-    found: list[tuple[str, Any]] = [("attention", form)]
+    sources = [link for name, link in SOURCES.items() if name == form or rope.get(name) is not None]
+    kind = rope.pop("rope_type", "default")
+    numbers = [f"{n} {x}" for n, x in rope.items() if not isinstance(x, list | dict | None)]
+    facts: dict[str, Any] = {"attention": form}
     if hasattr(config, "coca_form"):
-        free, pairs = free_pairs(config), head_width(config) // 2
-        if form != "rope" and free:
-            found.append(("free rotary pairs", f"{free} of {pairs} in layers that see all"))
-        found.append(("cache", config.kv_cache))
+        if form != "rope" and free_pairs(config):
+            count = f"{free_pairs(config)} of {head_width(config) // 2}"
+            facts["free rotary pairs"] = f"{count} in layers that see all"
+        facts["cache"] = config.kv_cache
     if rope and form != "alibi":
-        kind = rope.pop("rope_type", "default")
-        given = ", ".join(
-            f"{n} {x}" for n, x in rope.items() if not isinstance(x, list | dict | None)
-        )
-        found.append(("rotation", f"{kind}, {given}"))
+        facts["rotation"] = ", ".join((kind, *numbers))
+    kinds = getattr(config, "layer_types", None)
     if kinds:
         roles = "".join("g" if kind == GLOBAL else "l" for kind in kinds)
-        named = f"; g without positions, as in {HWFA}" if rope.get("turning_pairs") == 0 else ""
-        found.append(("layers", f"{roles} (g: sees the whole text, l: a window{named})"))
+        facts["layers"] = f"{roles} (g: sees the whole text, l: a window)"
     if getattr(config, "sliding_window", None):
-        found.append(("window", f"{config.sliding_window:,} tokens"))
-    length = training_length(config)
-    if length:
-        found.append(("training length", f"{length:,} tokens"))
-    sources = [link for name, link in SOURCES.items() if name == form or rope.get(name)]
-    found.append(("methods", ", ".join(sources) or None))
-    return [(label, str(value)) for label, value in found if value is not None]
-
-
-def _described(source: str | Path, data: ModelCardData) -> str:
-    if data.base_model == str(source):
-        return f"[{source}](https://huggingface.co/{source})"
-    return f"`{Path(source).resolve().name}`"
+        facts["window"] = f"{config.sliding_window:,} tokens"
+    if length := training_length(config):
+        facts["training length"] = f"{length:,} tokens"
+    if sources:
+        facts["methods"] = ", ".join(sources)
+    return facts
 
 
 def carry_over(source: str | Path, folder: Path, card: str = SOURCE_CARD) -> list[str]:
@@ -287,10 +200,9 @@ def carry_over(source: str | Path, folder: Path, card: str = SOURCE_CARD) -> lis
 def _inherited(source: str | Path, folder: Path) -> ModelCardData:
     """Metadata from the card of the source, which `carry_over` has copied to the folder."""
     theirs: dict[str, Any] = {}
-    if (folder / SOURCE_CARD).is_file():
+    with suppress(OSError, ValueError, yaml.YAMLError):  # no card, or no readable metadata
         text = (folder / SOURCE_CARD).read_text(encoding="utf-8", errors="replace")
-        with suppress(ValueError, yaml.YAMLError):  # a card without readable metadata
-            theirs = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+        theirs = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     names = ("license", "license_name", "license_link", "language", "base_model")
     kept = {name: theirs[name] for name in names if name in theirs}
     with suppress(HFValidationError):
