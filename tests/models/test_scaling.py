@@ -372,9 +372,15 @@ def test_the_defaults_of_a_rule_are_saved(tmp_path):
         ({"kind": "ntk", "factor": -1.0}, "at least 1"),
         ({"kind": "ntk", "factor": 2.0, "length": 31}, "shorter than the training length"),
         ({"kind": "cubic"}, "unknown rotary scaling"),
-        ({"kind": "linear", "factor": 2.0, "length": 64}, "'linear' does not take a target length"),
+        (
+            {"kind": "linear", "factor": 2.0, "length": 64},
+            "'linear' does not take length; it takes factor",
+        ),
         ({"kind": "linear", "low_freq_factor": 2.0}, "'linear' does not take low_freq_factor"),
-        ({"kind": "llama3", "beta_fast": 2.0}, "takes low_freq_factor, high_freq_factor"),
+        (
+            {"kind": "llama3", "beta_fast": 2.0},
+            "it takes factor, high_freq_factor, low_freq_factor",
+        ),
         ({"kind": "llama3", "high_freq_factor": 0.5}, "high_freq_factor > low_freq_factor"),
         ({"kind": "longrope"}, "longrope needs short_factor"),
         ({"kind": ["ntk"]}, "unknown rotary scaling"),

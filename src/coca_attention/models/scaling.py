@@ -67,65 +67,10 @@ def set_rotary_scaling(
             f"a model of type {config.model_type!r} has no rotary embedding to scale; use scaling "
             "none"
         )
-    if not isinstance(kind, str) or kind not in RULES:
-        raise UserError(f"unknown rotary scaling {kind!r}; choose one of {', '.join(RULES)}")
-    rule = RULES[kind]
-    taken, own = rule.field_names(), rule.parameter_names()
-    unknown = sorted(set(parameters) - set(own))
-    if unknown:
-        raise UserError(
-            f"rotary scaling {kind!r} does not take {', '.join(unknown)}"
-            + (f"; it takes {', '.join(own)}" if own else "")
-        )
-    if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
-        raise UserError(f"the target length must be an integer number of tokens, got {length!r}")
-    if length is not None and not rule.has_target_length:
-        supporting = [name for name, other in RULES.items() if other.has_target_length]
-        raise UserError(
-            f"rotary scaling {kind!r} does not take a target length; use {' or '.join(supporting)}"
-        )
-    trained = original_length(config)
-    if length is not None and trained is not None and length < trained and kind == "ntk":
-        raise UserError(
-            f"the target length ({length} tokens) is shorter than the training length ({trained})"
-        )
-    rope = rope_parameters(config)
-    if rope is not config.rope_parameters and GLOBAL not in config.layer_types:
-        raise UserError(
-            "this model has no layer with full attention, and sliding windows are not scaled"
-        )
-    known = {*KEPT, *CHANGED, *(name for r in RULES.values() for name in r.parameter_names())}
-    unsupported = sorted(name for name in rope if name not in known and rope[name] is not None)
-    if unsupported:
-        raise UserError(
-            f"scaling of this model's rotary embedding is not supported, because its parameters "
-            f"include {', '.join(unsupported)}"
-        )
-    same = rope.get("rope_type", "default") == rule.rope_type
-    changed = {name: rope[name] for name in KEPT if name in rope}
-    changed["rope_type"] = rule.rope_type
-    if "factor" in taken:
-        factor = factor if factor is not None else rope.get("factor") if same else None
-        if factor is None and kind != "longrope":  # its factor follows from the configuration
-            factor = 1.0
-        if factor is not None:
-            changed["factor"] = factor
-    if "training_length" in taken and not issubclass(rule, NTK) and trained is not None:
-        # Transformers requires it to save the configuration.
-        changed.setdefault("original_max_position_embeddings", trained)
-    if length is not None:
-        changed["length"] = length
-    for name in own:
-        # With defaults, because Transformers requires some parameters to save the configuration.
-        value = parameters.get(name, rope.get(name) if same else None)
-        value = getattr(rule, name, None) if value is None else value
-        if value is not None:
-            changed[name] = list(value) if isinstance(value, tuple) else value
-    probe = _with_rule(config, changed)
+    given = {"factor": factor, "length": length, **parameters}
     try:
+        probe = _with_rule(config, _changed_parameters(config, kind, given))
         # Compute the tables once, which checks the parameters, before changing the model.
-        if "factor" in changed:
-            changed["factor"] = float(changed["factor"])
         CoCARotary(probe)(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(str(error)) from error
@@ -137,6 +82,56 @@ def set_rotary_scaling(
     config.rope_parameters = probe.rope_parameters
     for name, replacement in replacements.items():
         model.set_submodule(name, replacement)
+
+
+def _changed_parameters(config: Any, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The rotary parameters of a configuration with another rule; of given ones, None is none."""
+    if not isinstance(kind, str) or kind not in RULES:
+        raise UserError(f"unknown rotary scaling {kind!r}; choose one of {', '.join(RULES)}")
+    rule, rope, trained = RULES[kind], rope_parameters(config), original_length(config)
+    if rope is not config.rope_parameters and GLOBAL not in config.layer_types:
+        raise UserError(
+            "this model has no layer with full attention, and sliding windows are not scaled"
+        )
+    known = {*KEPT, *CHANGED, *(name for r in RULES.values() for name in r.field_names())}
+    unsupported = sorted(name for name in rope if name not in known and rope[name] is not None)
+    if unsupported:
+        raise UserError(
+            f"scaling of this model's rotary embedding is not supported, because its parameters "
+            f"include {', '.join(unsupported)}"
+        )
+    taken = set(rule.field_names()) - {"training_length"}
+    if not rule.has_target_length:
+        taken.discard("length")  # that of `dynamic` is the current text's
+    given = {name: value for name, value in given.items() if value is not None}
+    unknown = sorted(set(given) - taken - {"factor"})  # which every rule may be called with
+    if unknown:
+        takes = f"; it takes {', '.join(sorted(taken))}" if taken else ""
+        raise UserError(f"rotary scaling {kind!r} does not take {', '.join(unknown)}{takes}")
+    length = given.get("length")
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
+        raise UserError(f"the target length must be an integer number of tokens, got {length!r}")
+    if length is not None and trained is not None and length < trained and kind == "ntk":
+        raise UserError(
+            f"the target length ({length} tokens) is shorter than the training length ({trained})"
+        )
+    changed = {name: rope[name] for name in KEPT if name in rope} | {"rope_type": rule.rope_type}
+    if "training_length" in rule.field_names() and not issubclass(rule, NTK) and trained:
+        # Transformers requires it to save the configuration.
+        changed.setdefault("original_max_position_embeddings", trained)
+    current = rope if rope.get("rope_type", "default") == rule.rope_type else {}
+    for name in sorted(taken):
+        value = given.get(name)
+        if value is None and name != "length":  # a target is for one call
+            value = current.get(name)
+        if value is None and (name, kind) != ("factor", "longrope"):  # which derives it
+            # With defaults, because Transformers requires some parameters to save a configuration.
+            value = getattr(rule, name, None)
+        if value is not None:
+            changed[name] = list(value) if isinstance(value, tuple) else value
+    if "factor" in changed:
+        changed["factor"] = float(changed["factor"])
+    return changed
 
 
 @contextmanager
