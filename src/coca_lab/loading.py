@@ -1,14 +1,12 @@
 """Loading a model from a folder or by name; incomplete weights are an error."""
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import (
@@ -19,14 +17,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import logging as transformers_logging
 
 import coca_lab.baselines  # noqa: F401 (registers them with Transformers)
 from coca_attention.errors import UserError
-from coca_attention.models.context_parallel import split_sequences
 from coca_attention.models.hub import check_name
-from coca_lab.settings import CONTEXT_PARALLEL, TENSOR_PARALLEL
 
 log = logging.getLogger(__name__)
 
@@ -59,26 +54,21 @@ def load_model(
         path: Folder of a Transformers model, or a name that Transformers resolves.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
         device: ``cpu``, ``cuda``, …; ``auto`` spreads layers over all accelerators, and what does
-            not fit over the CPU's memory; ``tensor-parallel`` splits every layer among the
-            processes of a launch, and ``context-parallel`` every text (`split_sequences`); they
-            have to make the same calls. Default: the accelerator if available.
+            not fit over the CPU's memory. Default: the accelerator if available.
         any_head: Load the class that was saved, for example a sequence classifier.
 
     Raises:
         UserError: If there is no model, its files are damaged, or weights are missing.
     """
-    path = str(path)
-    split = device == CONTEXT_PARALLEL
-    if device is None or split:
+    path, one = str(path), None
+    if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
-        if split:
-            _check_launch(CONTEXT_PARALLEL)
-            device += f":{os.environ['LOCAL_RANK']}" if accelerator is not None else ""
-    spread = _spread(device)
-    own = None if spread else usable_device(device)
-    if own is not None and own.type != "cpu" and not is_deepspeed_zero3_enabled():
-        spread = {"device_map": {"": own}}
+    spread: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
+    if device != "auto":
+        one = usable_device(device)
+        if one.type != "cpu" and not is_deepspeed_zero3_enabled():
+            spread = {"device_map": {"": one}}
     with _naming(path), no_progress_bars():
         auto = _auto_class(path) if any_head else AutoModelForCausalLM
         loaded: Any = auto.from_pretrained(
@@ -97,14 +87,10 @@ def load_model(
             f"example {missing[0]}, and would be random"
         )
     model.eval()
-    if own is not None and hasattr(model, "hf_device_map"):
+    if one is not None and hasattr(model, "hf_device_map"):
         del model.hf_device_map  # an ordinary model, which can be moved
-    if split:
-        if not dist.is_initialized():
-            dist.init_process_group()
-        assert dist.group.WORLD is not None  # since then
-        split_sequences(model, dist.group.WORLD)
-    log.info("%s: %s, %s parameters on %s", path, type(model).__name__, _count(model), device)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    log.info("%s: %s, %s parameters on %s", path, type(model).__name__, f"{count:,}", device)
     return model
 
 
@@ -118,27 +104,6 @@ def usable_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r} cannot be used: {_brief(error)}") from error
-
-
-def _spread(device: str) -> dict[str, Any]:
-    """Arguments of Transformers that put parts of a model in several places."""
-    if device == "auto":
-        return {"device_map": "auto"}
-    if device != TENSOR_PARALLEL:
-        return {}
-    _check_launch(TENSOR_PARALLEL)
-    from transformers.distributed import DistributedConfig
-
-    size = int(os.environ["WORLD_SIZE"])
-    return {"distributed_config": DistributedConfig(tp_size=size)}
-
-
-def _check_launch(device: str) -> None:
-    if "WORLD_SIZE" not in os.environ:
-        raise UserError(
-            f"device {device} needs several processes: torchrun --nproc-per-node N -m "
-            "coca_lab.cli …"
-        )
 
 
 def model_without_weights(
@@ -160,21 +125,8 @@ def model_without_weights(
         auto = _auto_class(path) if any_head else AutoModelForCausalLM
         with torch.device("meta"):
             model: Any = auto.from_config(config, trust_remote_code=False)
-    kind = _dtype_of_files(path, config) if dtype == "auto" else getattr(torch, dtype)
-    return model.to(kind).eval()
-
-
-def _dtype_of_files(path: str, config: Any) -> torch.dtype:
-    """What Transformers' ``auto`` chooses: the configuration's dtype, or that of the weights."""
-    if config.dtype is not None:
-        return config.dtype
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file, "pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (not a mapping)
-                found = str_to_torch_dtype[weights.get_slice(name).get_dtype()]
-                if found.is_floating_point:
-                    return found
-    return torch.float32
+    kind = config.dtype if dtype == "auto" else getattr(torch, dtype)
+    return model.to(kind or torch.float32).eval()
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -214,10 +166,6 @@ def _naming(path: str) -> Iterator[None]:
             ) from error
         # Whatever a configuration says, Transformers believes, until something breaks.
         raise UserError(f"{path}: no model could be loaded: {_brief(error)}") from error
-
-
-def _count(model: PreTrainedModel) -> str:
-    return f"{sum(p.numel() for p in model.parameters()):,}"
 
 
 def _auto_class(path: str) -> Any:
