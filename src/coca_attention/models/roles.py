@@ -20,27 +20,25 @@ class Roles:
     ``q · k * ln(n + 1) / ln(L + 1) / sqrt(D) - decay * ln(1 + d / decay_length)``, where it sees n
     keys and L is the training length. The defaults are what this project recommends.
 
-    Attributes:
-        layers: A letter per layer, l (local) or g (global), repeated over all layers.
-        window: Tokens that a local layer sees, the query's own included; default: L / 8.
-        turning_pairs: Rotary pairs that turn in global layers; None for all.
-        temperature: Whether queries of global layers grow with the logarithm of n.
-        decay: Exponent of the power law by which attention of global layers decays; 0 is none.
-        decay_length: Distance in tokens at which it begins; default: L / 8.
-        max_distance: W; in global layers, keys farther back than W tokens are scored as if W back,
-            the decay begins there, and no query becomes smaller. Default: no limit.
-
     Raises:
         UserError: If a letter is unknown or a value out of range.
     """
 
     layers: str = "llg"
+    """A letter per layer, l (local) or g (global), repeated over all layers."""
     window: int | None = None
+    """Tokens that a local layer sees, the query's own included; by default an eighth of L."""
     turning_pairs: int | None = 0
+    """Rotary pairs that turn in global layers; None for all."""
     temperature: bool = True
+    """Whether queries of global layers grow with the logarithm of n."""
     decay: float = 1.0
+    """Exponent of the power law by which attention of global layers decays; 0 is none."""
     decay_length: float | None = None
+    """Distance in tokens at which it begins; by default an eighth of L."""
     max_distance: int | None = None
+    """W: in global layers, keys farther back than W tokens are scored as if W back, the decay
+    begins there, and no query becomes smaller. By default no limit."""
 
     def __post_init__(self) -> None:
         if not self.layers or set(self.layers) - set("lg"):
