@@ -56,7 +56,7 @@ class SettingsParser(ArgumentParser):
         """
         try:
             read = self.instantiate(self.parse_args(self._typed(list(words))))
-        except ArgumentError as error:
+        except (ArgumentError, ValueError) as error:  # the latter from nested dataclasses
             self._explain(" ".join(str(error).split()), error)
         _refuse_null(read, self.types)
         return read
@@ -74,6 +74,8 @@ class SettingsParser(ArgumentParser):
             known = [hyphens(f"--{name}") for name in self.types]
             word = hyphens(unknown[1])
             text = f"unrecognized arguments: {word}{did_you_mean(word, known)}"
+        elif optional := re.search(r"Errors: - (.*) - Expected a NoneType", text):
+            text = optional[1]
         elif choice := re.search(r"Literal\[(.*?)\].* [Vv]alue: (\S+)", text):
             text += did_you_mean(choice[2], re.findall(r"'([^']*)'", choice[1]))
         raise UserError(f"{text} (see {self.prog} --help)") from cause

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -32,7 +31,6 @@ def convert_folder(
     progress: Callable[[str, int, int], Any] | None = None,
     dry_run: bool = False,
     report: str = "",
-    group: dist.ProcessGroup | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
     """`convert` or `load_original` from folder to folder, including tokenizer and model card.
@@ -53,7 +51,6 @@ def convert_folder(
         dry_run: Whether to check everything and write nothing. The weights are not read then, but
             for an original checkpoint's.
         report: What the model card says of how the limit of distances was chosen, in Markdown.
-        group: As for `convert`; its first process writes the result.
         **settings: Fields of `Conversion`.
 
     Returns:
@@ -68,7 +65,7 @@ def convert_folder(
         if calibration is not None or wanted != Conversion(kv_cache=wanted.kv_cache):
             raise UserError(
                 "an original checkpoint has the slack form and its own T projection: omit --form, "
-                "--init, --free-pairs, --layers, --max-distance and --length"
+                "--init, --free-pairs, --roles, --max-distance and --length"
             )
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
         model.config.kv_cache = wanted.kv_cache
@@ -81,8 +78,8 @@ def convert_folder(
             check_portable(model)
         if calibration is not None:
             calibration = calibration_texts(calibration, model.config.get_text_config())
-        model = convert(model, wanted, calibration=calibration, progress=progress, group=group)
-    if dry_run or (group is not None and group.rank() > 0):
+        model = convert(model, wanted, calibration=calibration, progress=progress)
+    if dry_run:
         return model
     if portable:
         make_portable(model)

@@ -1,21 +1,15 @@
 """T projections fitted to a model's own scores: sums, regression, errors."""
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from coca_attention import convert
 from coca_attention.models import calibration
 from coca_attention.ops.positions import split_pairs
 from coca_attention.testing import logits
 from coca_lab.analysis.capture import collect_layers
-from coca_lab.cli import main
-from conftest import VOCABULARY
 from families import vanilla
 from processes import in_processes
 
@@ -137,29 +131,3 @@ def test_processes_share_the_texts(family, processes, tmp_path):
     for name, weight in found[0][1].items():
         assert all(torch.equal(weight, weights[name]) for _, weights in found)
         torch.testing.assert_close(weight, alone.state_dict()[name], rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_the_first_process_writes_the_converted_folder(tokenizer, text_folder, tmp_path):
-    """With nothing to share, the others have nothing to do."""
-    vanilla("Llama", vocab_size=VOCABULARY).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    text = ["--init=calibrated", "--source", text_folder, "--calibration-tokens=200"]
-    for name, words in {"fold": [], "calibrated": text}.items():
-        command = ["convert", tmp_path / "base", tmp_path / name, *words]
-        done = subprocess.run(
-            [*launch, "-m", "coca_lab.cli", *map(str, command)],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("train it on") == 1
-    assert main([*map(str, ["convert", tmp_path / "base", tmp_path / "alone", *text])]) == 0
-    ours, theirs = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("calibrated", "alone")
-    )
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, rtol=1e-6, atol=1e-7)

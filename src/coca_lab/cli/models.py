@@ -3,11 +3,22 @@
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
-from coca_attention.errors import UserError, did_you_mean
+import torch
+from accelerate import PartialState
+from pydantic import Field
+from transformers import TextStreamer, set_seed
+
+from coca_attention.errors import UserError
+from coca_attention.models import set_rotary_scaling
+from coca_attention.models.attention import CollinearAttention
+from coca_attention.models.configuration import rotation
+from coca_attention.models.conversion import Conversion
+from coca_attention.models.fields import original_length, rope_parameters, training_length
 from coca_attention.models.hub import check_name
+from coca_attention.models.streaming import streaming
 from coca_lab.arguments import SettingsParser
 from coca_lab.cli.console import (
     Progress,
@@ -17,83 +28,72 @@ from coca_lab.cli.console import (
     parse_file,
     print_table,
 )
-from coca_lab.data import SourceSettings
-from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings
-from coca_lab.evaluation.pieces import launch_group, rank
-from coca_lab.settings import PIECE, check_letters, check_scaling, check_sizes, form_names
+from coca_lab.data import SourceSettings, load_tokenizer, token_array
+from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings, check_limits
+from coca_lab.evaluation.task import Session, load_subject
+from coca_lab.folders import convert_folder, export_folder
+from coca_lab.generation import FiniteScores
+from coca_lab.llama_cpp import ARCHITECTURE, export_gguf
+from coca_lab.loading import check_vocabulary, load_model, model_without_weights
+from coca_lab.settings import PIECE
+from coca_lab.training import load_recipe, read_summary, recipe_parser, train
+from coca_lab.training.dry_run import RunCost, StageCost, dry_run
+from coca_lab.training.run import what_was_kept
 
-if TYPE_CHECKING:
-    from coca_lab.training.dry_run import RunCost, StageCost
+Dtype = Literal["float32", "bfloat16", "float16"]
+Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass
 class GenerateSettings:
     """How text is generated."""
 
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     """Tokens to generate at most."""
-    temperature: float = 0.0
+    temperature: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     """0 takes the likeliest token every time; above, tokens are drawn."""
-    top_p: float | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Draw from the likeliest tokens that together have this probability; by default as the model's
     generation_config.json says."""
-    top_k: int | None = None
+    top_k: Count | None = None
     """Draw from this many of the likeliest tokens; by default as generation_config.json says."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the draws."""
-    scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
-    """Rotary scaling; ntk fixes the base from the prompt's length plus max_new_tokens."""
-    factor: float = 4.0
+    scaling: str = "none"
+    """Rotary scaling, such as linear, ntk, dynamic or yarn; ntk fixes the base from the prompt's
+    length plus max_new_tokens."""
+    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
     """Factor of the scaling."""
-    window: int | None = None
+    window: Count | None = None
     """Keep only the last this many tokens and the sinks, in constant memory, for endless text; with
     the sinks at most the training length, unless there is a scaling."""
-    sinks: int = 4
+    sinks: Annotated[int, Field(ge=0)] = 4
     """First tokens of the text that stay in sight, with a window."""
     chat: bool = False
     """Put the prompt into the tokenizer's chat template, as a user's message, and print the answer
     alone."""
     stream: bool = False
     """Print the text as it is made also where the output is not a terminal."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Dtype = "float32"
     """Precision of the weights."""
     device: str | None = None
     """cpu, cuda, …; by default the accelerator where there is one."""
 
+    def __post_init__(self) -> None:
+        if not self.temperature and (self.top_p, self.top_k) != (None, None):
+            raise UserError("top_p and top_k are for draws: set --temperature, for example to 1")
+
 
 @dataclass
-class ConversionSettings:
-    """What the converted model is like."""
+class FolderSettings:
+    """How the folders are read and written."""
 
-    form: str = "slack"
-    """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (cf. PoPE); with layers,
-    that of the local layers. rope keeps rotary attention; without layers it limits distances, which
-    changes nothing in texts of up to max_distance tokens."""
-    init: Literal["fold", "calibrated", "random"] = "fold"
-    """T projections: the pair means of the key projections, fitted to the scores of the model on
-    some text, or drawn."""
-    free_pairs: int = 0
-    """The last rotary pairs of every head, which keep their ordinary keys and scores."""
-    layers: str = ""
-    """Roles of the layers, l (local) and g (global), repeated over all layers, such as llg; by
-    default the roles that the model has."""
-    window: int | None = None
-    """Tokens that a local layer sees; by default an eighth of the training length."""
-    max_distance: int | None = None
-    """Keys farther back than this many tokens are scored as if this far back; by default the
-    training length for rope without layers, and no limit for other forms. Less may find more in
-    longer texts, and may lose what is found within the training length: see --check."""
-    length: int | None = None
-    """The training length in tokens, for layers and limits; by default max_position_embeddings in
-    the model's config.json."""
-    kv_cache: Literal["full", "half"] = "full"
-    """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
     from_original: bool = False
     """MODEL is a checkpoint in the format of the paper's authors."""
     portable: bool = False
     """Add a file by which Transformers, with trust_remote_code=True, imports this package itself;
     the package must be installed."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", Dtype] = "auto"
     """Precision of the weights; auto keeps it."""
     dry_run: bool = False
     """Check everything, say what would be written, and write nothing."""
@@ -106,14 +106,23 @@ class CalibrationSettings(SourceSettings):
     source: str = ""
     """Text for init calibrated: stdlib; a file, folder or glob of .txt, .jsonl, .parquet (or .gz,
     .xz, .zst); or hf:NAME."""
-    calibration_tokens: int = 8192
+    calibration_tokens: Annotated[int, Field(ge=2)] = 8192
     """Tokens of it to read, from its beginning."""
+
+
+@dataclass
+class ExportSettings:
+    """How the folder is written."""
+
+    dtype: Literal["auto", Dtype] = "auto"
+    """Precision of the weights; auto keeps it."""
+    gguf: bool = False
+    """Write a file for llama.cpp instead, TARGET, of the architecture that docs/llama-cpp.md
+    describes; for the Llama family."""
 
 
 def run_train(words: list[str]) -> None:
     """Train a model from a recipe (YAML); resumes when run again."""
-    from coca_lab.training import load_recipe, recipe_parser
-
     usage = "coca train RECIPE.yaml [--training.steps 100 …]"
 
     def parser() -> SettingsParser:
@@ -134,18 +143,11 @@ def run_train(words: list[str]) -> None:
     others = [word for word in words if word not in ("--extend", "--dry-run")]
     recipe, overrides, folder = parse_file(others, run_train, parser, "recipe", usage)
     settings = load_recipe(recipe, overrides)
-    from accelerate import PartialState
-
     if "--dry-run" in words:
-        from coca_lab.training.dry_run import dry_run
-
         cost = dry_run(settings)
         if PartialState().is_main_process:
             _print_cost(cost)
         return
-
-    from coca_lab.training import read_summary, train
-    from coca_lab.training.run import what_was_kept
 
     summary = read_summary(train(settings, folder, extend="--extend" in words))
     if not PartialState().is_main_process:
@@ -164,11 +166,11 @@ def run_train(words: list[str]) -> None:
         print(kept)
 
 
-def _print_cost(cost: "RunCost") -> None:
+def _print_cost(cost: RunCost) -> None:
     """What `dry_run` found out: a row per quantity, a column per stage."""
     stages = cost.stages
 
-    def row(label: str, show: Callable[["StageCost"], str], whole: str = "") -> list[str]:
+    def row(label: str, show: Callable[[StageCost], str], whole: str = "") -> list[str]:
         return [label, *map(show, stages), *([whole] if len(stages) > 1 else [])]
 
     def total(name: str) -> str:
@@ -216,64 +218,34 @@ def _print_cost(cost: "RunCost") -> None:
 
 def run_generate(words: list[str]) -> None:
     """Continue a prompt with a Transformers causal language model."""
+    positionals = ["model", "prompt"]
     path, prompt, settings = parse(
-        "coca generate",
-        run_generate,
-        words,
-        [GenerateSettings],
-        positionals=["model", "prompt"],
+        "coca generate", run_generate, words, [GenerateSettings], positionals
     )
-    _check_generation(settings)
     check_name(path)
     if prompt == "-":
         prompt = _standard_input()
-    if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise UserError("the prompt is not valid UTF-8 text")
-    from transformers import TextStreamer, set_seed
-
-    from coca_attention.models import set_rotary_scaling, training_length
-    from coca_attention.models.fields import original_length
-    from coca_attention.models.streaming import streaming
-    from coca_lab.data import load_tokenizer
-    from coca_lab.generation import FiniteScores
-    from coca_lab.loading import check_vocabulary, load_model
-
     model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
     tokenizer: Any = load_tokenizer(path)
     check_vocabulary(model, tokenizer)
-    if settings.chat and tokenizer.chat_template is None:
-        raise UserError(f"the tokenizer of {path} has no chat template: leave out --chat")
     if settings.chat:
+        if tokenizer.chat_template is None:
+            raise UserError(f"the tokenizer of {path} has no chat template: leave out --chat")
         message = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not settings.chat)
     inputs = inputs.to(model.device)
-    trained = training_length(model.config.get_text_config())
-    sight = None if settings.window is None else settings.window + settings.sinks
-    if settings.scaling == "none" and sight and trained and sight > trained:
-        raise UserError(
-            f"window and sinks are {sight:,} tokens and the model was trained on {trained:,}: "
-            "choose a smaller --window, or set --scaling"
-        )
     before = inputs["input_ids"].shape[-1]
     if before == 0:
         raise UserError("the prompt has no tokens; give some text to continue")
-    if settings.scaling != "none":
-        total = before + settings.max_new_tokens
-        original = original_length(model.config.get_text_config())
-        length = max(min(total, sight or total), original or 0)
-        set_rotary_scaling(
-            model,
-            settings.scaling,
-            factor=settings.factor,
-            length=length if settings.scaling == "ntk" else None,
-        )
+    _scale(model, settings, before + settings.max_new_tokens)
     set_seed(settings.seed)
-    options: dict[str, Any] = {"do_sample": False}
-    if settings.temperature:
-        options = {"do_sample": True, "temperature": settings.temperature}
-    given = {"top_p": settings.top_p, "top_k": settings.top_k}
-    options |= {name: value for name, value in given.items() if value is not None}
+    options: dict[str, Any] = {"do_sample": bool(settings.temperature)}
+    for name in ("temperature", "top_p", "top_k"):
+        if getattr(settings, name):
+            options[name] = getattr(settings, name)
     streams = settings.stream or sys.stdout.isatty()
     if streams:
         options["streamer"] = TextStreamer(
@@ -296,25 +268,20 @@ def run_generate(words: list[str]) -> None:
         print(tokenizer.decode(ids[before if settings.chat else 0 :], skip_special_tokens=True))
 
 
-def _check_generation(settings: GenerateSettings) -> None:
-    """Raise UserError unless the settings are in range."""
-    if settings.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, got {settings.max_new_tokens}")
-    if settings.temperature != 0 and not 1e-3 <= settings.temperature <= 1e3:
+def _scale(model: Any, settings: GenerateSettings, total: int) -> None:
+    """Scale a model for texts of so many tokens, or check that a window needs no scaling."""
+    config = model.config.get_text_config()
+    trained = training_length(config)
+    sight = None if settings.window is None else settings.window + settings.sinks
+    if settings.scaling != "none":
+        length = max(min(total, sight or total), original_length(config) or 0)
+        target = length if settings.scaling == "ntk" else None
+        set_rotary_scaling(model, settings.scaling, factor=settings.factor, length=target)
+    elif sight and trained and sight > trained:
         raise UserError(
-            f"temperature must be 0, or between 0.001 and 1000, got {settings.temperature}"
+            f"window and sinks are {sight:,} tokens and the model was trained on {trained:,}: "
+            "choose a smaller --window, or set --scaling"
         )
-    if not 0 <= settings.seed < 2**32:
-        raise UserError(f"seed must be between 0 and {2**32 - 1}, got {settings.seed}")
-    check_scaling(settings.scaling, settings.factor)
-    if settings.top_p is not None and not 0 < settings.top_p <= 1:
-        raise UserError(f"top_p must be above 0 and at most 1, got {settings.top_p}")
-    if settings.top_k is not None and settings.top_k < 1:
-        raise UserError(f"top_k must be at least 1, got {settings.top_k}")
-    if not settings.temperature and (settings.top_p, settings.top_k) != (None, None):
-        raise UserError("top_p and top_k are for draws: set --temperature, for example to 1")
-    if settings.window is not None:
-        check_sizes(settings.window, settings.sinks)
 
 
 def _standard_input() -> str:
@@ -327,83 +294,83 @@ def _standard_input() -> str:
 
 def run_convert(words: list[str]) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
-    path, target, settings, check, text = parse(
+    path, target, wanted, folder, check, text = parse(
         "coca convert",
         run_convert,
         words,
-        [ConversionSettings, LimitCheckSettings, CalibrationSettings],
-        positionals=["model", "target"],
+        [Conversion, FolderSettings, LimitCheckSettings, CalibrationSettings],
+        ["model", "target"],
     )
-    options = vars(settings)
-    layers, window = options.pop("layers"), options.pop("window")
-    if window is not None and (not layers or window < 1):
-        raise UserError(f"window must be at least 1 and requires layers, got {window}")
-    if layers:
-        check_letters(layers)
-    forms = (*form_names(), "rope")
-    if settings.form not in forms:
-        hint = did_you_mean(settings.form, forms)
-        raise UserError(f"form must be one of {', '.join(forms)}, got {settings.form!r}{hint}")
-    if check.check and (
-        settings.form != "rope" or layers or settings.max_distance or settings.dry_run
-    ):
+    chooses = wanted.form == "rope" and wanted.roles is None and wanted.max_distance is None
+    if check.check and (not chooses or folder.dry_run):
         raise UserError(
             "--check measures which limit of distances loses nothing: it is for --form rope "
-            "without --layers, --max-distance and --dry-run"
+            "without --roles, --max-distance and --dry-run"
         )
     check_name(path)
-    calibrated = settings.init == "calibrated" and not settings.dry_run
-    if rank() > 0 and not calibrated:
-        return  # nothing can be shared: the first process does it
-    tokens = _calibration_tokens(path, settings.init, text)
-    from coca_attention.models import Roles
-    from coca_lab.folders import convert_folder
-
-    roles = Roles(layers, window) if layers else None
-    report = None
+    options: dict[str, Any] = {**vars(folder), "calibration": _calibration(path, wanted, text)}
     if check.check:
-        report = _check_limits(path, target, options, check, text)
-        options["max_distance"] = report.chosen.max_distance
-    with ExitStack() as stack:
-        progress = stack.enter_context(Progress()) if rank() == 0 else None
-        model = convert_folder(
-            path,
-            target,
-            **options,
-            roles=roles,
-            report=report.markdown() if report else "",
-            calibration=tokens,
-            progress=progress,
-            group=launch_group() if calibrated else None,
-        )
-    if rank() > 0:
+        report = _check_limits(path, target, wanted, options, check, text)
+        wanted = replace(wanted, max_distance=report.chosen.max_distance)
+        options["report"] = report.markdown()
+    with Progress() as progress:
+        model = convert_folder(path, target, wanted, **options, progress=progress)
+    if folder.dry_run:
+        _print_conversion(path, wanted, folder, model)
         return
-    if settings.dry_run:
-        _print_conversion(path, settings, model)
-        return
-    parameters = sum(p.numel() for p in model.parameters())
     note = "; another function than before: train it on"
-    if settings.form == "rope" and not layers:
-        note = f"; the same as before up to {_max_distance(model):,} tokens"
-    if settings.from_original:
-        note = ""
-    print(f"{target}: {model.config.model_type}, {settings.form}, {parameters:,} parameters{note}")
-    _print_training_length(model, settings.length)
+    if not wanted.changes_function:
+        limit = rotation(model.config.get_text_config()).max_distance
+        note = f"; the same as before up to {limit:,} tokens"
+    print(
+        f"{target}: {model.config.model_type}, {wanted.form}, {model.num_parameters():,} parameters"
+        f"{'' if folder.from_original else note}"
+    )
+    _print_training_length(model, wanted.length)
 
 
-def _max_distance(model: Any) -> int:
-    """W of a model with limited distances."""
-    from coca_attention.models.configuration import rotation
+def _calibration(path: str, wanted: Conversion, text: CalibrationSettings) -> Any:
+    """Token ids (calibration_tokens,) for init calibrated, None for the others."""
+    if wanted.init != "calibrated":
+        if text.source:
+            raise UserError(
+                f"--source is the text of --init calibrated; got it with init {wanted.init}"
+            )
+        return None
+    if not text.source:
+        raise UserError("--init calibrated needs text to fit on: name it by --source")
+    most = text.calibration_tokens
+    found = token_array(text.documents(), load_tokenizer(path), max_tokens=most)
+    if len(found) < most:
+        raise UserError(
+            f"{text.source} has {len(found)} tokens and --calibration-tokens asks for {most}: "
+            "give more text, or ask for fewer"
+        )
+    return torch.from_numpy(found.astype("int64"))
 
-    found = rotation(model.config.get_text_config()).max_distance
-    assert found is not None  # it was just limited
-    return found
+
+def _check_limits(
+    path: str,
+    target: str,
+    wanted: Conversion,
+    options: dict[str, Any],
+    check: LimitCheckSettings,
+    text: SourceSettings,
+) -> LimitCheck:
+    """Measure the model with some limits of distances, and print the table."""
+    # What could be refused after the measurements is refused before.
+    planned = convert_folder(path, target, wanted, **{**options, "dry_run": True})
+    length = rotation(planned.config.get_text_config()).max_distance
+    assert length is not None  # it is just limited
+    subject = load_subject(path, "base", dtype=options["dtype"])
+    with Progress() as progress:
+        report = check_limits(subject, text, check, Session(progress=progress), length=length)
+    print_table(*report.table())
+    return report
 
 
 def _print_training_length(model: Any, given: int | None) -> None:
     """Which training length a conversion was for, and why; nothing if it was for none."""
-    from coca_attention.models.fields import original_length, rope_parameters, training_length
-
     config = model.config.get_text_config()
     rope, length, original = rope_parameters(config), given, original_length(config)
     if "temperature" not in rope:
@@ -416,31 +383,10 @@ def _print_training_length(model: Any, given: int | None) -> None:
     print(f"Training length: {length:,} tokens ({why})")
 
 
-def _check_limits(
-    path: str, target: str, options: dict[str, Any], check: LimitCheckSettings, text: SourceSettings
-) -> LimitCheck:
-    """Measure the model with some limits of distances, and print the table."""
-    from coca_lab.evaluation.limit_check import check_limits
-    from coca_lab.evaluation.task import Session, load_subject
-    from coca_lab.folders import convert_folder
-
-    # What could be refused after the measurements is refused before.
-    planned = convert_folder(path, target, **{**options, "dry_run": True})
-    subject = load_subject(path, "base", dtype=options["dtype"])
-    length = _max_distance(planned)
-    with Progress() as progress:
-        report = check_limits(subject, text, check, Session(progress=progress), length=length)
-    print_table(*report.table())
-    return report
-
-
-def _print_conversion(path: str, settings: ConversionSettings, model: Any) -> None:
+def _print_conversion(path: str, wanted: Conversion, folder: FolderSettings, model: Any) -> None:
     """What `convert_folder` would have written."""
-    from coca_attention.models.attention import CollinearAttention
-    from coca_lab.loading import model_without_weights
-
     kinds, counts = [model.config.model_type], [f"{model.num_parameters():,}"]
-    if not settings.from_original:
+    if not folder.from_original:
         before = model_without_weights(path, any_head=True)
         kinds.insert(0, before.config.model_type)
         counts.insert(0, f"{before.num_parameters():,}")
@@ -448,68 +394,28 @@ def _print_conversion(path: str, settings: ConversionSettings, model: Any) -> No
     size = model.get_memory_footprint(return_buffers=False)
     rows = [
         ["model", " → ".join(kinds)],
-        ["form", settings.form],
+        ["form", wanted.form],
         ["attention layers replaced", f"{layers:,}"],
         ["parameters", " → ".join(counts)],
         ["weights to write", f"{megabytes(size)}, {str(model.dtype).removeprefix('torch.')}"],
     ]
     print_table(["", "conversion"], rows)
-    _print_training_length(model, settings.length)
+    _print_training_length(model, wanted.length)
     print("Nothing was written.")
-
-
-@dataclass
-class ExportSettings:
-    """How the folder is written."""
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the weights; auto keeps it."""
-    gguf: bool = False
-    """Write a file for llama.cpp instead, TARGET, of the architecture that docs/llama-cpp.md
-    describes; for the Llama family."""
 
 
 def run_export(words: list[str]) -> None:
     """Write a folder for which Transformers imports this package by itself, or a GGUF file."""
-    path, target, settings = parse(
-        "coca export", run_export, words, [ExportSettings], positionals=["model", "target"]
-    )
+    positionals = ["model", "target"]
+    path, target, settings = parse("coca export", run_export, words, [ExportSettings], positionals)
     check_name(path)
     if settings.gguf:
-        from coca_lab.llama_cpp import ARCHITECTURE, export_gguf
-
         known = export_gguf(path, target, dtype=settings.dtype)
         note = "" if known else "; without a tokenizer: only byte-level BPE ones are supported"
         print(f"{target}: architecture {ARCHITECTURE}, for llama.cpp with the patch in docs{note}")
         return
-    from coca_lab.folders import export_folder
-
     export_folder(path, target, dtype=settings.dtype)
     print(
         f"{target}: with trust_remote_code=True, Transformers imports coca-attention by itself, "
         "which must be installed; the code in the folder imports that package and nothing else"
     )
-
-
-def _calibration_tokens(path: str, init: str, text: CalibrationSettings) -> Any:
-    """Token ids (calibration_tokens,) for init calibrated, None for the others."""
-    if init != "calibrated":
-        if text.source:
-            raise UserError(f"--source is the text of --init calibrated; got it with init {init}")
-        return None
-    wanted = text.calibration_tokens
-    if not text.source:
-        raise UserError("--init calibrated needs text to fit on: name it by --source")
-    if wanted < 2:
-        raise UserError(f"calibration_tokens must be at least 2, got {wanted}")
-    import torch
-
-    from coca_lab.data import load_tokenizer, token_array
-
-    found = token_array(text.documents(), load_tokenizer(path), max_tokens=wanted)
-    if len(found) < wanted:
-        raise UserError(
-            f"{text.source} has {len(found)} tokens and --calibration-tokens asks for {wanted}: "
-            "give more text, or ask for fewer"
-        )
-    return torch.from_numpy(found.astype("int64"))

@@ -28,9 +28,9 @@ def test_generate_draws_from_the_likeliest_tokens(capsys, model_folder):
     assert run(capsys, *words, *hot, "--top-p", "0.0001")[1] == likeliest
     for bad, message in (
         (["--top-k", "1"], "set --temperature"),
-        ([*hot, "--top-p", "0"], "top_p must be above 0"),
-        ([*hot, "--top-k", "0"], "top_k must be at least 1"),
-        (["--temperature", ".nan"], "temperature must be 0, or between"),
+        ([*hot, "--top-p", "0"], "top_p"),
+        ([*hot, "--top-k", "0"], "top_k"),
+        (["--temperature", ".nan"], "temperature"),
     ):
         code, _, err = run(capsys, *words, *bad)
         assert code == 2 and message in err
