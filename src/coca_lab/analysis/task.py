@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -304,7 +304,7 @@ class _LayerSums(Sums):
             for shift, change in zip(settings.shifts, self.shifts, strict=True):
                 change.add(before, score_rows(heads, queries, shift), visible)
 
-    def merge(self, other: "_LayerSums") -> None:
+    def merge(self, other: Self) -> None:
         """Add the sums over other texts."""
         if not torch.equal(other.theta, self.theta):
             raise UserError(
