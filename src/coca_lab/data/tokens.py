@@ -27,7 +27,7 @@ from coca_lab.data.documents import (
     held_out,
     source_files,
 )
-from coca_lab.environment import replace
+from coca_lab.files import replace
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000

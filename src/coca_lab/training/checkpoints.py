@@ -1,13 +1,11 @@
-"""Checkpoints on disk: which are whole, and what writing them reports."""
+"""Checkpoints on disk: which are complete, and what writing them reports."""
 
-import hashlib
 import json
 import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,8 +17,6 @@ from coca_lab.training.sharding import first_failure
 log = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-# Written last: size and SHA-256 of every file of a checkpoint.
-CHECKSUM_FILE = "checksums.json"
 
 
 @contextmanager
@@ -44,18 +40,6 @@ def catch_write_errors(folder: Path, describe_saved: Callable[[], str]) -> Itera
         ) from error
 
 
-def checksums(folder: Path) -> dict[str, list[Any]]:
-    """Size and SHA-256 of every file in a folder, by its path in the folder."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != CHECKSUM_FILE and not name.endswith(".partial"):
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found[name] = [path.stat().st_size, digest]
-    return found
-
-
 def sorted_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, whole or not, the newest first."""
     steps = {
@@ -66,48 +50,34 @@ def sorted_checkpoints(folder: Path) -> list[Path]:
     return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
-def problem_of(checkpoint: Path) -> str | None:
-    """Why a checkpoint is not whole, or None.
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written to its end.
 
-    The first process writes ``trainer_state.json`` after all others have written their parts, and
-    ``checksums.json`` last; checkpoints of earlier versions have none.
+    The first process writes ``trainer_state.json`` after all others have written their parts. What
+    damages files later is noticed when they are read, see `catch_read_errors`.
     """
     try:
         int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
-    except FileNotFoundError:
-        return "it is incomplete"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return f"{STATE_FILE} is damaged"
-    path = checkpoint / CHECKSUM_FILE
-    if not path.is_file():
-        return None
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))["files"]
-        found = checksums(checkpoint)
-        for name, value in known.items():
-            if found.get(name) != value:
-                return f"{name} is {'damaged' if name in found else 'missing'}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return f"{CHECKSUM_FILE} is damaged"
-    return None
+        return False
+    return True
 
 
 def last_checkpoint(folder: Path, *, say: bool = False) -> Path | None:
-    """The latest whole checkpoint, or None.
+    """The latest complete checkpoint, or None.
 
     Args:
         folder: The folder of the checkpoints.
-        say: Whether to log which later ones are not whole.
+        say: Whether to log which later ones are not complete.
     """
-    problems: list[str] = []
-    found = None
+    unfinished: list[str] = []
     for path in sorted_checkpoints(folder):
-        problem = problem_of(path)
-        if problem is None:
-            found = path
+        if is_whole(path):
             break
-        problems.append(f"{path.name} cannot be used ({problem})")
-    if say and problems:
-        then = f"goes on from {found.name}" if found else "starts again at the first step"
-        log.warning("%s: %s; training %s", folder, ", ".join(problems), then)
-    return found
+        unfinished.append(path.name)
+    else:
+        path = None
+    if say and unfinished:
+        then = f"goes on from {path.name}" if path else "starts again at the first step"
+        log.warning("%s: %s not complete; training %s", folder, ", ".join(unfinished), then)
+    return path

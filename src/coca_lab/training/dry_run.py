@@ -8,10 +8,9 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +26,7 @@ from coca_lab.environment import reset_peak, resident_megabytes
 from coca_lab.training.model import (
     CALIBRATION_TOKENS,
     choose_parameters,
+    load_teacher,
     make_model,
     parameter_counts,
 )
@@ -34,7 +34,6 @@ from coca_lab.training.objectives import check_teacher, teacher_loss
 from coca_lab.training.recipe import Recipe
 from coca_lab.training.sections import StageRecipe, TrainingRecipe
 from coca_lab.training.sharding import uses_fsdp
-from coca_lab.training.stages import load_teacher
 from coca_lab.training.trainer import RecipeTrainer, training_arguments
 
 ADAM_STATES = 2  # of AdamW, for every trained weight
@@ -249,9 +248,9 @@ def _measure(recipe: Recipe, cost: RunCost, vocabulary: Any, steps: int) -> None
             cost.start_seconds = time.perf_counter() - began
         # What a later stage starts from takes as long to train however T was initialised.
         recipe = replace(recipe, model=replace(recipe.model, init="fold"))
-        make_loss = None
+        make_loss = nullcontext()
         if stage.objective != "next_token":
-            make_loss = partial(teacher_loss, load_teacher(recipe), objective=stage.objective)
+            make_loss = teacher_loss(load_teacher(recipe), model, stage.objective)
         found.peak, first, last = _time_steps(settings, model, blocks, make_loss, steps)
         found.pass_seconds = median(first or last)
         found.step_seconds = (found.passes - 1) * found.pass_seconds + median(last)
@@ -263,7 +262,7 @@ def _time_steps(
     settings: TrainingRecipe,
     model: Any,
     blocks: Any,
-    make_loss: Callable[[Any], Any] | None,
+    make_loss: AbstractContextManager[Any],
     steps: int,
 ) -> tuple[int, Sequence[float], Sequence[float]]:
     """Train for a few steps of one or two micro-batches.
@@ -274,7 +273,7 @@ def _time_steps(
     """
     with (
         tempfile.TemporaryDirectory() as folder,
-        make_loss(model) if make_loss else nullcontext() as loss,
+        make_loss as loss,
     ):
         arguments = training_arguments(settings, Path(folder), PartialState().num_processes)
         arguments.save_strategy = SaveStrategy.NO
@@ -283,7 +282,6 @@ def _time_steps(
             settings, loss=loss, model=model, args=arguments, train_dataset=blocks,
             callbacks=[clock],
         )  # fmt: skip
-        trainer.remove_callback(type(trainer.progress))
         trainer.train()
     warm_up = 1 if len(clock.last) > 1 else 0
     return clock.peak, clock.first[warm_up:], clock.last[warm_up:]

@@ -4,14 +4,18 @@ import logging
 import math
 import shutil
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from torch.utils.data import Dataset
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -19,17 +23,27 @@ from transformers import (
     TrainerState,
     set_seed,
 )
+from transformers.trainer_callback import ProgressCallback
 
 from coca_attention.errors import Interrupted, UserError
-from coca_lab.environment import replace
-from coca_lab.loading import no_progress_bars
+from coca_lab.files import replace
+from coca_lab.loading import load_model, no_progress_bars
 from coca_lab.training.checkpoints import STATE_FILE, catch_write_errors, last_checkpoint
+from coca_lab.training.data import TrainingData
 from coca_lab.training.interrupts import StopOnSignal
-from coca_lab.training.model import parameter_counts
-from coca_lab.training.objectives import Loss
+from coca_lab.training.model import (
+    choose_parameters,
+    load_teacher,
+    make_model,
+    own_device,
+    parameter_counts,
+)
+from coca_lab.training.objectives import teacher_loss
+from coca_lab.training.recipe import Recipe
 from coca_lab.training.retrieval import Retrieval
-from coca_lab.training.sections import TrainingRecipe
+from coca_lab.training.sections import StageRecipe, TrainingRecipe
 from coca_lab.training.sharding import catch_read_errors, check_kind
+from coca_lab.training.throughput import device_name, peak_flops, training_flops
 from coca_lab.training.trainer import RecipeTrainer, training_arguments
 
 log = logging.getLogger(__name__)
@@ -39,105 +53,169 @@ class TrainingStopped(UserError):
     """A callback has ended training before the last step; the same command goes on."""
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to train.
+
+    Attributes:
+        recipe: The recipe.
+        output: Its folder.
+        tokenizer: Its tokenizer.
+        data: Its blocks.
+        callbacks: Further Trainer callbacks.
+    """
+
+    recipe: Recipe
+    output: Path
+    tokenizer: PreTrainedTokenizerBase
+    data: TrainingData
+    callbacks: Sequence[TrainerCallback] = ()
+
+
 def fit(
-    settings: TrainingRecipe,
-    folder: Path,
-    dataset: Any,
-    make: Callable[[], PreTrainedModel],
-    *,
-    block_length: int | None = None,
-    in_order: bool = False,
-    validation: Any = None,
-    retrieval: Retrieval | None = None,
-    validate_every: int | None = None,
-    make_loss: Callable[[PreTrainedModel], AbstractContextManager[Loss]] | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
-) -> tuple[RecipeTrainer, float | None]:
-    """Train to the last step, from the last checkpoint in the folder if there is one.
+    run: Run, stage: StageRecipe, blocks: Dataset[Any], folder: Path, before: Path | None
+) -> tuple[RecipeTrainer, dict[str, Any]]:
+    """Train a stage to its last step, from the last checkpoint in the folder if there is one.
 
     Args:
-        settings: Steps, rates, batches, seed.
+        run: The run.
+        stage: The stage; a recipe without stages has a single one.
+        blocks: Its blocks.
         folder: Checkpoints and curves go into its subfolders.
-        dataset: Blocks.
-        make: Returns the model to start from; called after the seed has been set.
-        block_length: Their tokens; with it, the log says how fast the run is.
-        in_order: Whether the blocks are read in the order of the dataset, not shuffled.
-        validation: Blocks to measure the next-token loss on, or None.
-        retrieval: Prompts to ask whenever that is measured, or None.
-        validate_every: Steps between measurements; None if and only if ``validation`` is.
-        make_loss: Maps the model to a context manager that gives the loss to minimise; by default
-            the model's own loss is used.
-        callbacks: Further Trainer callbacks.
+        before: Folder of the stage whose model this one starts from, or None.
 
     Returns:
-        The trainer with the trained model, and the seconds, or None if training was interrupted.
+        The trainer with the trained model, and the stage's summary.
 
     Raises:
-        UserError: If the Trainer rejects the settings, or a checkpoint cannot be written.
+        UserError: If the Trainer rejects the settings, a checkpoint cannot be written or read, or
+            the teacher or the starting model does not fit the recipe.
         TrainingStopped: If a callback has stopped training early.
         TrainingDiverged: If the loss or a weight is no longer finite.
         Interrupted: If SIGINT or SIGTERM came; the last step is saved unless two came.
     """
-    state = PartialState()
+    settings = stage.settings(run.recipe.training)
     set_seed(settings.seed)
-    # One process chooses, as others may see an older state of a network file system.
-    found = last_checkpoint(folder / "checkpoints", say=True) if state.is_main_process else None
-    resume = broadcast_object_list([found])[0]
-    trained = None
-    if resume is not None:
-        with catch_read_errors(resume):
-            trained = TrainerState.load_from_json(str(resume / STATE_FILE))
-    # After a kill between the last step and the end, Trainer would do another step.
-    done = trained is not None and trained.global_step >= settings.steps
-    model = make()
-    if state.is_main_process:
-        _announce(settings, folder, model, 0 if trained is None else trained.global_step)
-    arguments = training_arguments(
-        settings, folder, state.num_processes, validate_every=validate_every
-    )
-    arguments.eval_on_start = validate_every is not None and resume is None
-    if in_order:
+    resume, state = _resume(folder)
+    model = _stage_model(run, stage, before)
+    if PartialState().is_main_process:
+        _announce(settings, folder, model, 0 if state is None else state.global_step)
+    trained, parameters = parameter_counts(model)
+    flops = training_flops(model, run.recipe.data.block_length)
+    make_loss = nullcontext()
+    if stage.objective != "next_token":
+        make_loss = teacher_loss(load_teacher(run.recipe), model, stage.objective)
+    with make_loss as loss:
+        trainer = _trainer(run, settings, folder, blocks, model, loss, resume)
+        seconds = _train(trainer, settings, folder, resume, state)
+    tokens = settings.global_batch_size * run.recipe.data.block_length
+    steps = settings.steps - (0 if state is None else state.global_step)
+    return trainer, {
+        "name": stage.name,
+        "train": stage.train,
+        "objective": stage.objective,
+        "steps": settings.steps,
+        "tokens": settings.steps * tokens,
+        "parameters": parameters,
+        "trained": trained,
+        "trained_share": trained / parameters,
+        "seconds": seconds if resume is None else None,  # of the whole stage
+        "throughput": _throughput(trainer, steps * tokens / seconds, flops) if seconds else None,
+        "curve": curve(trainer),
+        "validation": validation_curve(trainer),
+    }
+
+
+def _resume(folder: Path) -> tuple[Path | None, TrainerState | None]:
+    """The checkpoint to resume from, and its state.
+
+    One process chooses, as others may see an older state of a network file system.
+    """
+    chosen = None
+    if PartialState().is_main_process:
+        chosen = last_checkpoint(folder / "checkpoints", say=True)
+    resume = broadcast_object_list([chosen])[0]
+    if resume is None:
+        return None, None
+    with catch_read_errors(resume):
+        return resume, TrainerState.load_from_json(str(resume / STATE_FILE))
+
+
+def _stage_model(run: Run, stage: StageRecipe, before: Path | None) -> PreTrainedModel:
+    if before is None:
+        model = make_model(run.recipe, run.tokenizer, run.data.blocks)
+    else:
+        model = load_model(before, device=own_device())
+    return choose_parameters(model, stage)
+
+
+def _trainer(
+    run: Run,
+    settings: TrainingRecipe,
+    folder: Path,
+    blocks: Dataset[Any],
+    model: PreTrainedModel,
+    loss: Any,
+    resume: Path | None,
+) -> RecipeTrainer:
+    every, state = run.recipe.validation.every, PartialState()
+    arguments = training_arguments(settings, folder, state.num_processes, validate_every=every)
+    arguments.eval_on_start = every is not None and resume is None
+    if run.recipe.stages or run.data.is_ordered:
         arguments.train_sampling_strategy = "sequential"
-    with make_loss(model) if make_loss is not None else nullcontext() as loss:
-        try:
-            trainer = RecipeTrainer(
-                settings,
-                loss=loss,
-                retrieval=retrieval,
-                block_length=block_length,
-                model=model,
-                args=arguments,
-                train_dataset=dataset,
-                eval_dataset=validation,
-                callbacks=[
-                    *_curves(settings, folder, state),
-                    _SayValidation(retrieval),
-                    *callbacks,
-                ],
-            )
-        except UserError:
+    shown: list[TrainerCallback] = [Progress(run.data.retrieval)]
+    if "tensorboard" in settings.report_to and state.is_main_process:
+        # In the run folder; Trainer's own takes its folder from the environment.
+        from torch.utils.tensorboard import SummaryWriter
+        from transformers.integrations import TensorBoardCallback
+
+        shown.append(TensorBoardCallback(SummaryWriter(folder / "logs")))
+    if sys.stderr.isatty() and not arguments.disable_tqdm:
+        shown.append(Bar())
+    try:
+        trainer = RecipeTrainer(
+            settings,
+            loss=loss,
+            retrieval=run.data.retrieval,
+            model=model,
+            args=arguments,
+            train_dataset=blocks,
+            eval_dataset=run.data.validation,
+            callbacks=[*shown, *run.callbacks],
+        )
+    except UserError:
+        raise
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise UserError(f"the Trainer rejects these settings: {error}") from error
+    if resume is not None:
+        check_kind(resume, sharded=trainer.shards is not None)
+    return trainer
+
+
+def _train(
+    trainer: RecipeTrainer,
+    settings: TrainingRecipe,
+    folder: Path,
+    resume: Path | None,
+    state: TrainerState | None,
+) -> float | None:
+    """Train to the last step; the seconds, or None if there was nothing left to do."""
+    if state is not None and state.global_step >= settings.steps:
+        # After a kill between the last step and the end, Trainer would do another step.
+        trainer._load_from_checkpoint(str(resume))
+        trainer.state = state
+        return None
+    stop = StopOnSignal(trainer.accelerator)
+    trainer.add_callback(stop)
+    try:
+        with stop, no_progress_bars():
+            result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    except UserError:
+        raise
+    except (ValueError, TypeError, ImportError) as error:
+        if not settings.trainer:
             raise
-        except (ValueError, ImportError, RuntimeError) as error:
-            raise UserError(f"the Trainer rejects these settings: {error}") from error
-        if resume is not None:
-            check_kind(resume, sharded=trainer.shards is not None)
-        seconds = None
-        stop = StopOnSignal(trainer.accelerator)
-        trainer.add_callback(stop)
-        if done and trained is not None:
-            trainer._load_from_checkpoint(str(resume))
-            trainer.state = trained
-        else:
-            try:
-                with stop, no_progress_bars(), closing(trainer.progress):
-                    result = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-            except UserError:
-                raise
-            except (ValueError, TypeError, ImportError) as error:
-                if not settings.trainer:
-                    raise
-                raise UserError(f"training.trainer cannot be used: {error}") from error
-            seconds = result.metrics.get("train_runtime") if resume is None else None
+        raise UserError(f"training.trainer cannot be used: {error}") from error
     if stop.requested():
         raise Interrupted(
             f"{folder}: training ended after step {trainer.state.global_step:,} of "
@@ -149,13 +227,12 @@ def fit(
             f"training stopped at step {trainer.state.global_step} of {settings.steps}; run the "
             "same command again to resume"
         )
-    return trainer, seconds
+    return result.metrics["train_runtime"]
 
 
 def _announce(settings: TrainingRecipe, folder: Path, model: PreTrainedModel, step: int) -> None:
     """Say what is about to be trained, where, and from which step."""
     trained, every = parameter_counts(model)
-    begin = f"resuming from step {step:,}" if step else "from the first step"
     log.info(
         "%s: %s parameters%s on %s, %s steps of %s blocks, %s",
         folder,
@@ -164,46 +241,51 @@ def _announce(settings: TrainingRecipe, folder: Path, model: PreTrainedModel, st
         PartialState().device,
         f"{settings.steps:,}",
         f"{settings.global_batch_size:,}",
-        begin,
+        f"resuming from step {step:,}" if step else "from the first step",
     )
 
 
-def measured(metrics: dict[str, Any], retrieval: Retrieval | None) -> dict[str, Any]:
-    """``perplexity`` and, if prompts were asked, ``retrieval`` from what the Trainer logs."""
-    found: dict[str, Any] = {"perplexity": math.exp(metrics["eval_loss"])}
-    if retrieval is not None:
-        found["retrieval"] = {name: metrics[f"eval_{name}"] for name in retrieval.questions}
-    return found
-
-
-def measure(
-    model: PreTrainedModel,
-    settings: TrainingRecipe,
-    folder: Path,
-    validation: Any,
-    retrieval: Retrieval | None = None,
-) -> dict[str, Any]:
-    """What validation says of a model, measured as during training; see `measured`.
+def _throughput(trainer: RecipeTrainer, rate: float, flops: float | None) -> dict[str, float]:
+    """Speed over a whole stage, with its validation and checkpoints.
 
     Args:
-        model: Any causal language model with the vocabulary of the blocks.
-        settings: Batch size and precision.
-        folder: The run's folder; nothing is written to it.
-        validation: Blocks, in whole global batches.
-        retrieval: Prompts to ask, or None.
+        trainer: The trainer.
+        rate: Tokens per second.
+        flops: Floating-point operations per token, or None.
     """
-    arguments = training_arguments(settings, folder, PartialState().num_processes)
-    trainer = RecipeTrainer(
-        settings, retrieval=retrieval, model=model, args=arguments, eval_dataset=validation
-    )
-    return measured(trainer.evaluate(), retrieval)
+    figures = {"tokens_per_second": rate}
+    if flops is not None:
+        figures["flops_per_second"] = rate * flops
+        peak = peak_flops(device_name(trainer.args.device), trainer.settings.precision)
+        if peak is not None:
+            devices = trainer.accelerator.num_processes
+            figures["utilization"] = rate * flops / (peak * devices)
+    return figures
 
 
-class _SayValidation(TrainerCallback):
-    """A line for every measurement on the validation text."""
+class Bar(ProgressCallback):
+    """Trainer's bar, with the loss behind it instead of a line for every log entry."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.training_bar is not None and logs and "loss" in logs:
+            self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
+
+
+class Progress(TrainerCallback):
+    """A line for every measurement, and now and then one for the loss."""
+
+    seconds = 10.0
 
     def __init__(self, retrieval: Retrieval | None) -> None:
-        self.retrieval = retrieval
+        self.retrieval, self.said = retrieval, -math.inf
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        now = time.monotonic()
+        late = now - self.said >= self.seconds or state.global_step >= state.max_steps
+        if state.is_world_process_zero and logs and "loss" in logs and late:
+            self.said = now
+            step, steps = f"{state.global_step:,}", f"{state.max_steps:,}"
+            log.info("step %s of %s, loss %.3f", step, steps, float(logs["loss"]))
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
@@ -216,14 +298,27 @@ class _SayValidation(TrainerCallback):
             log.info("step %s, %s", f"{state.global_step:,}", ", ".join(parts))
 
 
-def _curves(settings: TrainingRecipe, folder: Path, state: PartialState) -> list[TrainerCallback]:
-    """TensorBoard in the run folder; Trainer's own takes its folder from the environment."""
-    if "tensorboard" not in settings.report_to or not state.is_main_process:
-        return []
-    from torch.utils.tensorboard import SummaryWriter
-    from transformers.integrations import TensorBoardCallback
+def measured(metrics: dict[str, Any], retrieval: Retrieval | None) -> dict[str, Any]:
+    """``perplexity`` and, if prompts were asked, ``retrieval`` from what the Trainer logs."""
+    found: dict[str, Any] = {"perplexity": math.exp(metrics["eval_loss"])}
+    if retrieval is not None:
+        found["retrieval"] = {name: metrics[f"eval_{name}"] for name in retrieval.questions}
+    return found
 
-    return [TensorBoardCallback(SummaryWriter(folder / "logs"))]
+
+def measure(run: Run, model: PreTrainedModel) -> dict[str, Any]:
+    """What validation says of a model, measured as during training; see `measured`.
+
+    Args:
+        run: The run, whose folder nothing is written to.
+        model: Any causal language model with the vocabulary of the blocks.
+    """
+    settings, retrieval = run.recipe.training, run.data.retrieval
+    arguments = training_arguments(settings, run.output, PartialState().num_processes)
+    trainer = RecipeTrainer(
+        settings, retrieval=retrieval, model=model, args=arguments, eval_dataset=run.data.validation
+    )
+    return measured(trainer.evaluate(), retrieval)
 
 
 def save_trained(
@@ -265,9 +360,8 @@ def save_trained(
         if dtype is not None:
             model.config.dtype = dtype
             model.config.save_pretrained(partial)
-        (partial / "training_args.bin").unlink(
-            missing_ok=True
-        )  # a pickle; recipe.yaml has all settings
+        # A pickle; recipe.yaml has all settings.
+        (partial / "training_args.bin").unlink(missing_ok=True)
         tokenizer.save_pretrained(partial)
         for path in partial.iterdir():
             if path.is_dir():  # chat templates; a folder takes the place of an empty one alone

@@ -78,6 +78,30 @@ def make_model(
     return model
 
 
+def load_teacher(recipe: Recipe, *, empty: bool = False) -> PreTrainedModel:
+    """The teacher in the dtype of its files.
+
+    Args:
+        recipe: A recipe with a start or a teacher.
+        empty: Whether to make the teacher on the meta device, without weights.
+
+    Raises:
+        UserError: If it cannot be loaded, or there is nothing to learn from it.
+    """
+    name = recipe.model.teacher or recipe.model.start
+    assert name is not None  # `Recipe.check`
+    if empty:
+        teacher = model_without_weights(name, "auto")
+    else:
+        teacher = load_model(name, dtype="auto", device=own_device())
+    if recipe.model.teacher is None and attention_of(teacher.config) == recipe.model.attention:
+        raise UserError(
+            f"{name} already has attention {recipe.model.attention}, so there is nothing to learn "
+            "from it: set model.teacher to the model that it was converted from"
+        )
+    return teacher
+
+
 def _load_start(
     recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset | None, empty: bool = False
 ) -> PreTrainedModel:

@@ -17,18 +17,12 @@ from coca_attention.errors import UserError
 from coca_attention.models.cards import write_card
 from coca_lab.data import Document, load_or_train_tokenizer, load_tokenizer
 from coca_lab.data.passkey import vocabulary_text
-from coca_lab.environment import (
-    check_writable,
-    describe_environment,
-    hold,
-    read_json,
-    write_json,
-    write_text,
-)
+from coca_lab.environment import describe_environment
+from coca_lab.files import check_writable, hold, read_json, write_json, write_text
 from coca_lab.loading import load_model, model_without_weights
 from coca_lab.training.checkpoints import catch_write_errors, last_checkpoint
-from coca_lab.training.data import TrainingData, check_sources, load_data, training_documents
-from coca_lab.training.fit import measure, save_trained
+from coca_lab.training.data import check_sources, load_data, training_documents
+from coca_lab.training.fit import Run, measure, save_trained
 from coca_lab.training.model import own_device, start_sizes
 from coca_lab.training.recipe import Recipe, as_yaml, differences, load_recipe
 from coca_lab.training.sections import TEXT
@@ -80,49 +74,56 @@ def train(
     output = Path(output)
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; choose another --output")
-    if extend or not is_finished(output):
-        check_sources(recipe)
-    origin, sizes, dtype = recipe.model.start, None, None
-    if origin is not None and (extend or not is_finished(output)):
-        begun = model_without_weights(origin, "auto")
-        sizes, dtype = start_sizes(begun), begun.dtype
-    if recipe.model.dtype != "auto":
-        dtype = getattr(torch, recipe.model.dtype)
+    if is_finished(output) and not extend:
+        claim_folder(recipe, output)
+        return output
+    check_sources(recipe)
     state = PartialState(cpu=not torch.accelerator.is_available())
+    sizes, dtype = _start_of(recipe)
     with ExitStack() as stack:
         with state.main_process_first():
-            if state.is_main_process and (extend or not is_finished(output)):
-                check_writable(output / RECIPE_FILE)
-                stack.enter_context(hold(output / LOCK_FILE))
-                # Before the text is read, which can take hours.
-                training_arguments(recipe.training, output, state.num_processes)
-                if recipe.model.teacher is not None:
-                    model_without_weights(recipe.model.teacher)
+            if state.is_main_process:
+                _check_before_reading(recipe, output, stack)
             before = claim_folder(recipe, output, extend=extend, may_change=may_change, sizes=sizes)
             if is_finished(output) and before is None:
                 return output
-            if state.is_main_process:
-                log.info("%s: reading the text", output)
             tokenizer = _load_tokenizer(recipe, output)
-        data = load_data(recipe, tokenizer)
+        run = Run(recipe, output, tokenizer, load_data(recipe, tokenizer), callbacks)
         if state.is_main_process:
-            log.info("%s: %s", output, data.describe())
+            log.info("%s: %s", output, run.data.describe())
         with state.main_process_first():
-            check_same_text(data.fingerprint, output)
+            check_same_text(run.data.fingerprint, output)
             if before is not None and state.is_main_process:
                 _extend(recipe, output, before, sizes)
-        start = _measure_start(recipe, data, output)
-        trainer, stages = train_stages(recipe, data, tokenizer, output, callbacks=callbacks)
+        start = _measure_start(run)
+        trainer, stages = train_stages(run)
         model = save_trained(trainer, tokenizer, output, dtype)
         if model is not None:
-            summary = _summary(recipe, sizes, model, data, stages) | start
-            if (output / EXTENDED_FILE).is_file():
-                summary["extended_from"] = read_json(output / EXTENDED_FILE)
             with catch_write_errors(output, trainer.describe_saved):
-                write_card(output, model.config, **_card(recipe, summary))
-                write_json(output / SUMMARY_FILE, summary)
+                _summarise(run, sizes, model, stages, start)
         state.wait_for_everyone()
     return output
+
+
+def _start_of(recipe: Recipe) -> tuple[dict[str, Any] | None, torch.dtype | None]:
+    """Sizes of the model to start from, if there is one, and the dtype to save the result in."""
+    sizes = dtype = None
+    if recipe.model.start is not None:
+        model = model_without_weights(recipe.model.start, "auto")
+        sizes, dtype = start_sizes(model), model.dtype
+    if recipe.model.dtype != "auto":
+        dtype = getattr(torch, recipe.model.dtype)
+    return sizes, dtype
+
+
+def _check_before_reading(recipe: Recipe, output: Path, stack: ExitStack) -> None:
+    """Lock the folder, and find out what is wrong before the text is read, which can take hours."""
+    check_writable(output / RECIPE_FILE)
+    stack.enter_context(hold(output / LOCK_FILE))
+    training_arguments(recipe.training, output, PartialState().num_processes)
+    if recipe.model.teacher is not None:
+        model_without_weights(recipe.model.teacher)
+    log.info("%s: reading the text", output)
 
 
 def check_same_text(fingerprint: dict[str, Any], output: Path) -> None:
@@ -255,18 +256,18 @@ def _load_tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
     )
 
 
-def _measure_start(recipe: Recipe, data: TrainingData, output: Path) -> dict[str, Any]:
+def _measure_start(run: Run) -> dict[str, Any]:
     """Name and validation of ``model.start`` as the entry ``start``, measured once in a run.
 
     Empty without a start or without validation.
     """
-    name = recipe.model.start
-    if name is None or data.validation is None:
+    name = run.recipe.model.start
+    if name is None or run.data.validation is None:
         return {}
-    path = output / "start.json"
+    path = run.output / "start.json"
     if not path.is_file():
         model = load_model(name, device=own_device())
-        found = measure(model, recipe.training, output, data.validation, data.retrieval)
+        found = measure(run, model)
         del model
         gc.collect()  # Trainer and model refer to each other
         if PartialState().is_main_process:
@@ -275,14 +276,15 @@ def _measure_start(recipe: Recipe, data: TrainingData, output: Path) -> dict[str
     return {"start": read_json(path)}
 
 
-def _summary(
-    recipe: Recipe,
+def _summarise(
+    run: Run,
     sizes: dict[str, Any] | None,
     model: PreTrainedModel,
-    data: TrainingData,
     stages: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """The content of ``training.json``, except for the start."""
+    start: dict[str, Any],
+) -> None:
+    """Write the model card and ``training.json``, which marks the run as finished."""
+    recipe, data = run.recipe, run.data
     recorded = asdict(recipe.resolved())
     for name, value in (sizes or {}).items():
         recorded["data" if name == "vocab_size" else "model"][name] = value
@@ -302,12 +304,26 @@ def _summary(
         "recipe": recorded,
         "seed": recipe.training.seed,
         "environment": describe_environment(),
-    }
+    } | start
     if data.retrieval is not None:
         summary["retrieval"] = data.retrieval.describe()
     if recipe.stages:
         summary["stages"] = [{k: stage[k] for k in stage if k not in curves} for stage in stages]
-    return summary
+    if (run.output / EXTENDED_FILE).is_file():
+        summary["extended_from"] = read_json(run.output / EXTENDED_FILE)
+    write_card(
+        run.output,
+        model.config,
+        source=recipe.model.start,
+        training={
+            "tokens": f"{summary['tokens']:,}, in {summary['steps']:,} steps",
+            "parameters": f"{summary['parameters']:,}",
+            "seed": summary["seed"],
+            "all settings": "`recipe.yaml`; curves and versions: `training.json`",
+        },
+        perplexity=curves["validation"][-1]["perplexity"] if curves["validation"] else None,
+    )
+    write_json(run.output / SUMMARY_FILE, summary)
 
 
 def what_was_kept(summary: dict[str, Any]) -> str:
@@ -327,19 +343,3 @@ def what_was_kept(summary: dict[str, Any]) -> str:
         had = f" where it has {round(before[name] * count)}" if name in before else ""
         parts.append(f"{where} {round(last['retrieval'][name] * count)} of {count}{had}")
     return f"kept of {start['name']}: {', '.join(parts)}"
-
-
-def _card(recipe: Recipe, summary: dict[str, Any]) -> dict[str, Any]:
-    """What the model card of a run says besides the model's configuration."""
-    validation = summary["validation"]
-    training = {
-        "tokens": f"{summary['tokens']:,}, in {summary['steps']:,} steps",
-        "parameters": f"{summary['parameters']:,}",
-        "seed": summary["seed"],
-        "all settings": "`recipe.yaml`; curves and versions: `training.json`",
-    }
-    return {
-        "source": recipe.model.start,
-        "training": training,
-        "perplexity": validation[-1]["perplexity"] if validation else None,
-    }

@@ -1,8 +1,6 @@
 """How fast a run trains: tokens a second, and the share of a GPU's arithmetic that they need."""
 
 import re
-import time
-from statistics import median
 from typing import Any
 
 import torch
@@ -81,70 +79,6 @@ def training_flops(model: nn.Module, length: int) -> float | None:
     windows = {LOCAL: getattr(config, "sliding_window", None)}
     keys = sum(mean_keys(length, windows.get(kind)) for kind in layer_types(config))
     return dense + 12 * config.num_attention_heads * head_width(config) * keys
-
-
-class Meter:
-    """Times the steps of a run, without what happens between them.
-
-    Args:
-        tokens: Of one optimizer step, over all processes.
-        flops: Floating-point operations per token, see `training_flops`, or None.
-        peak: FLOP/s of all devices together, or None where it is not known.
-    """
-
-    def __init__(self, tokens: int, flops: float | None, peak: float | None) -> None:
-        self.tokens, self.flops, self.peak = tokens, flops, peak
-        self.started: tuple[int, float] | None = None
-        self.steps, self.seconds = 0, 0.0
-
-    def start(self, step: int) -> None:
-        """Begin to time the step after this one."""
-        self.started = (step, time.perf_counter())
-
-    def stop(self, step: int) -> None:
-        """Count the steps up to this one; the first of a run, which compiles, is not timed."""
-        if self.started is not None:
-            before, since = self.started
-            self.steps += step - before
-            self.seconds += time.perf_counter() - since
-
-    def take(self) -> dict[str, float]:
-        """Figures of the steps since the last call; empty if there were none.
-
-        Returns:
-            ``tokens_per_second`` and, where they are known, ``flops_per_second`` and
-            ``utilization`` (model FLOPs utilisation, a share).
-        """
-        steps, seconds, self.steps, self.seconds = self.steps, self.seconds, 0, 0.0
-        if not steps:
-            return {}
-        rate = steps * self.tokens / seconds
-        found = {"tokens_per_second": rate}
-        if self.flops is not None:
-            found["flops_per_second"] = rate * self.flops
-            if self.peak is not None:
-                found["utilization"] = rate * self.flops / self.peak
-        return found
-
-
-def in_words(figures: dict[str, Any]) -> str:
-    """The figures of `Meter` in a few words; empty where there are none."""
-    if "tokens_per_second" not in figures:
-        return ""
-    words = f"{figures['tokens_per_second']:,.0f} tokens/s"
-    if "flops_per_second" in figures:
-        words += f", {figures['flops_per_second'] / 1e12:.3g} TFLOP/s"
-    if "utilization" in figures:
-        words += f" ({figures['utilization']:.0%} of the peak)"
-    return words
-
-
-def summary(log_history: list[dict[str, Any]]) -> dict[str, float] | None:
-    """Medians of `Meter`'s figures over the entries of Trainer's log; None without any."""
-    entries = [entry for entry in log_history if "tokens_per_second" in entry]
-    names = ("tokens_per_second", "flops_per_second", "utilization")
-    found = {n: median(e[n] for e in entries) for n in names if entries and n in entries[0]}
-    return found or None
 
 
 def device_name(device: torch.device) -> str:

@@ -20,18 +20,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
 from coca_attention.models.context_parallel import split_sequences
-from coca_lab.environment import sync, sync_folder, write_json
+from coca_lab.files import sync, sync_folder
 from coca_lab.training.checkpoints import (
-    CHECKSUM_FILE,
-    STATE_FILE,
     catch_write_errors,
-    checksums,
     last_checkpoint,
     sorted_checkpoints,
 )
 from coca_lab.training.chunks import chunk_loss
 from coca_lab.training.objectives import Loss, without_adapters
-from coca_lab.training.progress import ProgressLines, QuietProgress
 from coca_lab.training.retrieval import Retrieval
 from coca_lab.training.sections import TrainingRecipe
 from coca_lab.training.sharding import (
@@ -43,12 +39,6 @@ from coca_lab.training.sharding import (
     own_part,
     prepare_context,
     prepare_sharding,
-)
-from coca_lab.training.throughput import (
-    Meter,
-    device_name,
-    peak_flops,
-    training_flops,
 )
 
 
@@ -164,7 +154,6 @@ class RecipeTrainer(Trainer):
         settings: The recipe's training section.
         loss: Loss to minimise instead of the model's own, see `objectives`.
         retrieval: Prompts to ask whenever the validation loss is measured.
-        block_length: Tokens of a block; with it, the log says how fast the run is.
         **kwargs: Trainer's own.
     """
 
@@ -174,7 +163,6 @@ class RecipeTrainer(Trainer):
         *,
         loss: Loss | None = None,
         retrieval: Retrieval | None = None,
-        block_length: int | None = None,
         **kwargs: Any,
     ) -> None:
         self.settings, self.loss, self.retrieval = settings, loss, retrieval
@@ -187,22 +175,9 @@ class RecipeTrainer(Trainer):
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
-        # Before the model is wrapped or its weights are split.
-        self.meter = None if block_length is None else self._meter(kwargs["model"], block_length)
         if settings.loss_chunk is not None and loss is None:
             chunk_loss(without_adapters(kwargs["model"]), settings.loss_chunk)
         self.remove_callback(ProgressCallback)
-        self.progress = QuietProgress() if sys.stderr.isatty() else ProgressLines()
-        if not self.args.disable_tqdm:
-            self.add_callback(self.progress)
-
-    def _meter(self, model: Any, length: int) -> Meter:
-        peak = peak_flops(device_name(self.args.device), self.settings.precision)
-        return Meter(
-            self.settings.global_batch_size * length,
-            training_flops(model, length),
-            peak and peak * self.accelerator.num_processes,
-        )
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -261,19 +236,6 @@ class RecipeTrainer(Trainer):
             raise self._diverged(f"the loss is {loss.item()}")
         return loss
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # Called after every step. What it does itself takes no time of the steps.
-        if self.meter is not None:
-            self.meter.stop(self.state.global_step)
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self.meter is not None:
-            self.meter.start(self.state.global_step)
-
-    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs and self.meter is not None:
-            logs |= self.meter.take()
-        super().log(logs, *args, **kwargs)
-
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         folder = Path(str(self.args.output_dir))
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -284,8 +246,7 @@ class RecipeTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(*args, **kwargs)
             if self.is_world_process_zero():
-                sync(checkpoint / STATE_FILE)
-                write_json(checkpoint / CHECKSUM_FILE, {"files": checksums(checkpoint)})
+                sync(checkpoint)
                 sync_folder(folder)
                 # Not by Trainer, which would remove others before this one is on the disk.
                 for path in sorted_checkpoints(folder)[self.settings.keep_checkpoints :]:

@@ -30,7 +30,7 @@ from coca_lab.training import (
     retrieval,
     train,
 )
-from coca_lab.training.checkpoints import catch_write_errors, problem_of
+from coca_lab.training.checkpoints import catch_write_errors
 from coca_lab.training.sections import TrainingRecipe
 from coca_lab.training.sharding import check_layers, check_options
 from coca_lab.training.trainer import training_arguments
@@ -329,8 +329,6 @@ def test_a_missing_part_is_named(runs, recipes, tmp_path):
     output = unfinished(runs / "two-scratch", tmp_path / "run", 20)
     checkpoint = output / "checkpoints" / "checkpoint-10"
     (checkpoint / "optimizer_0" / "__1_0.distcp").unlink()
-    assert problem_of(checkpoint) == "optimizer_0/__1_0.distcp is missing"
-    (checkpoint / "checksums.json").unlink()  # as written by earlier versions
     with pytest.raises(UserError, match=r"checkpoint-10 cannot be read .*__1_0.distcp.*the folder"):
         train(load_recipe(recipes / "scratch.yaml"), output)
 
