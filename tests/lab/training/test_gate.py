@@ -104,10 +104,10 @@ def test_needles_and_lengths(tokenizer):
 @pytest.mark.parametrize(
     ("validation", "message"),
     [
-        ({"passkeys": 1, "every": "null"}, "validation.passkeys are asked for in validation"),
-        ({"needles": -1}, "needles must be at least 1"),
+        ({"passkeys": 1, "every": "null"}, "validation.passkeys and needles are asked for"),
+        ({"needles": -1}, "needles: Input should be greater than or equal to 0"),
         ({"lengths": "[300]"}, "lengths are those of prompts"),
-        ({"passkeys": 1, "lengths": "[0]"}, "lengths must be between 1 and"),
+        ({"passkeys": 1, "lengths": "[0]"}, "lengths: Input should be greater than or equal to 1"),
     ],
 )
 def test_settings_that_cannot_be(validation, message):
@@ -139,7 +139,7 @@ def test_a_run_measures_resumes_and_says_what_was_kept(
     path = write_recipe(base, text_folder, tmp_path / "recipe.yaml", TEACHER)
     options = ["--validation.passkeys=2", "--validation.lengths=[300]"]
     recipe = load_recipe(path, options)
-    caplog.set_level("INFO", "coca_attention")
+    caplog.set_level("INFO", "coca_lab")
     straight = train(recipe, tmp_path / "straight")
     assert caplog.text.count(", passkeys at 300 tokens 0%") == 6
     with pytest.raises(KeyboardInterrupt):
