@@ -112,8 +112,8 @@ def test_the_command_says_what_validation_measures(text_folder, tmp_path, capsys
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"validation__every": "0"}, r"validation\.every must be at least 1, got 0"),
-        ({"validation__batches": "0"}, r"validation\.batches must be at least 1, got 0"),
+        ({"validation__every": "0"}, r"validation\.every: Input should be .* equal to 1"),
+        ({"validation__batches": "0"}, r"validation\.batches: Input should be .* equal to 1"),
         ({"data__held_out": "0"}, r"needs validation\.source.*data\.held_out is 0"),
         ({"data__held_out": "1e-9"}, r"data\.held_out: no documents"),
         ({"validation__source": "nowhere.txt"}, r"validation\.source: nowhere\.txt: no such file"),
