@@ -102,3 +102,19 @@ def model_folder(tmp_path_factory, tokenizer):
     tiny_model("slack").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def ray():
+    """Ray on this machine, small."""
+    ray = pytest.importorskip("ray", reason="Ray is an extra")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=2,
+        object_store_memory=10**8,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+    yield ray
+    ray.shutdown()

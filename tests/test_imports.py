@@ -17,10 +17,11 @@ LIBRARY = {
     "models": {"ops", "layer", "errors"},
     "testing": set(),
 }
-LOOSE = {"arguments", "environment", "files", "intervals", "lazy", "loading", "settings"}
+LOOSE = {"arguments", "engine", "environment", "files", "intervals", "lazy", "loading", "settings"}
 LABORATORY = {
     "__init__": {"cli"},
     "arguments": set(),
+    "engine": {"extensions"},
     "environment": {"files"},
     "files": set(),
     "extensions": set(),

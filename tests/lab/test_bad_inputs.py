@@ -318,13 +318,12 @@ def test_one_line_and_exit_code_2(place, capfd, name):
     assert (place.run / "training.json").read_bytes() == results
 
 
-def test_a_damaged_journal_says_where(place, capsys):
+def test_damaged_values_say_where(place, capsys):
     output = place.new(".json")
-    journal = output.with_suffix(".journal.jsonl")
-    journal.write_bytes(b'{"key": 1, "value": 2}\n\xff\xfe\x00garbage\n{"a')
+    values = output.with_suffix(".values.sqlite")
+    values.write_bytes(b"not a database, but long enough to be read as one" * 50)
     assert main([str(w) for w in [*perplexity()(place), "--output", output]]) == 2
-    err = capsys.readouterr().err
-    assert f"{journal}: line 2 is damaged; delete" in err and "\\x" not in err
+    assert f"{values} is damaged" in capsys.readouterr().err
 
 
 def test_results_of_another_measurement_are_kept(place, capsys):
@@ -355,26 +354,12 @@ def test_results_of_another_measurement_are_kept(place, capsys):
     ]
 
 
-def test_a_journal_with_values_of_others_stays(tmp_path):
-    from coca_lab.evaluation.journal import Journal
-
-    path = tmp_path / "journal.jsonl"
-    Journal(path).put("theirs", 1)
-    journal = Journal(path)
-    journal.put("ours", 2)
-    journal.remove()
-    assert Journal(path).get("theirs") == 1
-    journal.get("theirs")
-    journal.remove()
-    assert not path.exists()
-
-
 def test_a_suite_reads_no_weights_before_everything_is_checked(place, monkeypatch, capsys):
     """The defect is in the last model and the last task; nothing else has been evaluated."""
     broken = Path(place.copy("llama-rope")) / "model.safetensors"
     broken.write_bytes(broken.read_bytes()[:-50])
     models = {"a": str(place.model), "b": str(broken.parent)}
-    monkeypatch.setattr("coca_lab.evaluation.suite.load_subject", None)
+    monkeypatch.setattr("coca_lab.evaluation.task.load_model", None)
     for fields, message in (
         ({"models": models}, "model b: .*a weight file is damaged"),
         ({"device": "quantum"}, "device 'quantum' cannot be used"),

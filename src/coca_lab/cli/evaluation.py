@@ -1,8 +1,6 @@
 """Commands that evaluate a model."""
 
 import re
-from collections.abc import Callable
-from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,18 +17,16 @@ from coca_lab.arguments import SettingsParser
 from coca_lab.cli import Run, choose
 from coca_lab.cli.console import Progress, duration, parse, parse_file, print_table
 from coca_lab.data import SourceSettings
+from coca_lab.engine import RAY_HELP, Engine, Item, Store, take_ray
 from coca_lab.environment import (
     check_results,
     describe_environment,
-    hold,
     keep_other_results,
     write_json,
 )
 from coca_lab.evaluation import TASKS, Cell, Session, Subject, Task
 from coca_lab.evaluation import suite as suites
-from coca_lab.evaluation.journal import Journal, fingerprint
-from coca_lab.evaluation.pieces import Claims, Piece, join, local_device, processes, rank
-from coca_lab.evaluation.task import Part, load_subject
+from coca_lab.evaluation.task import Part, fingerprint
 from coca_lab.settings import Scaling, check_scaling
 
 
@@ -45,8 +41,7 @@ class LoadingSettings:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights."""
     device: str | None = None
-    """cpu, cuda, …; by default the accelerator if there is one. Under torchrun, tensor-parallel
-    splits the model over all processes, and context-parallel the texts (perplexity only)."""
+    """cpu, cuda, …; by default the accelerator if there is one; auto spreads the model over all."""
 
 
 @dataclass
@@ -74,16 +69,22 @@ def _angles(subject: Subject, settings: AnalyzeSettings, session: Session) -> Pa
     from coca_lab.analysis import read_token_ids
     from coca_lab.analysis.task import angle_cell, cut_documents, read_document, unpack
 
-    model: Any = subject.model
     asked = AnalysisSettings(
         **{name: getattr(settings, name) for name in AnalysisSettings.__dataclass_fields__}
     )
     documents, asked = cut_documents(
-        model, read_token_ids(settings, subject.tokenizer, settings), asked
+        subject.model, read_token_ids(settings, subject.tokenizer, settings), asked
     )
 
-    def piece(index: int) -> Piece:
-        document = documents[index]
+    def work(indices: list[int]) -> list[Any]:
+        model = subject.loaded()
+        return [
+            read_document(model, documents[index], index, asked, lambda tokens: None).pack()
+            for index in indices
+        ]
+
+    items = []
+    for index, document in enumerate(documents):
         key = {
             "task": "angles",
             "version": __version__,
@@ -91,53 +92,46 @@ def _angles(subject: Subject, settings: AnalyzeSettings, session: Session) -> Pa
             "settings": asdict(asked),
             "document": [index, sha256(document.numpy().tobytes()).hexdigest()],
         }
-        length, cost = len(document), len(document) * (1 + len(asked.shifts))
+        cost = len(document) * (1 + len(asked.shifts))
+        items.append(Item([key], work, [index], cost, label=f"{subject.name} angles"))
 
-        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
-            return [read_document(model, document, index, asked, advance).pack()]
+    def cells(values: list[Any], seconds: float) -> list[Cell]:
+        every = (unpack(value, asked) for value in values)
+        return [angle_cell(subject.model, documents, asked, every, subject.name)]
 
-        return Piece(f"{subject.name} angles", [key], cost, length, compute)
-
-    pieces = [piece(index) for index in range(len(documents))]
-
-    def cells() -> list[Cell]:
-        every = (unpack(session.journal.get(each.keys[0]), asked) for each in pieces)
-        return [angle_cell(model, documents, asked, every, subject.name)]
-
-    return Part(pieces, cells)
+    return Part(items, cells)
 
 
 def _answers(subject: Subject, settings: AnalyzeSettings, session: Session) -> Part:
     """The work of `analyze_retrieval`, a prompt a piece."""
     from coca_lab.analysis.retrieval import prompts_by_length, read_prompt, retrieval_cell
 
-    model: Any = subject.model
     prompts = prompts_by_length(subject.tokenizer, settings)
 
-    def piece(length: int, index: int) -> Piece:
-        key = {
-            "task": "attention",
-            "model": subject.identity,
-            "prompt": [settings.seed, length, index],
-            "near": settings.near,
-        }
+    def work(wanted: list[tuple[int, int]]) -> list[Any]:
+        model = subject.loaded()
+        return [read_prompt(model, prompts[n][index], settings) for n, index in wanted]
 
-        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
-            return [read_prompt(model, prompts[length][index], settings)]
+    items = []
+    for length, asked in prompts.items():
+        for index in range(len(asked)):
+            key = {
+                "task": "attention",
+                "model": subject.identity,
+                "prompt": [settings.seed, length, index],
+                "near": settings.near,
+            }
+            label = f"{subject.name} attention {length}"
+            items.append(Item([key], work, [(length, index)], length, label=label))
 
-        return Piece(f"{subject.name} attention {length}", [key], length, length, compute)
-
-    pieces = {n: [piece(n, i) for i in range(len(asked))] for n, asked in prompts.items()}
-
-    def cells() -> list[Cell]:
+    def cells(values: list[Any], seconds: float) -> list[Cell]:
+        rest = iter(values)
         return [
-            retrieval_cell(
-                model, settings, n, [session.journal.get(p.keys[0]) for p in each], subject.name
-            )
-            for n, each in pieces.items()
+            retrieval_cell(subject.model, settings, n, [next(rest) for _ in asked], subject.name)
+            for n, asked in prompts.items()
         ]
 
-    return Part([piece for each in pieces.values() for piece in each], cells)
+    return Part(items, cells)
 
 
 def _check_analyze(settings: AnalyzeSettings) -> None:
@@ -149,10 +143,9 @@ ANALYSIS = Task(
     "analyze",
     "Angles of queries and keys, borders, bounds; or where attention goes with --passkeys.",
     AnalyzeSettings,
-    lambda subject, settings, session: session.finish(_analysis_parts(subject, settings, session)),
-    _check_analyze,
-    scaled=False,
+    check=_check_analyze,
     parts=_analysis_parts,
+    scaled=False,
 )
 
 
@@ -182,50 +175,35 @@ def task_command(task: Task, program: str) -> Run:
 
 
 def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
-    """Parse, check, load, evaluate what the journal does not have yet, write, print."""
+    """Parse, check, load, evaluate what has not been finished before, write, print."""
     sections = [task.settings, ScaledSettings if task.scaled else LoadingSettings]
     path, settings, loading = parse(program, command, words, sections, ["model"])
     task.check(settings)
     name = loading.name or Path(path).name
-    session = Session()
+    scaling = suites.ScalingSettings()
     plain = re.sub(r"[^\w.=+-]+", "-", name)
     file = f"{plain}-{task.name}.json"
     if task.scaled:
         check_scaling(loading.scaling, loading.factor)
-        session.scaling, session.factor = loading.scaling, loading.factor
+        scaling = suites.ScalingSettings(loading.scaling, loading.factor)
         file = f"{plain}-{loading.scaling}-{task.name}.json"
     output = Path(loading.output or Path("runs", "eval", file))
     check_results(output)
     check_name(path)
-    suites.check_device(loading.device, [task.name])
-    first, joint = rank() == 0, loading.device in suites.JOINT_DEVICES
-    with ExitStack() as stack:
-        if first:  # it speaks for all
-            stack.enter_context(hold(output.with_name(f".{output.name}.lock"), output))
-        journal = output.with_suffix(".journal.jsonl")
-        session.journal = join(journal) if joint else Journal(journal)
-        device = local_device(loading.device)
-        subject = load_subject(path, name, dtype=loading.dtype, device=device)
-        if first:
-            session.progress = stack.enter_context(Progress())
-        if joint or processes() == 1:
-            cells = task.run(subject, settings, session)
-        else:
-            claims = Claims(output.with_name(f".{output.name}.claims"), alone=False)
-            session.claims = stack.enter_context(closing(claims))
-            cells = task.share(subject, settings, session, wait=first)
-        if not first:
-            return
+    suite = suites.Suite({name: path}, [scaling], dtype=loading.dtype, device=loading.device)
+    with Store(output.with_suffix(".values.sqlite")) as store, Progress() as progress:
+        engine = Engine(store, progress)
+        cells = suites.evaluate(suite, [(task, settings)], engine)
+        applied = None if scaling.kind == "none" else float(scaling.factor)
         measured = {
             "model": [name, path, fingerprint(path), loading.dtype],
-            "scaling": [session.scaling, session.applied_factor],
+            "scaling": [scaling.kind, applied],
             task.name: asdict(settings),
         }
         keep_other_results(output, "measured", measured)
         environment = describe_environment()
         write_json(output, {"results": cells, "measured": measured, "environment": environment})
-        if session.claims is None:  # a process that comes late looks there
-            session.journal.remove()
+        store.remove(engine.used)
     from coca_lab.report import printed_tables
 
     for table in printed_tables(cells):
@@ -238,6 +216,7 @@ run_analyze = task_command(ANALYSIS, "coca")
 
 def _suite_parser() -> SettingsParser:
     parser = suites.suite_parser()
+    parser.add_argument("--ray", help=RAY_HELP)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -248,18 +227,16 @@ def _suite_parser() -> SettingsParser:
 
 def run_suite(words: list[str]) -> None:
     """Evaluate models x scalings x tasks from one YAML; resumes when restarted."""
-    usage = "coca eval suite SUITE.yaml [--passkey.samples 20] [--dry-run]"
+    usage = "coca eval suite SUITE.yaml [--passkey.samples 20] [--ray [ADDRESS]] [--dry-run]"
+    words, ray = take_ray(words)
     path, overrides, folder = parse_file(words, run_suite, _suite_parser, "suite", usage)
     if "--dry-run" in overrides:
         overrides.remove("--dry-run")
         _print_estimates(suites.estimate_suite(suites.load_suite(path, overrides), folder))
         return
     suite = suites.load_suite(path, overrides)
-    if rank() > 0:  # the first process speaks for all
-        suites.run_suite(suite, folder)
-        return
     with Progress() as advance:
-        results = suites.run_suite(suite, folder, progress=advance)
+        results = suites.run_suite(suite, folder, progress=advance, ray=ray)
     from coca_lab.report import printed_tables, read_results
 
     for table in printed_tables(read_results([results])[0]["results"]):
@@ -270,7 +247,7 @@ def run_suite(words: list[str]) -> None:
 def _print_estimates(estimates: list[suites.Estimate]) -> None:
     rows = [
         [
-            f"{e.job.subject.name} {e.job.scaling} {e.job.task}",
+            f"{e.job.subject.name} {e.job.scaling} {e.job.task.name}",
             f"{e.cells}",
             f"{e.tokens:,}",
             f"{e.left:,}",

@@ -29,8 +29,9 @@ from coca_lab.cli.console import (
     print_table,
 )
 from coca_lab.data import SourceSettings, load_tokenizer, token_array
+from coca_lab.engine import Engine
 from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings, check_limits
-from coca_lab.evaluation.task import Session, load_subject
+from coca_lab.evaluation.task import Session, open_subject
 from coca_lab.folders import convert_folder, export_folder
 from coca_lab.generation import FiniteScores
 from coca_lab.llama_cpp import ARCHITECTURE, export_gguf
@@ -362,9 +363,11 @@ def _check_limits(
     planned = convert_folder(path, target, wanted, **{**options, "dry_run": True})
     length = rotation(planned.config.get_text_config()).max_distance
     assert length is not None  # it is just limited
-    subject = load_subject(path, "base", dtype=options["dtype"])
+    subject = open_subject(path, "base", dtype=options["dtype"]).with_weights()
     with Progress() as progress:
-        report = check_limits(subject, text, check, Session(progress=progress), length=length)
+        report = check_limits(
+            subject, text, check, Session(engine=Engine(progress=progress)), length=length
+        )
     print_table(*report.table())
     return report
 

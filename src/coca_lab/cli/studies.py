@@ -7,6 +7,7 @@ from pathlib import Path
 from accelerate import PartialState
 
 from coca_lab.cli.console import Progress, duration, megabytes, parse, parse_file, print_table
+from coca_lab.engine import take_ray
 from coca_lab.environment import describe_environment
 from coca_lab.files import check_results, keep_other_results, write_json
 from coca_lab.report import printed_tables, read_results
@@ -40,10 +41,11 @@ def run_quickstart(words: list[str]) -> None:
 
 def run_search(words: list[str]) -> None:
     """Train and evaluate many variants of a recipe and keep the best; resumes when restarted."""
-    usage = "coca search SEARCH.yaml [--workers 4]"
+    usage = "coca search SEARCH.yaml [--ray [ADDRESS]]"
+    words, ray = take_ray(words)
     path, overrides, folder = parse_file(words, run_search, search_parser, "search", usage)
     with Progress() as advance:
-        results = search(load_search(path, overrides), folder, progress=advance)
+        results = search(load_search(path, overrides), folder, progress=advance, ray=ray)
     _print_results(results)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from yaml import YAMLError
 
 from coca_attention.errors import UserError, install
-from coca_lab.evaluation.task import Cell, Session, Subject, Task, check_at_least
+from coca_lab.engine import Item
+from coca_lab.evaluation.task import Cell, Part, Session, Subject, Task, check_at_least
 
 
 @dataclass
@@ -47,7 +48,7 @@ def evaluate_harness(subject: Subject, settings: HarnessSettings, session: Sessi
     Args:
         subject: The model; the harness receives this object and loads nothing itself.
         settings: Tasks and how they are asked.
-        session: Its journal stores the metrics of all tasks together. Scaling does not apply, and
+        session: Its engine keeps the metrics of all tasks together. Scaling does not apply, and
             the harness draws its own progress bars.
 
     Returns:
@@ -56,45 +57,40 @@ def evaluate_harness(subject: Subject, settings: HarnessSettings, session: Sessi
     Raises:
         UserError: If the harness is not installed, a task is unknown, or its data is unavailable.
     """
+    return session.finish(_parts(subject, settings, session))
+
+
+def _parts(subject: Subject, settings: HarnessSettings, session: Session) -> list[Part]:
+    """The work of `evaluate_harness`, one item."""
     check_settings(settings)
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
+    import lm_eval  # an optional package
 
     key = {
         "task": "harness",
         "model": subject.identity,
         "harness": lm_eval.__version__,
         "settings": asdict(settings),
-        "files": _task_files(subject, settings),
+        "files": _task_files(settings),
     }
-    stored = session.journal.get(key)
-    if stored is not None:
-        return [{**cell, **subject.facts} for cell in stored]
 
-    def unknown_to(manager: Any) -> list[str]:
-        return [
-            task
-            for task in settings.tasks
-            if not Path(task).is_file() and not manager.match_tasks([task])
-        ]
+    def work(_: list[Any]) -> list[list[Cell]]:
+        return [_evaluate(subject, settings)]
 
-    # Reading the harness' thousands of task files takes ten seconds: avoided where possible.
-    try:
-        manager = TaskManager(include_path=settings.include_path, include_defaults=False)
-        if unknown_to(manager):
-            manager = TaskManager(include_path=settings.include_path)
-        unknown = unknown_to(manager)
-    except Exception as error:
-        raise UserError(f"a task file cannot be read: {' '.join(str(error).split())}") from error
-    if unknown:
-        raise UserError(
-            f"the harness has no task {', '.join(unknown)}; list its tasks with: lm-eval ls tasks "
-            "(your own tasks: --include-path FOLDER)"
-        )
+    def cells(values: list[list[Cell]], seconds: float) -> list[Cell]:
+        return [{**cell, **subject.facts} for cell in values[0]]
+
+    item = Item([key], work, [None], label=f"{subject.name} harness", group=subject.name)
+    return [Part([item], cells)]
+
+
+def _evaluate(subject: Subject, settings: HarnessSettings) -> list[Cell]:
+    import lm_eval  # an optional package
+    from lm_eval.models.huggingface import HFLM
+
+    manager = _task_manager(settings)
     make: Any = HFLM
     adapter = make(
-        pretrained=subject.model,
+        pretrained=subject.loaded(),
         tokenizer=subject.tokenizer,
         batch_size=settings.batch_size,
         backend="causal",
@@ -119,7 +115,7 @@ def evaluate_harness(subject: Subject, settings: HarnessSettings, session: Sessi
             f"the harness could not run {', '.join(settings.tasks)}: "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
-    cells = [
+    return [
         {
             "task": "harness",
             **subject.facts,
@@ -138,11 +134,36 @@ def evaluate_harness(subject: Subject, settings: HarnessSettings, session: Sessi
         }
         for task, results in found["results"].items()
     ]
-    session.journal.put(key, cells)
-    return cells
 
 
-def _task_files(subject: Subject, settings: HarnessSettings) -> dict[str, str]:
+def _task_manager(settings: HarnessSettings) -> Any:
+    """The harness' table of tasks, with those of the settings; UserError if one is unknown."""
+    from lm_eval.tasks import TaskManager  # an optional package
+
+    def unknown_to(manager: Any) -> list[str]:
+        return [
+            task
+            for task in settings.tasks
+            if not Path(task).is_file() and not manager.match_tasks([task])
+        ]
+
+    # Reading the harness' thousands of task files takes ten seconds: avoided where possible.
+    try:
+        manager = TaskManager(include_path=settings.include_path, include_defaults=False)
+        if unknown_to(manager):
+            manager = TaskManager(include_path=settings.include_path)
+        unknown = unknown_to(manager)
+    except Exception as error:
+        raise UserError(f"a task file cannot be read: {' '.join(str(error).split())}") from error
+    if unknown:
+        raise UserError(
+            f"the harness has no task {', '.join(unknown)}; list its tasks with: lm-eval ls tasks "
+            "(your own tasks: --include-path FOLDER)"
+        )
+    return manager
+
+
+def _task_files(settings: HarnessSettings) -> dict[str, str]:
     """SHA-256 of every local task file."""
     files = [Path(task) for task in settings.tasks if Path(task).is_file()]
     if settings.include_path is not None:
@@ -154,8 +175,7 @@ TASK = Task(
     "harness",
     "Short-context tasks of EleutherAI's lm-evaluation-harness (an optional extra).",
     HarnessSettings,
-    evaluate_harness,
-    check_settings,
+    check=check_settings,
+    parts=_parts,
     scaled=False,
-    depends=_task_files,
 )

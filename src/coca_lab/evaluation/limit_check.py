@@ -7,23 +7,23 @@ distance within L. So both are measured, for the model as it is and for a few W.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coca_attention.errors import UserError
+from coca_attention.models.conversion import convert
+from coca_attention.models.fields import rope_parameters
 from coca_lab.data import SourceSettings
-from coca_lab.evaluation.passkey.task import PasskeySettings, evaluate_passkey
-from coca_lab.evaluation.perplexity.task import (
+from coca_lab.evaluation.passkey import PasskeySettings, evaluate_passkey
+from coca_lab.evaluation.perplexity import (
     TextSettings,
     WindowSettings,
     evaluate_perplexity,
     load_text,
     tokens_needed,
 )
+from coca_lab.evaluation.perplexity.score import TokenDocument
 from coca_lab.evaluation.task import Cell, Session, Subject, check_at_least
 from coca_lab.intervals import DocumentScore, paired_ratio_interval
-
-if TYPE_CHECKING:
-    from coca_lab.evaluation.perplexity.score import TokenDocument
 
 SHARES = (1.0, 0.75, 0.5, 0.25)
 """The limits that are tried, as shares of L."""
@@ -157,15 +157,12 @@ def check_limits(
         subject: A rotary model that `convert` takes.
         text: Fields of the text; its source is ``settings.check``.
         settings: Lengths and prompts.
-        session: Journal and progress.
+        session: Its engine.
         length: L, the training length in tokens.
 
     Raises:
         UserError: If no document is long enough, or L too short for a passkey text.
     """
-    from coca_attention.models.conversion import convert
-    from coca_attention.models.fields import rope_parameters
-
     check_at_least(settings, 1, "check_samples")
     lengths = sorted({length, *(settings.check_lengths or (2 * length, 4 * length))})
     if lengths[0] <= ANSWER:
@@ -204,7 +201,7 @@ def check_limits(
 
 def _measure(
     subject: Subject,
-    documents: "Sequence[TokenDocument]",
+    documents: Sequence[TokenDocument],
     windows: WindowSettings,
     samples: int,
     session: Session,

@@ -4,10 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from coca_attention.errors import UserError
 from coca_lab.data.passkey import Prompt
-from coca_lab.evaluation.pieces import Piece
+from coca_lab.engine import Item
 from coca_lab.evaluation.task import Cell, Part, Session, Subject, check_at_least
+from coca_lab.generation import greedy_answers, rotary_scaling_for
 
 LONGEST = 10**7
 """Tokens of a prompt at most; making one takes some 70 bytes a token."""
@@ -47,75 +50,70 @@ def prompt_part(
     length: int,
     make: Callable[[Sequence[int]], list[Prompt]],
     score: Callable[[str, Prompt], dict[str, Any]],
-    with_statistics: Callable[[Cell], Cell],
+    statistics: Callable[[list[Cell]], Cell],
     settings: PromptSettings,
     about: dict[str, Any],
     session: Session,
 ) -> Part:
-    """The work of answering all prompts of one kind and length, a batch a piece, and its cell.
+    """The work of answering all prompts of one kind and length, a batch an item, and its cell.
 
     Args:
         subject: The model.
         length: Tokens of a prompt.
         make: From indices of samples to their prompts.
         score: From an answer and its prompt to further fields of its record.
-        with_statistics: Adds the statistics to the cell with its records.
+        statistics: From the records of all samples to further fields of the cell.
         settings: Samples, answer length and batch size.
         about: Fields of the cell that identify these prompts (task, length, seed, …).
-        session: Rotary scaling and journal. ``ntk`` computes the base from the length of prompt
-            and answer together.
+        session: Rotary scaling. ``ntk`` computes the base from the length of prompt and answer
+            together.
 
     Returns:
         The part; its cell has one record per prompt in ``samples``.
     """
+    make([0])  # UserError if it does not fit
     about = {**about, "max_new_tokens": settings.max_new_tokens}
-    factor, total = session.applied_factor, length + settings.max_new_tokens
-    key = {**about, "model": subject.identity, "scaling": [session.scaling, factor]}
-    label = f"{subject.name} {session.scaling} {about.get('kind', about['task'])} {length}"
+    scaling, factor = session.scaling, session.applied_factor
+    scaled = (scaling, session.factor, length + settings.max_new_tokens)
+    key = {**about, "model": subject.identity, "scaling": [scaling, factor]}
+    label = f"{subject.name} {scaling} {about.get('kind', about['task'])} {length}"
     size = max(1, settings.batch_tokens // length)
 
-    def piece(start: int) -> Piece:
+    def answer(indices: list[int]) -> list[Cell]:
+        prompts, model = make(indices), subject.loaded()
+        with rotary_scaling_for(model, *scaled):
+            answers = greedy_answers(
+                model,
+                subject.tokenizer,
+                torch.tensor([prompt.ids for prompt in prompts]),
+                max_new_tokens=settings.max_new_tokens,
+                use_cache=settings.use_cache,
+            )
+        return [
+            {**prompt.facts, "output": answer, **score(answer, prompt)}
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+    items = []
+    for start in range(0, settings.samples, size):
         indices = range(start, min(start + size, settings.samples))
-
-        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
-            import torch
-
-            from coca_lab.generation import greedy_answers, rotary_scaling_for
-
-            asked = make([indices[number] for number in missing])
-            with rotary_scaling_for(subject.model, session.scaling, session.factor, total):
-                answers = greedy_answers(
-                    subject.model,
-                    subject.tokenizer,
-                    torch.tensor([prompt.ids for prompt in asked]),
-                    max_new_tokens=settings.max_new_tokens,
-                    use_cache=settings.use_cache,
-                )
-            return [
-                {**prompt.facts, "output": answer, **score(answer, prompt)}
-                for prompt, answer in zip(asked, answers, strict=True)
-            ]
-
         # A generated token takes about as long as four that are read.
         cost = len(indices) * (length + 4 * settings.max_new_tokens)
-        return Piece(label, [[key, index] for index in indices], cost, length, compute)
+        keys = [[key, index] for index in indices]
+        items.append(Item(keys, answer, indices, cost, length, label, subject.name))
 
-    pieces = [piece(start) for start in range(0, settings.samples, size)]
-
-    def cells() -> list[Cell]:
-        from coca_lab.generation import rotary_scaling_for
-
-        with rotary_scaling_for(subject.model, session.scaling, session.factor, total) as rope:
+    def cells(records: list[Cell], seconds: float) -> list[Cell]:
+        with rotary_scaling_for(subject.model, *scaled) as rope:
             pass
         cell = {
             **about,
             **subject.facts,
-            "scaling": session.scaling,
+            "scaling": scaling,
             "factor": factor,
             "rope_parameters": rope,
-            "seconds": session.seconds(pieces),
-            "samples": [session.journal.get(each) for piece in pieces for each in piece.keys],
+            "seconds": seconds,
+            "samples": records,
         }
-        return [with_statistics(cell)]
+        return [cell | statistics(records)]
 
-    return Part(pieces, cells)
+    return Part(items, cells)

@@ -5,16 +5,21 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from coca_attention.errors import UserError
-from coca_lab.data import SourceSettings, held_out
+from coca_attention.models import training_length
+from coca_attention.models.streaming import streaming
+from coca_lab.data import SourceSettings, held_out, token_array
+from coca_lab.engine import Item
 from coca_lab.environment import resident_megabytes
-from coca_lab.evaluation.task import Cell, Session, Subject, Task, check_at_least
+from coca_lab.evaluation.task import Cell, Part, Session, Subject, Task, check_at_least
+from coca_lab.generation import rotary_scaling_for
 from coca_lab.settings import PIECE, check_sizes
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass
@@ -45,16 +50,12 @@ def check_settings(settings: StreamingSettings) -> None:
         raise UserError(f"held_out must lie between 0 and 1, got {settings.held_out}")
 
 
-def load_stream(settings: StreamingSettings, subject: Subject) -> "Tensor":
+def load_stream(settings: StreamingSettings, subject: Subject) -> Tensor:
     """Token ids (tokens + 1,), int64: the first one is not scored.
 
     Raises:
         UserError: If the source has fewer.
     """
-    import torch
-
-    from coca_lab.data import token_array
-
     documents, wanted = settings.documents(), settings.tokens + 1
     if settings.held_out:
         documents = (d for d in documents if held_out(d, settings.held_out))
@@ -73,8 +74,6 @@ def window_of(subject: Subject, settings: StreamingSettings) -> int:
     Raises:
         UserError: If the model does not say its training length.
     """
-    from coca_attention.models import training_length
-
     if settings.window is not None:
         return settings.window
     trained = training_length(subject.model.config.get_text_config())
@@ -84,7 +83,7 @@ def window_of(subject: Subject, settings: StreamingSettings) -> int:
 
 
 def evaluate_streaming(
-    subject: Subject, tokens: "Tensor", settings: StreamingSettings, session: Session
+    subject: Subject, tokens: Tensor, settings: StreamingSettings, session: Session
 ) -> Cell:
     """Read one text from beginning to end, in constant memory.
 
@@ -92,8 +91,8 @@ def evaluate_streaming(
         subject: The model.
         tokens: (tokens + 1,).
         settings: What stays in sight.
-        session: Rotary scaling, journal and progress. ``ntk`` computes the base from window and
-            sinks together.
+        session: Rotary scaling and engine. ``ntk`` computes the base from window and sinks
+            together.
 
     Returns:
         One cell. ``by_position`` has nats, tokens, tokens per second and memory in MB (of the
@@ -102,45 +101,65 @@ def evaluate_streaming(
     Raises:
         UserError: If the model cannot be streamed, or returns NaN or infinity.
     """
-    import torch
-    import torch.nn.functional as F
+    (cell,) = session.finish([_part(subject, tokens, settings, session)])
+    return cell
 
-    from coca_attention.models.streaming import streaming
-    from coca_lab.generation import rotary_scaling_for
 
-    sinks, window = settings.sinks, window_of(subject, settings)
-    factor, total = session.applied_factor, len(tokens) - 1
-    label = f"{subject.name} {session.scaling} streaming"
-    about = {**asdict(settings), "window": window}
+def _part(subject: Subject, tokens: Tensor, settings: StreamingSettings, session: Session) -> Part:
+    """The work of `evaluate_streaming`, one item."""
+    window, factor, total = window_of(subject, settings), session.applied_factor, len(tokens) - 1
+    with streaming(subject.model, window=window, sinks=settings.sinks):
+        pass  # UserError if it cannot be
+    scaled = (session.scaling, session.factor, window + settings.sinks)
     key = {
         "task": "streaming",
         "model": subject.identity,
         "scaling": [session.scaling, factor],
-        "settings": about,
-        "text": _hash(tokens),
+        "settings": {**asdict(settings), "window": window},
+        "text": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
     }
-    stored = session.journal.get(key)
-    if stored is not None:
-        session.progress(label, total, total)
-        return {**stored, **subject.facts}
+
+    def work(_: list[Any]) -> list[Cell]:
+        model = subject.loaded()
+        with rotary_scaling_for(model, *scaled) as rope:
+            ranges, size = _read(model, tokens, settings, window)
+        return [
+            {
+                "task": "streaming",
+                **subject.facts,
+                "scaling": session.scaling,
+                "factor": factor,
+                "rope_parameters": rope,
+                **key["settings"],
+                "perplexity": math.exp(sum(r["nats"] for r in ranges) / total),
+                "cache_megabytes": size,
+                "by_position": ranges,
+            }
+        ]
+
+    label = f"{subject.name} {session.scaling} streaming"
+    item = Item([key], work, [None], total, label=label, group=subject.name)
+    return Part([item], lambda values, seconds: [{**values[0], **subject.facts}])
+
+
+def _read(
+    model: Any, tokens: Tensor, settings: StreamingSettings, window: int
+) -> tuple[list[Cell], float]:
+    """Nats, speed and memory by range of positions, and the size of the cache in MB."""
+    total, device, ranges = len(tokens) - 1, model.device, []
     edges = [round(total * i / settings.ranges) for i in range(settings.ranges + 1)]
-    ranges = []
     with (
-        rotary_scaling_for(subject.model, session.scaling, session.factor, window + sinks) as rope,
-        streaming(subject.model, window=window, sinks=sinks) as cache,
+        streaming(model, window=window, sinks=settings.sinks) as cache,
         torch.inference_mode(),
     ):
-        device = subject.model.device
         for first, last in pairwise(edges):
             started, nats = time.perf_counter(), 0.0
             for start in range(first, last, settings.piece):
                 stop = min(start + settings.piece, last)
-                logits = subject.model(
-                    input_ids=tokens[start:stop].unsqueeze(0).to(device), past_key_values=cache
-                ).logits[0]
+                ids = tokens[start:stop].unsqueeze(0).to(device)
+                logits = model(input_ids=ids, past_key_values=cache).logits[0]
                 targets = tokens[start + 1 : stop + 1].to(device)
                 nats += F.cross_entropy(logits.float(), targets, reduction="sum").item()
-                session.progress(label, stop, total)
             if not math.isfinite(nats):
                 raise UserError(
                     f"the model returns NaN or infinity between tokens {first} and {last}: its "
@@ -159,49 +178,18 @@ def evaluate_streaming(
                     "megabytes": round(memory, 1),
                 }
             )
-    mean = sum(r["nats"] for r in ranges) / total
-    cell = {
-        "task": "streaming",
-        **subject.facts,
-        "scaling": session.scaling,
-        "factor": factor,
-        "rope_parameters": rope,
-        **about,
-        "perplexity": math.exp(mean),
-        "cache_megabytes": cache.nbytes / 1e6,
-        "by_position": ranges,
-    }
-    session.journal.put(key, cell)
-    return cell
+        return ranges, cache.nbytes / 1e6
 
 
-def _tokens(subject: Subject, settings: StreamingSettings) -> "Tensor":
-    return subject.cached(f"stream {settings}", lambda: load_stream(settings, subject))
-
-
-def _hash(tokens: "Tensor") -> str:
-    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-
-
-def _prepare(subject: Subject, settings: StreamingSettings) -> None:
-    from coca_attention.models.streaming import streaming
-
-    with streaming(subject.model, window=window_of(subject, settings), sinks=settings.sinks):
-        _tokens(subject, settings)
-
-
-def _evaluate(subject: Subject, settings: StreamingSettings, session: Session) -> list[Cell]:
-    tokens = _tokens(subject, settings)
-    return [evaluate_streaming(subject, tokens, settings, session)]
+def _parts(subject: Subject, settings: StreamingSettings, session: Session) -> list[Part]:
+    tokens = subject.cached(f"stream {settings}", lambda: load_stream(settings, subject))
+    return [_part(subject, tokens, settings, session)]
 
 
 TASK = Task(
     "streaming",
     "Perplexity, speed and memory over one endless text, of which a window stays in sight.",
     StreamingSettings,
-    _evaluate,
-    check_settings,
-    lambda settings: [settings.tokens],
-    _prepare,
-    depends=lambda subject, settings: _hash(_tokens(subject, settings)),
+    check=check_settings,
+    parts=_parts,
 )

@@ -1,38 +1,31 @@
-"""A suite: models × rotary scalings × tasks from one YAML file; finished parts are not repeated."""
+"""A suite: models × rotary scalings × tasks from one YAML file; finished items are not repeated."""
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import closing, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from coca_attention.errors import UserError, error_prefix
 from coca_lab.arguments import SettingsParser, read_settings, settings_parser
-from coca_lab.environment import (
-    check_results,
-    describe_environment,
-    keep_other_results,
-    write_json,
-)
+from coca_lab.engine import Engine, Item, Progress, Store, start_engine
+from coca_lab.environment import describe_environment
 from coca_lab.evaluation import TASKS
-from coca_lab.evaluation.journal import Journal
-from coca_lab.evaluation.pieces import (
-    Claims,
-    Piece,
-    Progress,
-    join,
-    local_device,
-    processes,
-    rank,
-    work,
+from coca_lab.evaluation.task import (
+    Cell,
+    Part,
+    Session,
+    Subject,
+    Task,
+    free_weights,
+    open_subject,
 )
-from coca_lab.evaluation.task import Part, Session, Subject, identity_of, load_subject
-from coca_lab.settings import CONTEXT_PARALLEL, TENSOR_PARALLEL, Scaling, check_scaling
+from coca_lab.files import check_results, keep_other_results, write_json
+from coca_lab.generation import rotary_scaling_for
+from coca_lab.loading import usable_device
+from coca_lab.settings import Scaling, check_scaling
 
-JOINT_DEVICES = (TENSOR_PARALLEL, CONTEXT_PARALLEL)
-"""Those of a model that all processes of a launch run together."""
-RESULTS_FILE, JOURNAL_FILE, CLAIMS_FILE = "results.json", "journal.jsonl", ".claims"
+RESULTS_FILE, STORE_FILE = "results.json", "values.sqlite"
 
 
 @dataclass
@@ -61,8 +54,12 @@ class Suite:
     """Precision of the weights."""
     device: str | None = None
     """cpu, cuda, …; by default the accelerator if there is one. auto spreads a model over all GPUs
-    of one process, tensor-parallel over all processes of a launch; context-parallel has each of
-    them read a part of every text (perplexity only)."""
+    of its process, and what does not fit over the CPU's memory."""
+    num_cpus: int = 1
+    """With --ray: cores of a process."""
+    num_gpus: float | None = None
+    """With --ray: GPUs of a process; by default one if there are GPUs. A model that needs several
+    has device auto."""
 
     def check(self) -> None:
         """Raise UserError where settings contradict each other or are out of range."""
@@ -95,19 +92,13 @@ class Suite:
             raise UserError(
                 f"no scaling applies to {', '.join(unscaled)}: add {{kind: none}} to the scalings"
             )
-        check_device(self.device, self.tasks)
         for name, settings in self.tasks.items():
             TASKS[name].check(settings)
 
 
-def check_device(device: str | None, tasks: Iterable[str]) -> None:
-    """Raise UserError if one of the named tasks cannot be done on a device."""
-    others = [name for name in tasks if name != "perplexity"]
-    if device == CONTEXT_PARALLEL and others:
-        raise UserError(
-            f"device {device} reads whole texts without a cache, for perplexity alone; got "
-            f"{', '.join(others)}"
-        )
+def task_sections() -> dict[str, tuple[type, str]]:
+    """The sections of tasks in YAML files: their settings, and a line of help."""
+    return {task.name: (task.settings, task.summary) for task in TASKS.values()}
 
 
 def suite_parser() -> SettingsParser:
@@ -115,22 +106,14 @@ def suite_parser() -> SettingsParser:
     return settings_parser(Suite, "coca eval suite", "suite", task_sections())
 
 
-def load_suite(path: str | Path, overrides: list[str] | None = None) -> Suite:
+def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> Suite:
     """A checked suite from a YAML file and command-line overrides.
 
     Raises:
         UserError: If the file is missing or malformed, a key is unknown, or a value is invalid.
     """
-    options = overrides or []
-    sections = task_sections()
-    return read_settings(
-        Suite, path, options, kind="suite", program="coca eval suite", sections=sections
-    )
-
-
-def task_sections() -> dict[str, tuple[type, str]]:
-    """Settings and summary of every task: optional sections of suite and search files."""
-    return {task.name: (task.settings, task.summary) for task in TASKS.values()}
+    options: Any = {"kind": "suite", "program": "coca eval suite", "sections": task_sections()}
+    return read_settings(Suite, path, overrides, **options)
 
 
 def own_sections(theclass: type) -> list[str]:
@@ -143,23 +126,26 @@ class Job:
     """One task of one model with one rotary scaling."""
 
     scaling: str
-    task: str
+    task: Task
     subject: Subject
     parts: list[Part]
 
+    @property
+    def items(self) -> list[Item]:
+        """The items of all parts."""
+        return [item for part in self.parts for item in part.items]
 
-def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = None) -> Path:
-    """Evaluate what the journal does not have yet and write all results.
 
-    Any number of processes with the same output folder share the work. Those of a launch by
-    torchrun or Accelerate return when nothing is left that nobody works on, except the first, which
-    waits for the others and writes the results.
+def run_suite(
+    suite: Suite, output: str | Path, *, progress: Progress | None = None, ray: str | None = None
+) -> Path:
+    """Evaluate what the output folder does not have yet and write all results.
 
     Args:
         suite: What to evaluate.
-        output: Folder for ``results.json`` and the journal of finished parts.
-        progress: Called with a label, the tokens read so far, by all processes, and the tokens to
-            read in all.
+        output: Folder for ``results.json`` and the values of finished items.
+        progress: As for `Engine`.
+        ray: Compute on Ray: the address of a cluster, or empty for this machine.
 
     Returns:
         The result file.
@@ -168,156 +154,103 @@ def run_suite(suite: Suite, output: str | Path, *, progress: Progress | None = N
         UserError: If a model cannot be loaded, or a task cannot be done.
     """
     suite.check()
-    output = Path(output)
-    results = output / RESULTS_FILE
+    results = Path(output) / RESULTS_FILE
     check_results(results)
-    if suite.device in JOINT_DEVICES:
-        journal, claims = join(output / JOURNAL_FILE), None
-        first = 0
-    else:
-        journal = Journal(output / JOURNAL_FILE)
-        claims = Claims(output / CLAIMS_FILE, alone=processes() == 1)
-        # Processes begin with models of their own, so that few have to load several.
-        first = rank() % len(suite.models)
-    with closing(claims) if claims else nullcontext():
-        jobs = plan_suite(suite, journal, claims)
-        names = [*suite.models][first:] + [*suite.models][:first]
-        pieces = [piece for job in jobs for part in job.parts for piece in part.pieces]
-        longest_first = sorted(pieces, key=lambda piece: -piece.cost)
-        by_model = {name: [p for p in longest_first if p.model == name] for name in names}
-        work(
-            [piece for name in names for piece in by_model[name]],
-            journal,
-            progress or (lambda label, done, total: None),
-            claims,
-            wait=rank() == 0,
+    with Store(Path(output) / STORE_FILE) as store:
+        resources = {"num_cpus": suite.num_cpus, "num_gpus": suite.num_gpus}
+        engine = start_engine(store, progress, ray, **resources)
+        cells = evaluate(
+            suite, [(TASKS[name], settings) for name, settings in suite.tasks.items()], engine
         )
-        if rank() == 0:
-            with claims.hold(RESULTS_FILE) if claims else nullcontext():
-                _write(suite, jobs, results)
-    return results
-
-
-def plan_suite(suite: Suite, journal: Journal, claims: Claims | None = None) -> list[Job]:
-    """The work of a suite; a model is loaded when its first piece is computed.
-
-    Raises:
-        UserError: As `check_models`.
-    """
-    subjects, weights = check_models(suite), _Weights(suite)
-    jobs = []
-    for name, subject in subjects.items():
-        seen: set[str] = set()  # what does not depend on the scaling is planned once
-        scalings = [s for s in suite.scalings if s.models is None or name in s.models]
-        for number, scaling in enumerate(scalings):
-            session = Session(scaling.kind, scaling.factor, journal, claims=claims)
-            for task, settings in suite.tasks.items():
-                if TASKS[task].scaled or number == 0:
-                    parts = []
-                    for part in TASKS[task].parts_of(subject, settings, session):
-                        texts = {text for piece in part.pieces for text in piece.texts}
-                        if not texts or not texts <= seen:
-                            pieces = [weights.before(subject, piece) for piece in part.pieces]
-                            parts.append(replace(part, pieces=pieces))
-                        seen |= texts
-                    jobs.append(Job(scaling.kind, task, subject, parts))
-    return jobs
-
-
-class _Weights:
-    """Keeps the weights of one model at a time."""
-
-    def __init__(self, suite: Suite) -> None:
-        self.suite = suite
-        self.subject: Subject | None = None
-        self.without: Any = None
-
-    def before(self, subject: Subject, piece: Piece) -> Piece:
-        """A piece that loads its model before it is computed."""
-
-        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
-            self.load(subject)
-            return piece.compute(missing, advance)
-
-        return replace(piece, model=subject.name, compute=compute)
-
-    def load(self, subject: Subject) -> None:
-        if self.subject is subject:
-            return
-        if self.subject is not None:
-            self.subject.model = self.without  # frees the weights before the next ones are loaded
-        self.subject, self.without = subject, subject.model
-        subject.model = load_subject(
-            self.suite.models[subject.name],
-            subject.name,
-            dtype=self.suite.dtype,
-            device=subject.device,
-        ).model
-
-
-def check_models(suite: Suite) -> dict[str, Subject]:
-    """Find out, before hours of work, whether every model, scaling and task can be done.
-
-    Returns:
-        The models by name, without their weights. What the tasks have read for one
-        (`Subject.cached`) is shared by models with the same tokenizer.
-
-    Raises:
-        UserError: If a model cannot be loaded or scaled, or a text or prompt does not fit.
-    """
-    from coca_lab.data import load_tokenizer
-    from coca_lab.generation import rotary_scaling_for
-    from coca_lab.loading import (
-        check_vocabulary,
-        model_without_weights,
-        usable_device,
-    )
-
-    by_tokenizer: dict[str, dict[str, Any]] = {}
-    found = {}
-    for name, path in suite.models.items():
-        with error_prefix(f"model {name}: "):
-            tokenizer = load_tokenizer(path)
-            backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-            rules = backend.to_str() if tokenizer.is_fast else path
-            rules = f"{rules} {tokenizer.bos_token_id} {tokenizer.eos_token_id}"
-            if suite.device not in (None, "auto", *JOINT_DEVICES):
-                usable_device(str(suite.device))
-            subject = Subject(
-                model_without_weights(path, suite.dtype),
-                tokenizer,
-                name,
-                identity_of(path, suite.dtype),
-                local_device(suite.device),
-                by_tokenizer.setdefault(rules, {}),
-            )
-            check_vocabulary(subject.model, tokenizer)
-            for scaling in suite.scalings:
-                if scaling.models is None or name in scaling.models:
-                    with rotary_scaling_for(subject.model, scaling.kind, scaling.factor, 1):
-                        pass
-            for task, settings in suite.tasks.items():
-                with error_prefix(f"{task}: "):
-                    TASKS[task].prepare(subject, settings)
-            found[name] = subject
-    return found
-
-
-def _write(suite: Suite, jobs: list[Job], results: Path) -> None:
-    """Write the results of finished jobs."""
-    cells = [
-        cell
-        for job in jobs
-        for part in job.parts
-        for cell in TASKS[job.task].complete_cells(job.subject, part.cells())
-    ]
     settings = {name: vars(suite)[name] for name in own_sections(Suite)}
+    del settings["num_cpus"], settings["num_gpus"]  # nothing depends on them
     settings["scalings"] = [asdict(scaling) for scaling in suite.scalings]
     settings |= {name: asdict(task) for name, task in suite.tasks.items()}
     keep_other_results(results, "suite", settings)
-    write_json(
-        results, {"results": cells, "suite": settings, "environment": describe_environment()}
-    )
+    environment = describe_environment()
+    write_json(results, {"results": cells, "suite": settings, "environment": environment})
+    return results
+
+
+def evaluate(suite: Suite, tasks: Sequence[tuple[Task, Any]], engine: Engine) -> list[Cell]:
+    """The cells of tasks for the models and scalings of a suite.
+
+    Args:
+        suite: Its own tasks are not looked at.
+        tasks: Tasks with their settings.
+        engine: Computes what its store does not have.
+
+    Raises:
+        UserError: As `run_suite`.
+    """
+    jobs = plan(suite, tasks, engine)
+    try:
+        engine.run([item for job in jobs for item in job.items])
+    finally:
+        free_weights()
+    return [
+        cell
+        for job in jobs
+        for part in job.parts
+        for cell in job.task.complete_cells(job.subject, part.finished(engine))
+    ]
+
+
+def plan(suite: Suite, tasks: Sequence[tuple[Task, Any]], engine: Engine) -> list[Job]:
+    """The work of a suite. No weights are loaded, unless to find key tokens.
+
+    Raises:
+        UserError: As `run_suite`.
+    """
+    jobs = []
+    for subject in open_models(suite).values():
+        seen: set[int] = set()  # what does not depend on the scaling is planned once
+        for number, scaling in enumerate(_scalings(suite, subject.name)):
+            session = Session(scaling.kind, scaling.factor, engine)
+            for task, settings in tasks:
+                if not task.scaled and number > 0:
+                    continue
+                parts = []
+                with error_prefix(f"model {subject.name}: {task.name}: "):
+                    planned = task.parts_of(subject, settings, session)
+                for part in planned:
+                    keys = {hash(repr(key)) for item in part.items for key in item.keys}
+                    if not keys or not keys <= seen:
+                        parts.append(part)
+                    seen |= keys
+                jobs.append(Job(scaling.kind, task, subject, parts))
+    return jobs
+
+
+def open_models(suite: Suite) -> dict[str, Subject]:
+    """The models by name, without weights, found to be there and to bear their scalings.
+
+    What the tasks read for one (`Subject.cached`) is shared by models with the same tokenizer.
+
+    Raises:
+        UserError: If a model cannot be loaded or scaled.
+    """
+    if suite.device not in (None, "auto"):
+        usable_device(str(suite.device))
+    by_tokenizer: dict[str, dict[str, Any]] = {}
+    subjects = {}
+    for name, path in suite.models.items():
+        with error_prefix(f"model {name}: "):
+            subject = open_subject(path, name, suite.dtype, suite.device)
+            tokenizer: Any = subject.tokenizer
+            rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else path
+            rules = f"{rules} {tokenizer.bos_token_id} {tokenizer.eos_token_id}"
+            subject._cache = by_tokenizer.setdefault(rules, {})
+            for scaling in _scalings(suite, name):
+                with rotary_scaling_for(subject.model, scaling.kind, scaling.factor, 1):
+                    pass
+            subjects[name] = subject
+    return subjects
+
+
+def _scalings(suite: Suite, model: str) -> list[ScalingSettings]:
+    """The scalings that apply to a model."""
+    return [s for s in suite.scalings if s.models is None or model in s.models]
 
 
 @dataclass(frozen=True)
@@ -326,9 +259,9 @@ class Estimate:
 
     Attributes:
         job: The job.
-        cells: Cells to compute; a task that is one piece counts as one.
+        cells: Parts to compute.
         tokens: Tokens to read.
-        left: Those whose results the journal does not have.
+        left: Those whose results the store does not have.
         seconds: Time for what is left, of one process; None if it cannot be measured.
     """
 
@@ -340,60 +273,51 @@ class Estimate:
 
 
 def estimate_suite(suite: Suite, output: str | Path) -> list[Estimate]:
-    """How long a suite will take, from a few measured batches; nothing is written.
+    """How long a suite will take, from a few measured items; nothing is written.
 
-    For every model and task, a batch of the shortest texts and one of the longest are timed. The
-    time of attention per token is linear in the length, so what lies between is interpolated.
+    For every model and task, an argument of the item with the shortest texts and one with the
+    longest are timed. The time of attention per token is linear in the length, so what lies
+    between is interpolated.
 
     Args:
         suite: What to evaluate.
-        output: Folder of `run_suite`; what its journal has is not counted again.
+        output: Folder of `run_suite`; what it has is not counted again.
 
     Raises:
         UserError: As `run_suite`.
     """
     suite.check()
-    journal = Journal(Path(output) / JOURNAL_FILE)
-    journal.path = None
+    there = Path(output) / STORE_FILE
+    engine = Engine(Store(there if there.is_file() else None))
+    tasks = [(TASKS[name], settings) for name, settings in suite.tasks.items()]
     estimates, rates = [], {}
-    for job in plan_suite(suite, journal):
-        pieces = [piece for part in job.parts for piece in part.pieces]
-        left = [piece for piece in pieces if piece.missing(journal)]
-        rate = (job.subject.name, job.task)
-        seconds = 0.0 if not left else None
-        if left and TASKS[job.task].parts is not None:
-            if rate not in rates:
-                rates[rate] = _seconds_per_token(left)
-            seconds = sum(piece.cost * rates[rate](piece.length) for piece in left)
-        cells = sum(any(p.missing(journal) for p in part.pieces) for part in job.parts)
-        tokens, missing = (sum(piece.cost for piece in each) for each in (pieces, left))
-        estimates.append(Estimate(job, cells, tokens, missing, seconds))
+    with engine.store as store:
+        for job in plan(suite, tasks, engine):
+            left = [item for item in job.items if item.missing(store)]
+            rate = (job.subject.name, job.task.name)
+            seconds = 0.0 if not left else None
+            if left and all(item.length for item in left):
+                if rate not in rates:
+                    job.subject.loaded()
+                    rates[rate] = _seconds_per_token(left)
+                seconds = sum(item.cost * rates[rate](item.length) for item in left)
+            cells = sum(any(item.missing(store) for item in part.items) for part in job.parts)
+            tokens, missing = (sum(item.cost for item in each) for each in (job.items, left))
+            estimates.append(Estimate(job, cells, tokens, missing, seconds))
+    free_weights()
     return estimates
 
 
-def _seconds_per_token(pieces: list[Piece]) -> Callable[[int], float]:
+def _seconds_per_token(items: list[Item]) -> Callable[[int], float]:
     """Measured seconds per token as a function of the length that is read at once."""
-    shortest, longest = (end(pieces, key=lambda piece: piece.length) for end in (min, max))
-    _time_a_batch(shortest)  # the first pass loads the weights
-    near, far = (_time_a_batch(piece) for piece in (shortest, longest))
+    shortest, longest = (end(items, key=lambda item: item.length) for end in (min, max))
+    near, far = map(_time_an_argument, (shortest, longest))
     slope = max(0.0, far - near) / max(1, longest.length - shortest.length)
     return lambda length: near + slope * (length - shortest.length)
 
 
-class _Enough(Exception):
-    """A batch has been timed."""
-
-
-def _time_a_batch(piece: Piece) -> float:
-    """Seconds per token of a piece's first batch."""
-    read = 0
-
-    def stop(tokens: int) -> None:
-        nonlocal read
-        read = tokens
-        raise _Enough
-
+def _time_an_argument(item: Item) -> float:
+    """Seconds per token of an item's first argument."""
     started = time.perf_counter()
-    with suppress(_Enough):
-        piece.compute([0], stop)
-    return (time.perf_counter() - started) / (read or piece.cost / len(piece.keys))
+    item.work([item.arguments[0]])
+    return (time.perf_counter() - started) / (item.cost / len(item.keys))

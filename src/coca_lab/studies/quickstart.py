@@ -15,6 +15,7 @@ from typing import Any
 
 from coca_attention.errors import UserError, error_prefix
 from coca_lab.data import held_out, read_documents
+from coca_lab.engine import Engine, Progress
 from coca_lab.environment import available_cores, describe_environment, write_json
 from coca_lab.evaluation.perplexity import (
     TextSettings,
@@ -23,7 +24,7 @@ from coca_lab.evaluation.perplexity import (
     load_text,
     tokens_needed,
 )
-from coca_lab.evaluation.task import Progress, Session, Subject
+from coca_lab.evaluation.task import Session, Subject
 from coca_lab.extensions import import_extensions
 from coca_lab.training import Recipe
 from coca_lab.training.sections import DataRecipe, ModelRecipe, TrainingRecipe
@@ -277,7 +278,7 @@ def _measure(settings: QuickstartSettings, name: str, advance: Advance) -> Measu
                 share = (part + done / max(total, 1)) / parts
                 advance(name, "evaluating", TRAINING_SHARE + (1 - TRAINING_SHARE) * share)
 
-            return Session(progress=report, **changes)
+            return Session(engine=Engine(progress=report), **changes)
 
         cells = evaluate_perplexity(subject, documents, windows, session(0))
         if name in SCALED:

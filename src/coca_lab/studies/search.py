@@ -1,39 +1,37 @@
-"""Trials of one recipe, compared by successive halving (arXiv 1502.07943), each in own processes.
+"""Trials of one recipe, compared by successive halving (arXiv 1502.07943).
 
 A rung trains all remaining trials for its number of steps, evaluates them alike, and passes on the
 best. A learning-rate schedule depends on the number of steps, so every rung trains from the start.
 """
 
-import asyncio
 import json
 import math
-import os
 import re
-import signal
-import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import yaml
+import torch
 
-from coca_attention.errors import RESUMABLE, UserError, error_prefix
+from coca_attention.errors import UserError, error_prefix, known_problem
 from coca_lab.arguments import SettingsParser, read_settings, settings_parser
-from coca_lab.environment import (
-    available_cores,
-    check_results,
-    describe_environment,
-    file_locks,
-    keep_other_results,
-    write_json,
-    write_text,
-)
+from coca_lab.engine import Engine, Item, Progress, Store, problem, start_engine
+from coca_lab.environment import describe_environment
 from coca_lab.evaluation import TASKS
-from coca_lab.evaluation.suite import RESULTS_FILE, task_sections
-from coca_lab.evaluation.task import Cell, Progress
-from coca_lab.training import load_recipe
+from coca_lab.evaluation.suite import (
+    RESULTS_FILE,
+    STORE_FILE,
+    Suite,
+    evaluate,
+    task_sections,
+)
+from coca_lab.evaluation.task import Cell
+from coca_lab.files import check_results, keep_other_results, write_json
+from coca_lab.training import Recipe, load_recipe, read_summary, train
+from coca_lab.training.run import claim_folder
 
 # By task: the field with a cell's size, the figure to rank by, and whether more of it is better.
 RANKED = {
@@ -82,8 +80,11 @@ class Search:
     rank: dict[str, list[int]] = field(default_factory=dict)
     """Figures that trials are ranked by: a task and its windows or prompt lengths, such as
     {perplexity: [256, 4096], passkey: [4096]}. The best trial has the lowest mean of its ranks."""
-    workers: int | None = None
-    """Trials that run at once, with one thread each; by default one per core."""
+    num_cpus: int = 1
+    """Threads of a trial; with --ray also its cores, and as many trials run at once as there are
+    cores for."""
+    num_gpus: float | None = None
+    """With --ray: GPUs of a trial; by default one if there are GPUs."""
     tasks: dict[str, Any] = field(default_factory=dict)
     """Settings of every evaluation task, by its name."""
 
@@ -132,8 +133,8 @@ class Search:
                 "trials and values must differ in letters, digits or one of . _ = -, got "
                 + ", ".join(trials)
             )
-        if self.workers is not None and self.workers < 1:
-            raise UserError(f"workers must be at least 1, got {self.workers}")
+        if self.num_cpus < 1:
+            raise UserError(f"num_cpus must be at least 1, got {self.num_cpus}")
         for number, rung in enumerate(self.rungs, start=1):
             with error_prefix(f"rung {number}: "):
                 self._check_rung(rung, is_last=number == len(self.rungs))
@@ -186,113 +187,30 @@ def search_parser() -> SettingsParser:
     return settings_parser(Search, "coca search", "search", task_sections())
 
 
-def load_search(path: str | Path, overrides: list[str] | None = None) -> Search:
+def load_search(path: str | Path, overrides: Sequence[str] = ()) -> Search:
     """A checked search from a YAML file and command-line overrides.
 
     Raises:
         UserError: If a file is missing or malformed, a key is unknown, or a value is invalid.
     """
-    options = overrides or []
-    sections = task_sections()
-    return read_settings(
-        Search, path, options, kind="search", program="coca search", sections=sections
-    )
+    options: Any = {"kind": "search", "program": "coca search", "sections": task_sections()}
+    return read_settings(Search, path, overrides, **options)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A trial in a rung with one seed.
-
-    Its folder holds the trained model, the evaluation, what the processes printed, and what was
-    measured, ``trial.json``, which is written last.
-    """
-
-    facts: Cell
-    """What its record says about it."""
-    folder: Path
-    recipe: str
-    overrides: list[str]
-    """Words for ``coca train``."""
-    tasks: dict[str, Any]
-    """Sections of the suite, as JSON values."""
-
-    def prepare(self) -> None:
-        """Claim the folder and write the suite.
-
-        Raises:
-            UserError: If the folder has a run of another recipe.
-        """
-        from coca_lab.training.run import claim_folder
-
-        claim_folder(load_recipe(self.recipe, self.overrides), self.folder / "model")
-        suite = {"models": {self.facts["model"]: str(self.folder / "model")}, **self.tasks}
-        write_text(self.folder / "suite.yaml", yaml.safe_dump(suite, sort_keys=False))
-
-    async def run(self) -> Cell:
-        """The record; trains and evaluates unless this evaluation has been finished before."""
-        path = self.folder / "trial.json"
-        with open(self.folder / ".lock", "w") as lock:
-            # The processes inherit the lock. Those of a search that was killed keep it to the end.
-            while not _lock(lock):
-                await asyncio.sleep(0.5)
-            found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-            if found.get("tasks") != self.tasks:
-                measured, killed = await self._measure(lock)
-                found = {"tasks": self.tasks, "measured": measured}
-                if not killed:  # or else the next start tries again
-                    write_json(path, found)
-        return self.facts | found["measured"]
-
-    async def _measure(self, lock: IO[str]) -> tuple[Cell, bool]:
-        """What was measured, and whether it ended by something that may pass, such as a signal."""
-        model, evaluation = self.folder / "model", self.folder / "evaluation"
-        log = self.folder / "log.txt"
-        found: Cell = {"status": "failed", "error": None, "training": None, "cells": []}
-        for words in (
-            ["train", self.recipe, *self.overrides, f"--output={model}"],
-            ["eval", "suite", str(self.folder / "suite.yaml"), f"--output={evaluation}"],
-        ):
-            code = await run_coca(words, log, lock)
-            if code in (130, 143, -signal.SIGINT, -signal.SIGTERM):
-                raise UserError(f"{log} was interrupted; run the same command again to resume")
-            if code:
-                error = _error(log, code)
-                return found | {"error": error}, code < 0 or RESUMABLE in error
-            if words[0] == "train":
-                from coca_lab.training import read_summary
-
-                found["training"] = _summary(read_summary(model))
-        content = json.loads((evaluation / RESULTS_FILE).read_text(encoding="utf-8"))
-        return found | {"status": "finished", "cells": content["results"]}, False
-
-
-async def run_coca(words: Sequence[str], log: Path, lock: IO[str]) -> int:
-    """Run ``coca`` in a process with one thread that inherits a lock; return its exit status."""
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
-    with open(log, "ab") as file:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "coca_lab.cli", *words),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env={**os.environ, **threads},
-            pass_fds=[lock.fileno()],
-        )
-        try:
-            return await process.wait()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-
-
-def search(search: Search, output: str | Path, *, progress: Progress | None = None) -> Path:
+def search(
+    search: Search, output: str | Path, *, progress: Progress | None = None, ray: str | None = None
+) -> Path:
     """Run what has no record yet, rung by rung, and write all results.
+
+    A trial is trained and evaluated by the process that takes it: this one, trial after trial, or
+    one of Ray. An exception ends that trial alone. What ends the process, such as a lack of
+    memory, ends the search in this process; on Ray the trial has failed after three attempts.
 
     Args:
         search: What to try.
-        output: Folder for ``results.json`` and the folders of all trials.
-        progress: Called with a label, the trials done so far and the trials to do in all.
+        output: Folder for ``results.json``, the records and the folders of all trials.
+        progress: As for `coca_lab.engine.Engine`; the work is counted in trials.
+        ray: Run trials on Ray: the address of a cluster, or empty for this machine.
 
     Returns:
         The result file: a cell per trial, rung and seed, with the evaluation's cells. It is
@@ -310,45 +228,33 @@ def search(search: Search, output: str | Path, *, progress: Progress | None = No
     def save(found: list[Cell]) -> None:
         _write(search, cells + found, output)
 
-    for size in search.sizes:
-        cells += _halve(search.of_size(size), output / size, progress, save)
-    if not search.sizes:
-        _halve(search, output, progress)
+    with Store(output / STORE_FILE) as store:
+        resources = {"num_cpus": search.num_cpus, "num_gpus": search.num_gpus}
+        engine = start_engine(store, progress, ray, **resources)
+        for size in search.sizes:
+            cells += _halve(search.of_size(size), output / size, engine, save)
+        if not search.sizes:
+            _halve(search, output, engine)
     return output / RESULTS_FILE
 
 
 def _halve(
     search: Search,
     output: Path,
-    progress: Progress | None,
-    also_save: Callable[[list[Cell]], None] | None = None,
+    engine: Engine,
+    also_save: Callable[[list[Cell]], None] = lambda cells: None,
 ) -> list[Cell]:
     """The records of all rungs of a search with one size, written whenever a trial ends."""
-    trials, planned = search.overrides, 0
+    trials = search.overrides
     earlier: list[Cell] = []
-    remaining = len(trials)
-    for rung in search.rungs:
-        planned += remaining * len(rung.seeds)
-        remaining = rung.remaining(remaining)
 
     def save(cells: list[Cell]) -> None:
-        found = [*earlier, *cells]
-        _write(search, found, output)
-        if also_save is not None:
-            also_save(found)
-        if progress is not None:
-            failed = sum(cell["status"] == "failed" for cell in found)
-            progress(f"trials ({failed} failed)" if failed else "trials", len(found), planned)
+        _write(search, [*earlier, *cells], output)
+        also_save([*earlier, *cells])
 
     for number, rung in enumerate(search.rungs, start=1):
-        jobs = [
-            _make_job(search, number, name, options, seed, output)
-            for seed in rung.seeds  # outer: cut short, a search has compared all trials
-            for name, options in trials.items()
-        ]
         save([])
-        workers = search.workers or available_cores()
-        cells = asyncio.run(_run_jobs(jobs, workers, save))
+        cells = _run_rung(search, number, trials, output, engine, save)
         ranks = mean_ranks(cells, search.rank)
         best = sorted(ranks, key=ranks.__getitem__)
         best = best[: rung.remaining(len(trials)) if number < len(search.rungs) else 1]
@@ -366,11 +272,128 @@ def _halve(
     return earlier
 
 
+def _run_rung(
+    search: Search,
+    number: int,
+    trials: dict[str, dict[str, Any]],
+    output: Path,
+    engine: Engine,
+    save: Callable[[list[Cell]], None],
+) -> list[Cell]:
+    """The records of a rung; ``save`` receives those that there are whenever a trial ends."""
+    rung = search.rungs[number - 1]
+    runs: list[tuple[Cell, Item]] = []
+    for seed in rung.seeds:  # outer: cut short, a search has compared all trials
+        for name, options in trials.items():
+            facts = {
+                "task": "search",
+                "search": output.name,
+                "model": name,
+                "overrides": options,
+                "rung": number,
+                "rungs": len(search.rungs),
+                "steps": rung.steps,
+                "seed": seed,
+                "rank": search.rank,
+            }
+            folder = output / f"rung-{number}" / _folder_name(name) / f"seed-{seed}"
+            trial = Trial(
+                name,
+                folder,
+                load_recipe(search.recipe, _words(options, rung.steps, seed)),
+                search.tasks,
+                search.num_cpus,
+            )
+            claim_folder(trial.recipe, folder / "model")
+            label = f"{name}, rung {number}, seed {seed}"
+            runs.append((facts, Item([trial.key], trial, [None], label=label)))
+
+    def records() -> list[Cell]:
+        found = ((facts, engine.store.get(item.keys[0])) for facts, item in runs)
+        return [facts | measured for facts, measured in found if measured is not None]
+
+    shown = engine.progress
+
+    def report(line: str, done: int, total: int) -> None:
+        save(records())
+        line = line.replace("items", f"trials of rung {number}").replace("tokens", "trials")
+        shown(line, done, total)
+
+    engine.progress = report
+    try:
+        failed = engine.compute([item for _, item in runs])
+    finally:
+        engine.progress = shown
+    # Those that are not in the store are tried again by the next start.
+    lost = {id(item): _failed(problem(error)) for item, error in failed}
+    return [
+        facts | (lost[id(item)] if id(item) in lost else engine.store.get(item.keys[0]))
+        for facts, item in runs
+    ]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial in a rung with one seed; called, it trains, evaluates and returns what it measured.
+
+    Attributes:
+        name: Of the trial.
+        folder: Gets the trained model, the values of its evaluation, and what was printed.
+        recipe: With the options of the trial, and the steps and seed of the rung.
+        tasks: Settings of every evaluation task, by its name.
+        threads: That the operators of PyTorch use.
+    """
+
+    name: str
+    folder: Path
+    recipe: Recipe
+    tasks: dict[str, Any]
+    threads: int
+
+    @property
+    def key(self) -> Any:
+        """Everything that the record depends on."""
+        tasks = {task: asdict(settings) for task, settings in self.tasks.items()}
+        return {"folder": str(self.folder), "recipe": asdict(self.recipe), "tasks": tasks}
+
+    def __call__(self, _: list[Any]) -> list[Cell]:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with (
+                open(self.folder / "log.txt", "a", encoding="utf-8") as log,
+                redirect_stdout(log),
+                redirect_stderr(log),
+            ):
+                return [self._measure()]
+        except Exception as error:
+            if not isinstance(error, UserError) and known_problem(error):
+                raise  # something that may pass, such as a full disk
+            return [_failed(problem(error))]
+        finally:
+            torch.set_num_threads(threads)
+
+    def _measure(self) -> Cell:
+        model = self.folder / "model"
+        train(self.recipe, model)
+        suite = Suite(models={self.name: str(model)})
+        tasks = [(TASKS[name], settings) for name, settings in self.tasks.items()]
+        with Store(self.folder / STORE_FILE) as store:
+            cells = evaluate(suite, tasks, Engine(store))
+        training = _summary(read_summary(model))
+        return {"status": "finished", "error": None, "training": training, "cells": cells}
+
+
+def _failed(error: str) -> Cell:
+    return {"status": "failed", "error": error, "training": None, "cells": []}
+
+
 def _write(search: Search, cells: list[Cell], output: Path) -> None:
     content = {
         "results": cells,
         "search": asdict(search),
-        "environment": {**describe_environment(), "threads": 1},
+        "environment": {**describe_environment(), "threads": search.num_cpus},
     }
     results = output / RESULTS_FILE
     keep_other_results(results, "search", content["search"])
@@ -418,48 +441,6 @@ def _value(records: Sequence[Cell], task: str, size: int) -> float:
     return sum(values) / len(values) if values else math.inf
 
 
-def _make_job(
-    search: Search, number: int, name: str, options: dict[str, Any], seed: int, output: Path
-) -> Job:
-    rung = search.rungs[number - 1]
-    facts = {
-        "task": "search",
-        "search": output.name,
-        "model": name,
-        "overrides": options,
-        "rung": number,
-        "rungs": len(search.rungs),
-        "steps": rung.steps,
-        "seed": seed,
-        "rank": search.rank,
-    }
-    job = Job(
-        facts,
-        output / f"rung-{number}" / _folder_name(name) / f"seed-{seed}",
-        search.recipe,
-        _words(options, rung.steps, seed),
-        {task: asdict(settings) for task, settings in search.tasks.items()},
-    )
-    job.prepare()
-    return job
-
-
-async def _run_jobs(
-    jobs: Sequence[Job], workers: int, save: Callable[[list[Cell]], None]
-) -> list[Cell]:
-    """The records of all jobs; ``save`` receives those that there are whenever one ends."""
-    free = asyncio.Semaphore(workers)
-    records: dict[int, Cell] = {}
-
-    async def run(index: int) -> None:
-        async with free:
-            records[index] = await jobs[index].run()
-        save([records[each] for each in sorted(records)])
-
-    await asyncio.gather(*map(run, range(len(jobs))))
-    return [records[index] for index in range(len(jobs))]
-
-
 def _word(value: Any) -> str:
     """A value of an option as it is written on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
@@ -475,15 +456,6 @@ def _folder_name(trial: str) -> str:
     return re.sub(r"[^\w.=-]+", "-", trial).strip("-.")
 
 
-def _lock(file: IO[str]) -> bool:
-    locks = file_locks()
-    try:
-        locks.flock(file, locks.LOCK_EX | locks.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _summary(training: dict[str, Any]) -> Cell:
     """What a record keeps of ``training.json``; seconds are None if training was interrupted."""
     seconds = training["seconds"]
@@ -493,13 +465,3 @@ def _summary(training: dict[str, Any]) -> Cell:
         "loss": training["curve"][-1]["loss"],
         "seconds_per_step": None if seconds is None else seconds / training["steps"],
     }
-
-
-def _error(log: Path, code: int) -> str:
-    """Why a process failed: its signal, the error that ``coca`` printed, or its last line."""
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    text = log.read_text(encoding="utf-8", errors="replace")
-    # A progress bar may stand before it in its line.
-    said = re.findall(r"coca: (?:error: )?(.+)", text) or text.split("\n")
-    return next((line.strip() for line in reversed(said) if line.strip()), f"exit status {code}")

@@ -236,8 +236,11 @@ def _score(model: Any, texts: Any, window: int, longest: int, most: int) -> dict
     """
     import torch
 
-    from coca_lab.evaluation.perplexity.score import TokenDocument, score_documents
-    from coca_lab.evaluation.perplexity.windows import shared_first_target
+    from coca_lab.evaluation.perplexity.score import (
+        TokenDocument,
+        score_documents,
+        shared_first_target,
+    )
 
     documents = [
         TokenDocument(document.id, torch.tensor(ids[:most]))

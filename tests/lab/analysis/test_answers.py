@@ -26,8 +26,7 @@ from coca_lab.analysis.retrieval import (
 from coca_lab.analysis.shift import score_rows, visible_keys
 from coca_lab.data.passkey import encoder, passkey_text
 from coca_lab.evaluation import Subject
-from coca_lab.evaluation.passkey import PasskeySettings
-from coca_lab.evaluation.passkey.task import passkey_prompts
+from coca_lab.evaluation.passkey import PasskeySettings, passkey_prompts
 from conftest import tiny_model
 from families import FAMILIES, collinear, vanilla
 

@@ -5,7 +5,8 @@ from functools import partial
 
 import torch
 
-from coca_lab.evaluation.perplexity import keys
+from coca_lab.engine import Store
+from coca_lab.evaluation.perplexity import task
 from commands import run
 from conftest import some_text
 
@@ -35,8 +36,8 @@ def test_eval_perplexity_and_report(capsys, model_folder, text_folder, tmp_path)
 def test_key_tokens_are_printed_by_eval_and_suites_and_drawn(
     capsys, model_folder, text_folder, tmp_path, monkeypatch
 ):
-    easier = partial(keys.key_tokens, gain=0.0, least=-100.0)  # random weights know nothing
-    monkeypatch.setattr(keys, "key_tokens", easier)
+    easier = partial(task.key_tokens, gain=0.0, least=-100.0)  # random weights know nothing
+    monkeypatch.setattr(task, "key_tokens", easier)
     file, settings = tmp_path / "r.json", {"windows": [64], "stride": 16, "max_documents": 2}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     code, out, err = run(
@@ -56,7 +57,7 @@ def test_key_tokens_are_printed_by_eval_and_suites_and_drawn(
     assert "Perplexity on key tokens" in (tmp_path / "page.html").read_text()
 
 
-def test_a_command_that_was_stopped_resumes_from_its_journal(
+def test_a_command_that_was_stopped_resumes_from_its_values(
     capsys, model_folder, text_folder, tmp_path, monkeypatch
 ):
     words = [
@@ -69,13 +70,14 @@ def test_a_command_that_was_stopped_resumes_from_its_journal(
 
     monkeypatch.setattr("coca_lab.cli.evaluation.write_json", stopped)
     assert run(capsys, *words)[0] == 130
-    assert len((tmp_path / "r.journal.jsonl").read_text().splitlines()) == 2
+    with Store(tmp_path / "r.values.sqlite") as store:
+        assert len(store) == 2
     monkeypatch.undo()
-    monkeypatch.setattr("coca_lab.evaluation.perplexity.score.score_documents", stopped)
+    monkeypatch.setattr("coca_lab.evaluation.perplexity.task.score_documents", stopped)
     code, _, err = run(capsys, *words)
     assert code == 0, err
     assert len(json.loads((tmp_path / "r.json").read_text())["results"]) == 2
-    assert not (tmp_path / "r.journal.jsonl").exists()
+    assert not (tmp_path / "r.values.sqlite").exists()
 
 
 def test_a_result_file_that_cannot_be_written_is_found_before_the_work(capsys, tmp_path):

@@ -66,7 +66,7 @@ def test_a_coca_model_is_evaluated_as_itself(task, tmp_path, tokenizer, capsys):
     settings = HarnessSettings(tasks=["tiny_choice"], include_path=str(task))
     session = Session()
     (cell,) = evaluate_harness(Subject(model, tokenizer), settings, session)
-    assert len(session.journal) == 1
+    assert len(session.engine.store) == 1
     assert evaluate_harness(Subject(model, None), settings, session) == [cell]
     assert cell["metrics"]["acc,none"] == pytest.approx(2 / 3)
     assert cell["questions"] == 3 and cell["name"] == "tiny_choice"

@@ -22,11 +22,10 @@ from coca_lab.data.passkey import (
 )
 from coca_lab.data.tasks import TASK_BLOCKS
 from coca_lab.data.tokens import END_OF_TEXT
+from coca_lab.engine import Engine, Store
 from coca_lab.evaluation import Session, Subject
 from coca_lab.evaluation import passkey as task
-from coca_lab.evaluation.journal import Journal
-from coca_lab.evaluation.passkey import PasskeySettings
-from coca_lab.evaluation.passkey.task import is_hit, passkey_prompts
+from coca_lab.evaluation.passkey import PasskeySettings, is_hit, passkey_prompts
 from conftest import tiny_model
 
 
@@ -191,10 +190,10 @@ def test_batches_caches_and_being_killed_change_nothing(kind, tokenizer, tmp_pat
     model = tiny_model(kind)
     wanted = {"lengths": [300], "samples": 6, "max_new_tokens": 6}
 
-    def outputs(journal=None, **changes):
+    def outputs(store=None, **changes):
         cells = evaluate_passkey(
             model, tokenizer, PasskeySettings(**wanted, **changes), scaling="ntk", factor=4.0,
-            journal=journal if journal is not None else Journal(),
+            engine=Engine(store),
         )  # fmt: skip
         return [record["output"] for record in cells[0]["samples"]]
 
@@ -203,35 +202,28 @@ def test_batches_caches_and_being_killed_change_nothing(kind, tokenizer, tmp_pat
     assert outputs(batch_tokens=8 * 300) == plain
     assert outputs(batch_tokens=8 * 300, use_cache=False) == plain
 
-    # Killed after the first batch of two, its last line cut short.
-    path = tmp_path / "journal.jsonl"
+    def stop(line, done, total):
+        if done:
+            raise KeyboardInterrupt
 
-    class Killed(Exception):
-        pass
-
-    def stop(label, done, total):
-        raise Killed
-
-    with pytest.raises(Killed):
+    path = tmp_path / "values.sqlite"
+    with Store(path) as store, pytest.raises(KeyboardInterrupt):
         evaluate_passkey(
             model, tokenizer, PasskeySettings(**wanted, batch_tokens=600), scaling="ntk",
-            factor=4.0, journal=Journal(path), progress=stop,
+            factor=4.0, engine=Engine(store, stop),
         )  # fmt: skip
-    content = path.read_text()
-    assert content.count("\n") == 2
-    path.write_text(content[:-20])
-    journal = Journal(path)
-    assert len(journal) == 1
     seen = []
     model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    assert outputs(journal, batch_tokens=300) == plain
-    assert sum(seen) == 5 * 6  # five prompts were missing, six tokens each
-    seen.clear()
-    assert outputs(Journal(path)) == plain and not seen
-    # Another seed, another model: nothing of it is used.
-    assert outputs(Journal(path), seed=1) != plain and seen
+    with Store(path) as store:
+        assert len(store) == 2  # the first batch
+        assert outputs(store, batch_tokens=300) == plain
+        assert sum(seen) == 4 * 6  # four prompts were missing, six tokens each
+        seen.clear()
+        assert outputs(store) == plain and not seen
+        # Another seed, another model: nothing of it is used.
+        assert outputs(store, seed=1) != plain and seen
 
 
 def test_a_model_is_left_as_it_was_and_says_what_it_was_scaled_to(tokenizer):

@@ -4,7 +4,6 @@ import copy
 import json
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from coca_attention.models import set_rotary_scaling, split_sequences
+from coca_attention.models import set_rotary_scaling
 from coca_attention.testing import some_tokens
 from coca_lab.data import Document, train_tokenizer
+from coca_lab.engine import Engine
 from coca_lab.evaluation import Session, Subject
 from coca_lab.evaluation import perplexity as task
 from coca_lab.evaluation.perplexity import (
@@ -25,23 +25,18 @@ from coca_lab.evaluation.perplexity import (
     load_text,
     tokens_needed,
 )
-from coca_lab.evaluation.perplexity.keys import key_tokens
-from coca_lab.evaluation.perplexity.repeats import distant_repeats
 from coca_lab.evaluation.perplexity.score import (
     TokenDocument,
     TokenScores,
     by_tokens_read,
     equal_ranges,
     score_documents,
+    sliding_windows,
 )
-from coca_lab.evaluation.perplexity.task import check_settings
-from coca_lab.evaluation.perplexity.windows import sliding_windows
-from coca_lab.evaluation.pieces import cut
-from coca_lab.generation import rotary_scaling_for
+from coca_lab.evaluation.perplexity.task import check_settings, cut, distant_repeats, key_tokens
 from coca_lab.intervals import perplexity
 from conftest import VOCABULARY, some_text, tiny_model
 from families import vanilla
-from processes import in_processes
 
 
 def evaluate_perplexity(model, documents, settings, keys=None, **session):
@@ -195,7 +190,7 @@ def test_attend_last_never_reads_more_and_scores_the_same_tokens():
     assert set(model.lengths[:switch]) == {64} and set(model.lengths[switch:]) == {16}
 
 
-def test_a_models_own_scaling_is_reported_and_survives():
+def test_a_models_own_scaling_is_reported_and_survives(monkeypatch):
     model = tiny_model("slack")
     set_rotary_scaling(model, "ntk", factor=4.0, length=64)
     own = dict(model.config.rope_parameters)
@@ -208,13 +203,12 @@ def test_a_models_own_scaling_is_reported_and_survives():
         assert scaled["rope_parameters"]["rope_type"] == kind
         assert model.config.rope_parameters == own
 
-    def stop(*_):
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("coca_lab.evaluation.perplexity.task.score_documents", stop)
     with pytest.raises(KeyboardInterrupt):
-        evaluate_perplexity(
-            model, documents_of(), settings(), scaling="linear", factor=2.0, progress=stop
-        )
+        evaluate_perplexity(model, documents_of(), settings(), scaling="linear", factor=2.0)
     assert model.config.rope_parameters == own
 
 
@@ -252,15 +246,14 @@ def test_bad_text_settings_are_refused(tokenizer, text_folder, changes, message)
 
 def test_progress_ends_at_the_total():
     seen = []
-    evaluate_perplexity(
-        tiny_model("slack"),
-        documents_of(),
-        settings(),
-        progress=lambda label, done, total: seen.append((label, done, total)),
-    )
-    last = {label: (done, total) for label, done, total in seen}
-    assert list(last) == ["m none 16", "m none 32", "m none 64"]
-    assert all(done == total for done, total in last.values())
+    engine = Engine(progress=lambda line, done, total: seen.append((line, done, total)))
+    evaluate_perplexity(tiny_model("slack"), documents_of(), settings(), engine=engine)
+    assert [line.split(",")[0] for line, _, _ in seen] == [f"{n} of 3 items" for n in range(4)]
+    assert [line.split(", ")[-1] for line, _, _ in seen[1:]] == [
+        f"m none {w}" for w in (16, 32, 64)
+    ]
+    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+    assert seen[-1][1] == seen[-1][2] > 0
 
 
 @pytest.mark.parametrize(
@@ -521,29 +514,3 @@ def test_one_pass_scores_the_beginning_by_what_was_read(kind, monkeypatch):
     for changes in ({"stride": 8}, {"positions": 4}):
         with pytest.raises(ValueError, match="neither stride nor positions"):
             check_settings(WindowSettings([16], targets="one-pass", **changes))
-
-
-def same_scores(group):
-    """Scores of every token by a model that reads texts in parts, and by one that does not."""
-    generator = torch.Generator().manual_seed(0)
-    documents = [
-        TokenDocument(str(length), torch.randint(3, VOCABULARY, (length,), generator=generator))
-        for length in (91, 140)
-    ]
-    for kind in ("llama-rope", "llama-slack"):
-        found = []
-        model: Any = tiny_model(kind).double()
-        for parts in (False, True):
-            if parts:
-                split_sequences(model, group)
-            scores = [TokenScores(len(document.tokens)) for document in documents]
-            # Its base follows the length of a text, of which a process sees a part.
-            with rotary_scaling_for(model, "dynamic", 4.0, 80):
-                score_documents(model, documents, window=80, stride=33, per_token=scores)
-            found.append(torch.cat([score.nats[1:] for score in scores]))
-        assert not found[0].isnan().any()
-        torch.testing.assert_close(found[1], found[0], atol=2e-6, rtol=0)
-
-
-def test_processes_that_read_parts_of_a_text():
-    in_processes(2, same_scores)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from coca_attention.errors import UserError
+from coca_lab.engine import Engine, Store
 from coca_lab.evaluation import Session, Subject
-from coca_lab.evaluation.journal import Journal
 from coca_lab.evaluation.streaming import (
     StreamingSettings,
     check_settings,
@@ -66,13 +66,13 @@ def test_the_model_is_as_before_and_the_window_that_of_training():
     assert model.config.rope_parameters["rope_type"] == "default"
 
 
-def test_what_is_in_the_journal_is_not_read_again(tmp_path):
-    session = Session(journal=Journal(tmp_path / "journal.jsonl"))
+def test_what_is_in_the_store_is_not_read_again(tmp_path):
+    session = Session(engine=Engine(Store(tmp_path / "values.sqlite")))
     cell = evaluate(tiny_model("rope"), some_stream(), session)
     model = tiny_model("rope")
     model.forward = None
     assert evaluate(model, some_stream(), session) == cell
-    with pytest.raises(TypeError):  # another text is read
+    with pytest.raises(UserError, match="TypeError"):  # another text is read
         evaluate(model, some_stream() + 1, session)
 
 

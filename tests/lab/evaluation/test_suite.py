@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from coca_lab.analysis import task as analyses
 from coca_lab.cli import main
+from coca_lab.engine import Store
 from coca_lab.evaluation import suite as suites
-from coca_lab.evaluation.suite import check_models, load_suite, run_suite
+from coca_lab.evaluation.suite import estimate_suite, load_suite, open_models, run_suite
 from conftest import some_text, tiny_model
 
 OWN = sorted((Path(__file__).parents[3] / "suites").glob("*.yaml"))
@@ -64,12 +66,12 @@ def test_what_is_finished_is_not_measured_again(small, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("coca_lab.evaluation.perplexity.score.score_documents", refuse)
-    monkeypatch.setattr("coca_lab.generation.greedy_answers", refuse)
+    monkeypatch.setattr("coca_lab.evaluation.perplexity.task.score_documents", refuse)
+    monkeypatch.setattr("coca_lab.evaluation.prompts.greedy_answers", refuse)
     again = json.loads(run_suite(load_suite(small), tmp_path / "out").read_text())["results"]
     assert again == cells or without_time(again) == without_time(cells)
     # One prompt more: the others are still there.
-    with pytest.raises(AssertionError, match="measured again"):
+    with pytest.raises(ValueError, match="measured again"):
         run_suite(load_suite(small, ["--passkey.samples=3"]), tmp_path / "out")
 
 
@@ -87,31 +89,76 @@ def test_another_model_under_the_same_name_is_evaluated_again(small, tmp_path, t
     assert outputs(first, "CoCA-Slack") != outputs(second, "CoCA-Slack")
 
 
-@pytest.mark.parametrize("pieces", [1, 9])
-def test_killed_at_any_moment_it_resumes(small, tmp_path, pieces):
-    """SIGKILL in the middle of writing one line of the journal; then the same figures."""
+def test_killed_in_the_middle_it_continues(small, tmp_path):
     program = (
-        "import os, signal, json\n"
-        "from coca_lab.evaluation.journal import Journal\n"
-        "put_all, count = Journal.put_all, [0]\n"
-        "def killed(self, entries, *more):\n"
-        "    count[0] += 1\n"
-        f"    if count[0] > {pieces}:\n"
-        "        with open(self.path, 'a') as file:\n"
-        "            file.write(json.dumps({'key': entries[0][0]})[:-9])\n"
+        "import os, signal\n"
+        "from coca_lab.engine import Store\n"
+        "put, count = Store.put, []\n"
+        "def killed(self, *values):\n"
+        "    put(self, *values)\n"
+        "    count.append(1)\n"
+        "    if len(count) == 9:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    put_all(self, entries, *more)\n"
-        "Journal.put_all = killed\n"
+        "Store.put = killed\n"
         "from coca_lab.cli import main\n"
         f"main(['eval', 'suite', {str(small)!r}, '--output', {str(tmp_path / 'killed')!r}])\n"
     )
     killed = subprocess.run([sys.executable, "-c", program], capture_output=True)
     assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "killed" / "results.json").exists()
-    wanted = load_suite(small)
-    went_on = json.loads(run_suite(wanted, tmp_path / "killed").read_text())["results"]
+    wanted, seen = load_suite(small), []
+    path = run_suite(wanted, tmp_path / "killed", progress=lambda *line: seen.append(line))
+    assert seen[0][0].startswith("9 of ")
     straight = json.loads(run_suite(wanted, tmp_path / "straight").read_text())["results"]
-    assert without_time(went_on) == without_time(straight)
+    assert without_time(json.loads(path.read_text())["results"]) == without_time(straight)
+
+
+def test_an_analysis_continues_where_it_ended(small, tmp_path, monkeypatch):
+    read, indices = analyses.read_document, []
+
+    def read_document(model, document, index, *rest):
+        indices.append(index)
+        if len(indices) == 2:
+            raise KeyboardInterrupt
+        return read(model, document, index, *rest)
+
+    monkeypatch.setattr(analyses, "read_document", read_document)
+    words = ["analyze", str(tmp_path / "llama-slack"), "--source", str(tmp_path / "text")]
+    words += ["--pairs=64", "--shifts=[1]", "--output"]
+    assert main([*words, str(tmp_path / "broken.json")]) == 130
+    assert main([*words, str(tmp_path / "broken.json")]) == 0 and indices == [0, 1, 1, 2]
+    assert main([*words, str(tmp_path / "alone.json")]) == 0
+    broken, alone = (json.loads((tmp_path / f).read_text()) for f in ("broken.json", "alone.json"))
+    assert broken["results"] == alone["results"]
+    assert not list(tmp_path.glob("*.sqlite"))
+
+
+def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(small, tmp_path, capsys):
+    out = tmp_path / "out"
+    text = f"{{source: {tmp_path / 'text'}, tokens: 100, window: 28}}"
+    words = ["eval", "suite", str(small), "--dry-run", "--output", str(out)]
+    assert main([*words, f"--streaming={text}"]) == 0
+    printed = capsys.readouterr().out
+    assert "CoCA-Slack ntk perplexity" in printed and "Nothing was written" in printed
+    assert "not measured" in printed  # streaming is one item
+    assert not out.exists()
+    wanted = load_suite(small)
+    before = estimate_suite(wanted, out)
+    assert [e.cells for e in before] == [3, 2, 2, 3, 2, 2, 2, 2, 2]  # attend-last has no scaling
+    assert all(e.seconds > 0 and e.left == e.tokens for e in before)
+    assert before[1].tokens == 2 * (260 + 4 * 4) + 2 * (900 + 4 * 4)
+    run_suite(wanted, out)
+    after = estimate_suite(wanted, out)
+    assert all((e.cells, e.left, e.seconds) == (0, 0, 0.0) for e in after)
+    assert [e.tokens for e in after] == [e.tokens for e in before]
+
+
+def test_a_suite_on_ray_is_the_same(small, tmp_path, monkeypatch, ray):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    wanted = load_suite(small, ["--device=auto"])
+    alone = json.loads(run_suite(wanted, tmp_path / "alone").read_text())["results"]
+    shared = json.loads(run_suite(wanted, tmp_path / "ray", ray="").read_text())["results"]
+    assert without_time(shared) == without_time(alone)
 
 
 def test_from_the_command_line_to_a_report(small, tmp_path, capsys):
@@ -138,7 +185,7 @@ def test_from_the_command_line_to_a_report(small, tmp_path, capsys):
         command = ["eval", task, str(tmp_path / "llama-slack"), *words, "--max-new-tokens", "3"]
         assert main([*command, "--output", str(path)]) == 0
         assert json.loads(path.read_text())["results"][0]["task"] == task
-        assert not list(tmp_path.glob("*.journal.jsonl"))
+        assert not list(tmp_path.glob("*.sqlite"))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +221,7 @@ def test_unfit_suites_are_refused(text, message, tmp_path):
 
 def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, tmp_path, tokenizer):
     def cached_text(name):
-        subjects = check_models(load_suite(small))
+        subjects = open_models(load_suite(small))
         return subjects["RoFormer"]._cache is subjects[name]._cache
 
     assert cached_text("CoCA-Slack")
@@ -184,12 +231,13 @@ def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, tmp_pa
     assert not cached_text("CoCA-Slack")
 
 
-def test_a_missing_suite_and_a_damaged_journal_are_named(small, tmp_path):
+def test_a_missing_suite_and_a_second_process_are_named(small, tmp_path):
     with pytest.raises(ValueError, match="no such suite"):
         load_suite(tmp_path / "nowhere.yaml")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / suites.JOURNAL_FILE).write_text("{broken\n")
-    with pytest.raises(ValueError, match="line 1 is damaged"):
+    with (
+        Store(tmp_path / "out" / suites.STORE_FILE),
+        pytest.raises(ValueError, match="is in use by another process"),
+    ):
         run_suite(load_suite(small), tmp_path / "out")
 
 

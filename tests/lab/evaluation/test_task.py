@@ -8,8 +8,8 @@ import pytest
 
 from coca_attention.errors import UserError
 from coca_lab.cli import main
+from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, Session, Subject, Task
-from coca_lab.evaluation.journal import Journal
 from coca_lab.registry import register_task
 from coca_lab.report import REPORTS, Entry, Section, TaskReport
 from conftest import some_text, tiny_model
@@ -37,7 +37,6 @@ def evaluate(subject, settings, session):
     for word in settings.words:
         text = word.upper() if settings.upper else word
         ids = subject.tokenizer(text)["input_ids"]
-        session.progress(word, 1, 1)
         cells.append({"word": text, "scaling": session.scaling, "tokens": len(ids)})
     return cells
 
@@ -85,12 +84,14 @@ def test_a_task_from_outside_runs_as_a_command(toy, folder, tmp_path, capsys):
 
 
 def test_what_is_kept_is_shown_under_the_name_of_the_model(tokenizer):
-    def cells(name, journal=Journal()):  # noqa: B008
-        task = Task("toy", "", LengthSettings, lambda s, *_: [{**s.facts, "tokens": next(count)}])
-        subject, session = Subject(model, tokenizer, name, "same"), Session(journal=journal)
-        return task.share(subject, LengthSettings(), session, wait=True)
+    model, count, engine = tiny_model("rope"), iter([1]), Engine()
+    task = Task("toy", "", LengthSettings, lambda s, *_: [{**s.facts, "tokens": next(count)}])
 
-    model, count = tiny_model("rope"), iter([1])
+    def cells(name):
+        subject, session = Subject(model, tokenizer, name, "same"), Session(engine=engine)
+        found = session.finish(task.parts_of(subject, LengthSettings(), session))
+        return task.complete_cells(subject, found)
+
     assert [(c["model"], c["tokens"]) for c in cells("a") + cells("b")] == [("a", 1), ("b", 1)]
 
 

@@ -173,7 +173,7 @@ def test_killed_and_continued_by_the_command(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command(whole), check=True, env=environment)
-    for reached in ("CoCA-Slack/checkpoints", "suite/journal.jsonl"):
+    for reached in ("CoCA-Slack/checkpoints", "suite/values.sqlite"):
         process = subprocess.Popen(command(cut), env=environment)
         while not (cut / reached).exists():
             assert process.poll() is None

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +17,6 @@ from coca_lab.report import build_report, printed_tables, read_results
 from coca_lab.report.search import search_sections
 from coca_lab.studies import search as searches
 from coca_lab.studies.search import Rung, load_search, mean_ranks, search
-from coca_lab.training import is_finished
 
 OWN = sorted((Path(__file__).parents[3] / "searches").glob("*.yaml"))
 
@@ -61,20 +59,14 @@ passkey: {{lengths: [260], samples: 2, max_new_tokens: 4}}
 
 @pytest.fixture
 def here(monkeypatch):
-    """Runs the commands of trials in this process, and lists them."""
-    called = []
+    """Lists the trials that are run."""
+    called, measure = [], searches.Trial._measure
 
-    async def run(words, log, lock):
-        called.append(list(words))
-        with open(log, "a") as file:
-            error = sys.stderr
-            sys.stderr = file
-            try:
-                return main(words)
-            finally:
-                sys.stderr = error
+    def recorded(self):
+        called.append(self.name)
+        return measure(self)
 
-    monkeypatch.setattr(searches, "run_coca", run)
+    monkeypatch.setattr(searches.Trial, "_measure", recorded)
     return called
 
 
@@ -90,10 +82,10 @@ def test_the_best_go_on_and_finished_trials_are_not_repeated(small, tmp_path, he
     seen = []
     results = search(load_search(small), tmp_path / "out", progress=lambda *a: seen.append(a))
     found = cells(results)
-    assert len(found) == 3 + 2 * 2 and len(here) == 2 * len(found)
+    assert len(found) == 3 + 2 * 2 and len(here) == len(found)
     assert kept(results, 1) == {"learning_rate=0.001", "learning_rate=0.03"}
     assert kept(results, 2) == {"learning_rate=0.03"}
-    assert seen[-1] == ("trials", 7, 7)
+    assert seen[-1][0].startswith("4 of 4 trials of rung 2, ") and seen[-1][1:] == (4, 4)
     best = [cell for cell in found if cell["model"] == "learning_rate=0.03"]
     assert [(c["rung"], c["steps"], c["seed"]) for c in best] == [(1, 4, 0), (2, 6, 0), (2, 6, 1)]
     assert best[1]["training"]["loss"] != best[2]["training"]["loss"]
@@ -159,19 +151,25 @@ def test_a_size_can_have_seeds_of_its_own(small, tmp_path):
         load_search(small, ["--sizes={s: {seeds: [0]}}", "--rungs=[]"])
 
 
-def test_a_size_cut_short_leaves_what_was_measured(small, tmp_path, here, monkeypatch):
-    run = searches.run_coca
+def test_a_search_cut_short_leaves_what_was_measured(small, tmp_path, monkeypatch):
+    measure = searches.Trial._measure
 
-    async def interrupted(words, log, lock):
-        return 130 if "--training.learning_rate=0.03" in words else await run(words, log, lock)
+    def interrupted(self):
+        if self.name == "learning_rate=0.03":
+            raise KeyboardInterrupt
+        return measure(self)
 
-    monkeypatch.setattr(searches, "run_coca", interrupted)
-    words = ["--rungs=[{steps: 4}]", "--sizes={small: {}}", "--workers=1"]
-    with pytest.raises(UserError, match="run the same command again to resume"):
-        search(load_search(small, words), tmp_path / "out")
+    wanted = load_search(small, ["--rungs=[{steps: 4}]", "--sizes={small: {}}"])
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(searches.Trial, "_measure", interrupted)
+        search(wanted, tmp_path / "out")
     left = cells(tmp_path / "out" / "results.json")
     assert [c["model"] for c in left] == ["none", "learning_rate=0.001"]
     assert left == cells(tmp_path / "out" / "small" / "results.json")
+    found = cells(search(wanted, tmp_path / "out"))
+    assert [{**c, "mean_rank": 0, "kept": 0} for c in found[:2]] == [
+        {**c, "mean_rank": 0, "kept": 0} for c in left
+    ]
 
 
 def test_a_trial_that_fails_is_kept_as_failed_and_the_others_go_on(small, tmp_path, here):
@@ -206,72 +204,37 @@ def test_a_trial_that_a_full_disk_ended_is_tried_again(small, tmp_path, here, mo
     assert trial["status"] == "finished"
 
 
-@pytest.mark.parametrize(
-    ("printed", "code", "error"),
-    [
-        (b"7%| 2/30\r9%| 3/30coca: error: the loss is nan\n\r9%| 3/30\n", 2, "the loss is nan"),
-        (b"coca: unexpected OSError: no space\n", 1, "unexpected OSError: no space"),
-        (b"Traceback\nImportError: torch\n\n", 1, "ImportError: torch"),
-        (b"", 3, "exit status 3"),
-        (b"coca: error: an earlier one\n", -9, "killed by SIGKILL"),
-    ],
-)
-def test_the_error_of_a_trial_is_the_one_that_coca_printed(tmp_path, printed, code, error):
-    (tmp_path / "log.txt").write_bytes(printed)
-    assert searches._error(tmp_path / "log.txt", code) == error
-
-
-def start(path, out, checkpoints):
-    """A search in a process of its own that has written so many checkpoints."""
-    command = [sys.executable, "-m", "coca_lab.cli", "search", str(path), f"--output={out}"]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while len(list(out.glob("rung-1/*/*/model/checkpoints/*/trainer_state.json"))) < checkpoints:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    return process
-
-
-def test_a_search_waits_for_the_processes_of_one_that_was_killed(small, tmp_path, here):
-    """The orphan holds the lock of its trial: two processes never train in one folder."""
-    content = yaml.safe_load(small.read_text()) | {"grid": {}, "rungs": [{"steps": 200}]}
-    small.write_text(yaml.safe_dump(content))
-    out = tmp_path / "out"
-    killed = start(small, out, 1)
-    killed.kill()
-    killed.wait()
-    folder = out / "rung-1" / "none" / "seed-0"
-    assert cells(out / "results.json") == [] and not is_finished(folder / "model")
-    command = json.loads((out / "results.json").read_text())["environment"]["command"]
-    assert command.startswith("python -m coca_lab.cli search ")
-    search(load_search(small), out)
-    assert [cell["status"] for cell in cells(out / "results.json")] == ["finished"]
-    # Trained without an interruption, by the orphan.
-    assert cells(out / "results.json")[0]["training"]["seconds_per_step"] > 0
-    assert [words[0] for words in here] == ["train", "eval"]
-
-
-@pytest.mark.slow
-def test_killed_with_all_its_processes_it_resumes(small, tmp_path):
+def test_killed_it_resumes_from_checkpoints(small, tmp_path):
     content = yaml.safe_load(small.read_text())
     del content["passkey"]
-    content |= {"trials": {}, "rungs": [{"steps": 300}], "workers": 2}
-    small.write_text(yaml.safe_dump(content))
+    small.write_text(yaml.safe_dump(content | {"grid": {}, "rungs": [{"steps": 200}]}))
     out = tmp_path / "out"
-    interrupted = start(small, out, 1)
-    interrupted.send_signal(signal.SIGINT)
-    assert interrupted.wait(timeout=60) == 130
-    for path in out.glob("rung-1/*/seed-0/.lock"):  # its processes are gone
-        assert searches._lock(path.open("w"))
-    killed = start(small, out, 2)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait()
-    assert cells(out / "results.json") == [] and not list(out.glob("rung-1/*/seed-0/trial.json"))
-    assert main(["search", str(small), f"--output={out}"]) == 0
-    found = cells(out / "results.json")
-    assert [cell["status"] for cell in found] == ["finished"] * 2
-    assert any(cell["training"]["seconds_per_step"] is None for cell in found)  # interrupted
-    assert kept(out / "results.json", 1) == {"learning_rate=0.03"}
+    command = [sys.executable, "-m", "coca_lab.cli", "search", str(small), f"--output={out}"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while not list(out.glob("rung-1/*/*/model/checkpoints/*/trainer_state.json")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert cells(out / "results.json") == []
+    search(load_search(small), out)
+    (trial,) = cells(out / "results.json")
+    assert trial["status"] == "finished"
+    assert trial["training"]["seconds_per_step"] is None  # it was interrupted
+    assert (out / "rung-1" / "none" / "seed-0" / "log.txt").is_file()
+
+
+def test_a_search_on_ray_is_the_same(small, tmp_path, ray):
+    wanted = load_search(small, ["--rungs=[{steps: 4}]"])
+
+    def figures(results):
+        return [
+            (c["model"], c["mean_rank"], c["training"]["loss"], c["cells"][0]["nats"])
+            for c in cells(results)
+        ]
+
+    alone = figures(search(wanted, tmp_path / "alone"))
+    assert figures(search(wanted, tmp_path / "shared", ray="")) == alone
 
 
 def record(trial, values, seed=0, status="finished"):
@@ -324,7 +287,7 @@ def test_a_rung_keeps_a_share_or_a_number(keep, remaining):
             {"perplexity": {"windows": [16, 32], "targets": "one-pass"}},
             r"perplexity is evaluated at \[32\]",
         ),
-        ({"workers": 0}, "workers must be at least 1"),
+        ({"num_cpus": 0}, "num_cpus must be at least 1"),
         ({"trials": {"a": {"model.atention": "rope"}}}, "trial a: .*model.atention"),
         ({"trials": {"a": {"model.num_layers": 0}}}, "trial a: .*num_layers"),
         ({"trials": {"a": {"training.steps": 5}}}, "trial a: training.steps: set .* in the rungs"),

@@ -1,5 +1,121 @@
 """Needles of RULER's kinds. README.md in this folder describes the task."""
 
-from coca_lab.evaluation.needles.task import TASK, NeedleSettings, evaluate_needles
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from statistics import fmean
 
-__all__ = ["TASK", "NeedleSettings", "evaluate_needles"]
+from transformers import PreTrainedTokenizerBase
+
+from coca_attention.errors import UserError
+from coca_lab.data.needles import KINDS, NAMES, Kind, ask_for_needles, r_precision
+from coca_lab.data.passkey import Prompt
+from coca_lab.evaluation.prompts import PromptSettings, check_prompts, prompt_part
+from coca_lab.evaluation.task import Cell, Part, Session, Subject, Task, check_at_least
+from coca_lab.intervals import wilson_interval
+
+METRIC = "R-precision"
+"""What ``recall`` is."""
+
+
+@dataclass
+class NeedleSettings(PromptSettings):
+    """Which needle prompts to use."""
+
+    kinds: list[Kind] = field(
+        default_factory=lambda: ["single", "multi-key", "multi-value", "variables"]
+    )
+    """single, multi-key, multi-value, variables; the task's README.md describes them."""
+    samples: int = 50
+    """Prompts per kind and length."""
+    count: int = 4
+    """Facts in a prompt, or variables of a chain, for every kind except single."""
+
+
+def needle_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    settings: NeedleSettings,
+    kind: Kind,
+    length: int,
+    indices: Sequence[int] | None = None,
+) -> list[Prompt]:
+    """The prompts of one kind and length, or some; tokenizer, settings and seed determine them.
+
+    Raises:
+        UserError: If the length is too short, or the tokenizer does not reproduce the needles.
+    """
+    chosen = range(settings.samples) if indices is None else indices
+    return ask_for_needles(
+        tokenizer, kind, length, chosen, seed=settings.seed, count=settings.count
+    )
+
+
+def check_settings(settings: NeedleSettings) -> None:
+    """Raise UserError unless the numbers are in range."""
+    check_prompts(settings)
+    if not settings.kinds:
+        raise UserError("give at least one kind")
+    unknown = sorted(set(settings.kinds) - set(KINDS))
+    if unknown:
+        raise UserError(f"unknown kinds {', '.join(unknown)}; choose from {', '.join(KINDS)}")
+    check_at_least(settings, 1, "count")
+    if settings.count > len(NAMES):
+        raise UserError(f"count must be at most {len(NAMES)}, got {settings.count}")
+
+
+def evaluate_needles(subject: Subject, settings: NeedleSettings, session: Session) -> list[Cell]:
+    """Share of facts found, for every kind and prompt length.
+
+    Arguments and errors as for `evaluate_passkey`.
+
+    Returns:
+        One cell per kind and length: the mean ``recall`` (`r_precision`), the share of complete
+        answers with its Wilson interval, and the record of every sample.
+    """
+    check_settings(settings)
+    return session.finish(needle_parts(subject, settings, session))
+
+
+def needle_parts(subject: Subject, settings: NeedleSettings, session: Session) -> list[Part]:
+    """The work of `evaluate_needles`: a part for each kind and length."""
+
+    def part(kind: Kind, length: int) -> Part:
+        about = {
+            "task": "needles",
+            "metric": METRIC,
+            "kind": kind,
+            "length": length,
+            "count": settings.count,
+            "seed": settings.seed,
+        }
+        return prompt_part(
+            subject,
+            length,
+            lambda indices: needle_prompts(subject.tokenizer, settings, kind, length, indices),
+            lambda answer, prompt: {"recall": r_precision(answer, prompt.facts["expected"])},
+            _statistics,
+            settings,
+            about,
+            session,
+        )
+
+    return [part(kind, length) for kind, length in product(settings.kinds, settings.lengths)]
+
+
+def _statistics(records: list[Cell]) -> Cell:
+    recalls = [record["recall"] for record in records]
+    full, trials = recalls.count(1.0), len(recalls)
+    return {
+        "recall": fmean(recalls),
+        "full": full / trials,
+        "wilson95": wilson_interval(full, trials),
+    }
+
+
+TASK = Task(
+    "needles",
+    "Needles of RULER's kinds: one or several facts in a long prompt, and chains of variables.",
+    NeedleSettings,
+    check=check_settings,
+    parts=needle_parts,
+)

@@ -1,4 +1,4 @@
-"""Negative log-likelihood of documents under sliding windows, in nats."""
+"""Sliding windows, and the negative log-likelihood of documents under them, in nats."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -7,15 +7,80 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coca_attention.errors import UserError
-from coca_attention.models.context_parallel import Split, split_of
-from coca_lab.evaluation.perplexity.windows import Window, sliding_windows
 from coca_lab.generation import naming_the_limit
 from coca_lab.intervals import DocumentScore
+
+
+@dataclass(frozen=True)
+class Window:
+    """One forward pass over tokens[start:stop] that scores tokens[first_target:stop + 1].
+
+    Token i is predicted from the tokens before it, so the last input, stop - 1, predicts token
+    stop.
+    """
+
+    start: int
+    stop: int
+    first_target: int
+
+    @property
+    def inputs(self) -> int:
+        """Number of tokens read."""
+        return self.stop - self.start
+
+    @property
+    def targets(self) -> int:
+        """Number of tokens scored."""
+        return self.stop + 1 - self.first_target
+
+
+def sliding_windows(
+    length: int, window: int, stride: int, first_target: int = 1
+) -> Iterator[Window]:
+    """Windows that together score every token from ``first_target`` on exactly once.
+
+    The targets are split into runs of ``stride`` tokens; the last run can be shorter. Each run is
+    predicted from the ``window`` tokens that end just before its last target, or from fewer at the
+    beginning of the document. A target with enough text before it therefore has between
+    window - stride + 1 and window tokens of context.
+
+    Args:
+        length: Tokens in the document.
+        window: Maximum number of tokens read in one pass.
+        stride: Targets of one pass.
+        first_target: Index of the first target, at least 1: token 0 has no context.
+
+    Raises:
+        UserError: If a size is out of range.
+    """
+    check_sizes(window, stride)
+    if first_target < 1:
+        raise UserError(f"the first target must be token 1 or later, got {first_target}")
+    for first in range(first_target, length, stride):
+        stop = min(first + stride, length) - 1
+        yield Window(max(stop - window, 0), stop, first)
+
+
+def shared_first_target(windows: list[int], stride: int) -> int:
+    """First token that has at least window - stride + 1 tokens before it at every window size."""
+    return max(windows) - stride + 1
+
+
+def check_sizes(window: int, stride: int) -> None:
+    """Raise UserError unless 1 <= stride <= window."""
+    if window < 1:
+        raise UserError(f"the window must be at least 1 token, got {window}")
+    if stride < 1:
+        raise UserError(f"the stride must be at least 1 token, got {stride}")
+    if stride > window:
+        raise UserError(
+            f"the stride ({stride} tokens) must not exceed the window ({window}): the tokens in "
+            "between would never be scored"
+        )
 
 
 @dataclass(frozen=True)
@@ -124,7 +189,12 @@ def score_documents(
         with torch.inference_mode():
             with naming_the_limit(model, inputs.shape[1]):
                 logits = model(input_ids=inputs.to(device), use_cache=False, **keep).logits
-            losses = _losses(logits, targets.to(device), split_of(model, inputs.shape[1]))
+            losses = F.cross_entropy(
+                logits[:, logits.shape[1] - scored :].float().transpose(1, 2),
+                targets.to(device),
+                reduction="none",
+                ignore_index=-100,
+            )
         rows = losses.double().sum(dim=1).cpu()
         for row, (d, w) in enumerate(batch):
             nats[d] += rows[row]
@@ -145,34 +215,6 @@ def score_documents(
         DocumentScore(document.id, float(nats[d]), counts[d])
         for d, document in enumerate(documents)
     ]
-
-
-def _losses(logits: Tensor, targets: Tensor, split: Split | None) -> Tensor:
-    """Nats of targets from the logits of the last inputs, (B, targets), 0 where ignored.
-
-    Args:
-        logits: (B, T, vocabulary), T at least the number of targets; with ``split``, those of this
-            process alone.
-        targets: (B, targets), of all processes.
-        split: How the inputs are split over processes.
-    """
-    scored = targets.shape[1]
-    places = torch.arange(scored, device=targets.device)
-    if split is not None:
-        places = split.positions(targets.device) - (split.length - scored)
-        places = places[places >= 0]
-    losses = F.cross_entropy(
-        logits[:, logits.shape[1] - len(places) :].float().transpose(1, 2),
-        targets[:, places],
-        reduction="none",
-        ignore_index=-100,
-    )
-    if split is None:
-        return losses
-    whole = losses.new_zeros(targets.shape)
-    whole[:, places] = losses
-    dist.all_reduce(whole, group=split.group)
-    return whole
 
 
 def windows_of(

@@ -1,31 +1,51 @@
-"""The perplexity task: text, windows and evaluation."""
+"""The perplexity task: text, windows, key tokens, repeats and evaluation."""
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
-from coca_lab.data import SourceSettings, held_out
-from coca_lab.evaluation.journal import fingerprint as model_fingerprint
-from coca_lab.evaluation.perplexity.windows import check_sizes, shared_first_target
-from coca_lab.evaluation.pieces import Piece, cut
-from coca_lab.evaluation.task import Cell, Part, Session, Subject, Task, check_at_least
+from coca_attention.models.scaling import rotary_restored
+from coca_lab.data import SourceSettings, encode_documents, held_out, load_tokenizer
+from coca_lab.engine import Item
+from coca_lab.evaluation.perplexity.score import (
+    TokenDocument,
+    TokenScores,
+    by_tokens_read,
+    check_sizes,
+    equal_ranges,
+    score_documents,
+    shared_first_target,
+    windows_of,
+)
+from coca_lab.evaluation.task import (
+    Cell,
+    Part,
+    Session,
+    Subject,
+    Task,
+    check_at_least,
+    fingerprint,
+)
+from coca_lab.generation import rotary_scaling_for
 from coca_lab.intervals import (
     LARGEST_EXPONENT,
     DocumentScore,
     perplexity,
     perplexity_interval,
 )
+from coca_lab.loading import load_model, model_without_weights
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
-
-    from coca_lab.evaluation.perplexity.score import TokenDocument
+ITEM_TOKENS = 65_536
+"""Tokens that an item reads at most, if one window has fewer: what a killed process can lose."""
 
 
 @dataclass
@@ -70,6 +90,11 @@ class WindowSettings:
     """Also score separately the targets that end an n-gram of this length that stands earlier in
     the document, but only farther back than attend_last, or else than the smallest window."""
 
+    @property
+    def near(self) -> int:
+        """Tokens of the short context that longer windows are compared with."""
+        return self.attend_last or min(self.windows)
+
 
 @dataclass
 class PerplexitySettings(TextSettings, WindowSettings):
@@ -89,8 +114,8 @@ def check_text(settings: TextSettings, at_least: int) -> None:
 
 
 def load_text(
-    settings: TextSettings, tokenizer: "PreTrainedTokenizerBase", *, at_least: int
-) -> "list[TokenDocument]":
+    settings: TextSettings, tokenizer: PreTrainedTokenizerBase, *, at_least: int
+) -> list[TokenDocument]:
     """Tokenised documents of a source.
 
     Args:
@@ -101,11 +126,6 @@ def load_text(
     Raises:
         UserError: If a document is shorter and ``skip_short`` is off, or no document is left.
     """
-    import torch
-
-    from coca_lab.data import encode_documents
-    from coca_lab.evaluation.perplexity.score import TokenDocument
-
     check_text(settings, at_least)
     documents = settings.documents()
     if settings.held_out:
@@ -116,16 +136,15 @@ def load_text(
         if len(chosen) == settings.max_documents:
             break
         ids = ids[: settings.max_tokens]
-        if len(ids) < at_least:
-            short += 1
-            if not settings.skip_short:
-                raise UserError(
-                    f"document {document.id!r} has {len(ids)} tokens and the largest window needs "
-                    f"{at_least}: use smaller windows, or skip short documents "
-                    "(--skip-short)"
-                )
+        if len(ids) >= at_least:
+            chosen.append(TokenDocument(document.id, torch.tensor(ids)))
             continue
-        chosen.append(TokenDocument(document.id, torch.tensor(ids)))
+        short += 1
+        if not settings.skip_short:
+            raise UserError(
+                f"document {document.id!r} has {len(ids)} tokens and the largest window needs "
+                f"{at_least}: use smaller windows, or skip short documents (--skip-short)"
+            )
     if not chosen:
         raise UserError(
             f"{settings.source}: no document of at least {at_least} tokens"
@@ -143,10 +162,11 @@ def check_settings(settings: WindowSettings) -> int:
     """Raise UserError unless the sizes fit together; return the stride."""
     if not settings.windows:
         raise UserError("give at least one window size")
+    longest = max(settings.windows)
     stride = settings.stride if settings.stride is not None else min(settings.windows)
     for window in settings.windows:
         check_sizes(window, stride)
-    if settings.attend_last is not None and not 1 <= settings.attend_last <= max(settings.windows):
+    if settings.attend_last is not None and not 1 <= settings.attend_last <= longest:
         raise UserError(
             f"attend_last must be at least 1 token and at most the largest window, got "
             f"{settings.attend_last}"
@@ -161,9 +181,7 @@ def check_settings(settings: WindowSettings) -> int:
             "one pass over a document has neither stride nor positions: its ranges end at the "
             "windows; leave both out"
         )
-    if settings.key_short < 1 or (
-        settings.key_model is not None and settings.key_short >= max(settings.windows)
-    ):
+    if settings.key_short < 1 or (settings.key_model is not None and settings.key_short >= longest):
         raise UserError(
             f"key_short must be at least 1 token and less than the largest window, got "
             f"{settings.key_short}"
@@ -172,19 +190,81 @@ def check_settings(settings: WindowSettings) -> int:
     return stride
 
 
+def key_tokens(
+    evaluator: PreTrainedModel,
+    documents: Sequence[TokenDocument],
+    *,
+    window: int,
+    short: int,
+    stride: int,
+    first_target: int = 1,
+    gain: float = 2.0,
+    least: float = -2.0,
+    batch_tokens: int = 8192,
+) -> list[Tensor]:
+    """Tokens of every document that the evaluator predicts from the long context only.
+
+    After LongPPL (arXiv 2410.23771): most tokens can be predicted from a short context, and
+    dominate an average over all tokens. A key token is one whose log-probability increases by more
+    than ``gain`` nats when the evaluator, a model that is good at long context, reads ``window``
+    tokens instead of ``short``, and then is above ``least``.
+
+    Args:
+        evaluator: A causal language model.
+        documents: Token documents.
+        window: The long context, in tokens.
+        short: The short context, in tokens.
+        stride: Tokens scored in one pass of the long context.
+        first_target: Index of the first scored token.
+        gain: Minimum gain in nats.
+        least: Minimum log-probability in nats.
+        batch_tokens: Tokens per batch; a batch has at least one window.
+
+    Returns:
+        One boolean tensor (length,) per document.
+    """
+    found = []
+    for size, step in ((window, stride), (short, max(1, min(short // 8, stride)))):
+        scores = [TokenScores(len(document.tokens)) for document in documents]
+        # Transformers' own dynamic scaling would read the short context as it did the long one.
+        with rotary_restored(evaluator):
+            score_documents(
+                evaluator,
+                documents,
+                window=size,
+                stride=step,
+                first_target=first_target,
+                batch_tokens=batch_tokens,
+                per_token=scores,
+            )
+        found.append(scores)
+    # Tokens that were not scored are NaN; comparisons with NaN are false.
+    return [
+        (near.nats - far.nats > gain) & (-far.nats > least)
+        for far, near in zip(*found, strict=True)
+    ]
+
+
+def key_nats(scores: Sequence[TokenScores], keys: Sequence[Tensor]) -> tuple[float, int]:
+    """Nats and number of the scored key tokens."""
+    nats, tokens = 0.0, 0
+    for score, mask in zip(scores, keys, strict=True):
+        chosen = mask & (score.read > 0)
+        nats += score.nats[chosen].double().sum().item()
+        tokens += int(chosen.sum())
+    return nats, tokens
+
+
 def load_keys(
-    settings: WindowSettings,
-    subject: Subject,
-    documents: "Sequence[TokenDocument]",
-    session: Session,
-) -> "list[Tensor] | None":
+    settings: WindowSettings, subject: Subject, documents: Sequence[TokenDocument], session: Session
+) -> list[Tensor] | None:
     """The key tokens that ``settings.key_model`` finds; None without one.
 
     Args:
         settings: Windows and the evaluator.
         subject: The model whose tokenizer, precision and device the evaluator shares.
         documents: Token documents.
-        session: Its journal keeps them, for all models and processes.
+        session: Its engine computes and keeps them, for all models.
 
     Returns:
         One boolean tensor (length,) per document.
@@ -192,26 +272,28 @@ def load_keys(
     Raises:
         UserError: If the evaluator cannot be loaded, has another tokenizer, or finds no key token.
     """
-    import torch
-
-    if settings.key_model is None:
+    path = settings.key_model
+    if path is None:
         return None
     stride, window = check_settings(settings), max(settings.windows)
-    first = window - stride + 1 if settings.targets == "shared" else 1
+    first = shared_first_target([window], stride) if settings.targets == "shared" else 1
     dtype = str(subject.model.dtype).removeprefix("torch.")
-    there = subject.model.device
-    device = subject.device if there.type == "meta" else str(there)
+    device = subject.device if subject.path else str(subject.model.device)
+    model_without_weights(path, dtype)
+    if load_tokenizer(path).get_vocab() != subject.tokenizer.get_vocab():
+        raise UserError(
+            f"{path}: the evaluator of key tokens has another tokenizer than the model; choose an "
+            "evaluator that shares the model's tokenizer"
+        )
     key = {
-        "key_model": f"{model_fingerprint(settings.key_model)} {dtype}",
+        "key_model": f"{fingerprint(path)} {dtype}",
         "window": [window, stride, first, settings.key_short],
         "text": text_hash(documents),
     }
 
-    def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
-        from coca_lab.evaluation.perplexity.keys import key_tokens, load_evaluator
-
+    def work(_: list[Any]) -> list[list[list[int]]]:
         found = key_tokens(
-            load_evaluator(str(settings.key_model), subject.tokenizer, dtype=dtype, device=device),
+            load_model(path, dtype=dtype, device=device),
             documents,
             window=window,
             short=settings.key_short,
@@ -222,12 +304,12 @@ def load_keys(
         return [[mask.nonzero().flatten().tolist() for mask in found]]
 
     cost = sum(len(document.tokens) for document in documents)
-    piece = Piece(f"key tokens of {settings.key_model}", [key], cost, window, compute)
-    (found,) = session.complete([piece])
+    item = Item([key], work, [None], cost, label=f"key tokens of {path}")
+    (found,) = session.engine.run([item])
     if not any(found):
         raise UserError(
-            f"{settings.key_model} predicts no token of this text better from {window} tokens "
-            f"than from {settings.key_short}: choose an evaluator that uses long context"
+            f"{path} predicts no token of this text better from {window} tokens than from "
+            f"{settings.key_short}: choose an evaluator that uses long context"
         )
     masks = [torch.zeros(len(document.tokens), dtype=torch.bool) for document in documents]
     for mask, indices in zip(masks, found, strict=True):
@@ -235,7 +317,27 @@ def load_keys(
     return masks
 
 
-def text_hash(documents: "Sequence[TokenDocument]") -> str:
+def distant_repeats(tokens: Tensor, n: int, beyond: int) -> Tensor:
+    """Which tokens end an n-gram that stands earlier in the document, but only far back.
+
+    Args:
+        tokens: (length,), int64.
+        n: Length of the n-gram, the token itself included.
+        beyond: The latest earlier n-gram ends more than this many tokens before the token.
+
+    Returns:
+        (length,), bool.
+    """
+    ids, last = tokens.tolist(), {}
+    found = torch.zeros(len(ids), dtype=torch.bool)
+    for index in range(n - 1, len(ids)):
+        gram = tuple(ids[index - n + 1 : index + 1])
+        found[index] = index - last.get(gram, index) > beyond
+        last[gram] = index
+    return found
+
+
+def text_hash(documents: Sequence[TokenDocument]) -> str:
     """Identifies token documents."""
     texts = [[d.id, hashlib.sha256(d.tokens.numpy().tobytes()).hexdigest()] for d in documents]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
@@ -243,11 +345,11 @@ def text_hash(documents: "Sequence[TokenDocument]") -> str:
 
 def evaluate_perplexity(
     subject: Subject,
-    documents: "Sequence[TokenDocument]",
+    documents: Sequence[TokenDocument],
     settings: WindowSettings,
     session: Session,
     *,
-    keys: "Sequence[Tensor] | None" = None,
+    keys: Sequence[Tensor] | None = None,
 ) -> list[Cell]:
     """Perplexity at every window size.
 
@@ -255,8 +357,7 @@ def evaluate_perplexity(
         subject: The model.
         documents: Token documents, each of at least `tokens_needed` tokens.
         settings: Windows, stride, targets.
-        session: Rotary scaling, journal and progress; ``ntk`` computes the base from each
-            window's size.
+        session: Rotary scaling and engine; ``ntk`` computes the base from each window's size.
         keys: The key tokens of every document (`load_keys`), to be scored separately too.
 
     Returns:
@@ -271,11 +372,11 @@ def evaluate_perplexity(
 
 def perplexity_parts(
     subject: Subject,
-    documents: "Sequence[TokenDocument]",
+    documents: Sequence[TokenDocument],
     settings: WindowSettings,
     session: Session,
     *,
-    keys: "Sequence[Tensor] | None" = None,
+    keys: Sequence[Tensor] | None = None,
 ) -> list[Part]:
     """The work of `evaluate_perplexity`, which describes the arguments: a part for each cell."""
     stride = check_settings(settings)
@@ -288,151 +389,149 @@ def perplexity_parts(
                 f"window needs {tokens_needed(settings)}"
             )
     first = shared_first_target(settings.windows, stride) if settings.targets == "shared" else 1
-    runs = [(window, stride, str(session.scaling)) for window in settings.windows]
+    scaling = str(session.scaling)
+    runs = [(window, stride, scaling) for window in settings.windows]
     if settings.targets == "one-pass":
         # The last input of the only window predicts the token after it.
         longest = max(settings.windows)
         documents = [replace(d, tokens=d.tokens[: longest + 1]) for d in documents]
         keys = None if keys is None else [mask[: longest + 1] for mask in keys]
-        runs = [(longest, longest, str(session.scaling))]
+        runs = [(longest, longest, scaling)]
     if settings.attend_last is not None:
         # With a stride of an eighth, every token has at least 7/8 of the window before it.
         last = settings.attend_last
         runs.append((last, min(max(1, last // 8), stride), "attend-last"))
+    repeats = None
+    if settings.repeats is not None:
+        repeats = [distant_repeats(d.tokens, settings.repeats, settings.near) for d in documents]
     text = text_hash(documents)
-    repeats = _find_repeats(documents, settings)
     return [
-        _part(subject, documents, settings, session, keys, repeats, text, first, run)
+        _Windows(subject, documents, settings, keys, repeats, first, *run, session.factor).part(
+            text
+        )
         for run in runs
     ]
 
 
-def _find_repeats(
-    documents: "Sequence[TokenDocument]", settings: WindowSettings
-) -> "list[Tensor] | None":
-    """The targets that ``settings.repeats`` asks for, (length,) of every document."""
-    from coca_lab.evaluation.perplexity.repeats import distant_repeats
+@dataclass
+class _Windows:
+    """The windows of one cell; called with ranges of them, it returns sums over each.
 
-    if settings.repeats is None:
-        return None
-    return [distant_repeats(d.tokens, settings.repeats, _near(settings)) for d in documents]
+    Attributes:
+        kind: Rotary scaling, or ``attend-last`` for the model as it is.
+    """
 
+    subject: Subject
+    documents: Sequence[TokenDocument]
+    settings: WindowSettings
+    keys: Sequence[Tensor] | None
+    repeats: Sequence[Tensor] | None
+    first: int
+    window: int
+    stride: int
+    kind: str
+    factor: float
 
-def _near(settings: WindowSettings) -> int:
-    """Tokens of the short context that longer windows are compared with."""
-    return settings.attend_last or min(settings.windows)
+    @property
+    def scaled(self) -> tuple[str, float, int]:
+        """Arguments of `rotary_scaling_for`."""
+        return "none" if self.kind == "attend-last" else self.kind, self.factor, self.window
 
+    @property
+    def edges(self) -> list[int] | None:
+        """Where the ranges of ``by_position`` end."""
+        if self.kind == "attend-last":
+            return None
+        if self.settings.targets == "one-pass":
+            return [0, *sorted(set(self.settings.windows))]
+        positions = self.settings.positions
+        return None if positions is None else equal_ranges(self.window, positions)
 
-def _part(
-    subject: Subject,
-    documents: "Sequence[TokenDocument]",
-    settings: WindowSettings,
-    session: Session,
-    keys: "Sequence[Tensor] | None",
-    repeats: "Sequence[Tensor] | None",
-    text: str,
-    first: int,
-    run: tuple[int, int, str],
-) -> Part:
-    """The work of one cell, the windows of some documents a piece."""
-    from coca_lab.evaluation.perplexity.keys import fingerprint, key_nats
-    from coca_lab.evaluation.perplexity.score import (
-        TokenScores,
-        by_tokens_read,
-        equal_ranges,
-        score_documents,
-        windows_of,
-    )
-    from coca_lab.generation import rotary_scaling_for
-
-    window, stride, kind = run
-    applied = "none" if kind == "attend-last" else kind
-    edges = None
-    if kind != "attend-last":
-        if settings.targets == "one-pass":
-            edges = [0, *sorted(set(settings.windows))]
-        elif settings.positions is not None:
-            edges = equal_ranges(window, settings.positions)
-    key = {
-        "task": "perplexity",
-        "model": subject.identity,
-        "scaling": [kind, float(session.factor) if applied != "none" else None],
-        "window": [window, stride, first],
-        "targets": settings.targets,
-        "text": text,
-        "positions": settings.windows if settings.targets == "one-pass" else settings.positions,
-        "keys": None if keys is None else fingerprint(keys),
-        "repeats": None if repeats is None else [settings.repeats, _near(settings)],
-    }
-    windows = windows_of([len(d.tokens) for d in documents], window, stride, first)
-
-    def piece(part: slice) -> Piece:
-        def compute(missing: list[int], advance: Callable[[int], Any]) -> list[Any]:
-            per_token = None
-            if edges is not None or keys is not None or repeats is not None:
-                per_token = [TokenScores(len(document.tokens)) for document in documents]
-            with rotary_scaling_for(subject.model, applied, session.factor, window):
-                scores = score_documents(
-                    subject.model,
-                    documents,
-                    window=window,
-                    stride=stride,
-                    first_target=first,
-                    batch_tokens=settings.batch_tokens,
-                    per_token=per_token,
-                    progress=advance,
-                    part=part,
-                )
-            sums = {
-                "documents": [
-                    [index, _number(score.nats), score.tokens]
-                    for index, score in enumerate(scores)
-                    if score.tokens
-                ]
-            }
-            if per_token is not None and edges is not None:
-                ranges = by_tokens_read(per_token, edges)
-                sums["ranges"] = [[_number(r["nats"]), r["tokens"]] for r in ranges]
-            if per_token is not None and keys is not None:
-                nats, tokens = key_nats(per_token, keys)
-                sums["keys"] = [[_number(nats), tokens]]
-            if per_token is not None and repeats is not None:
-                pairs = zip(per_token, repeats, strict=True)
-                chosen = [key_nats([scored], [mask]) for scored, mask in pairs]
-                sums["repeats"] = [
-                    [index, _number(nats), tokens]
-                    for index, (nats, tokens) in enumerate(chosen)
-                    if tokens
-                ]
-            return [sums]
-
-        cost = sum(each.inputs for _, each in windows[part])
-        label = f"{subject.name} {kind} {window}"
-        return Piece(label, [[key, part.start, part.stop]], cost, window, compute)
-
-    pieces = [piece(part) for part in cut([each.inputs for _, each in windows])]
-
-    def cells() -> list[Cell]:
-        found = [session.journal.get(each.keys[0]) for each in pieces]
-        scores = _by_document(documents, [row for sums in found for row in sums["documents"]])
-        with rotary_scaling_for(subject.model, applied, session.factor, window) as rope:
-            pass
-        interval = perplexity_interval(scores)
-        cell = {
+    def part(self, text: str) -> Part:
+        """The items, each of some windows, and the cell."""
+        settings, scaling = self.settings, self.scaled[0]
+        one_pass = settings.targets == "one-pass"
+        key = {
             "task": "perplexity",
-            **subject.facts,
-            "scaling": kind,
-            "factor": key["scaling"][1],
-            "rope_parameters": rope,
-            "window": window,
-            "stride": stride,
+            "model": self.subject.identity,
+            "scaling": [self.kind, float(self.factor) if scaling != "none" else None],
+            "window": [self.window, self.stride, self.first],
             "targets": settings.targets,
             "text": text,
+            "positions": settings.windows if one_pass else settings.positions,
+            "keys": None if self.keys is None else _fingerprint(self.keys),
+            "repeats": None if self.repeats is None else [settings.repeats, settings.near],
+        }
+        lengths = [len(document.tokens) for document in self.documents]
+        windows = windows_of(lengths, self.window, self.stride, self.first)
+        costs = [each.inputs for _, each in windows]
+        name = self.subject.name
+        items = [
+            Item(
+                [[key, start, stop]],
+                self,
+                [(start, stop)],
+                sum(costs[start:stop]),
+                self.window,
+                f"{name} {self.kind} {self.window}",
+                name,
+            )
+            for start, stop in cut(costs)
+        ]
+        return Part(items, lambda sums, seconds: [self._cell(key, sums, seconds)])
+
+    def __call__(self, ranges: list[tuple[int, int]]) -> list[dict[str, Any]]:
+        return [self._score(slice(*each)) for each in ranges]
+
+    def _score(self, part: slice) -> dict[str, Any]:
+        edges, model = self.edges, self.subject.loaded()
+        per_token = None
+        if edges is not None or self.keys is not None or self.repeats is not None:
+            per_token = [TokenScores(len(document.tokens)) for document in self.documents]
+        with rotary_scaling_for(model, *self.scaled):
+            scores = score_documents(
+                model,
+                self.documents,
+                window=self.window,
+                stride=self.stride,
+                first_target=self.first,
+                batch_tokens=self.settings.batch_tokens,
+                per_token=per_token,
+                part=part,
+            )
+        rows = [(score.nats, score.tokens) for score in scores]
+        sums = {"documents": _by_index(rows)}
+        if per_token is not None and edges is not None:
+            ranges = by_tokens_read(per_token, edges)
+            sums["ranges"] = [[_number(r["nats"]), r["tokens"]] for r in ranges]
+        if per_token is not None and self.keys is not None:
+            nats, tokens = key_nats(per_token, self.keys)
+            sums["keys"] = [[_number(nats), tokens]]
+        if per_token is not None and self.repeats is not None:
+            pairs = zip(per_token, self.repeats, strict=True)
+            sums["repeats"] = _by_index([key_nats([scored], [mask]) for scored, mask in pairs])
+        return sums
+
+    def _cell(self, key: dict[str, Any], found: list[dict[str, Any]], seconds: float) -> Cell:
+        scores, edges = self._by_document(found, "documents"), self.edges
+        with rotary_scaling_for(self.subject.model, *self.scaled) as rope:
+            pass
+        interval = perplexity_interval(scores)
+        cell: Cell = {
+            "task": "perplexity",
+            **self.subject.facts,
+            "scaling": self.kind,
+            "factor": key["scaling"][1],
+            "rope_parameters": rope,
+            "window": self.window,
+            "stride": self.stride,
+            "targets": self.settings.targets,
+            "text": key["text"],
             "perplexity": _number(perplexity(scores)),
             "ci95": list(interval) if interval else None,
             "nats": _number(sum(score.nats for score in scores)),
             "tokens": sum(score.tokens for score in scores),
-            "seconds": session.seconds(pieces),
+            "seconds": seconds,
             "documents": [{**asdict(s), "nats": _number(s.nats)} for s in scores],
         }
         if edges is not None:
@@ -441,34 +540,56 @@ def _part(
                 {"first": low + 1, "last": high, "nats": _number(nats), "tokens": tokens}
                 for (low, high), (nats, tokens) in zip(pairwise(edges), ranges, strict=True)
             ]
-        if repeats is not None:
+        if self.repeats is not None:
+            repeats = self._by_document(found, "repeats")
             cell["repeats"] = {
-                "n": settings.repeats,
-                "beyond": _near(settings),
-                "documents": [
-                    {"nats": _number(score.nats), "tokens": score.tokens}
-                    for score in _by_document(
-                        documents, [row for sums in found for row in sums["repeats"]]
-                    )
-                ],
+                "n": self.settings.repeats,
+                "beyond": self.settings.near,
+                "documents": [{"nats": _number(s.nats), "tokens": s.tokens} for s in repeats],
             }
-        if keys is not None:
+        if self.keys is not None:
             nats, tokens = _sum(sums["keys"][0] for sums in found)
             mean = nats / tokens if tokens else math.inf
             cell["key_tokens"], cell["keys"] = tokens, key["keys"]
             cell["key_perplexity"] = _number(math.exp(mean)) if mean < LARGEST_EXPONENT else None
-        return [cell]
+        return cell
 
-    return Part(pieces, cells)
+    def _by_document(self, found: list[dict[str, Any]], name: str) -> list[DocumentScore]:
+        """The score of every document from rows of its index, nats and tokens."""
+        rows = [row for sums in found for row in sums[name]]
+        return [
+            DocumentScore(document.id, *_sum(row[1:] for row in rows if row[0] == index))
+            for index, document in enumerate(self.documents)
+        ]
 
 
-def _by_document(
-    documents: "Sequence[TokenDocument]", rows: Sequence[Sequence[Any]]
-) -> list[DocumentScore]:
-    """The score of every document from rows of its index, nats and tokens."""
+def cut(costs: Sequence[int], most: int | None = None) -> list[tuple[int, int]]:
+    """Starts and ends of ranges of at most ``most`` tokens together, or of one entry.
+
+    Args:
+        costs: Tokens of every entry.
+        most: Tokens of a range; by default `ITEM_TOKENS`.
+    """
+    ranges, start, tokens = [], 0, 0
+    for index, cost in enumerate(costs):
+        if index > start and tokens + cost > (most or ITEM_TOKENS):
+            ranges.append((start, index))
+            start, tokens = index, 0
+        tokens += cost
+    return [*ranges, (start, len(costs))]
+
+
+def _by_index(rows: Sequence[tuple[float, int]]) -> list[list[Any]]:
+    """Rows of index, nats and tokens; those without tokens are left out."""
+    return [[index, _number(nats), tokens] for index, (nats, tokens) in enumerate(rows) if tokens]
+
+
+def _fingerprint(keys: Sequence[Tensor]) -> list[int]:
+    """Counts and position sums of the key tokens: identifies a selection."""
     return [
-        DocumentScore(document.id, *_sum(row[1:] for row in rows if row[0] == index))
-        for index, document in enumerate(documents)
+        int(part)
+        for mask in keys
+        for part in (mask.sum(), (mask.nonzero().flatten() + 1).square().sum())
     ]
 
 
@@ -491,23 +612,11 @@ def _check(settings: PerplexitySettings) -> None:
     check_text(settings, tokens_needed(settings))
 
 
-def _documents(subject: Subject, settings: PerplexitySettings) -> "list[TokenDocument]":
-    return subject.cached(
+def _parts(subject: Subject, settings: PerplexitySettings, session: Session) -> list[Part]:
+    documents = subject.cached(
         f"text {settings}",
         lambda: load_text(settings, subject.tokenizer, at_least=tokens_needed(settings)),
     )
-
-
-def _prepare(subject: Subject, settings: PerplexitySettings) -> None:
-    if settings.key_model is not None:
-        from coca_lab.loading import model_without_weights
-
-        model_without_weights(settings.key_model)
-    _documents(subject, settings)
-
-
-def _parts(subject: Subject, settings: PerplexitySettings, session: Session) -> list[Part]:
-    documents = _documents(subject, settings)
     keys = subject.cached(
         f"keys {settings}", lambda: load_keys(settings, subject, documents, session)
     )
@@ -518,8 +627,6 @@ TASK = Task(
     "perplexity",
     "Perplexity of a Transformers causal language model under sliding windows.",
     PerplexitySettings,
-    lambda subject, settings, session: session.finish(_parts(subject, settings, session)),
-    _check,
-    prepare=_prepare,
+    check=_check,
     parts=_parts,
 )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coca_attention.errors import UserError, did_you_mean
-from coca_lab.evaluation.perplexity.windows import sliding_windows
+from coca_lab.evaluation.perplexity.score import sliding_windows
 from coca_lab.studies.reproduce.plan import (
     BATCH,
     MEMORY_SHARE,

@@ -11,9 +11,9 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from coca_attention.errors import error_prefix
+from coca_lab.engine import Progress
 from coca_lab.environment import write_json
-from coca_lab.evaluation.suite import run_suite
-from coca_lab.evaluation.task import Progress
+from coca_lab.evaluation.suite import RESULTS_FILE, run_suite
 from coca_lab.report import write_report
 from coca_lab.studies.reproduce.plan import PLAN_FILE, Plan, blocks_each, halve, load_plan, suite_of
 from coca_lab.studies.reproduce.settings import ReproduceSettings
@@ -134,10 +134,12 @@ def _evaluate(
     deadline.check()
 
     def report(label: str, done: int, total: int) -> None:
-        # By its own clock: processes share this work without waiting for each other.
         if deadline.end is not None and time.monotonic() > deadline.end:
             raise TimeUp
         if progress is not None:
             progress(label, done, total)
 
-    return run_suite(suite_of(settings, plan), settings.folder / "suite", progress=report)
+    folder = settings.folder / "suite"
+    if PartialState().is_main_process:
+        run_suite(suite_of(settings, plan), folder, progress=report)
+    return folder / RESULTS_FILE

@@ -1,0 +1,193 @@
+"""Items of work in this process and on Ray: values are kept, failures named, nothing lost."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from coca_attention.errors import UserError
+from coca_lab import engine as engines
+from coca_lab.engine import Engine, Item, RayEngine, Store, take_ray
+
+
+def square(numbers):
+    return [number**2 for number in numbers]
+
+
+def items_of(work, numbers, **fields):
+    return [Item([{"square": n}], work, [n], label=f"item {n}", **fields) for n in numbers]
+
+
+def test_values_and_their_times_survive_and_can_be_forgotten(tmp_path):
+    path = tmp_path / "folder" / "values.sqlite"
+    with Store(path) as store:
+        store.put([{"a": 1, "b": 2}, ["c"]], [{"x": 2.5}, None], 3.0)
+        with pytest.raises(ValueError):
+            store.put(["d"], [float("nan")])
+    with Store(path) as store:
+        assert {"b": 2, "a": 1} in store and ["c"] in store and "d" not in store
+        assert store.get({"b": 2, "a": 1}) == {"x": 2.5} and store.get("d") is None
+        assert store.seconds(["c"]) == 1.5 and len(store) == 2
+        store.remove([["c"]])
+    with Store(path) as store:
+        assert len(store) == 1  # of another measurement
+        store.remove([{"a": 1, "b": 2}])
+    assert not list(path.parent.iterdir())
+
+
+def test_one_process_at_a_time(tmp_path):
+    path = tmp_path / "values.sqlite"
+    with Store(path) as store:
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"values\.sqlite is in use by another process"):
+                Store(path)
+            store.put(["a"], [1])
+    assert Store(path).get("a") == 1
+
+
+def test_a_damaged_file_and_a_full_disk_are_named(tmp_path, monkeypatch):
+    path = tmp_path / "values.sqlite"
+    path.write_bytes(b"this is not a database" * 100)
+    with pytest.raises(UserError, match=r"values\.sqlite is damaged .*delete it"):
+        Store(path)
+    path.unlink()
+    with Store(path) as store:
+        store.put(["a"], [1])
+        store._db.execute("PRAGMA max_page_count = 4")
+        with pytest.raises(UserError, match=r"values\.sqlite: .*full: free disk space"):
+            store.put(["b"], ["x" * 10**6])
+        assert "b" not in store and store.get("a") == 1
+
+
+def test_items_are_computed_once_and_progress_never_goes_back(tmp_path):
+    seen, asked = [], []
+
+    def work(numbers):
+        asked.append(numbers)
+        return square(numbers)
+
+    items = items_of(work, range(3), cost=10)
+    with Store(tmp_path / "values.sqlite") as store:
+        engine = Engine(store, lambda *line: seen.append(line))
+        assert engine.run(items) == [0, 1, 4]
+        batch = Item([{"square": n} for n in (1, 2, 5)], work, [1, 2, 5], 30)
+        assert engine.run([*items, batch]) == [0, 1, 4, 1, 4, 25]
+    assert asked == [[0], [1], [2], [5]]  # of a batch, what is missing
+    assert [done for _, done, _ in seen] == [0, 10, 20, 30, 30, 60]
+    assert seen[3][0].startswith("3 of 3 items, ") and seen[3][0].endswith("tokens/s, item 2")
+
+
+def test_a_failure_is_named_once_the_rest_is_done():
+    attempts = []
+
+    def work(numbers):
+        attempts.append(numbers[0])
+        if numbers == [1]:
+            raise UserError("one is wrong")
+        if numbers == [2] or (numbers == [3] and attempts.count(3) < 3):
+            raise OSError(f"attempt {attempts.count(numbers[0])}")
+        return square(numbers)
+
+    engine = Engine()
+    with pytest.raises(UserError, match=r"item 1: one is wrong \(2 of 5 items failed\)"):
+        engine.run(items_of(work, range(5)))
+    assert engine.store.get({"square": 3}) == 9 and engine.store.get({"square": 4}) == 16
+    assert [attempts.count(n) for n in range(5)] == [1, 1, 3, 3, 1]
+    with pytest.raises(UserError, match=r"item 2: unexpected OSError: attempt 6 \(1 of 2"):
+        engine.run(items_of(work, [0, 2]))
+
+
+def test_killed_at_any_moment_the_next_start_continues(tmp_path):
+    path = tmp_path / "values.sqlite"
+    program = (
+        "import os, signal, sys; from coca_lab.engine import *\n"
+        "def work(n):\n"
+        "    if n == [5]: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return n\n"
+        "Engine(Store(sys.argv[1])).run([Item([n], work, [n]) for n in range(9)])"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, path])
+    assert killed.returncode == -signal.SIGKILL
+    asked = []
+    with Store(path) as store:
+        Engine(store).run([Item([n], lambda n: asked.append(n[0]) or n, [n]) for n in range(9)])
+    assert asked == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("words", "rest", "address"),
+    [
+        (["s.yaml", "--a", "1"], ["s.yaml", "--a", "1"], None),
+        (["s.yaml", "--ray"], ["s.yaml"], ""),
+        (["s.yaml", "--ray", "--a=1"], ["s.yaml", "--a=1"], ""),
+        (["s.yaml", "--ray", "host:6379", "--a=1"], ["s.yaml", "--a=1"], "host:6379"),
+        (["s.yaml", "--ray=auto"], ["s.yaml"], "auto"),
+    ],
+)
+def test_the_option_of_ray(words, rest, address):
+    assert take_ray(words) == (rest, address)
+
+
+def test_a_missing_ray_names_the_extra(monkeypatch):
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"coca-attention\[ray\]"):
+        RayEngine()
+
+
+def test_an_address_without_a_cluster_is_one_line():
+    pytest.importorskip("ray")
+    with pytest.raises(UserError, match=r"Ray at 127\.0\.0\.1:9 does not answer: .*refused"):
+        RayEngine(address="127.0.0.1:9")
+
+
+def test_on_ray_values_are_the_same_and_a_killer_is_named(ray, tmp_path):
+    """An item that kills its process three times has failed; one that does so once has not."""
+    count = tmp_path / "count"
+    count.mkdir()
+
+    def work(numbers):
+        (count / f"{numbers[0]}.{len(list(count.glob(f'{numbers[0]}.*')))}").touch()
+        if numbers == [1] or (numbers == [3] and len(list(count.glob("3.*"))) < 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if numbers == [2]:
+            raise UserError("two is wrong")
+        return [number**2 for number in numbers]
+
+    items = items_of(work, range(8))
+    with Store(tmp_path / "values.sqlite") as store:
+        failed = RayEngine(store).compute(items)
+        assert {item.label: engines.problem(error)[:12] for item, error in failed} == {
+            "item 1": "unexpected A", "item 2": "two is wrong",
+        }  # fmt: skip
+        assert [store.get({"square": n}) for n in (0, 3, 4, 5, 6, 7)] == [0, 9, 16, 25, 36, 49]
+    times = [len(list(count.glob(f"{n}.*"))) for n in range(8)]
+    assert times == [1, 3, 1, 2, 1, 1, 1, 1]
+
+
+def test_what_ray_does_not_have_is_one_line(ray):
+    with pytest.raises(UserError, match="an item needs 9 CPUs and Ray has 2"):
+        RayEngine(num_cpus=9)
+    with pytest.raises(UserError, match="an item needs 4 GPUs and Ray has 0"):
+        RayEngine(num_gpus=4)
+
+
+def test_processes_stay_with_a_model_and_the_longest_come_first():
+    items = [
+        Item([n], square, [n], cost, group=group)
+        for n, (group, cost) in enumerate([("a", 1), ("a", 5), ("b", 2), ("b", 3), ("b", 1)])
+    ]
+    queue = engines._Queue(items)
+    first, second = queue.take(None), queue.take(None)
+    assert first is items[1] and second is items[3]
+    assert [queue.take(group) for group in "babb"] == [items[2], items[0], items[4], None]
+
+
+def test_a_value_is_one_transaction(tmp_path):
+    """A reader that comes after a crash finds whole batches only."""
+    path = tmp_path / "values.sqlite"
+    with Store(path) as store, pytest.raises(TypeError):
+        store.put(["a", "b"], [1, object()])
+    assert sqlite3.connect(path).execute("SELECT count(*) FROM done").fetchone() == (0,)
