@@ -253,7 +253,6 @@ def _halve(
         also_save([*earlier, *cells])
 
     for number, rung in enumerate(search.rungs, start=1):
-        save([])
         cells = _run_rung(search, number, trials, output, engine, save)
         ranks = mean_ranks(cells, search.rank)
         best = sorted(ranks, key=ranks.__getitem__)
@@ -307,6 +306,8 @@ def _run_rung(
             claim_folder(trial.recipe, folder / "model")
             label = f"{name}, rung {number}, seed {seed}"
             runs.append((facts, Item([trial.key], trial, [None], label=label)))
+
+    save([])
 
     def records() -> list[Cell]:
         found = ((facts, engine.store.get(item.keys[0])) for facts, item in runs)
