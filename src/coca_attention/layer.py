@@ -259,7 +259,7 @@ class CoCAAttention(nn.Module):
             window=self.window,
             scale=divisor,
             dropout=self.dropout if self.training else 0.0,
-            bias=None if rotation.decay is None else rotation.bias,
+            bias=rotation.bias,
             positions=places,
         )
         return self.o_proj(output.transpose(1, 2).flatten(-2))

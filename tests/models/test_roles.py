@@ -104,7 +104,7 @@ def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, ca
     ids, windows = some_tokens(model, length=200), []
 
     def recorded(*tensors, **options):
-        if "window" in options:  # and not the bias of a global layer
+        if options["window"]:  # and not the bias of a global layer
             windows.append(options["window"])
         return attend(*tensors, **options)
 
@@ -118,39 +118,36 @@ def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, ca
         lambda: decoded_logits(model, ids, first=4),
     ]
     without = [way() for way in ways]
-    # The local layer in one pass each, then in every piece of several tokens beyond the window.
-    assert windows == [WINDOW] * 8
-    monkeypatch.setattr(type(model.base_model), "_window_alone", lambda *_: False)
+    # The local layer in one pass each, then in every piece of several tokens.
+    assert windows == [WINDOW] * 9
+    made, by_layers = lambda *_: None, type(model.base_model)._segments
+    monkeypatch.setattr(type(model.base_model), "_segments", made)
     dense = logits(model, ids)
-    assert len(windows) == 8
+    assert len(windows) == 9
     assert all(difference(found, dense) < 1e-12 for found in without)
     gradients = []
-    for whole in (True, False):
-        monkeypatch.setattr(type(model.base_model), "_window_alone", lambda *_, w=whole: w)
+    for masks in (by_layers, made):
+        monkeypatch.setattr(type(model.base_model), "_segments", masks)
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
         gradients.append(torch.cat([w.grad.flatten() for w in model.parameters()]))
-    assert len(windows) == 9 and difference(*gradients) < 1e-12
+    assert len(windows) == 10 and difference(*gradients) < 1e-12
 
 
-@pytest.mark.parametrize("case", ["padded", "packed", "eager", "static"])
+@pytest.mark.parametrize("case", ["eager", "static"])
 def test_other_masks_of_local_layers_are_made(case, monkeypatch):
     model = with_roles("Llama")
     ids = some_tokens(model, length=40)
 
     def without_window(*tensors, **options):
-        assert "window" not in options
+        assert not options["window"]
         return attend(*tensors, **options)
 
     monkeypatch.setattr(layer_pass, "attend", without_window)
     options = {}
-    if case == "padded":
-        options["attention_mask"] = torch.ones_like(ids).index_fill(1, torch.arange(3), 0)
-    elif case == "packed":
-        options["position_ids"] = torch.arange(20).repeat(2)[None]
-    elif case == "eager":
+    if case == "eager":
         model.set_attn_implementation("eager")
-    elif case == "static":
+    else:
         options["past_key_values"] = StaticCache(config=model.config, max_cache_len=60)
         options["past_key_values"].layers[0] = StaticCache(
             config=vanilla("Llama").config, max_cache_len=60

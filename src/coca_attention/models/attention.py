@@ -186,9 +186,7 @@ class CollinearAttention(nn.Module):
         key = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
         if cache is not None and not half:
             key, value = self._cached(cache, key, value)
-        # `CollinearModel` leaves out a mask that is nothing but the window.
-        window_alone = roles is not None and attention_mask is None
-        output = layer.attend_keys(query, key, value, window_alone=window_alone)
+        output = layer.attend_keys(query, key, value)
         if output is None:
             attention = ALL_ATTENTION_FUNCTIONS.get_interface(
                 config._attn_implementation, eager_attention

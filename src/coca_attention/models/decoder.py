@@ -34,6 +34,7 @@ from coca_attention.models.projections import (
     replace_key_projection,
 )
 from coca_attention.models.rotary import CoCARotary
+from coca_attention.ops import compiling
 
 MASKS = {GLOBAL: create_causal_mask, LOCAL: create_sliding_window_causal_mask}
 
@@ -132,7 +133,8 @@ class CollinearModel(CollinearPreTrained):
             )
         split = kwargs.get("split")  # of `split_sequences`
         placed = half or positioned or split is not None
-        given_positions = position_ids if mask is None else None
+        given = (tokens, attention_mask, position_ids, past_key_values)
+        segments = None if tokens is None else self._segments(*given, kwargs.get("use_cache"))
         if tokens is not None and (placed or own_roles):
             if position_ids is None:
                 past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -144,14 +146,13 @@ class CollinearModel(CollinearPreTrained):
                     places = torch.arange(split.length, device=tokens.device).unsqueeze(0)
                 kwargs["key_positions"] = KeyPositions(self, past_key_values, places, mask)
             if own_roles:
-                window_alone = self._window_alone(
-                    tokens.shape[1], attention_mask, given_positions, past_key_values
-                )
-                kwargs["roles"] = self._roles(
-                    tokens, attention_mask, position_ids, past_key_values, window_alone
-                )
-        if isinstance(attention_mask, dict) and (own_roles or len(attention_mask) == 1):
-            # Families without layer types take no dictionary; layers with roles have masks there.
+                given = (tokens, attention_mask, position_ids, past_key_values)
+                kwargs["roles"] = self._roles(*given, segments)
+        if segments is not None or own_roles:
+            # Transformers makes no mask where it gets one; layers with roles have theirs already.
+            attention_mask = torch.empty(1, 1, 1, 0) if segments is None else segments
+        elif isinstance(attention_mask, dict) and len(attention_mask) == 1:
+            # Families without layer types take no dictionary.
             attention_mask = next(iter(attention_mask.values()))
         forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         return forward(
@@ -163,37 +164,53 @@ class CollinearModel(CollinearPreTrained):
             **kwargs,
         )
 
-    def _window_alone(
-        self: Any, length: int, mask: Any, position_ids: Tensor | None, cache: Any
-    ) -> bool:
-        """Whether the mask of local layers would contain nothing but causality and the window.
+    def _segments(
+        self: Any, tokens: Tensor, mask: Any, position_ids: Any, cache: Any, use_cache: bool | None
+    ) -> Tensor | None:
+        """What layers hide by themselves under SDPA, beside later tokens and those out of a window.
 
-        `CollinearAttention` applies both itself under SDPA, in linear time.
+        Masks of all queries and keys are quadratic in the text; `attend` forms them in blocks.
 
         Args:
-            length: T.
+            tokens: Token ids or embeddings, (B, T, ...).
             mask: As passed to the decoder.
-            position_ids: If passed to the decoder without a mask, (1 or B, T), or else None.
+            position_ids: As passed to the decoder, or from the mask; (1 or B, T) or None.
             cache: Cache as before this pass.
+            use_cache: As passed to the decoder.
+
+        Returns:
+            A number for every token so far, (B, 1, 1, S) int64, which sees those of the same number
+            alone: documents, or padding and text. Nothing else is hidden if there are none,
+            (1, 1, 1, 0). None if the masks are left to Transformers.
         """
-        config = self.config
-        if config._attn_implementation != "sdpa" or not getattr(config, "is_causal", True):
-            return False
-        if mask is not None:
-            plain = isinstance(mask, Tensor) and mask.dim() == 2
-            if not plain or torch.compiler.is_compiling() or not mask.all():
-                return False
-        past, keys, first = 0, length, 0
+        (batch, length), past = tokens.shape[:2], 0
+        causal = self.attention_class.layout.modules(self)[0].is_causal
+        if self.config._attn_implementation != "sdpa" or not causal or length == 1:
+            return None
         if cache is not None:
-            layer = config.layer_types.index(LOCAL)
-            past, (keys, first) = cache.get_seq_length(layer), cache.get_mask_sizes(length, layer)
-        elif mask is not None:
-            keys = mask.shape[1]
-        elif position_ids is not None and find_packed_sequence_indices(position_ids) is not None:
-            return False
-        # The keys of a static cache continue after the last query, and its length is a tensor.
-        last = isinstance(past, int) and first + keys == past + length
-        return last and length > 1 and keys > config.sliding_window
+            past, slots = cache.get_seq_length(), range(len(self.layers))
+            # The keys of a static cache continue after the last query; its length is a tensor.
+            if not isinstance(past, int) or any(
+                sum(cache.get_mask_sizes(length, index)) != past + length for index in slots
+            ):
+                return None
+        own_roles, none = has_own_roles(self.config), None
+        if own_roles or compiling():  # in graphs Transformers makes a mask even of nothing
+            none = torch.empty(1, 1, 1, 0, dtype=torch.long, device=tokens.device)
+        if mask is not None:
+            plain = isinstance(mask, Tensor) and mask.shape == (batch, past + length)
+            if not plain or torch.compiler.is_exporting():
+                return None
+            if not compiling() and mask.all():
+                return none
+            return mask.bool().long()[:, None, None]
+        caches = self.config.use_cache if use_cache is None else use_cache
+        if position_ids is None or cache is not None or (caches and not own_roles):
+            return none  # Transformers looks for documents where there is no cache
+        if torch.compiler.is_exporting():
+            return None
+        segments = find_packed_sequence_indices(position_ids.expand(batch, -1))
+        return none if segments is None else segments[:, None, None]
 
     def _roles(
         self: Any,
@@ -201,7 +218,7 @@ class CollinearModel(CollinearPreTrained):
         mask: Any,
         position_ids: Tensor,
         cache: Any,
-        window_alone: bool,
+        segments: Tensor | None,
     ) -> dict[str, tuple[Any, Any]]:
         """Mask and position embeddings of local and of global layers.
 
@@ -210,15 +227,15 @@ class CollinearModel(CollinearPreTrained):
             mask: As passed to the decoder; a dictionary if Transformers made one per layer type.
             position_ids: (1 or B, T).
             cache: Cache as before this pass.
-            window_alone: Whether local layers need no mask, see `_window_alone`.
+            segments: See `_segments`.
         """
         like = torch.empty(*tokens.shape[:2], 0, dtype=self.dtype, device=tokens.device)
         arguments: Any = (self.config, like, mask, cache, position_ids)
 
         def mask_of(kind: str) -> Any:
-            if isinstance(mask, dict):
-                return mask[kind]
-            return None if window_alone and kind == LOCAL else MASKS[kind](*arguments)
+            if segments is not None:
+                return segments
+            return mask[kind] if isinstance(mask, dict) else MASKS[kind](*arguments)
 
         kinds = [kind for kind in MASKS if kind in self.config.layer_types]
         return {kind: (mask_of(kind), self.rotary_emb(like, position_ids, kind)) for kind in kinds}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coca_attention.models.configuration import has_own_roles, rotation
 from coca_attention.models.fields import free_pairs, rope_parameters
-from coca_attention.ops import KeyFrames, key_frames
+from coca_attention.ops import KeyFrames, compiling, key_frames
 
 
 @torch.library.custom_op("coca_attention::materialized", mutates_args=())
@@ -23,11 +23,6 @@ def materialized(x: Tensor) -> Tensor:
 @materialized.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
-
-
-def compiling() -> bool:
-    """Whether torch.compile is tracing. False for torch.export, which allows no custom operator."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 class KeyPositions:

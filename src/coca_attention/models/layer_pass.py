@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from coca_attention.models.fields import window_of
-from coca_attention.models.key_positions import KeyPositions, compiling
+from coca_attention.models.key_positions import KeyPositions
 from coca_attention.ops import (
     attend,
     attend_clipped,
     attend_half,
     attend_half_at,
+    compiling,
     far_query_map,
     key_map,
     tile_length,
@@ -43,7 +44,7 @@ class LayerPass(NamedTuple):
 
     Attributes:
         module: The attention module.
-        mask: In the format of the attention implementation.
+        mask: In the format of the attention implementation, or from `CollinearModel._segments`.
         bias: `Rotation.bias`, or None.
         positions: With a half cache, a decay, limited distances or a split sequence, where tokens
             are.
@@ -65,6 +66,17 @@ class LayerPass(NamedTuple):
     def window(self) -> int | None:
         """Tokens in sight, the query's own included; None for all."""
         return getattr(self.module, "sliding_window", window_of(self.module.config))
+
+    @property
+    def masks_itself(self) -> bool:
+        """Whether `CollinearModel` leaves causality and the window to the layer."""
+        return isinstance(self.mask, Tensor) and self.mask.dtype == torch.int64
+
+    def segments(self, keys: int) -> Tensor | None:
+        """Those of the last keys, (B, keys), see `CollinearModel`, or None."""
+        if not self.masks_itself or self.mask.shape[-1] == 0:
+            return None
+        return self.mask[:, 0, 0, self.mask.shape[-1] - keys :]
 
     @property
     def implementation(self) -> str:
@@ -149,7 +161,7 @@ class LayerPass(NamedTuple):
             The output, and the attention weights of eager attention or None.
         """
         length, free_pairs = query.shape[2], self.module.free_pairs
-        consecutive = self._at.consecutive
+        consecutive, mask = self._at.consecutive, None if self.masks_itself else self.mask
         if self.mask is None and not consecutive and length > 1:
             # The first queries of an empty cache with more slots.
             coefficients, value = coefficients[..., :length, :], value[..., :length, :]
@@ -166,8 +178,10 @@ class LayerPass(NamedTuple):
             max_distance=limit.max_distance,
             positions=self._at.places(self.kind, self.first, keys),
             consecutive=consecutive,
-            attention_mask=self.mask,
-            is_causal=self.mask is None,
+            attention_mask=mask,
+            is_causal=mask is None,
+            window=self.window if self.masks_itself else None,
+            segments=self.segments(keys),
             with_weights=self.implementation == "eager",
             **self._options,
         )
@@ -228,10 +242,8 @@ class LayerPass(NamedTuple):
 
         return split.run(attended, coefficients, value, *queries).transpose(1, 2)
 
-    def attend_keys(
-        self, query: Tensor, key: Tensor, value: Tensor, *, window_alone: bool
-    ) -> Tensor | None:
-        """A window without a mask, or a decay, in place of ``scaled_dot_product_attention``.
+    def attend_keys(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """Attention without a mask, or with a decay, in place of ``scaled_dot_product_attention``.
 
         Never has all T * S elements of a mask or bias at once.
 
@@ -239,30 +251,29 @@ class LayerPass(NamedTuple):
             query: Q', (B, H, T, D).
             key: K', (B, G, S, D).
             value: (B, G, S, D).
-            window_alone: Whether the mask was left out because it is nothing but the window.
 
         Returns:
             None if the attention function computes it.
         """
-        if self.implementation != "sdpa":
+        if self.implementation != "sdpa" or (self.bias is None and not self.masks_itself):
             return None
-        window = self.window
-        if window_alone and window and window < key.shape[-2]:
-            return attend(query, key, value, window=window, **self._options).transpose(1, 2)
-        if self.bias is None:
-            return None
-        places, length = self._at.places(self.kind, self.first, key.shape[-2]), query.shape[-2]
-        if self.mask is None and length > 1:
-            # The first queries of an empty cache, which may have more slots.
-            key, value = key[..., :length, :], value[..., :length, :]
-            places = places[0], places[1][:, :length]
+        keys, length, places = key.shape[-2], query.shape[-2], None
+        if self.bias is not None:
+            places = self._at.places(self.kind, self.first, keys)
+            if self.mask is None and length > 1:
+                # The first queries of an empty cache, which may have more slots.
+                key, value = key[..., :length, :], value[..., :length, :]
+                places = places[0], places[1][:, :length]
+        mask = None if self.masks_itself else self.mask
         return attend(
             query,
             key,
             value,
-            attention_mask=self.mask,
-            is_causal=self.mask is None,
+            attention_mask=mask,
+            is_causal=mask is None,
+            window=self.window if self.masks_itself else None,
             positions=places,
+            segments=self.segments(keys),
             **self._options,
         ).transpose(1, 2)
 

@@ -42,13 +42,11 @@ class CoCARotary(nn.Module):
         """
         found = rotation(self.config, layer_type)
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        window = window_of(self.config, layer_type)
-        factor = found.query_factor(position_ids, dtype, window)
-        bias = None if found.decay is None else found.bias
+        factor = found.query_factor(position_ids, dtype, window_of(self.config, layer_type))
         far = None
         if found.max_distance is not None:
             far = Far(found.max_distance, found.far_tables(position_ids.device, dtype))
-        return *found.tables(position_ids, dtype), factor, bias, far
+        return *found.tables(position_ids, dtype), factor, found.bias, far
 
 
 class VanillaRotary(CoCARotary):

@@ -9,6 +9,7 @@
 - `attention`: softmax attention in linear memory.
 - `clipped`: attention under clipped distances.
 - `flex`: attention under a block mask.
+- `opaque`: operators that torch.compile does not trace.
 - `alibi`: attention with linear biases, the paper's baseline.
 - `oracle`: the paper's equations as printed, in float64.
 """
@@ -25,9 +26,11 @@ from coca_attention.ops.decoding import (
 )
 from coca_attention.ops.forms import FORMS, ScoreForm, get_form, register_form
 from coca_attention.ops.maps import activate, fold, key_map, query_map, score_scale
+from coca_attention.ops.opaque import compiling
 from coca_attention.ops.positions import (
     RULES,
     UNSCALED,
+    Decay,
     Rotation,
     Rule,
     apply_rotary,
@@ -39,6 +42,7 @@ __all__ = [
     "FORMS",
     "RULES",
     "UNSCALED",
+    "Decay",
     "KeyFrames",
     "Rotation",
     "Rule",
@@ -51,6 +55,7 @@ __all__ = [
     "attend_half_at",
     "check_clipped_form",
     "coca_attention",
+    "compiling",
     "far_query_map",
     "fold",
     "get_form",

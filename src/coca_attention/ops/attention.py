@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from coca_attention.ops.opaque import compiling, opaque
+from coca_attention.ops.positions import Decay
+
 # Queries processed at once if a mask must be materialized: the mask of one block has
 # QUERY_BLOCK * S entries, so memory stays linear in S.
 QUERY_BLOCK = 512
@@ -32,8 +35,9 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    bias: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None,
+    bias: Decay | None = None,
     positions: tuple[Tensor, Tensor] | None = None,
+    segments: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * Q K^T + mask + bias) V.
 
@@ -48,12 +52,14 @@ def attend(
             last W of those above. Time and memory are then O(T * W), masks included.
         scale: Multiplies the scores; default 1/sqrt(D).
         dropout: Probability of dropping an attention weight.
-        bias: From the positions of queries (..., t), those of keys (..., s) and a dtype to an
-            addend of the scores, (..., t, s), the same in all heads and a function of distances
-            alone, such as `Rotation.bias`. It is formed for one block of queries at a time; on a
-            CPU, where positions are consecutive and there is no mask, once for every distance.
+        bias: `Rotation.bias`, an addend of the scores. It is formed for one block of queries at a
+            time; on a CPU, where positions are consecutive and there is no mask, once for every
+            distance.
         positions: Positions of queries, (T,) or (B, T), and of keys, (S,) or (B, S), for the bias.
             Default: 0 … S - 1, and the last T of them.
+        segments: A number for every key, (B, S), of which the queries have the last T: a query sees
+            keys of its own number alone, as of packed documents. Masks are formed for one block of
+            queries at a time.
 
     Returns:
         (B, H, T, Dv).
@@ -84,6 +90,13 @@ def attend(
     if queries == 0:
         return query.new_zeros(*query.shape[:-1], value_width)
     scale = width**-0.5 if scale is None else scale
+    whole = bias is None and segments is None and attention_mask is None and queries == keys
+    whole = whole and (window is None or window >= keys)
+    if is_causal and not whole and can_be_opaque(queries, attention_mask, dropout):
+        places = (None, None) if positions is None else positions
+        decay = None if bias is None else [*bias]
+        query, key, value = in_autocast(query, key, value)
+        return _attend(query, key, value, attention_mask, segments, *places, window, scale, decay)
     # The fused kernels need equal widths: with unequal ones PyTorch falls back to a kernel that
     # materializes the score matrix. Zero columns change neither the scores nor the output.
     if value_width < width:
@@ -97,8 +110,10 @@ def attend(
         keys -= unseen
         key, value = key[..., unseen:, :], value[..., unseen:, :]
         attention_mask = cut_mask(attention_mask, slice(None), slice(unseen, None))
+        segments = None if segments is None else segments[:, unseen:]
         banded = window < keys
-    masked = bias is not None or banded or attention_mask is not None
+    hidden = attention_mask is not None or segments is not None
+    masked = bias is not None or banded or hidden
     masked = masked or (is_causal and 1 < queries < keys)
     grouped = False  # the comparison itself is not a bool under dynamic shapes
     if kv_heads != heads:
@@ -122,10 +137,10 @@ def attend(
         )
 
     if banded and window is not None:
-        output = _attend_window(call, query, key, value, attention_mask, window)
-    elif bias is None and (not is_causal or (queries == 1 and attention_mask is None)):
+        output = _attend_window(call, query, key, value, attention_mask, window, segments)
+    elif bias is None and segments is None and (not is_causal or (queries == 1 and not hidden)):
         output = call(query, key, value, attention_mask)
-    elif bias is None and attention_mask is None and queries == keys:
+    elif bias is None and not hidden and queries == keys:
         output = call(query, key, value, None, True)
     else:
         # The kernel's `is_causal` aligns the first query with the first key and allows no mask.
@@ -134,7 +149,7 @@ def attend(
             positions = (indices[keys - queries :], indices)
         if (
             bias is not None
-            and attention_mask is None
+            and not hidden
             and is_causal
             and queries > 1
             and not dropout  # for which the kernel forms all scores: one block at a time, then
@@ -155,6 +170,9 @@ def attend(
             first = 0 if window is None else max(0, last - rows.shape[-2] - window + 1)
             seen = slice(first, last)
             mask = cut_mask(attention_mask, slice(start, stop), seen)
+            if segments is not None:
+                own = segments[:, keys - queries + start : keys - queries + stop]
+                mask = same_segment(mask, own, segments[:, seen])
             if is_causal:
                 mask = causal_mask(mask, rows.shape[-2], last - first, rows.device, window)
             if bias is not None:
@@ -172,6 +190,59 @@ def attend(
             outputs = [block(*piece) for piece in pieces]
         output = torch.cat(outputs, dim=-2)
     return output[..., :value_width]
+
+
+@opaque(differentiable=3)
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    segments: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    window: int | None,
+    scale: float,
+    decay: list[float] | None,
+) -> Tensor:
+    """Causal `attend`, for torch.compile."""
+    positions = None
+    if query_positions is not None and key_positions is not None:
+        positions = (query_positions, key_positions)
+    return attend(
+        query,
+        key,
+        value,
+        attention_mask=attention_mask,
+        segments=segments,
+        positions=positions,
+        window=window,
+        scale=scale,
+        bias=decay_of(decay),
+    )
+
+
+def decay_of(numbers: list[float] | None) -> Decay | None:
+    """A decay from the numbers of an operator's argument."""
+    return None if numbers is None else Decay(numbers[0], numbers[1], int(numbers[2]))
+
+
+def can_be_opaque(queries: int, mask: Tensor | None, dropout: float) -> bool:
+    """Whether an `opaque` operator takes the place of attention in blocks of queries.
+
+    It has no gradient for a mask, and would drop other weights in the backward pass. A single query
+    has no blocks, and is faster in the graph.
+    """
+    learned = mask is not None and mask.requires_grad
+    return queries > 1 and compiling() and not dropout and not learned
+
+
+def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In the dtype of an enclosing autocast, which compiled graphs do not apply to operators."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
 def _check_mask(mask: Tensor | None) -> None:
@@ -216,6 +287,14 @@ def hidden_by(mask: Tensor) -> Tensor:
     for scores in float32.
     """
     return mask <= torch.finfo(mask.dtype).min / 2
+
+
+def same_segment(mask: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
+    """Mask of queries (B, t) that see keys (B, s) of their own segment, combined with another."""
+    same = (queries.unsqueeze(-1) == keys.unsqueeze(-2)).unsqueeze(1)
+    if mask is None:
+        return same
+    return mask & same if mask.dtype == torch.bool else torch.where(same, mask, float("-inf"))
 
 
 def cut_mask(mask: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
@@ -288,6 +367,7 @@ def _attend_window(
     value: Tensor,
     mask: Tensor | None,
     window: int,
+    segments: Tensor | None,
 ) -> Tensor:
     """Causal attention over a window, with blocks of queries in the batch dimension.
 
@@ -302,6 +382,7 @@ def _attend_window(
         value: (B, G, S, D).
         mask: See `attend`.
         window: Keys that a query sees.
+        segments: See `attend`, (B, S).
 
     Returns:
         (B, H, T, D).
@@ -312,7 +393,10 @@ def _attend_window(
     first = min(window - past + (queries - window + past) % block, queries)
     head, query = query.split((first, queries - first), dim=-2)
     seen = past + first
-    head_mask = causal_mask(cut_mask(mask, slice(first), slice(seen)), first, seen, device, window)
+    head_mask = cut_mask(mask, slice(first), slice(seen))
+    if segments is not None:
+        head_mask = same_segment(head_mask, segments[:, past:seen], segments[:, :seen])
+    head_mask = causal_mask(head_mask, first, seen, device, window)
     outputs = [call(head, key[..., :seen, :], value[..., :seen, :], head_mask)]
     blocks = (queries - first) // block
     if blocks:
@@ -338,6 +422,9 @@ def _attend_window(
             row, column = index(mask.shape[-2], block), index(mask.shape[-1], width)
             mask = mask[(None,) * (4 - mask.dim())][..., row[:, :, None], column[:, None]]
             mask = fold(mask.expand(batch, *mask.shape[1:]))
+        if segments is not None:
+            seen_segments = segments[:, start:].unfold(-1, width, block).flatten(0, 1)
+            mask = same_segment(mask, seen_segments[:, window:], seen_segments)
         output = call(rows, key, value, causal_mask(mask, block, width, device, window))
         outputs.append(output.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3))
     return torch.cat(outputs, dim=-2)

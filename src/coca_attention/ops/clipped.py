@@ -7,15 +7,23 @@ Legend: B batch, T query length, S key length, N the keys that may be near, H qu
 key/value heads, D head width, P = D/2 rotary pairs, F free pairs.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from coca_attention.ops.attention import causal_mask, cut_mask, hidden_by, with_bias
+from coca_attention.ops.attention import (
+    can_be_opaque,
+    causal_mask,
+    cut_mask,
+    decay_of,
+    hidden_by,
+    same_segment,
+    with_bias,
+)
 from coca_attention.ops.forms import ScoreForm
+from coca_attention.ops.opaque import opaque
+from coca_attention.ops.positions import Decay
 
 # Scores in a block of queries. On a CPU they should stay in its cache: eight times as many took two
 # to four times as long. On other devices memory alone limits them (256 MB in float32).
@@ -38,8 +46,9 @@ def attend_clipped(
     window: int | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
-    bias: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None,
+    bias: Decay | None = None,
     with_weights: bool = False,
+    segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(scale * scores + mask + bias) V, with scores Q' K'^T up to a distance of W.
 
@@ -64,10 +73,28 @@ def attend_clipped(
         dropout: Probability of dropping an attention weight.
         bias: See `attend`.
         with_weights: Whether to return the attention weights.
+        segments: See `attend`, (B, S).
 
     Returns:
         (B, H, T, Dv), and the weights (B, H, T, S) or None.
     """
+    if not with_weights and can_be_opaque(query.shape[2], attention_mask, dropout):
+        return _attend_clipped(
+            query,
+            key,
+            far_query,
+            far_key,
+            value,
+            attention_mask,
+            segments,
+            *positions,
+            max_distance,
+            consecutive,
+            is_causal,
+            window,
+            scale,
+            None if bias is None else [*bias],
+        ), None
     batch, heads, queries = query.shape[:3]
     groups, keys = far_key.shape[1:3]
     near_from = keys - key.shape[-2]
@@ -100,6 +127,9 @@ def attend_clipped(
         mask = cut_mask(attention_mask, slice(start, stop), slice(last))
         if mask is not None and mask.is_floating_point():
             mask = mask.to(wide).masked_fill(hidden_by(mask), float("-inf"))
+        if segments is not None:
+            own = segments[:, keys - queries + start : keys - queries + stop]
+            mask = same_segment(mask, own, segments[:, :last])
         if is_causal:
             mask = causal_mask(mask, stop - start, last, rows.device, window)
         if bias is not None:
@@ -131,6 +161,43 @@ def attend_clipped(
             found = [block(*piece) for piece in pieces]
     outputs, weights = zip(*found, strict=True)
     return torch.cat(outputs, dim=-2), torch.cat(weights, dim=-2) if with_weights else None
+
+
+@opaque(differentiable=5)
+def _attend_clipped(
+    query: Tensor,
+    key: Tensor,
+    far_query: Tensor,
+    far_key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    segments: Tensor | None,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    max_distance: int,
+    consecutive: bool,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    decay: list[float] | None,
+) -> Tensor:
+    """`attend_clipped` for torch.compile."""
+    return attend_clipped(
+        query,
+        key,
+        far_query,
+        far_key,
+        value,
+        max_distance=max_distance,
+        positions=(query_positions, key_positions),
+        consecutive=consecutive,
+        attention_mask=attention_mask,
+        is_causal=is_causal,
+        window=window,
+        scale=scale,
+        bias=decay_of(decay),
+        segments=segments,
+    )[0]
 
 
 def far_query_map(query: Tensor, free_pairs: int) -> Tensor:

@@ -129,7 +129,7 @@ def coca_attention(
         )
 
     q = mapped(cos, sin)
-    bias = None if rotation.decay is None else rotation.bias
+    bias = rotation.bias
     if rotation.max_distance is not None:
         if block_mask is not None or window is not None or not is_causal:
             raise ValueError(

@@ -144,7 +144,8 @@ def visit_attention(
             LayerAttention(
                 layer=module.layer_idx,
                 attention=_scored_by(config, kind),
-                window=options.get("sliding_window", getattr(module, "sliding_window", None)),
+                window=options.get("sliding_window", options.get("window"))
+                or getattr(module, "sliding_window", None),
                 weights=weights.cpu(),
                 visible=visible.cpu(),
             )
@@ -169,7 +170,8 @@ def _clipped_rows(
     queries, keys = options["positions"]
     mask, length = options["attention_mask"], query.shape[-2]
     if mask is None:
-        mask = torch.arange(length, device=rows.device) <= rows.unsqueeze(-1)
+        distance = rows.unsqueeze(-1) - torch.arange(length, device=rows.device)
+        mask = (distance >= 0) & (distance < (options["window"] or length))
         mask = mask.expand(1, query.shape[1], -1, -1)
     else:
         mask = mask.expand(1, query.shape[1], length, -1)[..., rows, :]

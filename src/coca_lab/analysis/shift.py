@@ -52,7 +52,7 @@ def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
         key = key_map(key, cos, sin, free_pairs=heads.free_pairs)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = (query @ key.transpose(-2, -1) * heads.scale)[0]
-    if heads.rotation.decay is not None:
+    if heads.rotation.bias is not None:
         scores = scores + heads.rotation.bias(positions[queries], positions, torch.float64)
     return scores
 

@@ -6,6 +6,7 @@ Legend: B batch, T positions, R rotary width, m a query's position, n a key's.
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,36 @@ from coca_attention.ops.positions.rules import UNSCALED, Rule
 NO_FLOAT64 = ("mps",)
 Table = tuple[Tensor, Tensor]
 """cos and sin of the angles of every rotated pair, each (..., T, R/2)."""
+
+
+class Decay(NamedTuple):
+    """The decay of a `Rotation` as an addend of the scaled scores: -c ln(1 + d / decay_length).
+
+    Attributes:
+        exponent: c.
+        length: Distance in tokens at which the decay begins.
+        start: d is how much of the distance m - n lies beyond these tokens.
+    """
+
+    exponent: float
+    length: float
+    start: int
+
+    def __call__(
+        self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """The addends.
+
+        Args:
+            query_positions: m, (..., T).
+            key_positions: n, (..., S).
+            dtype: dtype of the result, float32 or wider.
+
+        Returns:
+            (..., T, S); 0 for keys after the query.
+        """
+        distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2) - self.start
+        return -self.exponent * (distance.clamp(min=0).to(dtype) / self.length).log1p()
 
 
 @dataclass(frozen=True)
@@ -166,25 +197,12 @@ class Rotation:
         factor = (seen + 1).log() / math.log(self.temperature + 1)
         return factor if self.max_distance is None else factor.clamp(min=1)
 
-    def bias(
-        self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """The decay as an addend of the scaled scores: -decay * ln(1 + d / decay_length).
-
-        d is the distance m - n, or how much of it lies beyond ``max_distance``.
-
-        Args:
-            query_positions: m, (..., T).
-            key_positions: n, (..., S).
-            dtype: dtype of the result, float32 or wider.
-
-        Returns:
-            (..., T, S); 0 for keys after the query.
-        """
-        assert self.decay is not None, "this rotation has no decay"
-        distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
-        distance = distance - (self.max_distance or 0)
-        return -self.decay * (distance.clamp(min=0).to(dtype) / self.decay_length).log1p()
+    @property
+    def bias(self) -> Decay | None:
+        """The decay, of distances beyond ``max_distance`` alone; None if there is none."""
+        if self.decay is None:
+            return None
+        return Decay(self.decay, self.decay_length, self.max_distance or 0)
 
 
 @lru_cache(maxsize=64)

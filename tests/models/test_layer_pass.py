@@ -1,0 +1,146 @@
+"""Masks formed by the layers themselves: as Transformers' own, in linear memory, in one graph."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache
+
+from coca_attention import convert
+from coca_attention.models import Roles
+from coca_attention.ops import attention, clipped
+from coca_attention.testing import difference, logits, some_tokens
+from families import VARIED, vanilla
+
+KINDS = {
+    "roles": {"roles": Roles("lg", window=6)},
+    "limited": {"max_distance": 16},
+    "windows": {},
+    "neither": {},
+}
+
+
+def model_of(kind, family="Llama"):
+    windows = ["sliding_attention" if kind == "windows" else "full_attention"] * 2
+    changes = {"layer_types": windows} if family == "Qwen2" else {}
+    return convert(vanilla(family, **changes), "strict", **KINDS[kind]).double().eval()
+
+
+def hidden(case, ids):
+    """Arguments of the model, and the tokens whose outputs mean something."""
+    real, length = torch.ones_like(ids), ids.shape[1]
+    if case == "packing":
+        return {"position_ids": (torch.arange(length) % (length // 3 + 1))[None]}, real.bool()
+    if case == "padding":
+        real[0, : length // 8], real[1, -length // 4 :] = 0, 0
+    return {} if case == "plain" else {"attention_mask": real}, real.bool()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        found = operator(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if isinstance(x, torch.Tensor):
+                bytes_of = x.untyped_storage().nbytes()
+                self.elements = max(self.elements, bytes_of // x.element_size())
+        return found
+
+
+@pytest.mark.parametrize("case", ["padding", "packing"])
+@pytest.mark.parametrize(
+    ("kind", "family"), [(k, "Llama") for k in KINDS if k != "windows"] + [("windows", "Qwen2")]
+)
+def test_no_tensor_has_an_element_for_every_pair_of_tokens(kind, family, case):
+    model = model_of(kind, family).float()
+    ids = some_tokens(model, batch=2, length=2048)
+    options, _ = hidden(case, ids)
+    with Largest() as largest:
+        out = model.base_model(ids, use_cache=False, **options).last_hidden_state
+        out.square().mean().backward()
+    assert largest.elements < 2048 * 2048
+
+
+@pytest.mark.parametrize("case", ["padding", "packing"])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        *(("roles", family) for family in VARIED),
+        ("limited", "Llama"),
+        ("limited", "GPT-NeoX"),
+        ("windows", "Qwen2"),
+        ("neither", "GLM-4"),
+    ],
+)
+def test_outputs_and_gradients_are_those_of_whole_masks(kind, family, case, monkeypatch):
+    model = model_of(kind, family)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 32)
+    monkeypatch.setattr(clipped, "CPU_SCORES", 1)
+    ids = some_tokens(model, batch=2, length=150)
+    options, real = hidden(case, ids)
+
+    def read():
+        found = model(ids, use_cache=False, **options).logits[real]
+        model.zero_grad()
+        found.square().mean().backward()
+        return found.detach(), torch.cat([w.grad.flatten() for w in model.parameters()])
+
+    ours = read()
+    # Then Transformers makes the masks.
+    monkeypatch.setattr(type(model.base_model), "_segments", lambda *_: None)
+    assert all(difference(a, b) < 1e-12 for a, b in zip(ours, read(), strict=True))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.parametrize("kind", ["roles", "limited", "neither"])
+def test_padded_prompts_are_read_in_pieces(kind, family):
+    model = model_of(kind, family)
+    ids = some_tokens(model, batch=2, length=40)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    expected = logits(model, ids, attention_mask=mask)
+    for cache in (DynamicCache(), DynamicCache(config=model.config)):
+        with torch.no_grad():
+            found = [
+                model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits
+                for a, b in ((0, 21), (21, 22), (22, 35), (35, 40))
+            ]
+        found = torch.cat(found, dim=1)
+        assert difference(found[0, 7:], expected[0, 7:]) < 1e-12
+        assert difference(found[1], expected[1]) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        ("roles", "padding"),
+        *(
+            pytest.param(*both, marks=pytest.mark.slow)
+            for both in (("roles", "plain"), ("limited", "plain"), ("limited", "padding"))
+        ),
+    ],
+)
+def test_one_graph_serves_all_lengths(kind, case, monkeypatch):
+    """One for the first length, which torch.compile takes for fixed, and one for all others."""
+    model = model_of(kind)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 64)
+    monkeypatch.setattr(clipped, "CPU_SCORES", 2**14)
+    graphs = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    for length in (24, 37, 50, 130, 70, 200):
+        ids = some_tokens(model, batch=2, length=length)
+        options, real = hidden(case, ids)
+        gradients, outputs = [], []
+        for reader in (compiled, model):
+            found = reader(input_ids=ids, use_cache=False, **options).logits[real]
+            model.zero_grad()
+            found.square().mean().backward()
+            outputs.append(found.detach())
+            gradients.append(torch.cat([w.grad.flatten() for w in model.parameters()]))
+        assert difference(*outputs) < 1e-12 and difference(*gradients) < 1e-12
+    assert graphs.frame_count <= 2
