@@ -14,9 +14,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+import oracle
 from coca_attention import Rotation, coca_attention
 from coca_attention.models import set_rotary_scaling
-from coca_attention.ops import FORMS, RULES, oracle
+from coca_attention.ops import FORMS, RULES
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from coca_lab.cli import main
 from coca_lab.evaluation import TASKS

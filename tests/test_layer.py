@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
+import oracle
 from coca_attention import CoCAAttention
-from coca_attention.ops import FORMS, Rotation, oracle
+from coca_attention.ops import FORMS, Rotation
 from coca_attention.ops.positions import Linear
 
 

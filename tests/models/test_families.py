@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import oracle
 from coca_attention import convert
 from coca_attention.models.configuration import rotation
-from coca_attention.ops import fold, oracle
+from coca_attention.ops import fold
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from families import CAPABILITIES, CELLS, FAMILIES, collinear, vanilla
 

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
+import oracle
 from coca_attention.models import CoCAGPTNeoXConfig, CoCALlamaConfig
-from coca_attention.ops import oracle
 from coca_lab.loading import load_model
 from conftest import CONFIGS, VOCABULARY, tiny_model
 

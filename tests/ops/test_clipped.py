@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import oracle
 from coca_attention import coca_attention
 from coca_attention.ops import (
     Rotation,
@@ -13,7 +14,6 @@ from coca_attention.ops import (
     far_query_map,
     key_map,
     make_rule,
-    oracle,
     query_map,
 )
 

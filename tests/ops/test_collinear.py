@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coca_attention.ops import FORMS, Rotation, coca_attention, fold, oracle, score_scale
+import oracle
+from coca_attention.ops import FORMS, Rotation, coca_attention, fold, score_scale
 
 
 def inputs(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+import oracle
 from coca_attention.models.conversion import convert
 from coca_attention.ops import (
     FORMS,
@@ -12,7 +13,6 @@ from coca_attention.ops import (
     coca_attention,
     kernels,
     key_frames,
-    oracle,
     query_map,
     tile_length,
 )

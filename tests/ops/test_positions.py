@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import oracle
 from coca_attention.ops import (
     RULES,
     UNSCALED,
@@ -20,7 +21,6 @@ from coca_attention.ops import (
     apply_rotary,
     key_frames,
     make_rule,
-    oracle,
 )
 from coca_attention.ops.positions import (
     NTK,

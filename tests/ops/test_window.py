@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
-from coca_attention.ops import attend, coca_attention, oracle
+import oracle
+from coca_attention.ops import attend, coca_attention
 from coca_attention.ops.attention import WINDOW_BLOCK
 
 

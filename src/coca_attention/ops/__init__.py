@@ -6,12 +6,10 @@
 - `collinear`: `coca_attention`, the operator.
 - `decoding`: one new token over a half cache.
 - `kernels`: fused Triton kernels, used on CUDA if Triton is installed.
-- `attention`: softmax attention in linear memory.
+- `attention`: softmax attention in linear memory, and under a block mask.
 - `clipped`: attention under clipped distances.
-- `flex`: attention under a block mask.
 - `opaque`: operators that torch.compile does not trace.
 - `alibi`: attention with linear biases, the paper's baseline.
-- `oracle`: the paper's equations as printed, in float64.
 """
 
 from coca_attention.ops.attention import attend, hidden_by, with_bias

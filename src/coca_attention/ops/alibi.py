@@ -41,12 +41,6 @@ def slopes(num_heads: int) -> Tensor:
     return torch.cat((series(below), series(2 * below)[0::2][: num_heads - below]))
 
 
-def bias(num_heads: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-    """The materialized bias matrix ``-slope * (m - n)``, (H, T, S), float64."""
-    distance = query_positions.double().unsqueeze(-1) - key_positions.double()
-    return -slopes(num_heads).to(distance.device)[:, None, None] * distance
-
-
 def augment(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Queries and keys whose inner products carry the bias.
 

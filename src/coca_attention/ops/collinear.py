@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coca_attention.ops.attention import attend
+from coca_attention.ops.attention import attend, attend_blocks
 from coca_attention.ops.clipped import attend_clipped, check_clipped_form, far_query_map
-from coca_attention.ops.flex import attend_blocks
 from coca_attention.ops.forms import ScoreForm, get_form
 from coca_attention.ops.maps import key_map, query_map, score_scale
 from coca_attention.ops.positions import UNSCALED, Rotation, check_width
@@ -64,7 +63,7 @@ def coca_attention(
             causality; time and memory are then linear in T.
         block_mask: FlexAttention's `BlockMask` for (T, S): which keys each query sees, by index, in
             place of causality, a window and a mask. Fast under torch.compile alone, and without
-            gradients on a CPU; see `coca_attention.ops.flex`.
+            gradients on a CPU; see `attend_blocks`.
         scale: Multiplies the scores; default 1/sqrt(D).
 
     Returns:

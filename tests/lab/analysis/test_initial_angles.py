@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coca_attention.ops import Rotation, oracle
+import oracle
+from coca_attention.ops import Rotation
 from coca_attention.ops.positions import join_pairs
 from coca_lab.analysis.angles import (
     CASES,

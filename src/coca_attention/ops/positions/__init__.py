@@ -1,7 +1,14 @@
 """Positions: rotary pairs, rules for their frequencies, and tables of cos and sin."""
 
-from coca_attention.ops.positions.pairs import apply_rotary, check_width, join_pairs, split_pairs
-from coca_attention.ops.positions.rotation import Decay, Rotation, Table
+from coca_attention.ops.positions.rotation import (
+    Decay,
+    Rotation,
+    Table,
+    apply_rotary,
+    check_width,
+    join_pairs,
+    split_pairs,
+)
 from coca_attention.ops.positions.rules import (
     NTK,
     RULES,

@@ -16,18 +16,9 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
-from coca_attention.ops.positions.pairs import check_width
-
 
 def unscaled_frequencies(width: int, base: float) -> Tensor:
-    """theta_j = base ** (-2 j / D) (CoCA paper, Eq. 1): (P,), float64, in radians per token.
-
-    Raises:
-        ValueError: If the width is odd or the base not positive.
-    """
-    check_width(width, "rotary width")
-    if not base > 0:
-        raise ValueError(f"rotary base must be positive, got {base}")
+    """theta_j = base ** (-2 j / D) (CoCA paper, Eq. 1): (P,), float64, in radians per token."""
     exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
     return torch.pow(torch.tensor(base, dtype=torch.float64), -exponents)
 
