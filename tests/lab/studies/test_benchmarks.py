@@ -64,12 +64,12 @@ def test_models_with_roles_take_the_place_of_forms_in_every_layer():
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
-    right = bench.coca_attention
+    right = bench.coca
 
     def wrong(*arguments, **options):
         return right(*arguments, **options) * (1.01 if options["form"] == "strict" else 1)
 
-    monkeypatch.setattr(bench, "coca_attention", wrong)
+    monkeypatch.setattr(bench, "coca", wrong)
     for case in ("operator", "operator-training"):
         with pytest.raises(UserError, match=r"CoCA strict is off by 0\.01"):
             run_benchmarks(settings(cases=[case], lengths=[32]))
