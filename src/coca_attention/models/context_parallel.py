@@ -1,19 +1,16 @@
 """Context parallelism: every process of a group computes its own part of each sequence.
 
-All layers but attention work on single tokens. Attention gathers the keys and values of all
-processes; CoCA gathers its coefficients before rotation, which are half as wide as keys, and forms
-the keys at their true positions. In the backward pass, the gradients of keys and values are summed
-over the processes and each receives those of its own tokens.
-
-PyTorch's ``context_parallel`` (2.13) gathers keys and values by default, too, but has no windows,
-biases or limits of distances, and no CPU kernels.
+All layers but attention work on single tokens. Around attention the processes exchange tokens for
+heads (Ulysses, arXiv 2309.14509): each attends with some of the heads over the whole sequence, so
+that windows, biases and limits of distances are what they are in one process. CoCA exchanges its
+coefficients before rotation, which are half as wide as keys, and forms the keys at their positions.
 
 Legend: B batch, S tokens of a sequence, T those of this process, N processes, H query heads, G
 key/value heads, D head width.
 """
 
 import inspect
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -36,36 +32,20 @@ ATTENTION = "context_parallel"
 
 @dataclass(frozen=True)
 class Split:
-    """One sequence over the processes of a group, in 2 N chunks: process i has i and 2 N - 1 - i.
-
-    In causal attention all processes then have the same work, early chunks being cheap and late
-    ones expensive.
+    """One sequence over the processes of a group, in parts of equal length or one token more.
 
     Attributes:
         group: The processes.
         length: S.
-        recompute: Whether to gather again in the backward pass rather than keep what was gathered.
     """
 
     group: "dist.ProcessGroup"
     length: int
-    recompute: bool = False
-
-    def chunks(self, rank: int | None = None) -> tuple[slice, slice]:
-        """The two chunks of a process, by default of this one."""
-        rank = self.group.rank() if rank is None else rank
-        count = 2 * self.group.size()
-        size, longer = divmod(self.length, count)
-        borders = [index * size + min(index, longer) for index in range(count + 1)]
-        last = count - 1 - rank
-        return slice(*borders[rank : rank + 2]), slice(*borders[last : last + 2])
 
     def lengths(self) -> list[int]:
         """T of every process."""
-        return [
-            sum(chunk.stop - chunk.start for chunk in self.chunks(rank))
-            for rank in range(self.group.size())
-        ]
+        size, longer = divmod(self.length, self.group.size())
+        return [size + (rank < longer) for rank in range(self.group.size())]
 
     def positions(self, device: torch.device | None = None) -> Tensor:
         """Positions of the tokens of this process, (T,), int64."""
@@ -73,81 +53,59 @@ class Split:
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """The part of this process, with T instead of S in a dimension."""
-        return torch.cat([x.narrow(dim, c.start, c.stop - c.start) for c in self.chunks()], dim)
+        return x.split(self.lengths(), dim)[self.group.rank()].contiguous()
 
-    def gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """What all processes have, in the order of the sequence, in one exchange.
+    def to_heads(self, query: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+        """Exchange the tokens of this process for some of the heads.
 
-        Args:
-            parts: (..., T, width) each; they differ in their width alone.
-
-        Returns:
-            (..., S, width) each.
-        """
-        whole: Any = _Gather.apply(torch.cat(parts, dim=-1), self)
-        return whole.split([part.shape[-1] for part in parts], dim=-1)
-
-    def by_chunk(self, attended: Callable[..., Tensor], *queries: Tensor) -> Tensor:
-        """Attention of the queries of this process, one chunk after the other.
+        Key/value heads are repeated until every process has as many, and all heads filled up with
+        zeros if N does not divide H.
 
         Args:
-            attended: From a chunk and its part of the queries to (..., t, width).
-            queries: (..., T, D) each.
+            query: (B, H, T, width).
+            keys: (B, G, T, width) each; in one exchange.
 
         Returns:
-            (..., T, width).
+            (B, heads, S, width) each, the heads of the query being a multiple of the others.
         """
-        sizes = [chunk.stop - chunk.start for chunk in self.chunks()]
-        rows = [query.split(sizes, dim=-2) for query in queries]
-        return torch.cat([*map(attended, self.chunks(), *rows)], dim=-2)
+        processes, heads, kv_heads = self.group.size(), query.shape[1], keys[0].shape[1]
+        together = heads if heads % processes else math.lcm(kv_heads, processes)
+        joined = torch.cat(keys, dim=-1).repeat_interleave(together // kv_heads, dim=1)
+        own, lengths = query.shape[2], self.lengths()
 
-    def run(self, attended: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """``attended(*inputs)``, keeping nothing but its inputs if `recompute`."""
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(attended, *inputs, use_reentrant=False)
-        return attended(*inputs)
+        def exchanged(x: Tensor) -> Tensor:
+            x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % processes))
+            sent = x.unflatten(1, (processes, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+            found: Any = _Exchange.apply(sent, [own] * processes, lengths, self.group)
+            return found.permute(1, 2, 0, 3)
+
+        widths = [x.shape[-1] for x in keys]
+        return exchanged(query), *exchanged(joined).split(widths, dim=-1)
+
+    def to_tokens(self, output: Tensor, heads: int) -> Tensor:
+        """The inverse for an output: (B, heads of this process, S, width) to (B, T, H, width)."""
+        processes, lengths = self.group.size(), self.lengths()
+        own = lengths[self.group.rank()]
+        sent = output.permute(2, 0, 1, 3)
+        found: Any = _Exchange.apply(sent, lengths, [own] * processes, self.group)
+        found = found.unflatten(0, (processes, own)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+        return found[:, :, :heads].contiguous()
 
 
-def _collective(name: str, before: str) -> Callable[..., Any]:
-    """A function of torch.distributed, by its name since PyTorch 2.13 or the one before."""
-    return getattr(dist, name, None) or getattr(dist, before)
-
-
-class _Gather(torch.autograd.Function):
-    """(..., T, width) of every process to (..., S, width); gradients are summed over processes.
-
-    Parts are exchanged along the first dimension and with one length, that of the longest.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split: Split) -> Tensor:  # pyright: ignore
-        ctx.split, size, longest = split, split.group.size(), max(split.lengths())
-        # Index in the exchange of every position of the sequence.
-        parts = [
-            torch.cat([torch.arange(c.start, c.stop) for c in split.chunks(rank)])
-            for rank in range(size)
-        ]
-        slots = [torch.arange(len(x)) + rank * longest for rank, x in enumerate(parts)]
-        order = torch.empty(split.length, dtype=torch.long)
-        order[torch.cat(parts)] = torch.cat(slots)
-        ctx.order = order.to(part.device)
-        sent = part.movedim(-2, 0)
-        sent = F.pad(sent, (0, 0) * (sent.dim() - 1) + (0, longest - len(sent))).contiguous()
-        whole = sent.new_empty(size * longest, *sent.shape[1:])
-        gather = _collective("all_gather_single", "all_gather_into_tensor")
-        gather(whole, sent, group=split.group)
-        return whole[ctx.order].movedim(0, -2)
+class _Exchange(torch.autograd.Function):
+    """All-to-all along the first dimension; gradients go back the same way."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        split, longest = ctx.split, max(ctx.split.lengths())
-        grad = grad.movedim(-2, 0)
-        whole = grad.new_zeros(split.group.size() * longest, *grad.shape[1:])
-        whole[ctx.order] = grad
-        own = whole.new_empty(longest, *whole.shape[1:])
-        reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
-        reduce_scatter(own, whole, group=split.group)
-        return own[: split.lengths()[split.group.rank()]].movedim(0, -2), None
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:  # pyright: ignore
+        ctx.way = received, sent, group
+        found = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(found, x.contiguous(), received, sent, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore
+        back: Any = _Exchange.apply(grad, *ctx.way)
+        return back, None, None, None
 
 
 def split_attention(
@@ -162,7 +120,7 @@ def split_attention(
     split: Split | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of a model's layer, with the keys of all processes.
+    """Causal attention of a model's layer with some of its heads, over the tokens of all processes.
 
     Args:
         module: The attention module.
@@ -186,17 +144,10 @@ def split_attention(
     if split is None or extra:
         why = f"attention with {', '.join(extra)}" if extra else "a part of a model"
         raise UserError(f"context parallelism does not support {why}")
-
-    def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key, value = split.gather(key, value)
-
-        def chunk_of(chunk: slice, rows: Tensor) -> Tensor:
-            keys, values = key[..., : chunk.stop, :], value[..., : chunk.stop, :]
-            return attend(rows, keys, values, window=sliding_window, scale=scaling, dropout=dropout)
-
-        return split.by_chunk(chunk_of, query)
-
-    return split.run(attended, query, key, value).transpose(1, 2).contiguous(), None
+    heads = query.shape[1]
+    query, key, value = split.to_heads(query, key, value)
+    output = attend(query, key, value, window=sliding_window, scale=scaling, dropout=dropout)
+    return split.to_tokens(output, heads), None
 
 
 def split_sequences(model: PreTrainedModel, group: "dist.ProcessGroup") -> None:
@@ -272,15 +223,13 @@ def _split_inputs(names: list[str], model: Any, args: Any, kwargs: Any) -> tuple
             "context parallelism needs positions 0, 1, 2, …: documents in a sequence cannot be "
             "kept apart"
         )
-    layers_recompute = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
     for name, module in model.named_modules():
         # Not once, because a rotary scaling replaces the module.
         if name.rpartition(".")[2].startswith("rotary_emb") and not hasattr(module, "reads_last"):
             module.reads_last = True
             module.register_forward_pre_hook(partial(_with_last, model), with_kwargs=True)
             module.register_forward_hook(_without_last)
-    recompute = model.training and not layers_recompute
-    split = Split(group, length, recompute)
+    split = Split(group, length)
     # Read by `_with_last`; layers take `split`, also when they are computed again.
     model.context_length = length
     given |= {"position_ids": split.positions(device)[None], "use_cache": False, "split": split}

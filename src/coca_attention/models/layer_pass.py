@@ -204,43 +204,26 @@ class LayerPass(NamedTuple):
             coefficients: (B, G, T, P + F).
             value: (B, G, T, D).
         """
-        free_pairs, steps = self.module.free_pairs, torch.arange(split.length, device=value.device)
-        cos, sin = self.tables(split.length)
-        queries = [query] if limit is None else [query, limit.query]
-
-        def attended(coefficients: Tensor, value: Tensor, *queries: Tensor) -> Tensor:
-            coefficients, value = split.gather(coefficients, value)
-            key = key_map(coefficients, cos, sin, free_pairs=free_pairs)
-
-            def near(chunk: slice, rows: Tensor) -> Tensor:
-                seen = slice(chunk.stop)
-                return attend(
-                    rows,
-                    key[..., seen, :],
-                    value[..., seen, :],
-                    window=self.window,
-                    positions=(steps[chunk], steps[seen]),
-                    **self._options,
-                )
-
-            def limited(chunk: slice, rows: Tensor, far_rows: Tensor) -> Tensor:
-                assert limit is not None
-                seen, start = slice(chunk.stop), max(0, chunk.start - limit.max_distance + 1)
-                return attend_clipped(
-                    rows,
-                    key[..., start : chunk.stop, :],
-                    far_query_map(far_rows, free_pairs),
-                    coefficients[..., seen, :],
-                    value[..., seen, :],
-                    max_distance=limit.max_distance,
-                    window=self.window,
-                    positions=(steps[chunk], steps[seen]),
-                    **self._options,
-                )[0]
-
-            return split.by_chunk(near if limit is None else limited, *queries)
-
-        return split.run(attended, coefficients, value, *queries).transpose(1, 2)
+        heads, places = query.shape[1], self._at.places(self.kind, 0, split.length)
+        queries = query if limit is None else torch.cat((query, limit.query), dim=-1)
+        queries, coefficients, value = split.to_heads(queries, coefficients, value)
+        query, *far = queries.split(query.shape[-1], dim=-1)
+        free_pairs = self.module.free_pairs
+        key = key_map(coefficients, *self.tables(split.length), free_pairs=free_pairs)
+        options = {"window": self.window, "positions": places, **self._options}
+        if limit is None:
+            output = attend(query, key, value, **options)
+        else:
+            output, _ = attend_clipped(
+                query,
+                key,
+                far_query_map(far[0], free_pairs),
+                coefficients,
+                value,
+                max_distance=limit.max_distance,
+                **options,
+            )
+        return split.to_tokens(output, heads)
 
     def attend_keys(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """Attention without a mask, or with a decay, in place of ``scaled_dot_product_attention``.
