@@ -174,7 +174,7 @@ def test_a_layer_is_the_operator(family):
     assert difference(calls[1], expected.transpose(1, 2).flatten(2)) < 1e-12
 
 
-@pytest.mark.parametrize("family", VARIED)
+@pytest.mark.parametrize("family", ["Llama", "GPT-NeoX"])
 def test_it_compiles_in_one_graph_and_trains(family):
     assert_compiles_and_trains(limited(family).float())
 

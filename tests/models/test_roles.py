@@ -178,7 +178,7 @@ def test_documents_in_a_block_are_read_apart():
     assert difference(packed, alone) < 1e-12
 
 
-@pytest.mark.parametrize("family", VARIED)
+@pytest.mark.parametrize("family", ["Llama", "GLM-4"])
 def test_it_compiles_in_one_graph_and_trains(family):
     assert_compiles_and_trains(with_roles(family).float())
 

@@ -3,11 +3,11 @@
 Legend: B batch, H query heads, G key/value heads, M sampled queries, T length, D head width.
 
 What is captured are the arguments of Transformers' attention function: queries and keys after
-rotation, with whatever a model adds to masks or as columns; and those of the functions that take
+rotation, with whatever a model adds to masks or as columns; and those of the function that takes
 its place for a decay, a window or limited distances. Only M rows of the score matrix are computed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.errors import UserError
-from coca_attention.models import layer_pass
-from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import rotation
 from coca_attention.models.fields import attention_of, free_pairs, head_width
+from coca_attention.models.layer_pass import COLLINEAR
 from coca_attention.models.scaling import rotary_restored
 from coca_attention.ops import attend_clipped, hidden_by
 
@@ -118,17 +117,16 @@ def visit_attention(
     rows = rows.to(model.device)
     layers = 0
 
-    def look(module: Any, tensors: Sequence[Any], options: Any) -> None:
+    def look(module: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> None:
         nonlocal layers
         layers += 1
-        if "max_distance" in options:
-            weights, visible = _clipped_rows(tensors, options, rows)
+        if options.get("far") is not None:
+            weights, visible = _clipped_rows(query, key, value, rows, **options)
         else:
             bias = options.get("bias")
             if bias is not None:  # a function of positions, which a CoCA model passes to `attend`
                 queries, keys = options["positions"]
                 bias = bias(queries[:, rows], keys, torch.float32).unsqueeze(1)
-            query, key, _ = tensors
             scale = options.get("scaling", options.get("scale"))
             window = options.get("window")  # instead of a mask
             mask = options.get("attention_mask")
@@ -163,12 +161,18 @@ def visit_attention(
 
 
 def _clipped_rows(
-    tensors: Sequence[Tensor], options: dict[str, Any], rows: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    *,
+    far: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`attention_rows` from the arguments of `attend_clipped`."""
-    query, key, far_query, far_key, value = tensors
+    """`attention_rows` from the arguments of `collinear_attention` with limited distances."""
     queries, keys = options["positions"]
-    mask, length = options["attention_mask"], query.shape[-2]
+    mask, length = attention_mask, query.shape[-2]
     if mask is None:
         distance = rows.unsqueeze(-1) - torch.arange(length, device=rows.device)
         mask = (distance >= 0) & (distance < (options["window"] or length))
@@ -179,8 +183,8 @@ def _clipped_rows(
     _, weights = attend_clipped(
         query[..., rows, :],
         key,
-        far_query[..., rows, :],
-        far_key,
+        far[0][..., rows, :],
+        far[1],
         value.to(wide),
         **options
         | {
@@ -198,40 +202,25 @@ def _clipped_rows(
 
 @contextmanager
 def _watched(model: Any, look: Callable[..., None]) -> Iterator[None]:
-    """Show ``look`` the arguments of every call of the attention function."""
+    """Show ``look`` the arguments of every call of the attention functions."""
     implementation = model.config._attn_implementation
-    function = ALL_ATTENTION_FUNCTIONS[SDPA]
-    own = {name: getattr(layer_pass, name) for name in ("attend", "attend_clipped")}
-    reading: list[Any] = []
+    functions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in (SDPA, COLLINEAR)}
 
-    def watch(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-        look(module, (query, key, value), {"attention_mask": mask, **options})
-        return function(module, query, key, value, mask, **options)
+    def watch(name: str, module: Any, *tensors: Any, **options: Any) -> Any:
+        query, key, value, mask = tensors
+        look(module, query, key, value, attention_mask=mask, **options)
+        return functions[name](module, *tensors, **options)
 
-    def watch_own(name: str, *tensors: Any, **options: Any) -> Any:
-        look(reading[-1], tensors, options)
-        return own[name](*tensors, **options)
-
-    # Our own functions are not told the module.
-    hooks = [
-        module.register_forward_pre_hook(lambda module, _: reading.append(module))
-        for module in model.modules()
-        if isinstance(module, CollinearAttention)
-    ]
-    ALL_ATTENTION_FUNCTIONS[SDPA] = watch  # pyright: ignore
-    for name in own:
-        setattr(layer_pass, name, partial(watch_own, name))
+    for name in functions:
+        ALL_ATTENTION_FUNCTIONS[name] = partial(watch, name)  # pyright: ignore
     try:
         # Other implementations have masks of their own format, or none to look at.
         if implementation != SDPA:
             model.set_attn_implementation(SDPA)
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS[SDPA] = function
-        for name, function in own.items():
-            setattr(layer_pass, name, function)
-        for hook in hooks:
-            hook.remove()
+        for name, function in functions.items():
+            ALL_ATTENTION_FUNCTIONS[name] = function
         if implementation != SDPA:
             model.set_attn_implementation(implementation)
 
