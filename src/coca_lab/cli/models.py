@@ -44,6 +44,9 @@ from coca_lab.training.run import what_was_kept
 Dtype = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=1)]
 
+# Logits divided by less than this may overflow.
+COLDEST = 1e-3
+
 
 @dataclass
 class GenerateSettings:
@@ -81,6 +84,8 @@ class GenerateSettings:
     """cpu, cuda, …; by default the accelerator where there is one."""
 
     def __post_init__(self) -> None:
+        if 0 < self.temperature < COLDEST:
+            raise UserError(f"temperature must be 0, or at least {COLDEST}, got {self.temperature}")
         if not self.temperature and (self.top_p, self.top_k) != (None, None):
             raise UserError("top_p and top_k are for draws: set --temperature, for example to 1")
 

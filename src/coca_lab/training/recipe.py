@@ -19,6 +19,7 @@ from coca_lab.training.sections import (
     StageRecipe,
     TrainingRecipe,
     ValidationRecipe,
+    check_types,
     refuse,
 )
 
@@ -61,6 +62,9 @@ class Recipe:
 
     def check(self) -> None:
         """Raise UserError if settings contradict each other."""
+        for name in ("model", "data", "validation", "training"):
+            with error_prefix(f"{name}."):
+                check_types(getattr(self, name))
         for name in ("model", "data", "validation"):
             with error_prefix(f"{name}."):
                 getattr(self, name).check()
@@ -92,6 +96,7 @@ class Recipe:
             self._check_context_parallel()
         for stage in self.stages:
             with error_prefix(f"stage {stage.name!r}: "):
+                check_types(stage)
                 stage.check()
                 self._check_stage(stage)
 

@@ -5,11 +5,11 @@ Types say which values a field can have; `check` looks for settings that contrad
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from coca_attention.errors import UserError, did_you_mean, install
 from coca_attention.ops import FORMS
@@ -53,6 +53,20 @@ def refuse(problems: Mapping[str, Any]) -> None:
     for message, holds in problems.items():
         if holds:
             raise UserError(message)
+
+
+def check_types(section: Any) -> None:
+    """Raise UserError if a field has a value that its type excludes, as one set in Python may.
+
+    Args:
+        section: A dataclass of a recipe.
+    """
+    try:
+        TypeAdapter(type(section)).validate_python(asdict(section))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(str(part) for part in problem["loc"] if part != "[key]")
+        raise UserError(f"{name}: {problem['msg']}, got {problem['input']!r}") from error
 
 
 @dataclass

@@ -112,9 +112,9 @@ def test_recipes_mix_recall_into_their_text(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("tasks", "error"),
     [
-        ("{recal: 0.1}", "tasks has recal; known: recall"),
-        ("{recall: 1.0}", "must lie between 0 and 1"),
-        ("{recall: 0.6}", "and so must their sum"),
+        ("{recal: 0.1}", "data.tasks.recal: Input should be 'recall', got 'recal'"),
+        ("{recall: 1.0}", "data.tasks: Input should be less than 1, got 1.0"),
+        ("{recall: 0.6}", "must sum to less than 1"),
     ],
 )
 def test_shares_are_checked(tasks, error):
