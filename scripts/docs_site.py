@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (".ipynb", ".md")  # have to be in the navigation
 SHOWN = {".cff": "yaml", ".py": "python", ".yaml": "yaml"}
 START = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "docs/**/*.ipynb"]
-START += ["results/**/*.md", "src/**/*.md", "docs/images/*"]
+START += ["results/**/*.md", "src/**/README.md", "docs/images/*"]
 LINK = re.compile(r"(?<!!)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 # As pymdownx.arithmatex leaves formulas.

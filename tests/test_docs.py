@@ -19,7 +19,7 @@ from conftest import some_text
 ROOT = Path(__file__).parents[1]
 PAGES = [
     path
-    for pattern in ("*.md", "docs/**/*.md", "results/**/*.md", "src/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "results/**/*.md", "src/**/README.md")
     for path in sorted(ROOT.glob(pattern))
 ]
 TUTORIALS = [ROOT / "docs" / "tutorials" / f"{name}.md" for name in (
