@@ -10,6 +10,7 @@ from coca_attention.errors import UserError
 from coca_lab.cli import main
 from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, Session, Subject, Task
+from coca_lab.evaluation.task import fingerprint
 from coca_lab.registry import register_task
 from coca_lab.report import REPORTS, Entry, Section, TaskReport
 from conftest import some_text, tiny_model
@@ -129,3 +130,18 @@ def test_names_that_are_taken_are_refused():
 def test_a_subject_knows_the_attention_of_its_model(kind, attention):
     facts = Subject(tiny_model(kind), None, "a").facts
     assert facts == {"model": "a", "attention": attention, "training_length": 32}
+
+
+def test_an_updated_repository_of_the_hub_is_another_model(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cache, found = tmp_path / "models--owner--name", []
+    (cache / "refs").mkdir(parents=True)
+    for commit in ("a" * 40, "b" * 40):  # as they are loaded
+        (cache / "snapshots" / commit).mkdir(parents=True)
+        (cache / "snapshots" / commit / "config.json").write_text("{}")
+        (cache / "refs" / "main").write_text(commit)
+        found.append(fingerprint("owner/name"))
+    assert found == [f"owner/name {commit * 40}" for commit in "ab"]
+    with pytest.raises(ValueError, match=r"no/where: .* \(offline\)"):
+        fingerprint("no/where")

@@ -75,6 +75,11 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
             run_benchmarks(settings(cases=[case], lengths=[32]))
 
 
+def test_the_contraction_is_left_out_of_long_texts():
+    names = [bench.operators(length, settings(longest_contraction=32)) for length in (32, 64)]
+    assert [bench.CONTRACTION in each for each in names] == [True, False]
+
+
 def test_times_and_ratios_of_a_round():
     order = []
     slow = iter([9.0, 0.2, 0.4, 0.6])  # the first warms up

@@ -290,7 +290,10 @@ def test_a_rung_keeps_a_share_or_a_number(keep, remaining):
         ),
         ({"num_cpus": 0}, "num_cpus must be at least 1"),
         ({"trials": {"a": {"model.atention": "rope"}}}, "trial a: .*model.atention"),
-        ({"trials": {"a": {"model.num_layers": 0}}}, "trial a: .*num_layers"),
+        (
+            {"trials": {"a": {"model.num_layers": 0}}},
+            r"trial a: .*num_layers: Input should be .* equal to 1",
+        ),
         ({"trials": {"a": {"training.steps": 5}}}, "trial a: training.steps: set .* in the rungs"),
         ({"trials": {"a b": {}, "a/b": {}}}, "trials and values must differ .* a b, a/b"),
         ({"grid": {"model.window": [1, 1]}}, "trials and values must differ .* window=1"),
