@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, default_data_collator
 
-from coca_lab.data import BlockDataset, Document, PasskeyBlocks, train_tokenizer
+from coca_lab.data import BlockDataset, Document, TaskBlocks, train_tokenizer
 from coca_lab.data.passkey import vocabulary_text
 from coca_lab.studies.timing import Variant, interleaved, peak_megabytes
 from coca_lab.training import Recipe, load_recipe
@@ -81,7 +81,7 @@ def show_loader(recipe: Recipe) -> None:
     kinds = {
         "blocks": BlockDataset(tokens, length),
         "separate documents": BlockDataset(tokens, length, end=0),
-        "passkey texts": PasskeyBlocks(tokenizer, length, 100_000, 0),
+        "passkey texts": TaskBlocks("passkey", tokenizer, length, 100_000, 0),
     }
     for name, blocks in kinds.items():
         for workers in (0, 1, 2):

@@ -68,14 +68,18 @@ def retrievals(
         key, depth = draw_key(np.random.default_rng([settings.seed, length, index]))
         text = passkey_text(encode, key, length, depth, before=before)
         line, answer = encode(KEY_LINE.format(key=key)), encode(ANSWER.format(key=key))
-        end, digits, answered = length - text.distance, with_digits(line), with_digits(answer)
+        end, digits, answered = (
+            length - text.facts["distance"],
+            with_digits(line),
+            with_digits(answer),
+        )
         if [line[i] for i in digits] != 2 * [answer[i] for i in answered]:
             raise UserError(
                 f"the tokenizer splits the key {key} differently in the text and in the answer, "
                 "so its digits cannot be compared"
             )
         copies = torch.tensor(digits).view(2, -1).T + end - len(line)
-        facts = {"index": index, "key": key, "depth": text.depth, "distance": text.distance}
+        facts = {"index": index, "key": key, **text.facts}
         ids, rows = torch.tensor([*text.ids, *answer]), torch.tensor(answered) + length - 1
         found.append(Retrieval(ids, rows, (end - len(line), end), copies, facts))
     return found

@@ -9,8 +9,6 @@ from coca_lab.data.documents import (
     read_documents,
 )
 from coca_lab.data.tokens import (
-    TokenText,
-    cache_folder,
     encode_documents,
     load_or_train_tokenizer,
     load_tokenizer,
@@ -25,9 +23,7 @@ __all__ = [
     "Document",
     "SourceSettings",
     "TaskBlocks",
-    "TokenText",
     "apportion",
-    "cache_folder",
     "encode_documents",
     "held_out",
     "load_or_train_tokenizer",

@@ -1,16 +1,17 @@
 """Blocks of tokens that training reads: of a text, of synthetic tasks, and mixed by shares."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from coca_attention.errors import UserError
 from coca_lab.data.documents import DataError
-
-MakeBlock = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray | None]]
+from coca_lab.data.passkey import encoder, passkey_block
+from coca_lab.data.recall import recall_block, recall_vocabulary
+from coca_lab.data.tokens import end_of_text
 
 
 class BlockDataset(Dataset):
@@ -25,13 +26,10 @@ class BlockDataset(Dataset):
         end: Token id of the end of text, to keep documents apart (see `separate_documents`).
 
     Raises:
-        UserError: If the length is below 1.
         DataError: If the text is shorter than one block.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, *, end: int | None = None) -> None:
-        if length < 1:
-            raise UserError(f"the block length must be at least 1 token, got {length}")
         self.tokens, self.length, self.end = tokens, length, end
         if len(self) < 1:
             raise DataError(
@@ -53,29 +51,45 @@ class TaskBlocks(Dataset):
     """Blocks of a synthetic task's texts, made when they are read.
 
     Args:
-        make: From numbers that determine a block to its L + 1 tokens, and which of them are to be
-            predicted, or None for all.
+        task: ``passkey`` or ``recall``, of which the answers alone are trained.
+        tokenizer: Tokenizer with an ``eos_token``.
+        length: L in tokens.
         count: Number of blocks.
-        seed: First of these numbers; the second is that of the block.
-        end: Token id of the end of text, to keep documents apart (see `separate_documents`).
+        seed: With the number of a block, determines it.
+        separate: Whether to keep documents apart, see `separate_documents`.
 
     Raises:
         UserError: If no complete text fits into a block.
     """
 
-    def __init__(self, make: MakeBlock, count: int, seed: int, *, end: int | None = None) -> None:
-        self.make, self.count, self.seed, self.end = make, count, seed, end
+    def __init__(
+        self,
+        task: str,
+        tokenizer: Any,
+        length: int,
+        count: int,
+        seed: int,
+        *,
+        separate: bool = False,
+    ) -> None:
+        self.length, self.count, self.seed = length, count, seed
+        self.eos = end_of_text(tokenizer)
+        self.end = self.eos if separate else None
+        self.encode = encoder(tokenizer) if task == "passkey" else None
+        self.vocabulary = recall_vocabulary(tokenizer)
         self[0]
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        block, targets = self.make((self.seed, index))
+        size, seed = self.length + 1, (self.seed, index)
+        if self.encode is not None:
+            return _item(passkey_block(self.encode, self.eos, size, seed), self.end)
+        block, is_answer = recall_block(self.vocabulary, self.eos, size, seed)
         item = _item(block, self.end)
-        if targets is not None:
-            ignored = ~torch.from_numpy(targets[1:])
-            item["shift_labels"] = item["shift_labels"].masked_fill(ignored, -100)
+        ignored = ~torch.from_numpy(is_answer[1:])
+        item["shift_labels"] = item["shift_labels"].masked_fill(ignored, -100)
         return item
 
 

@@ -17,11 +17,11 @@ import lzma
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import pyarrow
 import pyarrow.parquet
@@ -84,7 +84,8 @@ def read_documents(
         return _stdlib_documents()
     if source.startswith("hf:"):
         return _hub_documents(source, text_field)
-    return _file_documents(find_files(source), text_field, bad_lines)
+    files = source_files(source)
+    return chain.from_iterable(_file_documents(path, text_field, bad_lines) for path in files)
 
 
 @dataclass
@@ -122,7 +123,7 @@ def source_files(source: str) -> list[Path]:
     """Files of a source, in reading order; empty for a dataset on the Hub.
 
     Raises:
-        DataError: As `read_documents`.
+        DataError: If there are none, or not all are files of a known type.
     """
     if source == "stdlib":
         topics = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
@@ -130,85 +131,57 @@ def source_files(source: str) -> list[Path]:
     if source.startswith("hf:"):
         folder = Path(source.removeprefix("hf:").split(":")[0])
         return sorted(path for path in folder.rglob("*") if path.is_file())
-    if source.endswith(TOKENS) and Path(source).expanduser().is_file():
-        return [Path(source).expanduser()]
-    return find_files(source)
-
-
-def find_files(source: str) -> list[Path]:
-    """Sorted files that match a path or glob.
-
-    Raises:
-        DataError: If there are none, or the file has an unknown type.
-    """
     path = Path(source).expanduser()
-    if path.is_file() and not path.name.endswith(SUFFIXES):
-        raise DataError(f"{path}: unknown file type; {KNOWN}")
-    if path.is_dir():
-        if found := _texts(path.rglob("*")):
-            return found
-        raise DataError(f"{path}: no readable file in this folder; {KNOWN}")
-    matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    if found := _texts(matches):
-        return found
-    reason = "no match has a known type" if matches else "no such file, folder or glob"
-    raise DataError(
-        f"{source}: {reason}; {KNOWN}. Use hf:NAME for a Hugging Face dataset, stdlib for the text "
-        "of Python's standard library"
-    )
+    if path.is_file() and source.endswith(TOKENS):
+        return [path]
+    matches = list(path.rglob("*")) if path.is_dir() else glob.glob(str(path), recursive=True)
+    files: dict[Path, Path] = {}  # each once, though a link leads back to its folder
+    for match in sorted(map(Path, matches)):
+        if match.name.endswith(SUFFIXES) and not match.is_dir():
+            if not match.is_file():
+                raise DataError(f"{match}: a broken link, a pipe or a device, not a file")
+            files.setdefault(match.parent.resolve() / match.name, match)
+    if not files:
+        reason = "no such file, folder or glob"
+        if path.exists() or matches:
+            reason = "unknown file type" if path.is_file() else "no readable file there"
+        raise DataError(
+            f"{source}: {reason}; {KNOWN}. Use hf:NAME for a Hugging Face dataset, stdlib for the "
+            "text of Python's standard library"
+        )
+    return list(files.values())
 
 
-def _texts(paths: Iterable[Path]) -> list[Path]:
-    """The files of a known type, sorted; each once, though a link leads back to its folder."""
-    found: dict[Path, Path] = {}
-    for path in sorted(paths):
-        if path.name.endswith(SUFFIXES) and not path.is_dir():
-            if not path.is_file():
-                raise DataError(f"{path}: a broken link, a pipe or a device, not a file; remove it")
-            found.setdefault(path.parent.resolve() / path.name, path)
-    return list(found.values())
+def _file_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterator[Document]:
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: the file is empty")
+    if path.suffix == TOKENS:
+        raise DataError(f"{path}: has token ids, which training alone reads")
+    name = path.name.removesuffix(path.suffix if path.suffix in OPENERS else "")
+    if name.endswith(".txt"):
+        text = "".join(_lines(path))
+        if "\0" in text:
+            raise DataError(f"{path}: has a NUL byte; expected text, not binary data")
+        if not text.strip():
+            raise DataError(f"{path}: the file holds no text")
+        yield Document(str(path), text)
+    elif name.endswith(".jsonl"):
+        yield from _records(path, _lines(path), json.loads, text_field, bad_lines)
+    else:
+        yield from _records(path, _parquet_rows(path, text_field), dict, text_field, bad_lines)
 
 
-def _file_documents(files: list[Path], text_field: str, bad_lines: BadLines) -> Iterator[Document]:
-    for path in files:
-        if path.stat().st_size == 0:
-            raise DataError(f"{path}: the file is empty")
-        name = path.name.removesuffix(path.suffix if path.suffix in OPENERS else "")
-        if name.endswith(".txt"):
-            yield _text_document(path)
-        elif name.endswith(".jsonl"):
-            yield from _records(path, _lines(path), json.loads, text_field, bad_lines)
-        else:
-            yield from _records(path, _parquet_rows(path, text_field), dict, text_field, bad_lines)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
-    """A text file, decompressed and decoded; DataError if it is malformed."""
+def _lines(path: Path) -> Iterator[str]:
+    """Lines of a text file, decompressed and decoded; DataError if it is malformed."""
     try:
         with OPENERS[path.suffix if path.suffix in OPENERS else ""](path) as stream:
-            yield io.TextIOWrapper(stream, encoding="utf-8")
+            yield from io.TextIOWrapper(stream, encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text ({error}); convert or remove the file") from error
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path}: compressed data truncated or damaged: {error}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def _text_document(path: Path) -> Document:
-    with _opened(path) as file:
-        text = file.read()
-    if "\0" in text:
-        raise DataError(f"{path}: has a NUL byte; expected text, not binary data")
-    if not text.strip():
-        raise DataError(f"{path}: the file holds no text")
-    return Document(str(path), text)
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with _opened(path) as file:
-        yield from file
 
 
 def _parquet_rows(path: Path, text_field: str) -> Iterator[dict[str, Any]]:
@@ -257,13 +230,11 @@ def _document(record: Any, text_field: str, place: str) -> Document:
         raise DataError(f"{place}: expected a JSON object, got {type(record).__name__}")
     text = record.get(text_field)
     if not isinstance(text, str):
-        texts = [name for name, value in record.items() if isinstance(value, str)]
-        longest = max(texts, key=lambda name: len(record[name]), default=None)
+        lengths = {name: len(value) for name, value in record.items() if isinstance(value, str)}
+        longest = max(lengths, key=lengths.__getitem__, default=None)
         hint = f": use --text-field {longest} (in a recipe data.text_field)" if longest else ""
-        raise DataError(
-            f"{place}: no text in field {text_field!r} (fields: {', '.join(map(repr, record))})"
-            f"{hint}"
-        )
+        fields = ", ".join(map(repr, record))
+        raise DataError(f"{place}: no text in field {text_field!r} (fields: {fields}){hint}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -298,11 +269,8 @@ def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
 
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    return [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if not STDLIB_EXCLUDED.intersection(path.relative_to(root).parts[:-1])
-    ]
+    every = sorted(root.rglob("*.py"))
+    return [p for p in every if STDLIB_EXCLUDED.isdisjoint(p.relative_to(root).parts[:-1])]
 
 
 def _stdlib_documents() -> Iterator[Document]:
@@ -318,5 +286,4 @@ def _stdlib_documents() -> Iterator[Document]:
         from pydoc_data.topics import topics  # which some systems do not install
     except ImportError:
         return
-    for name in sorted(topics):
-        yield Document(f"topics/{name}", topics[name])
+    yield from (Document(f"topics/{name}", topics[name]) for name in sorted(topics))

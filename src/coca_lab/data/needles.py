@@ -5,17 +5,16 @@ The wording is our own: facts ("needles") inside a repeated filler, then the que
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from coca_attention.errors import UserError
 from coca_lab.data.passkey import (
     FILLER,
     Encode,
     Prompt,
+    check_reproduced,
     encoder,
     fill,
     leading_special_tokens,
@@ -34,6 +33,7 @@ NAMES = (
 )  # fmt: skip
 INTRODUCTION = "Some facts stand in the text below. Keep them in mind: a question comes last.\n"
 FACT = "The number of the {name} is {value}.\n"
+WORD = r"\d+|[^\W\d_]+"
 ASSIGN, COPY = "{name} = {value}\n", "{name} = {other}\n"
 QUESTIONS = {
     "single": "What is the number of the {name}? The number of the {name} is",
@@ -41,25 +41,6 @@ QUESTIONS = {
     "multi-value": "Which numbers does the {name} have? The numbers of the {name} are",
     "variables": "Which variables have the value {value}? The variables are",
 }
-
-
-@dataclass(frozen=True)
-class NeedleText:
-    """A prompt of exactly the requested length.
-
-    Attributes:
-        ids: Token ids.
-        expected: What a complete answer consists of: numbers, or names of variables.
-        needles: Text of every needle, in the order of the prompt.
-        depths: Share of the filler before each, 0 to 1.
-        distances: Tokens between each and the end of the prompt.
-    """
-
-    ids: list[int]
-    expected: list[str]
-    needles: list[str]
-    depths: list[float]
-    distances: list[int]
 
 
 def needle_text(
@@ -70,7 +51,7 @@ def needle_text(
     *,
     count: int = 4,
     before: Sequence[int] = (),
-) -> NeedleText:
+) -> Prompt:
     """A prompt of one kind, determined by the seed.
 
     ``single``: one fact. ``multi-key``: ``count`` facts about different names, one of which is
@@ -85,6 +66,11 @@ def needle_text(
         seed: Random seed of names, values and depths.
         count: Number of facts, or of variables of a chain, at least 1.
         before: Special tokens at the beginning; they count towards the length.
+
+    Returns:
+        The prompt, with the numbers or names ``expected`` of a complete answer, the ``needles`` in
+        its order, the share of the filler before each (``depths``), and the tokens between each and
+        its end (``distances``).
 
     Raises:
         UserError: If the length is too short; the message names the shortest possible one.
@@ -105,9 +91,7 @@ def needle_text(
         if kind == "multi-value":
             names = [names[0]] * count
         asked = int(drawn.integers(count))
-        needles = [
-            FACT.format(name=name, value=value) for name, value in zip(names, values, strict=True)
-        ]
+        needles = [FACT.format(name=n, value=v) for n, v in zip(names, values, strict=True)]
         depths = drawn.random(count).tolist()
         question = QUESTIONS[kind].format(name=names[asked])
         expected = values if kind == "multi-value" else [values[asked]]
@@ -119,7 +103,8 @@ def needle_text(
         encode(question),
         length,
     )
-    return NeedleText(ids, expected, [n.strip() for n in needles], reached, distances)
+    facts = {"expected": expected, "needles": [needle.strip() for needle in needles]}
+    return Prompt(ids, {**facts, "depths": reached, "distances": distances})
 
 
 def ask_for_needles(
@@ -149,27 +134,10 @@ def ask_for_needles(
     for index in indices:
         drawn = (seed, KINDS.index(kind), length, index)
         text = needle_text(encode, kind, length, drawn, count=count, before=before)
-        for needle in text.needles:
-            written = str(tokenizer.decode(encode(needle))).strip()
-            if words(written) != words(needle):
-                raise UserError(
-                    f"the tokenizer turns {needle!r} into {written!r}: it does not "
-                    "reproduce names and digits, so no answer could be correct"
-                )
-        facts = {
-            "index": index,
-            "expected": text.expected,
-            "needles": text.needles,
-            "depths": text.depths,
-            "distances": text.distances,
-        }
-        prompts.append(Prompt(text.ids, facts))
+        for needle in text.facts["needles"]:
+            check_reproduced(tokenizer, encode, needle, WORD)
+        prompts.append(Prompt(text.ids, {"index": index, **text.facts}))
     return prompts
-
-
-def words(text: str) -> list[str]:
-    """The numbers and words of a text."""
-    return re.findall(r"\d+|[^\W\d_]+", text)
 
 
 def r_precision(answer: str, expected: list[str]) -> float:
@@ -184,7 +152,9 @@ def r_precision(answer: str, expected: list[str]) -> float:
         expected: Those requested.
     """
     alike = str.isdigit if expected[0].isdigit() else str.isupper
-    given = [word for word in words(answer) if len(word) == len(expected[0]) and alike(word)]
+    given = [
+        word for word in re.findall(WORD, answer) if len(word) == len(expected[0]) and alike(word)
+    ]
     first = list(dict.fromkeys(given))[: len(expected)]
     return sum(item in expected for item in first) / len(expected)
 

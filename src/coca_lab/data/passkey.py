@@ -1,8 +1,8 @@
 """The passkey text (CoCA paper, App. B.1, Listing 1) as token ids of an exact length.
 
 A key of five digits is hidden in a repeated filler, and the question comes last, as in arXiv
-2305.16300. Training recipes
-mix such texts in and ask for keys in validation, and the passkey task evaluates on them.
+2305.16300. Training recipes mix such texts in and ask for keys in validation, and the passkey task
+evaluates on them.
 """
 
 import re
@@ -25,23 +25,22 @@ FILLER = (
 KEY_LINE = "The passkey is {key}. Remeber it. {key} is the passkey.\n"  # spelt as in the paper
 QUESTION = "What is the passkey?"
 ANSWER = " The passkey is {key}."
+NUMBER = r"\d+"
 
 Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
-class HaystackText:
-    """Token ids of exactly the requested length, and the position of the needle.
+class Prompt:
+    """A text that asks for something hidden in it.
 
     Attributes:
         ids: Token ids.
-        depth: Share of the filler before the needle, 0 to 1.
-        distance: Tokens from the end of the needle to the end of the text.
+        facts: What is known before it is answered: JSON values, the fields of its record.
     """
 
     ids: list[int]
-    depth: float
-    distance: int
+    facts: dict[str, Any]
 
 
 def encoder(tokenizer: Any) -> Encode:
@@ -99,17 +98,16 @@ def fill(
         )
     repeats, rest = divmod(length - needed, len(filler))
     places = [round(depth * repeats) for depth in depths]
-    ids = [*before, *(filler[len(filler) - rest :] if rest else [])]
+    ids = [*before, *filler[len(filler) - rest :]]
     ends = [0] * len(needles)
     for place in range(repeats + 1):
-        for index in range(len(needles)):
+        for index, needle in enumerate(needles):
             if places[index] == place:
-                ids += needles[index]
+                ids += needle
                 ends[index] = len(ids)
         if place < repeats:
             ids += filler
     ids += after
-    assert len(ids) == length
     reached = [place / repeats if repeats else 0.0 for place in places]
     return ids, reached, [length - end for end in ends]
 
@@ -121,7 +119,7 @@ def draw_key(generator: np.random.Generator) -> tuple[int, float]:
 
 def passkey_text(
     encode: Encode, key: int, length: int | None, depth: float, *, before: Sequence[int] = ()
-) -> HaystackText:
+) -> Prompt:
     """Listing 1 up to the question, as exactly ``length`` tokens.
 
     Args:
@@ -131,6 +129,9 @@ def passkey_text(
         depth: Share of the filler before the key, 0 to 1.
         before: Special tokens at the beginning, included in the length.
 
+    Returns:
+        The prompt, with its actual ``depth`` and the key's ``distance``, the tokens after its line.
+
     Raises:
         UserError: If the length is too short; the message states the shortest possible length.
     """
@@ -139,20 +140,7 @@ def passkey_text(
     if length is None:
         length = len(beginning) + len(line) + len(question)
     ids, depths, distances = fill(beginning, encode(FILLER), [line], [depth], question, length)
-    return HaystackText(ids, depths[0], distances[0])
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt and the fields of its record that are known before it is answered.
-
-    Attributes:
-        ids: Token ids.
-        facts: JSON values; ``index`` is unique among the prompts of a kind and length.
-    """
-
-    ids: list[int]
-    facts: dict[str, Any]
+    return Prompt(ids, {"depth": depths[0], "distance": distances[0]})
 
 
 def ask_for_passkeys(
@@ -182,22 +170,25 @@ def ask_for_passkeys(
         key, depth = draw_key(np.random.default_rng([seed, length, index]))
         if depths is not None:
             depth = index % depths / max(depths - 1, 1)
-        line = tokenizer.decode(encode(KEY_LINE.format(key=key)))
-        if re.findall(r"\d+", str(line)) != [str(key), str(key)]:
-            raise UserError(
-                f"the tokenizer turns the key {key} into {str(line)!r}: it does not "
-                "reproduce digits, so no answer could be correct"
-            )
+        check_reproduced(tokenizer, encode, KEY_LINE.format(key=key), NUMBER)
         text = passkey_text(encode, key, length, depth, before=before)
-        facts = {"index": index, "key": key, "depth": text.depth, "distance": text.distance}
-        prompts.append(Prompt(text.ids, facts))
+        prompts.append(Prompt(text.ids, {"index": index, "key": key, **text.facts}))
     return prompts
+
+
+def check_reproduced(tokenizer: Any, encode: Encode, needle: str, pattern: str) -> None:
+    """Raise UserError if encoding and decoding a needle changes what is asked for."""
+    written = str(tokenizer.decode(encode(needle)))
+    if re.findall(pattern, written) != re.findall(pattern, needle):
+        raise UserError(
+            f"the tokenizer turns {needle.strip()!r} into {written.strip()!r}: it does not "
+            "reproduce names and digits, so no answer could be correct"
+        )
 
 
 def is_hit(answer: str, key: int) -> bool:
     """Whether the first number in an answer is the key: exactly its five digits."""
-    found = re.search(r"\d+", answer)
-    return found is not None and found.group() == str(key)
+    return re.findall(NUMBER, answer)[:1] == [str(key)]
 
 
 def vocabulary_text() -> str:

@@ -8,14 +8,14 @@ decays; here every place is as likely (1.0).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from coca_attention.errors import UserError
 
-PAIRS = (4, 32)
-"""Fewest and most pairs of a training text."""
-FEWEST_PAIRS, MOST_PAIRS = PAIRS
+FEWEST_PAIRS, MOST_PAIRS = 4, 32
+"""Pairs of a training text."""
 
 
 @dataclass(frozen=True)
@@ -98,3 +98,9 @@ def recall_block(
         is_answer[start + text.answers] = True
         start += size + 1
     return block, is_answer
+
+
+def recall_vocabulary(tokenizer: Any) -> list[int]:
+    """The tokens of recall texts: all but the special ones."""
+    special = set(tokenizer.all_special_ids)
+    return [index for index in range(len(tokenizer)) if index not in special]

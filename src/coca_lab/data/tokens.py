@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from filelock import FileLock
@@ -29,6 +29,7 @@ from coca_lab.data.documents import (
 )
 from coca_lab.files import replace
 
+Item = TypeVar("Item")
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000
 SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 10_000_000
@@ -44,20 +45,15 @@ class TokenText:
 
 
 def train_tokenizer(
-    documents: Iterable[Document],
-    vocab_size: int,
-    *,
-    split_digits: bool = False,
-    max_characters: int = TOKENIZER_CHARACTERS,
+    documents: Iterable[Document], vocab_size: int, *, split_digits: bool = False
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE: any text in, the same text out; ``<|endoftext|>`` ends documents.
 
     Args:
-        documents: Texts to learn the merges from.
+        documents: Texts to learn the merges from. About `TOKENIZER_CHARACTERS` characters are read:
+            more text changes little, and a stream may be endless.
         vocab_size: Maximum number of entries; at least 257 (the bytes and the end of text).
         split_digits: Whether every digit is a token of its own.
-        max_characters: Learn from about this many characters at most: more text changes little,
-            and a stream may be endless.
 
     Raises:
         UserError: If vocab_size is too small.
@@ -75,16 +71,8 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-
-    def texts() -> Iterator[str]:
-        left = max_characters
-        for document in documents:
-            yield document.text
-            left -= len(document.text)
-            if left <= 0:
-                return
-
-    tokenizer.train_from_iterator(texts(), trainer)
+    some = up_to(TOKENIZER_CHARACTERS, documents, lambda document: len(document.text))
+    tokenizer.train_from_iterator((document.text for document in some), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
@@ -92,6 +80,16 @@ def train_tokenizer(
         pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
     )
+
+
+def up_to(most: float, items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[Item]:
+    """Items until their sizes sum to ``most`` or more; none is read beyond."""
+    left = most
+    for item in items:
+        yield item
+        left -= size(item)
+        if left <= 0:
+            return
 
 
 def load_or_train_tokenizer(
@@ -178,8 +176,7 @@ def token_array(
 def _token_arrays(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None
 ) -> Iterator[np.ndarray]:
-    end, dtype = end_of_text(tokenizer), _token_type(tokenizer)
-    count = 0
+    end, dtype, count = end_of_text(tokenizer), _token_type(tokenizer), 0
     for _, ids in encode_documents(documents, tokenizer):
         left = None if max_tokens is None else max_tokens - count
         yield np.array([*ids, end], dtype=dtype)[:left]
@@ -200,10 +197,8 @@ def cache_folder(setting: str | None) -> Path | None:
     Args:
         setting: A folder; ``auto`` for the user's cache (XDG_CACHE_HOME, or ``~/.cache``); or None.
     """
-    if setting is None:
-        return None
     if setting != "auto":
-        return Path(setting).expanduser()
+        return None if setting is None else Path(setting).expanduser()
     # XDG rules: an empty or relative path is ignored.
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (home if home.is_absolute() else Path.home() / ".cache") / "coca-attention"
@@ -224,7 +219,7 @@ def tokenise(
     memory does not grow with the text. Its name is a hash of everything that the tokens depend on:
     the settings, the tokenizer, and names, sizes and times of the source's files. If several
     processes need the same text, one writes it and the others wait. A source that ends with .npy
-    is a file of token ids, see `read_tokens`.
+    is a file of token ids: a 1-D array of uint16 or uint32, made with this tokenizer.
 
     Args:
         source: The documents.
@@ -242,7 +237,7 @@ def tokenise(
     if source.source.endswith(TOKENS):
         if share or from_held_out:
             raise UserError(f"{source.source} {NO_DOCUMENTS}")
-        return read_tokens(source.source, tokenizer, max_tokens=max_tokens)
+        return _text(_read_tokens(source.source, tokenizer, max_tokens))
     documents = (d for d in source.documents() if held_out(d, share) == from_held_out)
     if folder is None:
         return _text(token_array(documents, tokenizer, max_tokens=max_tokens))
@@ -250,19 +245,15 @@ def tokenise(
     settings = [source.source, source.text_field, source.bad_lines, share, from_held_out]
     key = f"{settings} {max_tokens} {dtype} {state} {tokenizer_fingerprint(tokenizer)}"
     path = folder / "tokens" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.bin"
+    partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
             if not path.is_file():
-                with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                    partial = Path(file.name)
                 try:
                     _write(partial, _token_arrays(documents, tokenizer, max_tokens), source.source)
                     if _state(source.source) != state:
-                        raise DataError(
-                            f"{source.source}: changed while it was being read; run the command "
-                            "again"
-                        )
+                        raise DataError(f"{source.source}: changed while it was being read")
                     replace(partial, path)
                 finally:
                     partial.unlink(missing_ok=True)
@@ -281,19 +272,8 @@ NO_DOCUMENTS = (
 )
 
 
-def read_tokens(
-    path: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int | None = None
-) -> TokenText:
-    """Token ids of a .npy file, memory-mapped.
-
-    Args:
-        path: A 1-D array of uint16 or uint32, made with this tokenizer.
-        tokenizer: Its tokenizer.
-        max_tokens: Read only so many tokens.
-
-    Raises:
-        DataError: If the file is no such array.
-    """
+def _read_tokens(path: str, tokenizer: PreTrainedTokenizerBase, most: int | None) -> np.ndarray:
+    """Token ids of a .npy file, memory-mapped; DataError if they are not this tokenizer's."""
     try:
         tokens = np.load(Path(path).expanduser(), mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -303,13 +283,13 @@ def read_tokens(
             f"{path}: expected token ids, a 1-D array of uint16 or uint32, got {tokens.dtype} "
             f"with shape {tokens.shape}"
         )
-    tokens = tokens[:max_tokens]
+    tokens = tokens[:most]
     if tokens.max() >= len(tokenizer):
         raise DataError(
             f"{path}: has token id {tokens.max()}, and the tokenizer {len(tokenizer)} entries: use "
             "the tokenizer that the file was made with"
         )
-    return _text(tokens)
+    return tokens
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -347,10 +327,7 @@ def _state(source: str) -> list[Any]:
     """
     found = []
     for path in source_files(source):
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        status = path.stat()
         times = (status.st_mtime_ns, status.st_ctime_ns)
         found.append((os.path.abspath(path), status.st_size, *times))
     return found

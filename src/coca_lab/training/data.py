@@ -14,16 +14,19 @@ from coca_lab.data import (
     Document,
     SourceSettings,
     TaskBlocks,
-    TokenText,
     apportion,
-    cache_folder,
     held_out,
     mixture_order,
     tokenise,
 )
 from coca_lab.data.documents import source_files
-from coca_lab.data.tasks import TASK_BLOCKS
-from coca_lab.data.tokens import TOKENIZER_CHARACTERS, end_of_text
+from coca_lab.data.tokens import (
+    TOKENIZER_CHARACTERS,
+    TokenText,
+    cache_folder,
+    end_of_text,
+    up_to,
+)
 from coca_lab.training.recipe import Recipe
 from coca_lab.training.retrieval import Retrieval, load_retrieval
 from coca_lab.training.sections import TEXT, DataRecipe
@@ -126,14 +129,10 @@ def training_documents(data: DataRecipe) -> Iterator[Document]:
             `TOKENIZER_CHARACTERS` characters in all.
     """
     for name, source in data.sources.items():
-        left = getattr(source, "weight", 1.0) * TOKENIZER_CHARACTERS
+        most = getattr(source, "weight", 1.0) * TOKENIZER_CHARACTERS
         with error_prefix(_place(data, name)):
-            for document in source.documents():
-                if not held_out(document, data.held_out):
-                    yield document
-                    left -= len(document.text)
-                    if left <= 0:
-                        break
+            documents = (d for d in source.documents() if not held_out(d, data.held_out))
+            yield from up_to(most, documents, lambda document: len(document.text))
 
 
 def _place(data: DataRecipe, name: str) -> str:
@@ -149,9 +148,10 @@ def _cut(text: TokenText, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) ->
 def _task_blocks(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, task: str, count: int
 ) -> TaskBlocks:
-    end = end_of_text(tokenizer) if recipe.data.separate_documents else None
-    make = TASK_BLOCKS[task](tokenizer, recipe.data.block_length + 1)
-    return TaskBlocks(make, count, recipe.training.seed, end=end)
+    data, seed = recipe.data, recipe.training.seed
+    return TaskBlocks(
+        task, tokenizer, data.block_length, count, seed, separate=data.separate_documents
+    )
 
 
 def _one_pass(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, text: BlockDataset) -> Subset:

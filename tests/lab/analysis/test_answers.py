@@ -190,7 +190,7 @@ def test_prompts_are_those_of_the_passkey_task_with_their_answers(tokenizer):
         assert tokenizer.decode(answer).strip() == key
         assert torch.equal(prompt.ids[prompt.copies], answer.unsqueeze(-1).expand(-1, 2))
         assert prompt.copies.min() >= prompt.fact[0] and prompt.copies.max() < prompt.fact[1]
-    assert passkey_text(encoder(tokenizer), 12345, 260, 0.5).distance < 260
+    assert passkey_text(encoder(tokenizer), 12345, 260, 0.5).facts["distance"] < 260
 
 
 def test_statistics_of_known_weights():

@@ -27,11 +27,6 @@ def test_every_token_is_a_target_at_most_once(tokens, length):
         assert torch.equal(item["input_ids"] + 1, item["shift_labels"])
 
 
-def test_a_block_of_no_tokens_is_rejected():
-    with pytest.raises(ValueError, match="at least 1 token"):
-        BlockDataset(np.arange(5, dtype=np.uint16), 0)
-
-
 @settings(max_examples=30)
 @given(
     weights=st.lists(st.floats(0.001, 1), min_size=1, max_size=6),

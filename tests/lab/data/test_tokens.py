@@ -18,14 +18,13 @@ from coca_lab.data import (
     DataError,
     Document,
     SourceSettings,
-    cache_folder,
     load_or_train_tokenizer,
     load_tokenizer,
     token_array,
     tokenise,
     train_tokenizer,
 )
-from coca_lab.data.tokens import tokenizer_fingerprint
+from coca_lab.data.tokens import cache_folder, tokenizer_fingerprint
 from conftest import VOCABULARY, some_text
 
 FORK = multiprocessing.get_context("fork")
@@ -44,7 +43,7 @@ def endless():
         yield Document(str(number), some_text(500))
 
 
-def test_a_tokenizer_is_trained_once_and_saved_atomically(tokenizer, tmp_path):
+def test_a_tokenizer_is_trained_once_and_saved_atomically(tokenizer, tmp_path, monkeypatch):
     folder = tmp_path / "tokenizer"
     (tmp_path / ".tokenizer.partial").mkdir()  # left by a start that was killed
     (tmp_path / ".tokenizer.partial" / "rubbish").write_text("")
@@ -60,7 +59,8 @@ def test_a_tokenizer_is_trained_once_and_saved_atomically(tokenizer, tmp_path):
         raise AssertionError("trained again")
 
     assert load_or_train_tokenizer(folder, never, VOCABULARY).get_vocab() == first.get_vocab()
-    assert len(train_tokenizer(endless(), VOCABULARY, max_characters=20_000)) > 257
+    monkeypatch.setattr(tokens_module, "TOKENIZER_CHARACTERS", 20_000)
+    assert len(train_tokenizer(endless(), VOCABULARY)) > 257
 
 
 def test_no_tokenizer_and_too_small_a_vocabulary_are_rejected(tmp_path):
@@ -157,10 +157,10 @@ def test_a_cache_is_complete_or_written_again_after_a_kill(source, tokenizer, tm
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    assert files(tmp_path) == [""]  # a temporary file, which is never read
+    assert files(tmp_path) == [".partial"]
     text = tokenise(source, tokenizer, folder=tmp_path / "cache")
     assert np.array_equal(text.tokens, tokenise(source, tokenizer).tokens)
-    assert files(tmp_path) == ["", ".bin"]
+    assert files(tmp_path) == [".bin"]
 
 
 def test_a_folder_that_cannot_be_written_is_a_clear_error(source, tokenizer, tmp_path, monkeypatch):

@@ -36,25 +36,27 @@ def test_prompts_hold_what_they_ask_for(words, kind, length):
         assert len(text.ids) == length
         written = words.decode(text.ids)
         assert written.startswith(INTRODUCTION)
-        places = [written.index(needle) for needle in text.needles]
-        for needle, distance in zip(text.needles, text.distances, strict=True):
+        places = [written.index(needle) for needle in text.facts["needles"]]
+        for needle, distance in zip(text.facts["needles"], text.facts["distances"], strict=True):
             assert written.count(needle + "\n") == 1
             assert written.endswith(needle + "\n" + words.decode(text.ids[length - distance :]))
         question = written[written.rindex("\n") + 1 :]
         facts = dict(re.findall(r"number of the (\w+) is (\d{5})\.", written))
         if kind == "single":
-            assert len(text.needles) == 1 and text.expected == list(facts.values())
+            assert len(text.facts["needles"]) == 1 and text.facts["expected"] == list(
+                facts.values()
+            )
         elif kind == "multi-key":
-            assert len(set(facts)) == len(text.needles) == 4
+            assert len(set(facts)) == len(text.facts["needles"]) == 4
             asked = re.search(r"number of the (\w+)\?", question)[1]
-            assert text.expected == [facts[asked]]
+            assert text.facts["expected"] == [facts[asked]]
         elif kind == "multi-value":
-            assert len(facts) == 1 and len(set(text.expected)) == 4
-            assert set(text.expected) == set(re.findall(r"is (\d{5})\.", written))
+            assert len(facts) == 1 and len(set(text.facts["expected"])) == 4
+            assert set(text.facts["expected"]) == set(re.findall(r"is (\d{5})\.", written))
             assert next(iter(facts)) in question
         else:
             assert places == sorted(places)  # a variable is assigned before it is copied
-            assert len(text.needles) == 8
+            assert len(text.facts["needles"]) == 8
             assigned = dict(re.findall(r"^([A-Z]{4}) = (\w+)$", written, re.M))
             value = re.search(r"value (\d{5})\?", question)[1]
 
@@ -63,8 +65,8 @@ def test_prompts_hold_what_they_ask_for(words, kind, length):
                     name = assigned[name]
                 return name
 
-            assert set(text.expected) == {n for n in assigned if resolved(n) == value}
-            assert len(text.expected) == 4
+            assert set(text.facts["expected"]) == {n for n in assigned if resolved(n) == value}
+            assert len(text.facts["expected"]) == 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,7 +137,7 @@ def test_a_list_of_everything_in_the_text_scores_as_chance_does(kind, chance, le
     for index in range(400):
         text = needle_text(encode, kind, length, (index,))
         written = bytes(text.ids).decode()
-        scores.append(r_precision(written[: written.rindex("\n")], text.expected))
+        scores.append(r_precision(written[: written.rindex("\n")], text.facts["expected"]))
     assert statistics.fmean(scores) == pytest.approx(chance, abs=0.06)
 
 

@@ -20,7 +20,6 @@ from coca_lab.data.passkey import (
     passkey_text,
     vocabulary_text,
 )
-from coca_lab.data.tasks import TASK_BLOCKS
 from coca_lab.data.tokens import END_OF_TEXT
 from coca_lab.engine import Engine, Store
 from coca_lab.evaluation import Session, Subject
@@ -80,7 +79,7 @@ def test_a_prompt_reads_like_the_papers_listing(digits, length):
     assert written.startswith("There is an important info hidden inside")
     assert written.count("The passkey is 31337. Remeber it. 31337 is the passkey.\n") == 1
     assert written.endswith(QUESTION)
-    behind = digits.decode(text.ids[length - text.distance :])
+    behind = digits.decode(text.ids[length - text.facts["distance"] :])
     assert written.endswith("31337 is the passkey.\n" + behind)
     shortest = int(re.search(r"at least (\d+)", str(refused(encode)))[1])
     assert len(passkey_text(encode, 31337, shortest, 0.5).ids) == shortest
@@ -95,8 +94,9 @@ def refused(encode) -> Exception:
 def test_depths_run_from_the_first_repetition_to_the_last(digits):
     encode = encoder(digits)
     first, last = (passkey_text(encode, 12345, 900, depth) for depth in (0.0, 1.0))
-    assert digits.decode(last.ids[900 - last.distance :]) == QUESTION
-    assert first.distance > 700 and first.depth == 0.0 and last.depth == 1.0
+    assert digits.decode(last.ids[900 - last.facts["distance"] :]) == QUESTION
+    assert first.facts["distance"] > 700
+    assert (first.facts["depth"], last.facts["depth"]) == (0.0, 1.0)
 
 
 def test_special_tokens_at_the_beginning_count(digits):
@@ -255,7 +255,7 @@ def test_unfit_settings_prompts_tokenizers_and_models_are_refused(tokenizer):
         def decode(self, ids):
             return tokenizer.decode(ids)
 
-    with pytest.raises(ValueError, match="does not reproduce digits"):
+    with pytest.raises(ValueError, match="does not reproduce names and digits"):
         passkey_prompts(NoDigits(), PasskeySettings(samples=1), 300)
 
     limited = GPT2LMHeadModel(
@@ -267,7 +267,7 @@ def test_unfit_settings_prompts_tokenizers_and_models_are_refused(tokenizer):
 
 
 def test_training_blocks_hold_questions_answers_and_ends_at_any_place(digits):
-    blocks = TaskBlocks(TASK_BLOCKS["passkey"](digits, 401), 40, seed=3)
+    blocks = TaskBlocks("passkey", digits, 400, 40, 3)
     assert len(blocks) == 40
     texts, places = set(), set()
     for index in range(40):
@@ -288,4 +288,4 @@ def test_training_blocks_hold_questions_answers_and_ends_at_any_place(digits):
     again = passkey_block(encoder(digits), digits.eos_token_id, 401, (3, 7))
     assert np.array_equal(again[:-1], blocks[7]["input_ids"])
     with pytest.raises(ValueError, match="choose a block_length of at least"):
-        TaskBlocks(TASK_BLOCKS["passkey"](digits, 61), 5, seed=0)
+        TaskBlocks("passkey", digits, 60, 5, 0)

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from coca_attention.errors import UserError
 from coca_lab.data import BlockDataset, DataError, TaskBlocks, read_documents, token_array
-from coca_lab.data.tasks import TASK_BLOCKS
 from coca_lab.training import load_recipe
 from coca_lab.training.data import check_sources, load_data, training_documents
 from coca_lab.training.model import check_separable
@@ -238,7 +237,7 @@ def test_a_model_that_does_not_keep_documents_apart_is_rejected():
 
 
 def test_passkey_blocks_can_be_kept_apart_too(tokenizer):
-    item = TaskBlocks(TASK_BLOCKS["passkey"](tokenizer, 901), 3, 0, end=tokenizer.eos_token_id)[0]
+    item = TaskBlocks("passkey", tokenizer, 900, 3, 0, separate=True)[0]
     ends = (item["input_ids"] == tokenizer.eos_token_id).nonzero().flatten()
     assert len(ends) and (item["shift_labels"][ends] == -100).all()
     assert (item["position_ids"][ends[:-1] + 1] == 0).all()
