@@ -158,7 +158,7 @@ def test_the_command_converts_an_encoder(tmp_path):
 
 def test_what_is_for_causal_models_is_refused():
     model = vanilla()
-    with pytest.raises(UserError, match="roles need a training length and one set"):
+    with pytest.raises(UserError, match="roles need one set of rotary parameters"):
         convert(model, roles=Roles("lg"))
     rope = copy.deepcopy(model.config.rope_parameters)
     rope["full_attention"]["temperature"] = 16

@@ -24,14 +24,13 @@ from transformers import PreTrainedModel
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import rotation
 from coca_attention.models.fields import training_length
-from coca_attention.models.projections import AttentionLayout, project_rotary
+from coca_attention.models.projections import AttentionLayout, is_sharded, project_rotary
 from coca_attention.ops import key_map, query_map
 
 LONGEST = 1024  # maximum tokens per text, because memory grows quadratically
 RIDGE = 1e-2  # relative to the mean square of the hidden states
-FLOOR = (
-    0.1  # relative to the mean Σ a u² of a pair: limits the influence of keys with little attention
-)
+# Relative to the mean Σ a u² of a pair: limits the influence of keys with little attention.
+FLOOR = 0.1
 
 
 def calibration_texts(tokens: Tensor, config: Any) -> Tensor:
@@ -58,18 +57,14 @@ def attention_inputs(
     Returns:
         (B, T, hidden) for each module.
     """
-    kept: list[list[Tensor]] = [[] for _ in modules]
-
-    def keep(index: int) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            kept[index].append(args[0] if args else kwargs["hidden_states"])
-
-        return hook
-
+    kept: list[list[Any]] = [[] for _ in modules]
     training = model.training
     hooks = [
-        module.register_forward_pre_hook(keep(index), with_kwargs=True)
-        for index, module in enumerate(modules)
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs, rows=rows: rows.append((*args, kwargs.get("hidden_states"))[0]),
+            with_kwargs=True,
+        )
+        for module, rows in zip(modules, kept, strict=True)
     ]
     try:
         model.eval()
@@ -83,22 +78,38 @@ def attention_inputs(
     return [torch.cat(rows) for rows in kept]
 
 
-def check_calibration(input_ids: Any, vocab_size: int, modules: list[Any]) -> Tensor:
-    """The token ids; UserError unless T projections of these modules can be fitted on them."""
+def calibration_share(
+    model: PreTrainedModel, modules: list[Any], input_ids: Any, group: dist.ProcessGroup | None
+) -> tuple[Tensor, dist.ProcessGroup | None]:
+    """The texts that this process reads, none on the meta device; the group if they are shared.
+
+    Raises:
+        UserError: If T projections of these modules cannot be fitted on the token ids.
+    """
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.shape[1] < 2:
         got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else input_ids
         raise UserError(
             f"init calibrated needs calibration, token ids of shape (texts, tokens) with a few "
             f"thousand tokens; got {got}"
         )
-    if input_ids.min() < 0 or input_ids.max() >= vocab_size:
-        raise UserError(f"calibration tokens must be between 0 and {vocab_size - 1}")
+    largest = model.config.get_text_config().vocab_size - 1
+    if input_ids.min() < 0 or input_ids.max() > largest:
+        raise UserError(f"calibration tokens must be between 0 and {largest}")
     if any(getattr(module, "k_norm", None) is not None for module in modules):
         raise UserError(
             "init calibrated does not support models that normalise their keys, because T is then "
             "normalised too: use init fold"
         )
-    return input_ids
+    if is_sharded(model):
+        raise UserError(
+            "init calibrated runs the model, whose weights DeepSpeed ZeRO-3 has sharded: convert "
+            "it before sharding"
+        )
+    if model.device.type == "meta":
+        return input_ids[:0], None
+    if group is None or len(input_ids) < group.size():
+        return input_ids, None
+    return input_ids[group.rank() :: group.size()], group
 
 
 @torch.no_grad()
@@ -126,21 +137,21 @@ def calibrate_t_projection(
     mean = over_all_texts(squares.sum(0)) / tokens
     targets = products / (squares + FLOOR * mean).clamp_min(1e-30)
     inputs = hidden_states.flatten(0, 1).double()
-    biased = attention.k_proj.bias is not None
-    if biased:
+    if attention.k_proj.bias is not None:
         inputs = torch.cat((inputs, torch.ones_like(inputs[:, :1])), dim=-1)
     ridge = RIDGE * len(inputs) * inputs.square().mean()
     gram = inputs.T @ inputs
     gram.diagonal().add_(ridge)
     right = over_all_texts(inputs.T @ targets)
     rows = torch.linalg.solve(over_all_texts(gram), right).T
-    parameters = {"weight": rows[:, :-1], "bias": rows[:, -1]} if biased else {"weight": rows}
-    kv_heads, pairs = attention.k_proj.out_features // attention.head_dim, attention.head_dim // 2
-    collinear = pairs - attention.free_pairs
-    for name, fitted in parameters.items():
-        current = getattr(attention.t_proj, name).data.unflatten(0, (kv_heads, -1))
-        new = fitted.unflatten(0, (kv_heads, -1))
-        current[:, :collinear] = new[:, :collinear].to(current.dtype)
+    pairs, collinear = attention.head_dim // 2, attention.head_dim // 2 - attention.free_pairs
+    weight, bias = attention.t_proj.weight, attention.t_proj.bias
+    fitted = [(weight, rows[:, : weight.shape[1]])]
+    if bias is not None:
+        fitted.append((bias, rows[:, -1]))
+    for parameter, new in fitted:
+        current = parameter.data.unflatten(0, (-1, pairs + attention.free_pairs))
+        current[:, :collinear] = new.unflatten(0, (-1, pairs))[:, :collinear].to(current.dtype)
 
 
 def _score_sums(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,17 +179,13 @@ def _score_sums(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     future = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
     weights = (scores * attention.scaling).masked_fill(future, -torch.inf).softmax(-1)
 
-    def over_queries(x: Tensor, y: Tensor) -> Tensor:
-        """Σ_m a(m, n) x(m) y(m), also summed over the query heads of a key head: (1, G, T, P)."""
-        both = (x * y).unflatten(1, (kv_heads, -1))
-        return (weights.transpose(-2, -1) @ both).sum(2)
+    def summed(x: Tensor, at_key: Tensor) -> Tensor:
+        """Σ_m a(m, n) u(m, n) (x · at_key)(m, n), also over the query heads of a key head."""
+        total = torch.zeros_like(ones)
+        for a, at_n in zip(x.chunk(2, -1), at_key.chunk(2, -1), strict=True):
+            for b, unit_n in zip(unit.chunk(2, -1), unit_key.chunk(2, -1), strict=True):
+                both = (a * b).unflatten(1, (kv_heads, -1))
+                total += (weights.transpose(-2, -1) @ both).sum(2) * at_n * unit_n
+        return total.squeeze(0).transpose(0, 1).flatten(1)
 
-    products, squares = torch.zeros_like(ones), torch.zeros_like(ones)
-    for a, rotated_key in zip(query.chunk(2, -1), key.chunk(2, -1), strict=True):
-        for b, collinear in zip(unit.chunk(2, -1), unit_key.chunk(2, -1), strict=True):
-            products += over_queries(a, b) * rotated_key * collinear
-    for a, first in zip(unit.chunk(2, -1), unit_key.chunk(2, -1), strict=True):
-        for b, second in zip(unit.chunk(2, -1), unit_key.chunk(2, -1), strict=True):
-            squares += over_queries(a, b) * first * second
-    first, second = (x.squeeze(0).transpose(0, 1).flatten(1) for x in (products, squares))
-    return first, second
+    return summed(query, key), summed(unit, unit_key)

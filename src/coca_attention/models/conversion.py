@@ -1,6 +1,7 @@
 """Converting vanilla models and the authors' checkpoints to the CoCA models of their families."""
 
 import gc
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from coca_attention.errors import UserError, did_you_mean
 from coca_attention.models.calibration import (
     attention_inputs,
     calibrate_t_projection,
-    check_calibration,
+    calibration_share,
 )
 from coca_attention.models.configuration import (
     LOCAL_RULE,
@@ -40,7 +41,7 @@ from coca_attention.models.decoder import (
 )
 from coca_attention.models.families import FAMILIES, Family, supported_families
 from coca_attention.models.fields import GLOBAL, head_width, rope_parameters, training_length
-from coca_attention.models.projections import AttentionLayout, is_sharded
+from coca_attention.models.projections import AttentionLayout
 from coca_attention.models.roles import Roles, rotation_fields
 from coca_attention.ops import FORMS
 
@@ -154,12 +155,6 @@ def convert(
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
     if calibration is not None and wanted.init != "calibrated":
         raise UserError(f"calibration requires init calibrated; got init {wanted.init}")
-    if isinstance(model, CollinearHead | CollinearModel):
-        raise UserError(f"{type(model).__name__} is already a CoCA model")
-    if torch.is_inference_mode_enabled():
-        raise UserError(
-            "weights created under torch.inference_mode() cannot be trained: convert outside of it"
-        )
     inner = _inner_decoder(model)
     if inner is not None:
         convert(inner, wanted, calibration=calibration, progress=progress, group=group)
@@ -167,37 +162,26 @@ def convert(
     family, new_class = _find_family(model)
     body: Any = model.base_model
     owners = _owners(body) if body is model else []
-    if isinstance(body, CollinearModel):
-        raise UserError(
-            f"the decoder of this {type(model).__name__} was converted separately: convert the "
-            "language model instead"
-        )
     modules = family.layout.modules(body)
     _check_projections(modules, family.layout)
     old, config = model.config, _new_configuration(family, model.config, wanted)
-    steps = _Steps(len(modules), progress)
-    inputs: list[Tensor] = []
+    texts: Any = ()
     if wanted.init == "calibrated":
-        if is_sharded(model):
-            raise UserError(
-                "init calibrated runs the model, whose weights DeepSpeed ZeRO-3 has sharded: "
-                "convert it before sharding"
-            )
-        texts = check_calibration(calibration, config.vocab_size, modules)
-        if group is not None and len(texts) >= group.size():
-            texts = texts[group.rank() :: group.size()]
-        else:
-            group = None
-        if model.device.type != "meta":
-            steps.total += len(texts)
-            inputs = attention_inputs(model, modules, texts, steps.advance)
+        texts, group = calibration_share(model, modules, calibration, group)
+    done, total = itertools.count(1), len(texts) + len(modules)
+
+    def advance() -> None:
+        if progress is not None:
+            progress("converting", next(done), total)
+
+    inputs = attention_inputs(model, modules, texts, advance) if len(texts) else []
 
     def prepare(attention: Any, index: int) -> None:
         if wanted.init == "random":
             attention.t_proj.init_folded(config.initializer_range)
         if inputs:
             calibrate_t_projection(attention, inputs[index], group)
-        steps.advance()
+        advance()
 
     for module in model.modules():
         if getattr(module, "config", None) is old:
@@ -213,20 +197,6 @@ def convert(
     return model
 
 
-@dataclass
-class _Steps:
-    """Counts texts and layers for a progress bar."""
-
-    total: int
-    progress: Callable[[str, int, int], Any] | None
-    done: int = 0
-
-    def advance(self) -> None:
-        self.done += 1
-        if self.progress is not None:
-            self.progress("converting", self.done, self.total)
-
-
 def _inner_decoder(model: Any) -> Any:
     """The decoder of a composite model, such as LLaVA, if its family is supported."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
@@ -238,9 +208,6 @@ def _owners(body: Any) -> list[tuple[Any, str]]:
     """Configurations of composite models that hold this decoder's, and their fields' names.
 
     A module does not know what it is part of, so they are looked for among all objects.
-
-    Raises:
-        UserError: If one reads its field as a configuration of the vanilla family.
     """
     found = [
         (owner, name)
@@ -261,13 +228,24 @@ def _owners(body: Any) -> list[tuple[Any, str]]:
 
 def _find_family(model: Any) -> tuple[Family, type]:
     """The family of a vanilla model, and its new class."""
+    name = type(model).__name__
+    if isinstance(model, CollinearHead | CollinearModel):
+        raise UserError(f"{name} is already a CoCA model")
+    if isinstance(model.base_model, CollinearModel):
+        raise UserError(
+            f"the decoder of this {name} was converted separately: convert the language model "
+            "instead"
+        )
+    if torch.is_inference_mode_enabled():
+        raise UserError(
+            "weights created under torch.inference_mode() cannot be trained: convert outside of it"
+        )
     for family in FAMILIES:
         for _, vanilla, made in family.classes:
             if type(model) is vanilla:
                 return family, made
     raise UserError(
-        f"{type(model).__name__} cannot be converted: supported are the models of "
-        f"{supported_families(model)}"
+        f"{name} cannot be converted: supported are the models of {supported_families(model)}"
     )
 
 
@@ -297,16 +275,10 @@ def _new_configuration(family: Family, old: Any, wanted: Conversion) -> Any:
     foreign = ("model_type", "architectures", "auto_map")
     values = {k: v for k, v in old.to_dict().items() if k not in foreign}
     text = old.get_text_config()
-    added: dict[str, Any] = {"coca_form": wanted.form, "coca_free_pairs": wanted.free_pairs}
-    if wanted.roles is not None:
-        added = _role_fields(text, wanted.roles, wanted)
-    elif wanted.limits_distances:
-        added["rope_parameters"] = _limited(text, wanted)
-    if wanted.form == "rope" and wanted.roles is None:
-        # The form of a model whose pairs are all free does not matter.
-        added |= {"coca_form": "strict", "coca_free_pairs": head_width(text) // 2}
     try:
-        config: Any = family.config.from_dict({**values, **added, "kv_cache": wanted.kv_cache})
+        config: Any = family.config.from_dict({**values, **_added_fields(text, wanted)})
+    except UserError:
+        raise
     except Exception as error:
         # Strict configurations wrap the errors of their checks.
         raise UserError(f"not a valid configuration of a CoCA model: {error}") from error
@@ -319,41 +291,47 @@ def _new_configuration(family: Family, old: Any, wanted: Conversion) -> Any:
     return config
 
 
-def _role_fields(config: Any, roles: Roles, wanted: Conversion) -> dict[str, Any]:
+def _added_fields(config: Any, wanted: Conversion) -> dict[str, Any]:
+    """Fields in which the new configuration differs from the vanilla one."""
+    added: dict[str, Any] = {
+        "coca_form": wanted.form,
+        "coca_free_pairs": wanted.free_pairs,
+        "kv_cache": wanted.kv_cache,
+    }
+    if wanted.form == "rope":
+        # The form of a model whose pairs are all free does not matter.
+        added |= {"coca_form": "strict", "coca_free_pairs": head_width(config) // 2}
+    if wanted.roles is None and not wanted.limits_distances:
+        return added
     length, rope = wanted.length or training_length(config), rope_parameters(config)
-    if length is None or rope is not (config.rope_parameters or {}):
+    if length is None:
         raise UserError(
-            f"roles need a training length and one set of rotary parameters; {config.model_type} "
-            "has rotary parameters per layer type or no max_position_embeddings"
+            f"roles and limits of distances need a training length; {config.model_type} has no "
+            "max_position_embeddings"
         )
-    # Qwen drops its window unless told to use it.
-    kept = {"use_sliding_window": True} if hasattr(config, "use_sliding_window") else {}
-    return kept | roles.fields(
+    every = config.rope_parameters or {}
+    if wanted.roles is None:
+        limit = length if wanted.max_distance is None else wanted.max_distance
+        if limit > length:
+            raise UserError(
+                f"max_distance must be at most the training length of {length} tokens, got {limit}"
+            )
+        limited = rope | rotation_fields(length, temperature=True, decay=DECAY, max_distance=limit)
+        return added | {"rope_parameters": limited if rope is every else every | {GLOBAL: limited}}
+    if rope is not every:
+        raise UserError(
+            f"roles need one set of rotary parameters; {config.model_type} has rotary parameters "
+            "per layer type"
+        )
+    if hasattr(config, "use_sliding_window"):
+        added["use_sliding_window"] = True  # or Qwen drops its window
+    return added | wanted.roles.fields(
         wanted.form,
         num_layers=config.num_hidden_layers,
         head_width=head_width(config),
         length=length,
         rope_parameters=rope,
     )
-
-
-def _limited(config: Any, wanted: Conversion) -> dict[str, Any]:
-    """The rotary parameters with a limit of distances."""
-    length, rope = wanted.length or training_length(config), config.rope_parameters or {}
-    if length is None:
-        raise UserError(
-            f"a limit of distances needs a training length; {config.model_type} has no "
-            "max_position_embeddings"
-        )
-    limit = length if wanted.max_distance is None else wanted.max_distance
-    if limit > length:
-        raise UserError(
-            f"max_distance must be at most the training length of {length} tokens, got {limit}"
-        )
-    added = rotation_fields(length, temperature=True, decay=DECAY, max_distance=limit)
-    if rope_parameters(config) is rope:
-        return rope | added
-    return rope | {GLOBAL: rope[GLOBAL] | added}
 
 
 MODELS: dict[str, Any] = {"llama": LlamaForCausalLM, "gpt_neox": GPTNeoXForCausalLM}
@@ -386,20 +364,20 @@ def load_original(
             the wrong shape.
     """
     if isinstance(source, str | Path):
-        label, folder, weights = str(source), str(source), None
+        label, weights = str(source), None
         try:
             settings: Any = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"{label}: config.json cannot be read: {error}") from error
     else:
-        label, folder, (settings, given) = "original checkpoint", None, source
-        if not all(isinstance(weight, Tensor) for weight in given.values()):
+        label, (settings, weights) = "original checkpoint", source
+        if not all(isinstance(weight, Tensor) for weight in weights.values()):
             raise UserError(f"{label}: the state dict must map names to tensors, and nothing else")
-        weights = {name: weight.clone() for name, weight in given.items()}
+        weights = {name: weight.clone() for name, weight in weights.items()}
     config = _original_configuration(settings, label)
     try:
         model, info = MODELS[config.model_type].from_pretrained(
-            folder,
+            label if weights is None else None,
             config=config,
             state_dict=weights,
             dtype=dtype or "auto",

@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import transformers
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    Phi3Config,
     PreTrainedModel,
 )
 from transformers.modeling_layers import (
@@ -28,17 +29,6 @@ from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
-from transformers.models.cohere import modeling_cohere as cohere
-from transformers.models.gemma3 import modeling_gemma3 as gemma3
-from transformers.models.glm4 import modeling_glm4 as glm4
-from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mistral import modeling_mistral as mistral
-from transformers.models.modernbert import modeling_modernbert as modernbert
-from transformers.models.olmo2 import modeling_olmo2 as olmo2
-from transformers.models.phi3 import modeling_phi3 as phi3
-from transformers.models.qwen2 import modeling_qwen2 as qwen2
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import CoCAConfig, add_rope_types, rotation
@@ -55,29 +45,22 @@ HEADS: dict[Any, type] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A family of decoders or encoders.
+    """A family of decoders or encoders: Transformers' classes, and the CoCA classes of them."""
 
-    Attributes:
-        vanilla: Transformers' language model, causal or, in an encoder, masked.
-        vanilla_body: Its decoder or encoder.
-        causal_lm: The CoCA class of the language model.
-        auto: Auto class of the language model.
-    """
-
-    vanilla: type[PreTrainedModel]
-    vanilla_body: type[PreTrainedModel]
+    vanilla: Any
+    """Transformers' language model, causal or, in an encoder, masked."""
     causal_lm: type[CollinearHead]
-    auto: Any = AutoModelForCausalLM
+    """Its CoCA class."""
+
+    @property
+    def vanilla_body(self) -> Any:
+        """Transformers' decoder or encoder."""
+        return AutoModel._model_mapping[self.vanilla.config_class]
 
     @property
     def body(self) -> type[CollinearModel]:
         """The CoCA class of the decoder."""
         return self.causal_lm.body_class
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether the language model is a causal one."""
-        return self.auto is AutoModelForCausalLM
 
     @property
     def config(self) -> Any:
@@ -89,23 +72,17 @@ class Family:
         """Layout of the family's attention modules, converted or not."""
         return self.body.attention_class.layout
 
-    @property
-    def vanilla_type(self) -> str:
-        """The ``model_type`` of the family's vanilla models."""
-        return self.config.model_type.removeprefix("coca_")
-
     @cached_property
-    def classes(self) -> list[tuple[Any, type[PreTrainedModel] | None, type[PreTrainedModel]]]:
+    def classes(self) -> list[tuple[Any, Any, Any]]:
         """All models of the family: Auto class, vanilla class if there is one, CoCA class."""
         return [
             (AutoModel, self.vanilla_body, self.body),
-            (self.auto, self.vanilla, self.causal_lm),
+            (_auto_class(self.vanilla), self.vanilla, self.causal_lm),
             *(self._head(auto, generic) for auto, generic in HEADS.items()),
         ]
 
-    def _head(self, auto: Any, generic: type) -> tuple[Any, type[PreTrainedModel] | None, Any]:
-        """A head's Auto class, vanilla class and CoCA class."""
-        vanilla = auto._model_mapping.get(self.vanilla_body.config_class, None)
+    def _head(self, auto: Any, generic: type) -> tuple[Any, Any, Any]:
+        vanilla = auto._model_mapping.get(self.vanilla.config_class, None)
         kinds = self.vanilla_body.__mro__
         own = next(kind for kind in kinds if PreTrainedModel in kind.__bases__)
         name = self.causal_lm.__name__.partition("For")[0]
@@ -120,18 +97,15 @@ class Family:
         return auto, vanilla, made
 
 
+def _auto_class(model: type) -> Any:
+    """The Auto class of a language model."""
+    return getattr(transformers, f"AutoModelFor{model.__name__.partition('For')[2]}")
+
+
 def _make_class(
     name: str, bases: tuple[type, ...], doc: str, *, config: type | None = None, **attributes: Any
 ) -> Any:
-    """A class of this module, where pickle looks for it.
-
-    Args:
-        name: Its name.
-        bases: Its bases.
-        doc: Its docstring.
-        config: Class of a model's configuration, which Transformers reads from the annotations.
-        **attributes: Of the class.
-    """
+    """A class of this module, where pickle looks for it; models are annotated with their config."""
     annotations = {} if config is None else {"__annotations__": {"config": config}}
     made = type(name, bases, {"__module__": __name__, "__doc__": doc, **annotations, **attributes})
     setattr(sys.modules[__name__], name, made)
@@ -139,40 +113,39 @@ def _make_class(
 
 
 def make_family(
-    causal_lm: Any,
-    body: Any,
-    attention: type,
+    vanilla: Any,
     *,
     layout: AttentionLayout | None = None,
     config_mixin: type = CoCAConfig,
     attention_mixin: type = CollinearAttention,
-    auto: Any = AutoModelForCausalLM,
 ) -> Family:
     """The family of a Transformers language model, with its CoCA classes.
 
     Args:
-        causal_lm: Transformers' language model, such as ``LlamaForCausalLM``.
-        body: Its decoder or encoder, such as ``LlamaModel``.
-        attention: Its attention module, such as ``LlamaAttention``.
+        vanilla: The language model, such as ``LlamaForCausalLM``. The decoder is that of AutoModel,
+            and the attention the class ``LlamaAttention`` beside it.
         layout: What is different about the projections.
         config_mixin: `CoCAConfig`, or a subclass with what the configuration has of its own.
         attention_mixin: `CollinearAttention`, or a subclass with what the attention has of its own.
-        auto: Auto class of the language model.
     """
-    vanilla = body.config_class
+    theirs, layout = vanilla.config_class, layout or AttentionLayout()
+    body: Any = AutoModel._model_mapping[theirs]
+    prefix = vanilla.__name__.partition("For")[0]
+    attention = getattr(sys.modules[vanilla.__module__], f"{prefix}Attention")
     config = strict(
         _make_class(
-            f"CoCA{vanilla.__name__}",
-            (config_mixin, vanilla),
-            f"{vanilla.__name__} with CoCA attention; see `CoCAConfig`.",
-            model_type=f"coca_{vanilla.model_type}",
+            f"CoCA{theirs.__name__}",
+            (config_mixin, theirs),
+            f"{theirs.__name__} with CoCA attention; see `CoCAConfig`.",
+            model_type=f"coca_{theirs.model_type}",
+            **_sharding_plan(theirs, layout),
         )
     )
     ours = _make_class(
         f"CoCA{attention.__name__}",
         (attention_mixin, attention),
         f"{attention.__name__} with a T projection instead of its key projection.",
-        layout=layout or AttentionLayout(),
+        layout=layout,
     )
     decoder = _make_class(
         f"CoCA{body.__name__}",
@@ -181,28 +154,32 @@ def make_family(
         config=config,
         attention_class=ours,
     )
-    head = CollinearForCausalLM if auto is AutoModelForCausalLM else CollinearHead
+    causal = _auto_class(vanilla) is AutoModelForCausalLM
     model = _make_class(
-        f"CoCA{causal_lm.__name__}",
-        (head, causal_lm),
-        f"{causal_lm.__name__} with CoCA attention.",
+        f"CoCA{vanilla.__name__}",
+        (CollinearForCausalLM if causal else CollinearHead, vanilla),
+        f"{vanilla.__name__} with CoCA attention.",
         config=config,
         body_class=decoder,
     )
-    return Family(causal_lm, body, model, auto)
+    return Family(vanilla, model)
+
+
+def _sharding_plan(config: Any, layout: AttentionLayout) -> dict[str, Any]:
+    """The plan of a family whose fused projection becomes three, as an attribute of its class."""
+    plan = config.base_model_tp_plan
+    if layout.fused_name is None or plan is None:
+        return {}  # `CoCAConfig` renames the key projection
+    prefix = f"layers.*.{layout.module_name}"
+    others = {n: how for n, how in plan.items() if n != f"{prefix}.{layout.fused_name}"}
+    separate = {f"{prefix}.{name}": "colwise" for name in ("q_proj", "t_proj", "v_proj")}
+    return {
+        "base_model_tp_plan": {**others, **separate, f"{prefix}.{layout.output_name}": "rowwise"}
+    }
 
 
 class GPTNeoXFields(CoCAConfig):
     """GPT-NeoX, which the paper trains from scratch; by default whole heads are rotated."""
-
-    base_model_tp_plan = {
-        "layers.*.attention.q_proj": "colwise",
-        "layers.*.attention.t_proj": "colwise",
-        "layers.*.attention.v_proj": "colwise",
-        "layers.*.attention.dense": "rowwise",
-        "layers.*.mlp.dense_h_to_4h": "colwise",
-        "layers.*.mlp.dense_4h_to_h": "rowwise",
-    }
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> Any:
         kwargs.setdefault("rotary_pct", 1.0)
@@ -228,15 +205,6 @@ def _split_heads(attention: Any, fused: Tensor) -> Sequence[Tensor]:
 class Phi3Fields(CoCAConfig):
     """Phi-3, whose own configuration knows no rule but longrope."""
 
-    base_model_tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.t_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_up_proj": "colwise_gather_output",
-        "layers.*.mlp.down_proj": "rowwise_split_input",
-    }
-
     def convert_rope_params_to_dict(self: Any, **kwargs: Any) -> Any:
         # Phi-3's own method treats yarn as an old name of longrope.
         given = (self.rope_parameters or {}).get("rope_type")
@@ -248,7 +216,7 @@ class Phi3Fields(CoCAConfig):
     def validate_rope(self: Any) -> None:
         # Phi-3's own check rejects every rule but longrope.
         add_rope_types()
-        super(phi3.Phi3Config, self).validate_rope()  # pyright: ignore
+        super(Phi3Config, self).validate_rope()  # pyright: ignore
 
 
 def _split_sections(attention: Any, fused: Tensor) -> Sequence[Tensor]:
@@ -288,11 +256,9 @@ class ModernBertMixin(CollinearAttention):
         return self.out_drop(super()._projected(output, hidden_states))
 
 
-LLAMA = make_family(llama.LlamaForCausalLM, llama.LlamaModel, llama.LlamaAttention)
+LLAMA = make_family(transformers.LlamaForCausalLM)
 GPT_NEOX = make_family(
-    gpt_neox.GPTNeoXForCausalLM,
-    gpt_neox.GPTNeoXModel,
-    gpt_neox.GPTNeoXAttention,
+    transformers.GPTNeoXForCausalLM,
     layout=AttentionLayout(
         module_name="attention",
         output_name="dense",
@@ -302,58 +268,35 @@ GPT_NEOX = make_family(
     config_mixin=GPTNeoXFields,
     attention_mixin=GPTNeoXMixin,
 )
+PHI3 = make_family(
+    transformers.Phi3ForCausalLM,
+    layout=AttentionLayout(fused_name="qkv_proj", split_fused=_split_sections),
+    config_mixin=Phi3Fields,
+)
+MODERNBERT = make_family(
+    transformers.ModernBertForMaskedLM,
+    layout=AttentionLayout(
+        module_name="attn",
+        output_name="Wo",
+        fused_name="Wqkv",
+        split_fused=lambda attention, fused: fused.chunk(3, dim=-1),
+    ),
+    config_mixin=ModernBertFields,
+    attention_mixin=ModernBertMixin,
+)
 
 FAMILIES: list[Family] = [
     LLAMA,
-    make_family(mistral.MistralForCausalLM, mistral.MistralModel, mistral.MistralAttention),
-    make_family(qwen2.Qwen2ForCausalLM, qwen2.Qwen2Model, qwen2.Qwen2Attention),
-    make_family(qwen3.Qwen3ForCausalLM, qwen3.Qwen3Model, qwen3.Qwen3Attention),
-    make_family(
-        gemma3.Gemma3ForCausalLM,
-        gemma3.Gemma3TextModel,
-        gemma3.Gemma3Attention,
-        layout=AttentionLayout(norm_offset=1.0),
-    ),
-    make_family(
-        phi3.Phi3ForCausalLM,
-        phi3.Phi3Model,
-        phi3.Phi3Attention,
-        layout=AttentionLayout(fused_name="qkv_proj", split_fused=_split_sections),
-        config_mixin=Phi3Fields,
-    ),
-    make_family(
-        olmo2.Olmo2ForCausalLM,
-        olmo2.Olmo2Model,
-        olmo2.Olmo2Attention,
-        layout=AttentionLayout(norm_spans_heads=True),
-    ),
+    make_family(transformers.MistralForCausalLM),
+    make_family(transformers.Qwen2ForCausalLM),
+    make_family(transformers.Qwen3ForCausalLM),
+    make_family(transformers.Gemma3ForCausalLM, layout=AttentionLayout(norm_offset=1.0)),
+    PHI3,
+    make_family(transformers.Olmo2ForCausalLM, layout=AttentionLayout(norm_spans_heads=True)),
     GPT_NEOX,
-    make_family(
-        cohere.CohereForCausalLM,
-        cohere.CohereModel,
-        cohere.CohereAttention,
-        layout=AttentionLayout(interleaved=True),
-    ),
-    make_family(
-        glm4.Glm4ForCausalLM,
-        glm4.Glm4Model,
-        glm4.Glm4Attention,
-        layout=AttentionLayout(interleaved=True),
-    ),
-    make_family(
-        modernbert.ModernBertForMaskedLM,
-        modernbert.ModernBertModel,
-        modernbert.ModernBertAttention,
-        layout=AttentionLayout(
-            module_name="attn",
-            output_name="Wo",
-            fused_name="Wqkv",
-            split_fused=lambda attention, fused: fused.chunk(3, dim=-1),
-        ),
-        config_mixin=ModernBertFields,
-        attention_mixin=ModernBertMixin,
-        auto=AutoModelForMaskedLM,
-    ),
+    make_family(transformers.CohereForCausalLM, layout=AttentionLayout(interleaved=True)),
+    make_family(transformers.Glm4ForCausalLM, layout=AttentionLayout(interleaved=True)),
+    MODERNBERT,
 ]
 
 CLASSES: dict[str, type] = {}
@@ -365,26 +308,21 @@ def family_of(model: Any) -> Family | None:
     for family in FAMILIES:
         # Only the exact vanilla class: a subclass may have a different attention.
         same = isinstance(model, family.causal_lm) or type(model) is family.vanilla
-        if same and family.is_causal:
+        if same and issubclass(family.causal_lm, CollinearForCausalLM):
             return family
     return None
 
 
 def supported_families(model: Any) -> str:
     """Names of the families, for error messages about an unsupported model."""
-    names = ", ".join(family.vanilla_type for family in FAMILIES)
+    names = ", ".join(family.vanilla.config_class.model_type for family in FAMILIES)
     adapted = hasattr(model, "merge_and_unload")
     hint = "; merge the adapters first (merge_and_unload)" if adapted else ""
     return f"the families {names}{hint}"
 
 
 def register(config: Any, classes: Iterable[tuple[Any, type]]) -> None:
-    """Register classes with Transformers' Auto classes, and in `CLASSES`.
-
-    Args:
-        config: The configuration.
-        classes: Pairs of an Auto class and a model class.
-    """
+    """Register a configuration and its models, by Auto class, with Transformers and `CLASSES`."""
     AutoConfig.register(config.model_type, config, exist_ok=True)
     CLASSES[config.__name__] = config
     for auto, made in classes:
