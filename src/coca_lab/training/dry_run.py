@@ -8,8 +8,7 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -30,9 +29,9 @@ from coca_lab.training.model import (
     make_model,
     parameter_counts,
 )
-from coca_lab.training.objectives import check_teacher, teacher_loss
+from coca_lab.training.objectives import check_teacher, teacher_loss, without_adapters
 from coca_lab.training.recipe import Recipe
-from coca_lab.training.sections import StageRecipe, TrainingRecipe
+from coca_lab.training.sections import StageRecipe
 from coca_lab.training.sharding import uses_fsdp
 from coca_lab.training.trainer import RecipeTrainer, training_arguments
 
@@ -44,41 +43,31 @@ may compile."""
 
 @dataclass
 class StageCost:
-    """What a stage costs, per process where several share the run.
-
-    Attributes:
-        name: Of the stage; empty for a run without stages.
-        train: What it trains.
-        objective: What it minimises.
-        parameters: Of the model.
-        trained: How many of them learn.
-        steps: Optimizer steps.
-        passes: Micro-batches of a step, in every process.
-        tokens_per_step: Tokens of a step, in all processes.
-        weights: Bytes of the weights.
-        gradients: Bytes of the gradients.
-        optimizer: Bytes of AdamW's state.
-        teacher: Bytes of the teacher's weights.
-        peak: Bytes in use at most during the measured steps: on a GPU, of its memory; on a CPU, of
-            the whole process. None if not measured.
-        pass_seconds: Time of the forward and backward pass of a micro-batch, or None.
-        step_seconds: Time of a step, or None.
-    """
+    """What a stage costs, per process where several share the run."""
 
     name: str
+    """Of the stage; empty for a run without stages."""
     train: str
     objective: str
     parameters: int
+    """Of the model."""
     trained: int
+    """How many of them learn."""
     steps: int
     passes: int
+    """Micro-batches of a step, in every process."""
     tokens_per_step: int
+    """In all processes."""
     weights: int
+    """Bytes; so are the next three."""
     gradients: int
     optimizer: int
     teacher: int
     peak: int | None = None
+    """Bytes in use at most during the measured steps: on a GPU, of its memory; on a CPU, of the
+    whole process. None if not measured, as the next two, in seconds."""
     pass_seconds: float | None = None
+    """Forward and backward pass of a micro-batch."""
     step_seconds: float | None = None
 
     @property
@@ -99,25 +88,20 @@ class StageCost:
 
 @dataclass
 class RunCost:
-    """What a run costs.
-
-    Attributes:
-        stages: Its stages, at least one.
-        device: Where a process computes.
-        device_memory: Bytes of memory there.
-        processes: Number of processes.
-        is_sharded: Whether the processes share weights, gradients and optimizer state.
-        start_seconds: Time to make the model to start from, or None if not measured.
-        why_not: Why time and peak memory were not measured; empty if they were.
-    """
+    """What a run costs."""
 
     stages: list[StageCost]
     device: str
+    """Where a process computes."""
     device_memory: int
+    """Bytes of memory there."""
     processes: int
     is_sharded: bool
+    """Whether the processes share weights, gradients and optimizer state."""
     start_seconds: float | None = None
+    """Time to make the model to start from, or None if not measured."""
     why_not: str = ""
+    """Why time and peak memory were not measured; empty if they were."""
 
     @property
     def seconds(self) -> float | None:
@@ -156,7 +140,7 @@ def dry_run(recipe: Recipe, *, steps: int = 3) -> RunCost:
             f"{needed / 1e9:.1f} GB without activations do not fit into {cost.device}, which has "
             f"{cost.device_memory / 1e9:.1f} GB"
         )
-    if steps and not cost.why_not:
+    elif steps:
         try:
             _measure(recipe, cost, vocabulary, steps)
         except torch.OutOfMemoryError as error:
@@ -186,13 +170,13 @@ def _sizes(
     """The cost of a stage as far as the shapes of its model say."""
     settings = stage.settings(recipe.training)
     arguments = training_arguments(settings, Path(), state.num_processes)
-    model = _stage_model(recipe, stage, vocabulary, _blocks(recipe, vocabulary, 1), empty=True)
+    blocks = _blocks(recipe, vocabulary, 1)
+    model = choose_parameters(make_model(recipe, vocabulary, blocks, empty=True), stage)
     trained, parameters = parameter_counts(model)
     teacher = 0
     if stage.objective != "next_token":
         read = load_teacher(recipe, empty=True)
-        inner: Any = model.get_base_model() if stage.train == "lora" else model
-        check_teacher(read, inner, stage.objective)
+        check_teacher(read, without_adapters(model), stage.objective)
         teacher = read.get_memory_footprint(return_buffers=False)
     shares = state.num_processes if sharded else 1
     gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
@@ -212,12 +196,6 @@ def _sizes(
     )
 
 
-def _stage_model(
-    recipe: Recipe, stage: StageRecipe, vocabulary: Any, blocks: Any, *, empty: bool = False
-) -> Any:
-    return choose_parameters(make_model(recipe, vocabulary, blocks, empty=empty), stage)
-
-
 def _blocks(recipe: Recipe, vocabulary: Any, count: int) -> BlockDataset:
     """Blocks of random tokens, enough for a calibration or the count."""
     length = recipe.data.block_length
@@ -234,57 +212,34 @@ def _device_memory(device: torch.device) -> int:
 
 
 def _measure(recipe: Recipe, cost: RunCost, vocabulary: Any, steps: int) -> None:
-    """Fill in what only running shows."""
+    """Fill in what only running shows: train every stage for a few steps of 1 or 2 passes."""
     for stage, found in zip(recipe.run_stages, cost.stages, strict=True):
         settings = stage.settings(recipe.training)
-        per_pass = settings.global_batch_size // found.passes
-        settings = replace(
-            settings, global_batch_size=min(found.passes, 2) * per_pass, report_to=[]
-        )
-        blocks = _blocks(recipe, vocabulary, (steps + 1) * settings.global_batch_size)
+        batch = settings.global_batch_size // found.passes * min(found.passes, 2)
+        settings = replace(settings, global_batch_size=batch, report_to=[])
+        blocks = _blocks(recipe, vocabulary, (steps + 1) * batch)
         began = time.perf_counter()
-        model = _stage_model(recipe, stage, vocabulary, blocks)
+        model = choose_parameters(make_model(recipe, vocabulary, blocks), stage)
         if cost.start_seconds is None:
             cost.start_seconds = time.perf_counter() - began
         # What a later stage starts from takes as long to train however T was initialised.
         recipe = replace(recipe, model=replace(recipe.model, init="fold"))
-        make_loss = nullcontext()
+        make_loss, clock = nullcontext(), _Clock(steps)
         if stage.objective != "next_token":
             make_loss = teacher_loss(load_teacher(recipe), model, stage.objective)
-        found.peak, first, last = _time_steps(settings, model, blocks, make_loss, steps)
-        found.pass_seconds = median(first or last)
+        with tempfile.TemporaryDirectory() as folder, make_loss as loss:
+            arguments = training_arguments(settings, Path(folder), cost.processes)
+            arguments.save_strategy = SaveStrategy.NO
+            RecipeTrainer(
+                settings, loss=loss, model=model, args=arguments, train_dataset=blocks,
+                callbacks=[clock],
+            ).train()  # fmt: skip
+        warm_up = 1 if len(clock.last) > 1 else 0
+        first, last = clock.first[warm_up:], clock.last[warm_up:]
+        found.peak, found.pass_seconds = clock.peak, median(first or last)
         found.step_seconds = (found.passes - 1) * found.pass_seconds + median(last)
-        del model, make_loss
+        del model, make_loss, loss
         gc.collect()  # Trainer and model refer to each other
-
-
-def _time_steps(
-    settings: TrainingRecipe,
-    model: Any,
-    blocks: Any,
-    make_loss: AbstractContextManager[Any],
-    steps: int,
-) -> tuple[int, Sequence[float], Sequence[float]]:
-    """Train for a few steps of one or two micro-batches.
-
-    Returns:
-        Peak memory in bytes; seconds of every first micro-batch of two, and of every last one with
-        the update.
-    """
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        make_loss as loss,
-    ):
-        arguments = training_arguments(settings, Path(folder), PartialState().num_processes)
-        arguments.save_strategy = SaveStrategy.NO
-        clock = _Clock(steps)
-        trainer = RecipeTrainer(
-            settings, loss=loss, model=model, args=arguments, train_dataset=blocks,
-            callbacks=[clock],
-        )  # fmt: skip
-        trainer.train()
-    warm_up = 1 if len(clock.last) > 1 else 0
-    return clock.peak, clock.first[warm_up:], clock.last[warm_up:]
 
 
 class _Clock(TrainerCallback):

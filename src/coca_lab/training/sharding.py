@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainingArguments
 
 from coca_attention.errors import UserError
+from coca_lab.training.sections import refuse
 
 
 def uses_fsdp(arguments: TrainingArguments) -> bool:
@@ -112,22 +113,19 @@ def prepare_context(accelerator: Accelerator, size: int) -> ProcessGroup | None:
 
 def check_options(plugin: FullyShardedDataParallelPlugin) -> None:
     """Raise UserError if the configuration of FSDP is not supported."""
-    if plugin.fsdp_version != 2:
-        raise UserError(
+    refuse(
+        {
             f"FSDP version {plugin.fsdp_version} is not supported: set fsdp_version: 2 in the "
-            "configuration of accelerate launch"
-        )
-    if plugin.cpu_ram_efficient_loading:
-        raise UserError(
+            "configuration of accelerate launch": plugin.fsdp_version != 2,
             "cpu_ram_efficient_loading leaves the weights empty on all processes except the first, "
             "but each has to convert its start and load its teacher: set "
-            "fsdp_cpu_ram_efficient_loading: false"
-        )
-    if plugin.activation_checkpointing:
-        raise UserError(
+            "fsdp_cpu_ram_efficient_loading: false": plugin.cpu_ram_efficient_loading,
             "activation checkpointing is controlled by the recipe: set "
-            "fsdp_activation_checkpointing: false, and training.gradient_checkpointing"
-        )
+            "fsdp_activation_checkpointing: false, and training.gradient_checkpointing": (
+                plugin.activation_checkpointing
+            ),
+        }
+    )
 
 
 def check_layers(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) -> None:
