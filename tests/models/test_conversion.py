@@ -286,12 +286,6 @@ def test_harmful_targets_are_refused(tmp_path, capsys, monkeypatch):
     assert sorted(p.name for p in source.iterdir()) == before
 
 
-def test_a_flag_may_come_first(tmp_path, capsys):
-    words = ["convert", "--from-original", str(tmp_path / "none"), str(tmp_path / "target")]
-    assert main(words) == 2
-    assert "there is no such folder" in capsys.readouterr().err
-
-
 def test_a_kill_while_writing_leaves_no_model(tmp_path):
     """Killed while writing the weights; then the same command succeeds."""
     source, target = tmp_path / "source", tmp_path / "target"

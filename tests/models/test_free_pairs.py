@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from coca_attention import convert
 from coca_attention.models import set_rotary_scaling
@@ -42,14 +42,6 @@ def test_every_way_of_reading_gives_the_same(family, cache, form):
     plain = convert(vanilla(family), form, free_pairs=2).double()
     assert difference(logits(model, ids), logits(plain, ids)) > 1e-4
     assert_consistent(model, ids)
-
-
-def test_a_half_cache_keeps_both_members_of_free_pairs():
-    model = convert(vanilla("Llama"), free_pairs=1, kv_cache="half")
-    cache = DynamicCache()
-    model(some_tokens(model), past_key_values=cache)
-    keys, values = cache.layers[0].keys, cache.layers[0].values
-    assert (keys.shape[-1], values.shape[-1]) == (4 + 1, 8)
 
 
 def test_they_are_saved_loaded_and_initialised(tmp_path):

@@ -96,15 +96,22 @@ def test_eager_attention_in_float16_hides_what_is_masked_from_huge_scores():
     assert output.flatten().tolist() == [1.0, 1.5]
 
 
-@pytest.mark.parametrize("kind", ["full", "half"])
-@pytest.mark.parametrize("form", FORMS)
-def test_packed_documents_are_independent(form, kind):
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("form", "kind"), [(f, k) for f in FORMS for k in ("full", "half")])
+def test_packed_documents_are_independent(form, kind, static):
     model = collinear("Llama", form).double()
     model.config.kv_cache = kind
-    ids = some_tokens(model)
+    ids, options = some_tokens(model), {}
     positions = torch.cat((torch.arange(10), torch.arange(14))).unsqueeze(0)
     packed = torch.cat((ids[:1, :10], ids[1:, :14]), 1)
-    found = logits(model, packed, position_ids=positions)
+    if static:  # a mask keeps them apart
+        document = (torch.arange(24) >= 10).long()
+        mask = torch.zeros(1, 1, 24, 40, dtype=torch.bool)
+        apart = document.unsqueeze(-1) == document
+        mask[0, 0, :, :24] = apart & torch.ones(24, 24, dtype=torch.bool).tril()
+        cache = StaticCache(config=model.config, max_cache_len=40)
+        options = {"attention_mask": mask, "past_key_values": cache}
+    found = logits(model, packed, position_ids=positions, **options)
     assert difference(found[0, :10], logits(model, ids[:1, :10])[0]) < 1e-12
     assert difference(found[0, 10:], logits(model, ids[1:, :14])[0]) < 1e-12
 
@@ -137,26 +144,6 @@ def test_padding_in_the_middle_of_a_cache(form, kind, static):
             out = model(piece, attention_mask=mask, past_key_values=cache).logits
             rest.append(out[:, : stop - start])
     assert difference(torch.cat(rest, 1), logits(model, ids)[:, 8:]) < 1e-12
-
-
-@pytest.mark.parametrize("kind", ["full", "half"])
-def test_packed_documents_in_a_static_cache(kind):
-    model = collinear("Llama").double()
-    model.config.kv_cache = kind
-    ids = some_tokens(model)
-    positions = torch.cat((torch.arange(10), torch.arange(14))).unsqueeze(0)
-    packed = torch.cat((ids[:1, :10], ids[1:, :14]), 1)
-    document = (torch.arange(24) >= 10).long()
-    apart = (document.unsqueeze(-1) == document) & torch.ones(24, 24, dtype=torch.bool).tril()
-    mask = torch.zeros(1, 1, 24, 40, dtype=torch.bool)
-    mask[0, 0, :, :24] = apart
-    cache = StaticCache(config=model.config, max_cache_len=40)
-    with torch.no_grad():
-        found = model(
-            packed, position_ids=positions, attention_mask=mask, past_key_values=cache
-        ).logits[0]
-    assert difference(found[:10], logits(model, ids[:1, :10])[0]) < 1e-12
-    assert difference(found[10:], logits(model, ids[1:, :14])[0]) < 1e-12
 
 
 def test_an_unknown_kind_of_cache_is_refused_at_run_time():
@@ -287,13 +274,6 @@ def test_chunked_prefill(kind):
     assert torch.equal(greedy(model, ids, prefill_chunk_size=7), plain)
 
 
-def test_static_half_caches_are_narrower_than_values():
-    model = collinear("Llama")
-    assert model._get_static_cache_init_shape() == (2, 8)
-    model.config.kv_cache = "half"
-    assert model._get_static_cache_init_shape() is None
-
-
 def test_pipeline_and_streaming(tokenizer, capsys):
     model = collinear("Llama", vocab_size=len(tokenizer)).float()
     generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
@@ -349,19 +329,20 @@ def test_continuous_batching_works_with_a_full_cache():
         assert result.generated_tokens == alone[0, len(prompt) :].tolist()
 
 
-def test_continuous_batching_is_refused_with_a_half_cache():
+@pytest.mark.parametrize(
+    ("kind", "scaling", "message"),
+    [
+        ("half", "none", r'continuous batching.*kv_cache = "full"'),
+        ("full", "dynamic", "does not support dynamic scaling"),
+    ],
+)
+def test_continuous_batching_is_refused(kind, scaling, message):
     model = collinear("Llama").float()
-    model.config.kv_cache = "half"
+    model.config.kv_cache = kind
+    set_rotary_scaling(model, scaling, factor=2.0)
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
-    with pytest.raises(ValueError, match=r'continuous batching.*kv_cache = "full"'):
+    with pytest.raises(ValueError, match=message):
         model.generate_batch([[3, 4, 5]], generation_config=settings, progress_bar=False)
-
-
-def test_continuous_batching_is_refused_where_frequencies_follow_the_length():
-    model = collinear("Llama")
-    set_rotary_scaling(model, "dynamic", factor=2.0)
-    with pytest.raises(ValueError, match="does not support dynamic scaling"):
-        model.init_continuous_batching()
 
 
 def test_switching_the_kind_of_cache_is_refused():

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig
+from transformers import AutoModelForCausalLM
 
 from coca_attention import convert
 from coca_attention.models import Roles, set_rotary_scaling, training_length
@@ -20,17 +20,6 @@ IDS = torch.randint(1, VOCABULARY, (1, 48), generator=torch.Generator().manual_s
 ROTARY = ["slack", "llama-strict", "rope"]
 
 
-@pytest.mark.parametrize("kind", ROTARY)
-@pytest.mark.parametrize("scaling", ["linear", "ntk", "dynamic", "yarn"])
-def test_scaling_changes_logits_and_none_restores_them(kind, scaling):
-    model = tiny_model(kind)
-    plain = model(IDS).logits
-    set_rotary_scaling(model, scaling, factor=4.0)
-    assert not torch.allclose(model(IDS).logits, plain, atol=1e-2)
-    set_rotary_scaling(model, "none")
-    assert torch.allclose(model(IDS).logits, plain, rtol=0, atol=1e-5)
-
-
 def scaled_by_transformers(model, rope_type):
     """A vanilla model with the same weights and a rule of Transformers' own."""
     config = model.config.to_dict()
@@ -38,22 +27,6 @@ def scaled_by_transformers(model, rope_type):
     scaled = AutoModelForCausalLM.from_config(type(model.config)(**config)).eval()
     scaled.load_state_dict(model.state_dict())
     return scaled
-
-
-def test_partial_rotary_is_scaled_over_its_own_width():
-    config = GPTNeoXConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        rotary_pct=0.5,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
-    plain = model(IDS).logits
-    set_rotary_scaling(model, "ntk", factor=1.0, length=16)
-    assert torch.allclose(model(IDS).logits, plain, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ROTARY)
@@ -94,16 +67,6 @@ def test_what_transformers_remembers_of_a_long_text_ends_with_its_scaling(kind):
         theirs(IDS.repeat(1, 2))
         assert not torch.allclose(theirs(IDS).logits, alone, atol=1e-2)
     assert torch.equal(theirs(IDS).logits, alone)
-
-
-@pytest.mark.parametrize("kind", ["slack", "llama-slack"])
-def test_the_saved_configuration_keeps_the_scaling(kind, tmp_path):
-    model = tiny_model(kind)
-    set_rotary_scaling(model, "ntk", factor=4.0, length=128)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
-    assert training_length(loaded.config) == 32
 
 
 def test_unsupported_models_are_refused_and_not_changed():
