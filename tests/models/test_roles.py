@@ -16,7 +16,7 @@ from coca_attention.models.fields import attention_of
 from coca_attention.ops import attend
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from coca_lab.analysis import AnalysisSettings, analyze, collect_layers
-from coca_lab.analysis.shift import score_rows
+from coca_lab.analysis.scores import score_rows
 from families import VARIED, assert_compiles_and_trains, assert_reads_the_same, vanilla
 
 WINDOW = 6

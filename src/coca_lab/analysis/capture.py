@@ -1,12 +1,15 @@
-"""Capturing queries and keys of every layer of a model, before rotation.
+"""What the attention of a model works with: queries and keys before rotation, and its weights.
 
-Legend: B batch, T length, H query heads, G key/value heads, D head width, R rotary width.
+Legend: B batch, T length, H query heads, G key/value heads, M sampled queries, D head width.
 
-Forward hooks take the hidden states that enter each attention module and apply the module's own
-projections and norms. The model is not changed.
+Queries and keys come from forward hooks, which apply the attention module's own projections and
+norms to the hidden states that enter it. Weights come from the arguments of Transformers' attention
+function, with whatever a model adds to masks; and of the function that takes its place for a decay,
+a window or limited distances. The model is not changed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,19 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.errors import UserError
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import rotation
 from coca_attention.models.families import Family, family_of, supported_families
-from coca_attention.models.fields import attention_of, window_of
+from coca_attention.models.fields import attention_of, free_pairs, head_width, window_of
+from coca_attention.models.layer_pass import COLLINEAR
 from coca_attention.models.projections import project_rotary
 from coca_attention.models.rotary import CoCARotary
 from coca_attention.models.scaling import rotary_restored
-from coca_attention.ops import Rotation
+from coca_attention.ops import Rotation, attend_clipped, hidden_by
 from coca_attention.ops.positions import join_pairs
 
 VANILLA = "vanilla"
+SDPA = "sdpa"
 
 
 @dataclass(frozen=True)
@@ -70,12 +76,25 @@ class LayerHeads:
         return self.rotation.frequencies()[: self.query.shape[-1] // 2 - self.free_pairs]
 
 
-def form_of(model: PreTrainedModel) -> str:
-    """``vanilla``, or the name of a model's score form; without collinear pairs ``vanilla``.
+@dataclass(frozen=True)
+class LayerAttention:
+    """Attention weights of some queries of one layer."""
 
-    Raises:
-        UserError: If the model's family is not supported.
-    """
+    layer: int
+    """Index of the layer."""
+    attention: str
+    """What scores: a score form, ``rotary``, ``alibi``, ``dot product`` (no pair turns), or
+    ``unknown``; a form and ``rotary``, if some pairs are free."""
+    window: int | None
+    """Sliding window in tokens, including the query's own; None for all."""
+    weights: Tensor
+    """(H, M, T), float32 or wider; 0 for keys that a query does not see."""
+    visible: Tensor
+    """Number of keys that each query sees, (H, M)."""
+
+
+def form_of(model: PreTrainedModel) -> str:
+    """``vanilla``, or the name of a model's score form; UserError if its family is unknown."""
     config: Any = model.config
     collinear = isinstance(model, _family(model).causal_lm) and attention_of(config) != "rope"
     return config.coca_form if collinear else VANILLA
@@ -89,6 +108,14 @@ def _family(model: PreTrainedModel) -> Family:
             f"vanilla or CoCA, of {supported_families(model)}"
         )
     return family
+
+
+def _run(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
+    if model.training:
+        raise UserError("the model is in training mode, with dropout: call model.eval()")
+    # Transformers' own dynamic scaling would keep the frequencies of this text for the next.
+    with rotary_restored(model), torch.no_grad():
+        return model(input_ids=input_ids.to(model.device), use_cache=False, **kwargs)
 
 
 def visit_layers(
@@ -111,22 +138,21 @@ def visit_layers(
         UserError: If the model's family is not supported, the model is in training mode, queries or
             keys are not finite, or the model's rotary angles differ from its configuration.
     """
-    if model.training:
-        raise UserError("the model is in training mode, with dropout: call model.eval()")
     family = _family(model)
     body: Any = model.base_model
+
+    def hook(index: int, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        visit(_captured(index, family, body, attention, args, kwargs))
+
     hooks = [
-        attention.register_forward_pre_hook(
-            partial(_capture, index, family, body, visit), with_kwargs=True
-        )
+        attention.register_forward_pre_hook(partial(hook, index), with_kwargs=True)
         for index, attention in enumerate(family.layout.modules(body))
     ]
     try:
-        with rotary_restored(model), torch.no_grad():
-            return model(input_ids=input_ids.to(model.device), use_cache=False, **kwargs)
+        return _run(model, input_ids, **kwargs)
     finally:
-        for hook in hooks:
-            hook.remove()
+        for each in hooks:
+            each.remove()
 
 
 def collect_layers(model: PreTrainedModel, input_ids: Tensor) -> list[LayerHeads]:
@@ -136,16 +162,15 @@ def collect_layers(model: PreTrainedModel, input_ids: Tensor) -> list[LayerHeads
     return layers
 
 
-def _capture(
+def _captured(
     index: int,
     family: Family,
     body: Any,
-    visit: Callable[[LayerHeads], Any],
     attention: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> None:
-    """Forward pre-hook: project the hidden states that enter an attention module."""
+) -> LayerHeads:
+    """Project the hidden states that enter an attention module."""
     hidden = args[0] if args else kwargs["hidden_states"]
     interleaved, scale = family.layout.interleaved, float(attention.scaling)
     kind = getattr(attention, "layer_type", None)
@@ -170,25 +195,19 @@ def _capture(
     tables = kwargs.get("position_embeddings") if roles is None else roles[kind][1]
     if tables is not None:
         _check_tables(index, tables[:2], found)
-    visit(
-        LayerHeads(
-            layer=index,
-            form=form,
-            query=query,
-            key=key,
-            rotation=found,
-            parameters=_learned(attention),
-            interleaved=interleaved,
-            window=getattr(attention, "sliding_window", window_of(body.config)),
-            scale=scale,
-            kind=kind,
-        )
+    learned = getattr(attention, "form_parameters", None)
+    return LayerHeads(
+        layer=index,
+        form=form,
+        query=query,
+        key=key,
+        rotation=found,
+        parameters=learned and {name: x.detach().cpu() for name, x in learned.items()},
+        interleaved=interleaved,
+        window=getattr(attention, "sliding_window", window_of(body.config)),
+        scale=scale,
+        kind=kind,
     )
-
-
-def _learned(attention: Any) -> dict[str, Tensor] | None:
-    parameters = getattr(attention, "form_parameters", None)
-    return None if parameters is None else {n: x.detach().cpu() for n, x in parameters.items()}
 
 
 def _rotation(body: Any, kind: str | None, length: int) -> Rotation:
@@ -225,3 +244,179 @@ def _check_tables(index: int, tables: Any, found: Rotation) -> None:
         "example with rope_type dynamic after a longer text, or with a custom rotary module: set "
         "the scaling again (set_rotary_scaling), or reload the model"
     )
+
+
+def visible_keys(queries: Tensor, length: int, window: int | None = None) -> Tensor:
+    """Mask of the keys visible to queries of a causal layer, (M,) to (M, T), boolean."""
+    distance = queries.unsqueeze(-1) - torch.arange(length, device=queries.device)
+    return (distance >= 0) & (distance < (window or length))
+
+
+def attention_rows(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    rows: Tensor,
+    bias: Tensor | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention weights of some queries, from the arguments of an attention function.
+
+    Args:
+        query: (1, H, T, D).
+        key: (1, G, T, D).
+        mask: Boolean (True: visible) or additive, broadcastable to (1, H, T, T); None for causal.
+        scale: Multiplies the scores; None for D^-1/2.
+        rows: Indices of queries, (M,).
+        bias: Added to the scores of these queries, broadcastable to (1, H, M, T).
+        window: Keys that a query sees if there is no mask; default: all before it.
+
+    Returns:
+        The weights (H, M, T), float32 or wider, and the number of visible keys (H, M).
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key = key[0].to(wide).repeat_interleave(query.shape[1] // key.shape[1], dim=0)
+    mask = _mask_of_rows(query, mask, rows, window)[0]
+    query = query[0, :, rows].to(wide)
+    scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
+    if bias is not None:
+        scores = scores + bias[0]
+    visible = mask
+    if mask.dtype != torch.bool:
+        visible, scores = ~hidden_by(mask), scores + mask
+    return scores.masked_fill(~visible, float("-inf")).softmax(-1), visible.sum(-1)
+
+
+def _mask_of_rows(query: Tensor, mask: Tensor | None, rows: Tensor, window: int | None) -> Tensor:
+    """The mask of some queries, (1, H, M, T)."""
+    heads, length = query.shape[1:3]
+    if mask is None:
+        return visible_keys(rows, length, window).expand(1, heads, -1, -1)
+    return mask.expand(1, heads, length, -1)[..., rows, :]
+
+
+def _clipped_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, far: Any, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """`attention_rows` from the arguments of `collinear_attention` with limited distances."""
+    queries, keys = options["positions"]
+    mask = _mask_of_rows(query, options["attention_mask"], rows, options["window"])
+    wide = torch.promote_types(query.dtype, torch.float32)
+    changes = {
+        "positions": (queries[..., rows], keys),
+        "consecutive": False,
+        "attention_mask": mask,
+        "is_causal": False,
+        "with_weights": True,
+    }
+    query, far_query = query[..., rows, :], far[0][..., rows, :]
+    _, weights = attend_clipped(query, key, far_query, far[1], value.to(wide), **options | changes)
+    assert weights is not None
+    visible = mask if mask.dtype == torch.bool else ~hidden_by(mask)
+    return weights[0], visible[0].sum(-1)
+
+
+def _rows_of_call(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, far: Any = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`attention_rows` from the arguments of any attention function."""
+    if far is not None:
+        return _clipped_rows(query, key, value, rows, far, options)
+    bias = options.get("bias")
+    if bias is not None:  # a function of positions, which a CoCA model passes to `attend`
+        queries, keys = options["positions"]
+        bias = bias(queries[:, rows], keys, torch.float32).unsqueeze(1)
+    scale = options.get("scaling", options.get("scale"))
+    # A window instead of a mask.
+    mask, window = options["attention_mask"], options.get("window")
+    return attention_rows(query, key, mask, scale, rows, bias, window)
+
+
+def visit_attention(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    rows: Tensor,
+    visit: Callable[[LayerAttention], Any],
+    **kwargs: Any,
+) -> Any:
+    """Run one forward pass and pass every layer's attention weights of some queries to a function.
+
+    Only these rows of the score matrix are computed.
+
+    Args:
+        model: A causal language model in evaluation mode.
+        input_ids: (1, T), without padding.
+        rows: Indices of queries, (M,).
+        visit: Called once per layer, in order.
+        **kwargs: Passed to the model.
+
+    Returns:
+        The model's output.
+
+    Raises:
+        UserError: If the model is in training mode, its attention does not pass through
+            Transformers' attention interface, or its scores are not finite.
+    """
+    rows = rows.to(model.device)
+    config: Any = model.config.get_text_config()
+    layers = 0
+
+    def look(module: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> None:
+        nonlocal layers
+        layers += 1
+        weights, visible = _rows_of_call(query, key, value, rows, **options)
+        if not weights.isfinite().all():
+            raise UserError(
+                f"layer {module.layer_idx}: attention is not finite; the model's weights are "
+                "damaged, or its dtype overflows (try float32)"
+            )
+        window = options.get("sliding_window", options.get("window"))
+        window = window or getattr(module, "sliding_window", None)
+        scored_by = _scored_by(config, getattr(module, "layer_type", None))
+        visit(LayerAttention(module.layer_idx, scored_by, window, weights.cpu(), visible.cpu()))
+
+    with _watched(model, look):
+        output = _run(model, input_ids, **kwargs)
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} does not use Transformers' attention interface, so its "
+            "attention cannot be read"
+        )
+    return output
+
+
+@contextmanager
+def _watched(model: Any, look: Callable[..., None]) -> Iterator[None]:
+    """Show ``look`` the arguments of every call of the attention functions."""
+    implementation = model.config._attn_implementation
+    functions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in (SDPA, COLLINEAR)}
+
+    def watch(name: str, module: Any, *tensors: Any, **options: Any) -> Any:
+        query, key, value, mask = tensors
+        look(module, query, key, value, attention_mask=mask, **options)
+        return functions[name](module, *tensors, **options)
+
+    for name in functions:
+        ALL_ATTENTION_FUNCTIONS[name] = partial(watch, name)  # pyright: ignore
+    try:
+        # Other implementations have masks of their own format, or none to look at.
+        if implementation != SDPA:
+            model.set_attn_implementation(SDPA)
+        yield
+    finally:
+        for name, function in functions.items():
+            ALL_ATTENTION_FUNCTIONS[name] = function
+        if implementation != SDPA:
+            model.set_attn_implementation(implementation)
+
+
+def _scored_by(config: Any, kind: str | None) -> str:
+    """What scores in layers of a type."""
+    if not hasattr(config, "coca_form"):
+        found = attention_of(config) or "unknown"
+        return "rotary" if found == "rope" else found
+    pairs, free = head_width(config) // 2, free_pairs(config, kind)
+    if free < pairs:
+        return f"{config.coca_form} and rotary" if free else config.coca_form
+    return "rotary" if rotation(config, kind).frequencies().any() else "dot product"

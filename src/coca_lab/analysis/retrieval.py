@@ -4,18 +4,18 @@ Legend: H query heads, M queries (those that predict the key's digits), T length
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
 from coca_attention.models import training_length
-from coca_lab.analysis.attention import LayerAttention, visit_attention
-from coca_lab.analysis.settings import RetrievalSettings, check_retrieval
+from coca_lab.analysis.capture import LayerAttention, visit_attention
 from coca_lab.data.passkey import (
     ANSWER,
     KEY_LINE,
@@ -28,6 +28,21 @@ from coca_lab.intervals import mean_interval
 
 BY_DIGIT = ("peak_distance", "log_keys")
 """Statistics of which the values of single digits count."""
+
+
+@dataclass
+class RetrievalSettings:
+    """Which passkey prompts to read."""
+
+    passkeys: list[PositiveInt] = field(default_factory=list)
+    """Lengths of passkey prompts in tokens: measures where the attention of their answers goes,
+    instead of the angles on a text."""
+    prompts: PositiveInt = 10
+    """Passkey prompts per length, the same as those of coca eval passkey."""
+    near: PositiveInt = 32
+    """Nearest tokens, the query's own included, whose share of the attention is measured."""
+    seed: NonNegativeInt = 0
+    """Random seed."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +149,10 @@ def analyze_retrieval(
         One cell per length: plain JSON values.
 
     Raises:
-        UserError: If a setting is out of range, a prompt does not fit, or the model's attention
-            cannot be read.
+        UserError: If a prompt does not fit, or the model's attention cannot be read.
     """
     prompts = prompts_by_length(tokenizer, settings)
-    total, done = sum(settings.passkeys) * settings.prompts, 0
+    total, done = sum(prompts) * settings.prompts, 0
     cells = []
     for length, asked in prompts.items():
         records = []
@@ -155,39 +169,24 @@ def prompts_by_length(
     tokenizer: PreTrainedTokenizerBase, settings: RetrievalSettings
 ) -> dict[int, list[Retrieval]]:
     """The prompts that `analyze_retrieval` reads; errors as `retrievals`."""
-    check_retrieval(settings)
     return {length: retrievals(tokenizer, settings, length) for length in settings.passkeys}
 
 
 def read_prompt(
     model: PreTrainedModel, prompt: Retrieval, settings: RetrievalSettings
 ) -> dict[str, Any]:
-    """Read one prompt.
+    """Read one prompt: the ``sample`` of the cell, and for each of its ``layers`` statistics.
 
-    Returns:
-        Plain JSON values: the ``sample`` of the cell, and for each of its ``layers`` statistics by
-        name, each (H,), the mean over the digits, which are not independent; of ``peak_distance``
-        and ``log_keys`` (H, M).
-
-    Raises:
-        UserError: If the model's attention cannot be read.
+    Each is (H,), the mean over the digits, which are not independent; but (H, M) `BY_DIGIT`.
     """
     trained = training_length(model.config.get_text_config())
     layers = []
 
     def visit(seen: LayerAttention) -> None:
         found = head_statistics(seen, prompt, settings.near, trained)
-        layers.append(
-            {
-                "layer": seen.layer,
-                "attention": seen.attention,
-                "window": seen.window,
-                "statistics": {
-                    name: (x if name in BY_DIGIT else x.mean(-1)).tolist()
-                    for name, x in found.items()
-                },
-            }
-        )
+        means = {n: (x if n in BY_DIGIT else x.mean(-1)).tolist() for n, x in found.items()}
+        about = {"layer": seen.layer, "attention": seen.attention, "window": seen.window}
+        layers.append(about | {"statistics": means})
 
     ids, rows = prompt.ids.unsqueeze(0), prompt.rows
     output = visit_attention(model, ids, rows, visit, logits_to_keep=rows.to(model.device))
@@ -203,15 +202,7 @@ def retrieval_cell(
     records: Sequence[dict[str, Any]],
     name: str,
 ) -> dict[str, Any]:
-    """The result of `analyze_retrieval` for one length.
-
-    Args:
-        model: The model; its weights are not needed.
-        settings: What was measured.
-        length: Tokens of a prompt.
-        records: What `read_prompt` found in every prompt, in order.
-        name: Name of the model in the result.
-    """
+    """The result for one length, from what `read_prompt` found in every prompt, in order."""
     samples = [record["sample"] for record in records]
     by_layer = zip(*(record["layers"] for record in records), strict=True)
     layers = sorted(map(_layer_values, by_layer), key=lambda layer: layer["layer"])
@@ -235,21 +226,16 @@ def _layer_values(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     del facts["statistics"]
     means = {name: [x[name] for x in statistics] for name in statistics[0] if name not in BY_DIGIT}
     # (H, digits): a tokenizer may split keys into different numbers of tokens.
-    distances, log_keys = (
-        torch.cat([torch.tensor(x[name], dtype=torch.float64) for x in statistics], dim=-1)
-        for name in BY_DIGIT
-    )
+    distances, log_keys = (np.concatenate([x[name] for x in statistics], -1) for name in BY_DIGIT)
     heads = [
         {
-            **{
-                name: _mean([x[head] for x in rows], is_share=name != "entropy")
-                for name, rows in means.items()
-            },
-            "peak_distance": distances[head].quantile(0.5).item(),
+            name: _mean([x[head] for x in rows], is_share=name != "entropy")
+            for name, rows in means.items()
         }
+        | {"peak_distance": float(np.median(distances[head]))}
         for head in range(len(distances))
     ]
-    return {**facts, "log_keys": log_keys.mean().item(), "heads": heads}
+    return {**facts, "log_keys": float(log_keys.mean()), "heads": heads}
 
 
 def _mean(values: list[float], *, is_share: bool = True) -> dict[str, Any]:

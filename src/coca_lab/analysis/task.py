@@ -1,13 +1,14 @@
 """The angle analysis: from a model, token ids and settings to plain JSON values."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from typing import Any, Self
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,15 +16,49 @@ from coca_attention.errors import UserError
 from coca_attention.models import training_length
 from coca_attention.models.fields import rope_parameters
 from coca_attention.ops import get_form
+from coca_lab.analysis.angles import angle_sums, angle_values, decay_sums, decay_values, numbers
 from coca_lab.analysis.capture import VANILLA, LayerHeads, form_of, visit_layers
-from coca_lab.analysis.keys import draw_pairs, pairs_by_distance, seen_keys
-from coca_lab.analysis.settings import AnalysisSettings, check_settings
-from coca_lab.analysis.shift import ScoreShift, part_energies, score_rows, visible_keys
-from coca_lab.analysis.summary import AngleSums, DecaySums, numbers
-from coca_lab.analysis.sums import Sums
+from coca_lab.analysis.scores import (
+    change_values,
+    draw_pairs,
+    pairs_by_distance,
+    part_energies,
+    seen_keys,
+    shift_sums,
+)
 from coca_lab.data import SourceSettings, encode_documents
 
 DEFAULT_TOKENS = 2048
+AtLeastTwo = Annotated[int, Field(ge=2)]
+Sums = dict[str, Any]
+"""What one text contributes to the figures of a model, as JSON values."""
+
+
+@dataclass
+class AnalysisSettings:
+    """Settings of the analysis."""
+
+    max_documents: PositiveInt = 8
+    """Maximum number of documents to read."""
+    max_tokens: AtLeastTwo | None = None
+    """Truncate documents to this many tokens; default: the training length, at most 2,048."""
+    lengths: list[AtLeastTwo] = field(default_factory=list)
+    """Text lengths in tokens at which to count anomalous tokens and borders; default: 1, 4 and 16
+    times the training length."""
+    pairs: PositiveInt = 1024
+    """(query, key) pairs sampled from every document for the angles."""
+    pairs_per_distance: PositiveInt = 64
+    """(query, key) pairs sampled from every document at each distance 1, 2, 4, … for the bounds."""
+    bins: AtLeastTwo = 36
+    """Number of bins of the angle histograms."""
+    shifts: list[PositiveInt] = field(default_factory=lambda: [1, 16, 256, 4096])
+    """Shifts of all positions to compare, in tokens; may be empty."""
+    shift_queries: PositiveInt = 16
+    """Queries sampled from every document for comparing scores under a shift."""
+    judged: PositiveInt = 128
+    """Positions sampled from every document for comparing predictions under a shift."""
+    seed: NonNegativeInt = 0
+    """Random seed."""
 
 
 def read_token_ids(
@@ -32,9 +67,8 @@ def read_token_ids(
     """Token ids of the first documents of a source, skipping those with fewer than two tokens.
 
     Raises:
-        UserError: If a setting is out of range or there is no document.
+        UserError: If there is no document.
     """
-    check_settings(settings)
     encoded = encode_documents(source.documents(), tokenizer, batch=8)
     long_enough = (ids for _, ids in encoded if len(ids) >= 2)
     found = list(islice(long_enough, settings.max_documents))
@@ -67,36 +101,24 @@ def analyze(
         Plain JSON values; None for values that are not finite.
 
     Raises:
-        UserError: If a setting is out of range, a document is too short, the model's family is not
-            supported, its activations are not finite, or its rotary angles differ from its
-            configuration.
+        UserError: If a document is too short, the model's family is not supported, its activations
+            are not finite, or its rotary angles differ from its configuration.
     """
-    settings = settings if settings is not None else AnalysisSettings()
-    documents, settings = cut_documents(model, token_ids, settings)
-    done, total = 0, sum(map(len, documents)) * (1 + len(settings.shifts))
-
-    def advance(tokens: int) -> None:
-        nonlocal done
-        done += tokens
+    documents, settings = cut_documents(model, token_ids, settings or AnalysisSettings())
+    total = sum(map(len, documents)) * (1 + len(settings.shifts))
+    every, done = [], 0
+    for index, document in enumerate(documents):
+        every.append(read_document(model, document, index, settings))
+        done += len(document) * (1 + len(settings.shifts))
         if progress is not None:
             progress(f"{name} angles", done, total)
-
-    every = (
-        read_document(model, document, index, settings, advance)
-        for index, document in enumerate(documents)
-    )
     return angle_cell(model, documents, settings, every, name)
 
 
 def cut_documents(
     model: PreTrainedModel, token_ids: Sequence[Sequence[int] | Tensor], settings: AnalysisSettings
 ) -> tuple[list[Tensor], AnalysisSettings]:
-    """The texts that `analyze` reads, and the settings with every default filled in.
-
-    Raises:
-        UserError: If a setting is out of range or a document is too short.
-    """
-    check_settings(settings)
+    """The texts that `analyze` reads, and the settings with every default filled in."""
     config: Any = model.config.get_text_config()
     trained = training_length(config)
     cut = settings.max_tokens or min(trained or DEFAULT_TOKENS, DEFAULT_TOKENS)
@@ -112,7 +134,7 @@ def cut_documents(
                 f"got shape {tuple(document.shape)}"
             )
     base = trained or max(len(document) for document in documents)
-    lengths = sorted(settings.lengths) or [base, 4 * base, 16 * base]
+    lengths = sorted(set(settings.lengths)) or [base, 4 * base, 16 * base]
     limit = rope_parameters(config).get("max_distance")
     if limit is not None and max(*lengths, *map(len, documents)) > limit:
         raise UserError(
@@ -120,50 +142,13 @@ def cut_documents(
             "by distance do not follow: read shorter texts (--max-tokens, --lengths), analyze the "
             "model without the limit, or see where attention goes with --passkeys"
         )
-    return documents, replace(settings, max_tokens=cut, lengths=lengths)
-
-
-class TextSums:
-    """What some texts contribute to the figures of a model: sums that add up over texts."""
-
-    def __init__(self, settings: AnalysisSettings) -> None:
-        self.layers: dict[int, _LayerSums] = {}
-        self.predictions = [_Predictions() for _ in settings.shifts]
-
-    def merge(self, other: "TextSums") -> None:
-        """Add the sums over other texts."""
-        for index, layer in other.layers.items():
-            if index in self.layers:
-                self.layers[index].merge(layer)
-            else:
-                self.layers[index] = layer
-        for mine, theirs in zip(self.predictions, other.predictions, strict=True):
-            mine.merge(theirs)
-
-    def pack(self) -> dict[str, Any]:
-        """The sums as JSON values, to the last bit."""
-        layers = [{"facts": layer.facts, "sums": layer.pack()} for layer in self.layers.values()]
-        return {"layers": layers, "predictions": [change.pack() for change in self.predictions]}
-
-
-def unpack(content: dict[str, Any], settings: AnalysisSettings) -> TextSums:
-    """The sums that `TextSums.pack` gave, under the same settings."""
-    sums = TextSums(settings)
-    for each in content["layers"]:
-        layer = _LayerSums(each["facts"], settings)
-        sums.layers[each["facts"]["layer"]] = layer.unpack(each["sums"])
-    for change, packed in zip(sums.predictions, content["predictions"], strict=True):
-        change.unpack(packed)
-    return sums
+    shifts = list(dict.fromkeys(settings.shifts))
+    return documents, replace(settings, max_tokens=cut, lengths=lengths, shifts=shifts)
 
 
 def read_document(
-    model: PreTrainedModel,
-    document: Tensor,
-    index: int,
-    settings: AnalysisSettings,
-    advance: Callable[[int], Any],
-) -> TextSums:
+    model: PreTrainedModel, document: Tensor, index: int, settings: AnalysisSettings
+) -> Sums:
     """Read one text, and again at shifted positions.
 
     Args:
@@ -171,47 +156,41 @@ def read_document(
         document: Token ids from `cut_documents`, (T,).
         index: Its number, which the samples drawn from it depend on.
         settings: From `cut_documents`.
-        advance: Called with the tokens read since its last call.
 
     Raises:
         UserError: As `analyze`.
     """
-    sums = TextSums(settings)
     rng = np.random.default_rng([settings.seed, index])
     length = len(document)
     # The last position has no target.
     sampled = np.sort(rng.choice(length - 1, min(settings.judged, length - 1), replace=False))
     keep = torch.from_numpy(sampled).to(model.device)
     seed = int(rng.integers(2**31))
+    layers: Sums = {}
 
     def visit(heads: LayerHeads) -> None:
         if heads.theta.any():  # without positions there are no angles
-            sums.layers[heads.layer] = layer = _LayerSums(_facts(heads), settings)
-            layer.add(heads, settings, np.random.default_rng([seed, heads.layer]))
+            rng = np.random.default_rng([seed, heads.layer])
+            sums = _layer_sums(heads, settings, rng)
+            layers[str(heads.layer)] = {"facts": _facts(heads), "sums": sums}
 
     rows = document.unsqueeze(0)
     before = visit_layers(model, rows, visit, logits_to_keep=keep).logits[0]
-    advance(length)
-    targets = document[sampled + 1].to(model.device)
-    for shift, change in zip(settings.shifts, sums.predictions, strict=True):
+    targets, shifts = document[sampled + 1], {}
+    for shift in settings.shifts:
         positions = torch.arange(length, device=model.device).unsqueeze(0) + shift
+        ids, about = rows.to(model.device), {"use_cache": False, "logits_to_keep": keep}
         with torch.no_grad():
-            after = model(
-                input_ids=rows.to(model.device),
-                position_ids=positions,
-                use_cache=False,
-                logits_to_keep=keep,
-            ).logits[0]
-        change.add(before, after, targets)
-        advance(length)
-    return sums
+            after = model(input_ids=ids, position_ids=positions, **about).logits[0]
+        shifts[str(shift)] = _prediction_sums(before, after, targets)
+    return _plain({"layers": layers, "shifts": shifts})
 
 
 def angle_cell(
     model: PreTrainedModel,
     documents: Sequence[Tensor],
     settings: AnalysisSettings,
-    every: Iterable[TextSums],
+    every: Sequence[Sums],
     name: str,
 ) -> dict[str, Any]:
     """The result of `analyze`, which describes it.
@@ -222,37 +201,45 @@ def angle_cell(
         settings: From `cut_documents`.
         every: What `read_document` found in every document, in order.
         name: Name of the model in the result.
-
-    Raises:
-        UserError: As `analyze`.
     """
-    form = form_of(model)
     config: Any = model.config.get_text_config()
-    sums = TextSums(settings)
-    for each in every:
-        sums.merge(each)
-    if not sums.layers:
+    layers = every[0]["layers"]
+    if not layers:
         raise UserError(f"{name}: no layer has pairs that turn, so there are no angles")
+    shifts = _added("shifts", [each["shifts"] for each in every])
     return {
         "task": "angles",
         "model": name,
-        "form": form,
+        "form": form_of(model),
         "training_length": training_length(config),
         "rope_parameters": getattr(config, "rope_parameters", None),
         "documents": len(documents),
         "tokens": sum(len(document) for document in documents),
         "longest": max(len(document) for document in documents),
         "settings": asdict(settings),
-        "layers": [sums.layers[index].values(settings) for index in sorted(sums.layers)],
-        "shifts": [
-            {"shift": shift, **change.values()}
-            for shift, change in zip(settings.shifts, sums.predictions, strict=True)
+        "layers": [
+            _layer_values([each["layers"][index] for each in every], settings)
+            for index in sorted(layers, key=int)
         ],
+        "shifts": [{"shift": s, **_prediction_values(shifts[str(s)])} for s in settings.shifts],
     }
 
 
-def _is_shift_invariant(form: str) -> bool:
-    return form == VANILLA or get_form(form).shift_invariant
+def _plain(value: Any) -> Any:
+    """Sums with lists in the place of tensors."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _added(name: str, values: Sequence[Any]) -> Any:
+    """Sums of all texts as float64 tensors; of those named largest… the maximum."""
+    if isinstance(values[0], dict):
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: _added(key, [each[key] for each in values if key in each]) for key in keys}
+    if name.startswith("largest"):
+        return max((value for value in values if value is not None), default=None)
+    return torch.stack([torch.tensor(value, dtype=torch.float64) for value in values]).sum(0)
 
 
 def _facts(heads: LayerHeads) -> dict[str, Any]:
@@ -270,101 +257,76 @@ def _facts(heads: LayerHeads) -> dict[str, Any]:
     }
 
 
-class _LayerSums(Sums):
-    """All statistics of one layer."""
-
-    FIXED = ("theta", "facts")
-
-    def __init__(self, facts: dict[str, Any], settings: AnalysisSettings) -> None:
-        self.facts = facts
-        self.theta = torch.tensor(facts["frequencies"], dtype=torch.float64)
-        arguments = (self.theta, settings.lengths, facts["window"], settings.bins)
-        self.angles = AngleSums(*arguments)
-        self.effective = None if _is_shift_invariant(facts["form"]) else AngleSums(*arguments)
-        self.decay = DecaySums(self.theta)
-        self.shifts = [ScoreShift() for _ in settings.shifts]
-        self.energies = torch.zeros(2, dtype=torch.float64)  # of relative and absolute scores
-
-    def add(self, heads: LayerHeads, settings: AnalysisSettings, rng: np.random.Generator) -> None:
-        """Add one text."""
-        length = heads.query.shape[-2]
-        pairs = draw_pairs(length, settings.pairs, heads.window, rng)
-        seen = seen_keys(heads, pairs)
-        self.angles.add(seen.query, seen.built, pairs.distances)
-        if self.effective is not None:
-            self.effective.add(seen.query, seen.effective, pairs.distances)
-        self.energies += part_energies(heads, pairs)
-        pairs = pairs_by_distance(length, settings.pairs_per_distance, heads.window, rng)
-        self.decay.add(seen_keys(heads, pairs), pairs.distances)
-        if settings.shifts:
-            count = min(settings.shift_queries, length - 1)
-            queries = torch.from_numpy(1 + rng.choice(length - 1, count, replace=False))
-            visible = visible_keys(queries, length, heads.window)
-            before = score_rows(heads, queries)
-            for shift, change in zip(settings.shifts, self.shifts, strict=True):
-                change.add(before, score_rows(heads, queries, shift), visible)
-
-    def merge(self, other: Self) -> None:
-        """Add the sums over other texts."""
-        if not torch.equal(other.theta, self.theta):
-            raise UserError(
-                "the rotary angles depend on the text length (rope_type dynamic or longrope): "
-                "analyze texts of one length, or of at most the training length"
-            )
-        super().merge(other)
-
-    def values(self, settings: AnalysisSettings) -> dict[str, Any]:
-        """The layer's part of the result."""
-        return {
-            **self.facts,
-            "angles": self.angles.values(),
-            "effective_angles": None if self.effective is None else self.effective.values(),
-            "decay": self.decay.values(),
-            "absolute_share": numbers(self.energies / self.energies.sum())[1],
-            "shifts": [
-                {
-                    "shift": shift,
-                    "score_change": numbers([change.score_change])[0],
-                    "attention_change": numbers([change.attention_change])[0],
-                }
-                for shift, change in zip(settings.shifts, self.shifts, strict=True)
-            ],
-        }
+def _layer_sums(heads: LayerHeads, settings: AnalysisSettings, rng: np.random.Generator) -> Sums:
+    """All statistics of one layer on one text."""
+    length = heads.query.shape[-2]
+    pairs = draw_pairs(length, settings.pairs, heads.window, rng)
+    seen = seen_keys(heads, pairs)
+    about = pairs.distances, heads.theta, settings.lengths, heads.window, settings.bins
+    sums = {"angles": angle_sums(seen.query, seen.built, *about)}
+    if heads.form != VANILLA and not get_form(heads.form).shift_invariant:
+        sums["effective_angles"] = angle_sums(seen.query, seen.effective, *about)
+    energies = part_energies(heads, pairs)
+    pairs = pairs_by_distance(length, settings.pairs_per_distance, heads.window, rng)
+    sums["decay"] = decay_sums(seen_keys(heads, pairs), pairs.distances, heads.theta)
+    count = min(settings.shift_queries, length - 1)
+    queries = torch.from_numpy(1 + rng.choice(length - 1, count, replace=False))
+    return sums | {"energies": energies, "shifts": shift_sums(heads, queries, settings.shifts)}
 
 
-class _Predictions(Sums):
-    """Change of the predictions under one shift, accumulated over texts."""
+def _layer_values(every: Sequence[Sums], settings: AnalysisSettings) -> dict[str, Any]:
+    """The layer's part of the result, from its part of every text."""
+    facts = every[0]["facts"]
+    if any(each["facts"] != facts for each in every):
+        raise UserError(
+            "the rotary angles depend on the text length (rope_type dynamic or longrope): "
+            "analyze texts of one length, or of at most the training length"
+        )
+    sums = _added("sums", [each["sums"] for each in every])
+    theta = torch.tensor(facts["frequencies"], dtype=torch.float64)
+    about = theta, settings.lengths, facts["window"]
+    effective = sums.get("effective_angles")
+    return {
+        **facts,
+        "angles": angle_values(sums["angles"], *about),
+        "effective_angles": effective and angle_values(effective, *about),
+        "decay": decay_values(sums["decay"]),
+        "absolute_share": numbers(sums["energies"] / sums["energies"].sum())[1],
+        "shifts": [
+            {"shift": shift, **change_values(sums["shifts"][str(shift)])}
+            for shift in settings.shifts
+        ],
+    }
 
-    def __init__(self) -> None:
-        self.changed = self.spread = self.before = self.after = self.divergence = 0.0
-        self.count = 0
 
-    def add(self, before: Tensor, after: Tensor, targets: Tensor) -> None:
-        """Compare logits (positions, vocabulary); targets are the next tokens."""
-        wide = torch.promote_types(before.dtype, torch.float32)
-        before, after = (x.cpu().to(wide) for x in (before, after))
-        if not (before.isfinite().all() and after.isfinite().all()):
-            raise UserError(
-                "the model's logits are not finite; its weights are damaged, or its dtype "
-                "overflows (try float32)"
-            )
-        centred = [x - x.mean(-1, keepdim=True) for x in (before, after)]
-        self.changed += float((centred[1] - centred[0]).double().square().sum())
-        self.spread += float(centred[0].double().square().sum())
-        first, second = (x.log_softmax(-1) for x in (before, after))
-        self.divergence += float((first.exp() * (first - second)).double().sum())
-        targets = targets.cpu()
-        self.before += float(F.nll_loss(first, targets, reduction="sum"))
-        self.after += float(F.nll_loss(second, targets, reduction="sum"))
-        self.count += len(targets)
+def _prediction_sums(before: Tensor, after: Tensor, targets: Tensor) -> Sums:
+    """Change of logits (positions, vocabulary) under a shift; targets are the next tokens."""
+    wide = torch.promote_types(before.dtype, torch.float32)
+    before, after = (x.cpu().to(wide) for x in (before, after))
+    if not (before.isfinite().all() and after.isfinite().all()):
+        raise UserError(
+            "the model's logits are not finite; its weights are damaged, or its dtype "
+            "overflows (try float32)"
+        )
+    centred = [x - x.mean(-1, keepdim=True) for x in (before, after)]
+    first, second = (x.log_softmax(-1) for x in (before, after))
+    return {
+        "changed": (centred[1] - centred[0]).double().square().sum(),
+        "spread": centred[0].double().square().sum(),
+        "before": F.nll_loss(first, targets, reduction="sum"),
+        "after": F.nll_loss(second, targets, reduction="sum"),
+        "divergence": (first.exp() * (first - second)).double().sum(),
+        "count": len(targets),
+    }
 
-    def values(self) -> dict[str, Any]:
-        """Means over the sampled positions, in nats per token."""
-        change = (self.changed / self.spread) ** 0.5 if self.spread > 0 else None
-        return {
-            "logit_change": numbers([change])[0],
-            "nats": self.before / self.count,
-            "nats_shifted": self.after / self.count,
-            "divergence": max(self.divergence / self.count, 0.0),
-            "judged": self.count,
-        }
+
+def _prediction_values(sums: Sums) -> dict[str, Any]:
+    """Means over the sampled positions, in nats per token."""
+    means = {name: float(sums[name] / sums["count"]) for name in ("before", "after", "divergence")}
+    return {
+        "logit_change": numbers((sums["changed"] / sums["spread"]).sqrt().unsqueeze(0))[0],
+        "nats": means["before"],
+        "nats_shifted": means["after"],
+        "divergence": max(means["divergence"], 0.0),
+        "judged": int(sums["count"]),
+    }

@@ -6,13 +6,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+from coca_attention import __version__
 from coca_attention.models.hub import check_name
-from coca_lab.analysis import (
-    AnalysisSettings,
-    RetrievalSettings,
-    check_retrieval,
-    check_settings,
-)
+from coca_lab.analysis import AnalysisSettings, RetrievalSettings, read_token_ids
+from coca_lab.analysis import task as angles
+from coca_lab.analysis.retrieval import prompts_by_length, read_prompt, retrieval_cell
 from coca_lab.arguments import SettingsParser
 from coca_lab.cli import Run, choose
 from coca_lab.cli.console import Progress, duration, parse, parse_file, print_table
@@ -65,23 +63,16 @@ def _analysis_parts(subject: Subject, settings: AnalyzeSettings, session: Sessio
 
 def _angles(subject: Subject, settings: AnalyzeSettings, session: Session) -> Part:
     """The work of `analyze`, a document a piece."""
-    from coca_attention import __version__
-    from coca_lab.analysis import read_token_ids
-    from coca_lab.analysis.task import angle_cell, cut_documents, read_document, unpack
-
     asked = AnalysisSettings(
         **{name: getattr(settings, name) for name in AnalysisSettings.__dataclass_fields__}
     )
-    documents, asked = cut_documents(
+    documents, asked = angles.cut_documents(
         subject.model, read_token_ids(settings, subject.tokenizer, settings), asked
     )
 
     def work(indices: list[int]) -> list[Any]:
         model = subject.loaded()
-        return [
-            read_document(model, documents[index], index, asked, lambda tokens: None).pack()
-            for index in indices
-        ]
+        return [angles.read_document(model, documents[index], index, asked) for index in indices]
 
     items = []
     for index, document in enumerate(documents):
@@ -96,16 +87,13 @@ def _angles(subject: Subject, settings: AnalyzeSettings, session: Session) -> Pa
         items.append(Item([key], work, [index], cost, label=f"{subject.name} angles"))
 
     def cells(values: list[Any], seconds: float) -> list[Cell]:
-        every = (unpack(value, asked) for value in values)
-        return [angle_cell(subject.model, documents, asked, every, subject.name)]
+        return [angles.angle_cell(subject.model, documents, asked, values, subject.name)]
 
     return Part(items, cells)
 
 
 def _answers(subject: Subject, settings: AnalyzeSettings, session: Session) -> Part:
     """The work of `analyze_retrieval`, a prompt a piece."""
-    from coca_lab.analysis.retrieval import prompts_by_length, read_prompt, retrieval_cell
-
     prompts = prompts_by_length(subject.tokenizer, settings)
 
     def work(wanted: list[tuple[int, int]]) -> list[Any]:
@@ -134,16 +122,10 @@ def _answers(subject: Subject, settings: AnalyzeSettings, session: Session) -> P
     return Part(items, cells)
 
 
-def _check_analyze(settings: AnalyzeSettings) -> None:
-    check_settings(settings)
-    check_retrieval(settings)
-
-
 ANALYSIS = Task(
     "analyze",
     "Angles of queries and keys, borders, bounds; or where attention goes with --passkeys.",
     AnalyzeSettings,
-    check=_check_analyze,
     parts=_analysis_parts,
     scaled=False,
 )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coca_attention import convert
 from coca_attention.errors import UserError
 from coca_attention.models import set_rotary_scaling
-from coca_lab.analysis import AnalysisSettings, analyze, check_settings, read_token_ids
+from coca_lab.analysis import AnalysisSettings, analyze, read_token_ids
 from coca_lab.analysis.angles import CASES, TURN, anomalous_share, anomalous_tokens
-from coca_lab.analysis.keys import draw_pairs, pairs_by_distance
-from coca_lab.analysis.task import angle_cell, cut_documents, read_document, unpack
+from coca_lab.analysis.capture import visible_keys
+from coca_lab.analysis.scores import change_sums, change_values, draw_pairs, pairs_by_distance
+from coca_lab.analysis.task import angle_cell, cut_documents, read_document
+from coca_lab.cli import main
 from coca_lab.data import SourceSettings
 from conftest import VOCABULARY
 from families import FAMILIES, collinear, vanilla
@@ -202,6 +205,20 @@ def test_attention_change_is_the_share_that_moves():
     assert all(entry["attention_change"] > 0 for entry in layers[1]["shifts"])
 
 
+def test_a_shift_ignores_what_softmax_ignores():
+    before = torch.tensor([[[0.0, 2.0, 50.0]]], dtype=torch.float64)
+    visible = visible_keys(torch.tensor([1]), 3)
+    assert visible.tolist() == [[True, True, False]]
+    assert visible_keys(torch.tensor([3]), 4, 2).tolist() == [[False, False, True, True]]
+    # The same added to all that a query sees, and anything to what it does not see.
+    after = before + torch.tensor([7.0, 7.0, -90.0])
+    assert set(change_values(change_sums(before, after, visible)).values()) == {0}
+    # Exchanged: the change has twice the spread, the attention moves by a difference of weights.
+    found = change_values(change_sums(before, before[..., [1, 0, 2]], visible))
+    weight = 1 / (1 + math.exp(-2.0))
+    assert found == pytest.approx({"score_change": 2.0, "attention_change": 2 * weight - 1})
+
+
 def test_samples_depend_on_the_seed():
     model, text = vanilla("Qwen2"), documents(48, 30)
     first, again, other = (
@@ -220,7 +237,7 @@ def test_settings_limit_the_text():
     )
     # Truncated to the training length of 64.
     assert (result["documents"], result["tokens"], result["longest"]) == (2, 84, 64)
-    assert told == [("M angles", done, 168) for done in (64, 128, 148, 168)]
+    assert told == [("M angles", done, 168) for done in (128, 168)]
     assert result["settings"]["max_tokens"] == 64
     settings = AnalysisSettings(max_tokens=70, lengths=[30, 10], pairs=8, shifts=[])
     result = analyze(model, [list(range(3, 90))], settings)
@@ -279,23 +296,22 @@ def test_memory_is_linear_in_the_length(form):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("option", "message"),
     [
-        ({"pairs": 0}, "pairs must be at least 1, got 0"),
-        ({"bins": 1}, "bins must be at least 2"),
-        ({"seed": -1}, "seed must be at least 0"),
-        ({"max_documents": 0}, "max_documents must be at least 1"),
-        ({"max_tokens": 1}, "max_tokens must be at least 2"),
-        ({"lengths": [1, 5]}, "lengths must each be at least 2"),
-        ({"shifts": [0]}, "shifts must each be at least 1"),
-        ({"shifts": [4, 4]}, "shifts must not contain duplicates"),
+        ("--pairs=0", "pairs"),
+        ("--bins=1", "bins"),
+        ("--seed=-1", "seed"),
+        ("--max-tokens=1", "max.tokens"),
+        ("--lengths=[1,5]", "lengths"),
+        ("--shifts=[0]", "shifts"),
+        ("--passkeys=[0]", "passkeys"),
+        ("--near=0", "near"),
     ],
 )
-def test_settings_out_of_range_are_refused(changes, message):
-    with pytest.raises(UserError, match=message):
-        check_settings(AnalysisSettings(**changes))
-    with pytest.raises(UserError, match=message):
-        analyze(vanilla("Llama"), documents(8), AnalysisSettings(**changes))
+def test_settings_out_of_range_are_refused(option, message, capsys):
+    assert main(["analyze", "model", option]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line) and "greater than" in line
 
 
 def test_unsupported_texts_are_refused():
@@ -361,11 +377,8 @@ def test_texts_that_are_read_apart_add_up(kind):
     if kind == "nothing to see":
         model = vanilla("Mistral", sliding_window=1)
     texts, settings = cut_documents(model, documents(40, 48, 30), SMALL)
-    told = []
-    every = [read_document(model, x, i, settings, told.append) for i, x in enumerate(texts)]
-    packed = [json.loads(json.dumps(sums.pack())) for sums in every]
-    found = angle_cell(model, texts, settings, (unpack(x, settings) for x in packed), "model")
+    every = [read_document(model, x, i, settings) for i, x in enumerate(texts)]
+    found = angle_cell(model, texts, settings, json.loads(json.dumps(every)), "model")
     assert found == analyze(model, texts, SMALL)
-    assert sum(told) == 118 * 3
     # Every text counts.
     assert kind == "nothing to see" or found["layers"] != analyze(model, texts[:2], SMALL)["layers"]

@@ -10,20 +10,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_lab.analysis import (
-    RetrievalSettings,
-    analyze_retrieval,
-    check_retrieval,
-    collect_layers,
+from coca_lab.analysis import RetrievalSettings, analyze_retrieval, collect_layers
+from coca_lab.analysis.capture import (
+    LayerAttention,
+    attention_rows,
+    visible_keys,
+    visit_attention,
 )
-from coca_lab.analysis.attention import LayerAttention, attention_rows, visit_attention
 from coca_lab.analysis.retrieval import (
     Retrieval,
     head_statistics,
     retrieval_cell,
     retrievals,
 )
-from coca_lab.analysis.shift import score_rows, visible_keys
+from coca_lab.analysis.scores import score_rows
 from coca_lab.data.passkey import encoder, passkey_text
 from coca_lab.evaluation.passkey import PasskeySettings, passkey_prompts
 from conftest import tiny_model
@@ -264,20 +264,6 @@ def test_only_the_rows_of_the_answer_are_computed(tokenizer):
     with Largest() as seen:
         analyze_retrieval(tiny_model("rope"), tokenizer, settings)
     assert 2000 * 32 <= seen.numbers < 2000 * 2000 / 8
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompts": 0}, "prompts must be at least 1, got 0"),
-        ({"near": 0}, "near must be at least 1"),
-        ({"passkeys": [0]}, "passkeys must each be at least 1"),
-        ({"passkeys": [9, 9]}, "passkeys must not contain duplicates"),
-    ],
-)
-def test_settings_out_of_range_are_refused(changes, message):
-    with pytest.raises(UserError, match=message):
-        check_retrieval(RetrievalSettings(**changes))
 
 
 def test_lengths_and_tokenizers_that_do_not_fit_are_refused(tokenizer):

@@ -10,9 +10,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from coca_attention.errors import UserError
 from coca_attention.models import set_rotary_scaling
 from coca_lab.analysis import collect_layers, visit_layers
-from coca_lab.analysis.decay import rotary_scores
-from coca_lab.analysis.keys import TokenPairs, seen_keys
-from coca_lab.analysis.shift import score_rows
+from coca_lab.analysis.angles import rotary_scores
+from coca_lab.analysis.scores import TokenPairs, score_rows, seen_keys
 from conftest import tiny_model
 from families import FAMILIES, collinear, vanilla
 

@@ -1,0 +1,190 @@
+"""The keys that queries see, and how much scores change when all positions move alike.
+
+Legend: H query heads, G key/value heads, T length, M sampled queries, N pairs of tokens, P rotated
+pairs, D head width, m a query's position, n a key's.
+
+Rotary attention and shift-invariant forms depend only on m - n, so only round-off changes. Scores
+of the slack form (Eq. 10) depend on m and n.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coca_attention.ops import apply_rotary, get_form, key_map, query_map
+from coca_lab.analysis.angles import SeenKeys, complex_pairs, numbers
+from coca_lab.analysis.capture import VANILLA, LayerHeads, visible_keys
+
+
+class TokenPairs(NamedTuple):
+    """Indices of queries and keys in a text, each (N,), int64, with m > n."""
+
+    queries: Tensor
+    keys: Tensor
+
+    @property
+    def distances(self) -> Tensor:
+        """m - n, (N,)."""
+        return self.queries - self.keys
+
+
+def draw_pairs(length: int, count: int, window: int | None, rng: np.random.Generator) -> TokenPairs:
+    """Draw pairs with replacement, uniformly from the causal pairs of a text inside the window."""
+    distances = np.arange(1, min(length, window or length))
+    if not len(distances):  # in a window of one token, a token sees only itself
+        return TokenPairs(*torch.zeros(2, 0, dtype=torch.long))
+    probabilities = (length - distances) / (length - distances).sum()
+    distance = rng.choice(distances, size=count, p=probabilities)
+    keys = rng.integers(length - distance)
+    return TokenPairs(torch.from_numpy(keys + distance), torch.from_numpy(keys))
+
+
+def pairs_by_distance(
+    length: int, count: int, window: int | None, rng: np.random.Generator
+) -> TokenPairs:
+    """Draw ``count`` pairs at each of the distances 1, 2, 4, … in a text and a window."""
+    distances = [2**i for i in range((min(length, window or length) - 1).bit_length())]
+    repeated = np.repeat(np.array(distances, dtype=np.int64), count)
+    keys = rng.integers(length - repeated) if len(repeated) else repeated
+    return TokenPairs(torch.from_numpy(keys + repeated), torch.from_numpy(keys))
+
+
+def _query_parts(heads: LayerHeads, query: Tensor) -> tuple[Tensor, Tensor]:
+    """A and B of the effective query Q' = A cos mθ + B sin mθ, each (H, N, 2, P), float64."""
+    one, zero = torch.ones_like(query.real), torch.zeros_like(query.real)
+    learned = {n: x.double().unsqueeze(1) for n, x in (heads.parameters or {}).items()}
+    cosine, sine = (
+        get_form(heads.form).query(query.real, query.imag, cos, sin, **learned)
+        for cos, sin in ((one, zero), (zero, one))
+    )
+    return cosine, sine
+
+
+def _paired(heads: LayerHeads, pairs: TokenPairs) -> tuple[Tensor, Tensor]:
+    """Queries (H, N, P), complex128, and keys alike, or the float64 coefficients of CoCA models."""
+    query = complex_pairs(heads.query[0, :, pairs.queries], heads.rotary_width, heads.interleaved)
+    key = heads.key[0, :, pairs.keys].repeat_interleave(len(query) // heads.key.shape[1], dim=0)
+    if heads.form == VANILLA:
+        return query, complex_pairs(key, heads.rotary_width, heads.interleaved)
+    collinear = len(heads.theta)
+    return query[..., :collinear], key[..., :collinear].double()
+
+
+def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
+    """Queries of a layer and the keys they see in one text (B = 1), without free pairs."""
+    query, key = _paired(heads, pairs)
+    if heads.form == VANILLA:
+        return SeenKeys(query, key, key)
+    size = query.abs().square()
+
+    def over_size(x: Tensor) -> Tensor:
+        return torch.where(size == 0, 0, x / size)
+
+    # Q' = A cos mθ + B sin mθ in every form, and K' = t (cos nθ, sin nθ): the score as a function
+    # of m is the real part of z e^{imθ} with z = A · K' - i B · K'.
+    a, b = _query_parts(heads, query)
+    built = query * over_size(key * a.select(-2, 0))
+    if get_form(heads.form).shift_invariant:
+        return SeenKeys(query, built, built)
+    angles = pairs.keys.double().unsqueeze(-1) * heads.theta
+    key = key.unsqueeze(-2) * torch.stack((angles.cos(), angles.sin()), dim=-2)
+    z = torch.complex((a * key).sum(-2), -(b * key).sum(-2))
+    rotated_back = z * torch.polar(torch.ones_like(angles), angles)
+    return SeenKeys(query, built, query * over_size(rotated_back.conj()))
+
+
+def relative_parts(heads: LayerHeads, query: Tensor) -> tuple[Tensor, Tensor]:
+    """U and V, each (H, N, P), complex128, of CoCA queries before rotation, alike.
+
+    Their score is Re Σ_j t_j (U_j e^{-i(m-n)θ_j} + V_j e^{-i(m+n)θ_j}).
+    """
+    (a0, a1), (b0, b1) = (part.unbind(-2) for part in _query_parts(heads, query))
+    return torch.complex(a0 + b1, b0 - a1) / 2, torch.complex(a0 - b1, a1 + b0) / 2
+
+
+def part_energies(heads: LayerHeads, pairs: TokenPairs) -> Tensor:
+    """Summed squares of the relative and the absolute part of the scores of some pairs, (2,)."""
+    query, key = _paired(heads, pairs)
+    if heads.form == VANILLA:
+        return torch.stack(((query * key).abs().square().sum(), query.real.new_zeros(())))
+    relative, absolute = relative_parts(heads, query)
+    turns = heads.theta > 0  # the others do not depend on positions
+    parts = torch.where(turns, relative, relative + absolute), absolute * turns
+    return torch.stack([(key * part).abs().square().sum() for part in parts])
+
+
+def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
+    """Scaled attention scores of some queries against every key, with all positions shifted.
+
+    Computed in float64 from the layer's activations, so that differences are not round-off.
+
+    Args:
+        heads: A layer's queries and keys of one text (B = 1).
+        queries: Indices of queries, (M,).
+        shift: Added to the positions of queries and keys, in tokens.
+
+    Returns:
+        (H, M, T), float64, including keys after a query, and a decay if there is one.
+    """
+    query, key = heads.query[:, :, queries].double(), heads.key.double()
+    positions = torch.arange(key.shape[-2]) + shift
+    cos, sin = heads.rotation.tables(positions, torch.float64)
+    factor = heads.rotation.query_factor(positions[queries], torch.float64, heads.window)
+    if heads.form == VANILLA:
+        query = apply_rotary(query, cos[queries], sin[queries], heads.interleaved)
+        key = apply_rotary(key, cos, sin, heads.interleaved)
+        if factor is not None:
+            query = query * factor.unsqueeze(-1)
+    else:
+        query = query_map(
+            query,
+            cos[queries],
+            sin[queries],
+            form=heads.form,
+            factor=factor,
+            interleaved=heads.interleaved,
+            free_pairs=heads.free_pairs,
+            parameters=heads.parameters,
+        )
+        key = key_map(key, cos, sin, free_pairs=heads.free_pairs)
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = (query @ key.transpose(-2, -1) * heads.scale)[0]
+    if heads.rotation.bias is not None:
+        scores = scores + heads.rotation.bias(positions[queries], positions, torch.float64)
+    return scores
+
+
+def shift_sums(heads: LayerHeads, queries: Tensor, shifts: list[int]) -> dict[str, Any]:
+    """By shift, the change of a layer's scores of some queries (M,)."""
+    visible = visible_keys(queries, heads.key.shape[-2], heads.window)
+    before = score_rows(heads, queries)
+    return {str(s): change_sums(before, score_rows(heads, queries, s), visible) for s in shifts}
+
+
+def change_sums(before: Tensor, after: Tensor, visible: Tensor) -> dict[str, Any]:
+    """Change of scores (H, M, T) where ``visible`` (M, T) is True.
+
+    The mean over the visible keys of each query is subtracted first, because softmax ignores it.
+    """
+
+    def centred(scores: Tensor) -> Tensor:
+        scores = scores.masked_fill(~visible, 0.0)
+        mean = scores.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True)
+        return (scores - mean).masked_fill(~visible, 0.0)
+
+    weights = [x.masked_fill(~visible, float("-inf")).softmax(-1) for x in (before, after)]
+    return {
+        "changed": centred(after - before).square().sum(),
+        "spread": centred(before).square().sum(),
+        "moved": (weights[1] - weights[0]).abs().sum() / 2,
+        "rows": before.shape[0] * before.shape[1],
+    }
+
+
+def change_values(sums: dict[str, Any]) -> dict[str, float | None]:
+    """From `change_sums`: the changes of scores and attention, described in docs/analysis.md."""
+    scores, attention = (sums["changed"] / sums["spread"]).sqrt(), sums["moved"] / sums["rows"]
+    score_change, attention_change = numbers(torch.stack((scores, attention)))
+    return {"score_change": score_change, "attention_change": attention_change}

@@ -1,0 +1,298 @@
+"""Angles, anomalous tokens, borders and bounds on vectors whose answer is known."""
+
+import cmath
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import oracle
+from coca_attention.ops import Rotation
+from coca_attention.ops.positions import join_pairs
+from coca_lab.analysis.angles import (
+    TURN,
+    SeenKeys,
+    angle_sums,
+    angle_values,
+    anomalous_distance,
+    anomalous_share,
+    anomalous_tokens,
+    borders_crossed,
+    bound_check,
+    collinear_bound,
+    complex_pairs,
+    decay_sums,
+    decay_values,
+    initial_angles,
+    numbers,
+    rotary_bound,
+    rotary_scores,
+    signed_angles,
+    steps,
+)
+from coca_lab.analysis.task import _added
+
+DEGREES = [0, 30, 90, 135, 180, 181, 225, 270, 315, 359]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("key_degrees", [0, 100, 200, 300])
+def test_angles_of_known_vectors_in_every_quadrant(interleaved, key_degrees):
+    wanted = torch.tensor(DEGREES, dtype=torch.float64).deg2rad()
+    begin = torch.full_like(wanted, math.radians(key_degrees))
+    lengths = torch.arange(1, len(DEGREES) + 1, dtype=torch.float64)
+    q, k = (
+        complex_pairs(join_pairs(r * a.cos(), r * a.sin(), interleaved), 20, interleaved)
+        for r, a in ((lengths, begin + wanted), (1 / lengths, begin))
+    )
+    torch.testing.assert_close(initial_angles(q, k), wanted, atol=1e-12, rtol=0)
+    # Counterclockwise from key to query; the other way round it is 2π minus this angle.
+    other = torch.remainder(-wanted, TURN)
+    torch.testing.assert_close(initial_angles(k, q), other, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_angles_give_the_scores_of_the_oracle(interleaved):
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 5, 8, generator=generator, dtype=torch.float64)
+    queries, keys = torch.arange(20, 25), torch.arange(5)
+    q, k = (complex_pairs(x, 8, interleaved) for x in (query, key))
+    q, k, theta = q.unsqueeze(1), k.unsqueeze(0), Rotation(8).frequencies()
+    distance = queries.unsqueeze(1) - keys
+    expected = oracle.rope_scores(query, key, queries, keys, interleaved=interleaved)
+    turned = initial_angles(q, k) + distance.unsqueeze(-1) * theta
+    torch.testing.assert_close((q.abs() * k.abs() * turned.cos()).sum(-1), expected)  # Eq. 3
+    found = rotary_scores((q * k.conj()).flatten(0, 1), distance.flatten(), theta)
+    torch.testing.assert_close(found, expected.flatten())
+
+
+def test_elements_that_are_not_rotated_have_no_angle():
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 9.0, 9.0])
+    assert complex_pairs(x, 4).tolist() == [1 + 3j, 2 + 4j]
+    assert complex_pairs(x, 4, interleaved=True).tolist() == [1 + 2j, 3 + 4j]
+
+
+def test_round_off_does_not_make_a_collinear_key_a_full_turn():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(10_000, 2, generator=generator, dtype=torch.float64)
+    key = query * torch.rand(10_000, 1, generator=generator, dtype=torch.float64)
+    q, k = complex_pairs(query, 2), complex_pairs(key, 2)
+    assert (signed_angles(q, k) < 0).any()  # round-off there is
+    assert not initial_angles(q, k).any()
+    almost = torch.polar(*torch.tensor([1.0, TURN - 1e-6], dtype=torch.float64))
+    found = initial_angles(almost, torch.ones_like(almost))
+    assert found.item() == pytest.approx(TURN - 1e-6, abs=1e-12)
+
+
+def test_anomalous_distance_is_where_the_score_stops_rising():
+    theta = Rotation(16).frequencies()
+    angles = torch.linspace(0, TURN - 1e-3, 50, dtype=torch.float64).unsqueeze(-1)
+    tau = anomalous_distance(angles, theta)
+    above = angles[:, 0] > math.pi
+    assert not tau[~above].any()
+
+    def slope(distance):
+        return -(angles + distance * theta).sin()[above]
+
+    assert (slope(tau * 0.001) > 0).all()
+    assert (slope(tau * 0.999) > 0).all() and (slope(tau * 1.001) < 0).all()
+    # The score of a pair that does not turn never rises.
+    still = anomalous_distance(torch.tensor([4.0, 4.0]), torch.tensor([1.0, 0.0]))
+    assert still.tolist() == pytest.approx([TURN - 4.0, 0.0])
+
+
+@pytest.mark.parametrize("factor", [2.0, 8.0])
+def test_scaling_widens_the_zone_as_in_the_paper(factor):
+    # Appendix D.2: k times under PI, λ^(2j/d) times where the base is multiplied by λ.
+    angles = torch.full((8,), 5.0, dtype=torch.float64)
+    theta = Rotation(16).frequencies()
+    plain = anomalous_distance(angles, theta)
+    torch.testing.assert_close(anomalous_distance(angles, theta / factor), plain * factor)
+    j = torch.arange(8, dtype=torch.float64)
+    scaled = anomalous_distance(angles, Rotation(16, base=10000.0 * factor).frequencies())
+    torch.testing.assert_close(scaled, plain * factor ** (2 * j / 16))
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 7, 100])
+@pytest.mark.parametrize("length", [2, 3, 12, 40])
+def test_anomalous_tokens_and_share_match_a_count(length, window):
+    for tau in (0.0, 0.5, 1.0, 1.5, 3.0, 6.2, 11.0, 39.5, 1e9):
+        pairs = [m - n for m in range(length) for n in range(m) if window is None or m - n < window]
+        last = [d for d in range(1, length) if (window is None or d < window) and d < tau]
+        tokens = anomalous_tokens(torch.tensor(tau, dtype=torch.float64), length, window)
+        assert tokens.item() == len(last)
+        if pairs:
+            counted = sum(d < tau for d in pairs) / len(pairs)
+            share = anomalous_share(tokens, length, window)
+            assert share.item() == pytest.approx(counted, abs=1e-12)
+
+
+@given(
+    angle=st.floats(0.01, 6.27).filter(lambda x: abs(x - math.pi) > 0.01),
+    theta=st.sampled_from([1.0, 0.31, 0.07, 0.004]),
+    distance=st.integers(0, 300),
+)
+def test_borders_are_the_reversals_of_the_score(angle, theta, distance):
+    angles = torch.tensor([angle], dtype=torch.float64)
+    found = borders_crossed(angles, torch.tensor([theta], dtype=torch.float64), distance)
+    turned = angle + torch.linspace(0, distance, 40_001, dtype=torch.float64) * theta
+    rising = -turned.sin() > 0
+    changes = rising[1:] != rising[:-1]
+    # At the very end the grid and the formula may differ by round-off.
+    if (turned[-1].remainder(math.pi) - math.pi / 2).abs() > math.pi / 2 - 1e-6:
+        return
+    assert found.peaks.item() == (changes & rising[:-1]).sum()
+    assert found.troughs.item() == (changes & ~rising[:-1]).sum()
+    assert found.returns.item() == math.floor(distance * theta / TURN)
+
+
+def test_a_collinear_key_meets_borders_at_the_same_distances_everywhere():
+    theta = Rotation(8).frequencies()
+    found = borders_crossed(torch.zeros(3, 4, dtype=torch.float64), theta, 1000)
+    assert torch.equal(found.peaks + found.troughs, (1000 * theta / math.pi).floor().expand(3, 4))
+    assert torch.equal(found.peaks, found.returns)
+    assert not any(part.any() for part in borders_crossed(torch.zeros(4).double(), theta, 0))
+
+
+def polar(sizes, angles) -> torch.Tensor:
+    """Complex numbers (1, N, P) from rows of sizes and angles."""
+    size, angle = (torch.tensor([rows], dtype=torch.float64) for rows in (sizes, angles))
+    return torch.polar(size, angle)
+
+
+def test_angles_are_counted_pair_by_pair_and_head_by_head():
+    theta = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    key = torch.ones(2, 3, 2, dtype=torch.complex128)
+    first = polar([[2, 1], [1, 1], [1, 0]], [[0.1, 6.0], [4.0, 2.0], [4.0, 1.0]])
+    second = polar([[1, 1], [1, 1], [1, 1]], [[0.1, 0.1], [0.1, 0.1], [0.1, 0.1]])
+    query, distances = torch.cat((first, second)), torch.tensor([1, 1, 3])
+    # A text without pairs changes nothing.
+    nothing = angle_sums(query[:, :0], key[:, :0], distances[:0], theta, [4], None, bins=4)
+    sums = angle_sums(query, key, distances, theta, [4], None, bins=4)
+    every = [{n: torch.as_tensor(x) for n, x in each.items()} for each in (nothing, sums)]
+    found = angle_values({n: every[0][n] + every[1][n] for n in sums}, theta, [4], None)
+    assert found["samples"] == 6 and found["zero_share"] == pytest.approx([0, 1 / 6])
+    assert found["case_d"] == pytest.approx([2 / 6, 1 / 5])
+    assert found["cases"] == pytest.approx({"a": 0, "b": 8 / 11, "c": 0, "d": 3 / 11})
+    assert found["case_d_by_head"] == pytest.approx([3 / 5, 0])
+    assert found["case_d_weight"] == pytest.approx(3 / 12)
+    assert found["histogram"] == [
+        pytest.approx([4 / 6, 0, 2 / 6, 0]),
+        pytest.approx([3 / 5, 1 / 5, 0, 1 / 5]),
+    ]
+    # τ is 2.28 of the first pair's, 0.57 of the second's: one of its keys at distance 1 is nearer.
+    tau = [2 * math.pi - 4, (2 * math.pi - 6) / 0.5]
+    assert found["tau"] == pytest.approx(tau)
+    assert found["anomalous_share_read"] == pytest.approx([1 / 6, 0])
+    assert found["lengths"][0]["anomalous_tokens"] == pytest.approx([2 * 2 / 6, 0])
+    # Distances 1 and 2 of a text of 4 tokens are 5 of its 6 pairs.
+    assert found["lengths"][0]["anomalous_share"] == pytest.approx([2 / 6 * 5 / 6, 0])
+    mean = torch.polar(torch.ones(6).double(), torch.tensor([0.1, 4, 4, 0.1, 0.1, 0.1]).double())
+    assert found["concentration"][0] == pytest.approx(mean.mean().abs().item())
+    assert found["mean"][0] == pytest.approx(mean.mean().angle().item() % (2 * math.pi))
+
+
+FLOATS = st.floats(-100, 100, allow_subnormal=False)
+
+
+@st.composite
+def coefficients(draw):
+    """h_j of some pairs of tokens, (N, P), and their distances (N,)."""
+    pairs, rows = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    values = draw(st.lists(FLOATS, min_size=2 * rows * pairs, max_size=2 * rows * pairs))
+    real, imaginary = torch.tensor(values).double().view(2, rows, pairs)
+    distances = draw(st.lists(st.integers(1, 100_000), min_size=rows, max_size=rows))
+    return torch.complex(real, imaginary), torch.tensor(distances)
+
+
+def printed(h: list[complex], distance: int, theta: list[float], collinear: bool) -> float:
+    """Right side of Eq. 19 (or 20) as a loop, with h zero after the last pair."""
+    step = max(abs(b - a) for a, b in zip(h, [*h[1:], 0], strict=True))
+    total = 0.0
+    for j in range(len(h)):
+        turned = sum(cmath.exp(1j * distance * theta[k]) for k in range(j + 1))
+        total += abs(turned.real if collinear else turned)
+    return step * total
+
+
+@given(coefficients())
+def test_the_inequalities_hold_and_the_bounds_match_the_printed_ones(drawn):
+    h, distances = drawn
+    theta = Rotation(2 * h.shape[-1]).frequencies()
+    size = h.abs().sum(-1)
+    rotary = rotary_bound(h, distances, theta)
+    collinear = collinear_bound(h.abs(), distances, theta)
+    assert (collinear <= rotary * (1 + 1e-9) + 1e-9).all()  # never looser
+    checks = [
+        bound_check(rotary_scores(h, distances, theta).abs(), rotary, size),
+        bound_check(rotary_scores(h.abs(), distances, theta).abs(), collinear, size),
+        bound_check(steps(h.abs()), steps(h), size.unsqueeze(-1)),
+    ]
+    assert [check["violations"] for check in checks] == [0, 0, 0]
+    assert [check["checked"] for check in checks] == [len(h), len(h), h.numel()]
+    assert all((check["largest_ratio"] or 0) <= 1 + 1e-9 for check in checks)
+    for row, distance in enumerate(distances.tolist()):
+        values, angles = h[row].tolist(), theta.tolist()
+        expected = printed(values, distance, angles, collinear=False)
+        assert rotary[row].item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+        expected = printed([abs(x) for x in values], distance, angles, collinear=True)
+        assert collinear[row].item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_the_bound_needs_the_zero_after_the_last_pair():
+    h, distance, theta = torch.ones(1, 4).double(), torch.tensor([1]), Rotation(8).frequencies()
+    assert not h.diff(dim=-1).any()  # the steps between pairs alone
+    assert rotary_bound(h, distance, theta) >= rotary_scores(h, distance, theta) > 1
+
+
+def test_the_collinear_bound_does_not_hold_for_other_angles():
+    # With sin instead of cos, scores do not vanish where the sums of cosines do.
+    theta, distance, h = torch.tensor([1.0]).double(), torch.tensor([11]), torch.tensor([[1j]])
+    score = rotary_scores(h, distance, theta).abs()  # 11 radians are near 3.5 π
+    check = bound_check(score, collinear_bound(h.abs(), distance, theta), h.abs().sum(-1))
+    assert check["violations"] == 1 and check["largest_ratio"] > 100
+
+
+def test_a_check_counts_violations_beyond_round_off():
+    left = torch.tensor([1.0, 2.0, 3.0 + 1e-12, 0.0]).double()
+    right = torch.tensor([2.0, 1.0, 3.0, 0.0]).double()
+    first, nothing = (bound_check(left[i], right[i], torch.ones(1)) for i in (..., slice(0)))
+    assert first == {"checked": 4, "violations": 1, "largest_ratio": 2.0}
+    assert nothing["largest_ratio"] is None
+    assert _added("eq19", [first, nothing, first]) == first | {"checked": 8, "violations": 2}
+
+
+def test_scores_by_distance_are_relative_to_their_maximum():
+    theta = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    query = polar([[3, 1], [2, 2], [0, 0]], [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]])
+    key = torch.ones_like(query)
+    values = decay_values(decay_sums(SeenKeys(query, key, key), torch.tensor([1, 4, 4]), theta))
+    near, far = values["by_distance"]
+    assert (near["distance"], far["distance"]) == (1, 4)
+    score = 3 * math.cos(2.0) + math.cos(2.1)
+    assert near["score"] == pytest.approx(abs(score) / 4)
+    # The key without size is left out.
+    assert far["score"] == pytest.approx(abs(2 * math.cos(4) + 2 * math.cos(0.4)) / 4)
+    c = abs(math.cos(4)) + abs(math.cos(4) + math.cos(0.4))
+    assert far["eq20"] == pytest.approx(2 * c / 4)
+    assert values["eq19"]["checked"] == 3
+
+
+def test_scores_use_the_effective_key_and_eq_20_the_collinear_one():
+    theta = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    query = polar([[1, 2]], [[0.3, 0.4]])
+    seen = SeenKeys(query, query * 0.5, query * torch.tensor([2.0, 0.1j]))
+    values = decay_values(decay_sums(seen, torch.tensor([3]), theta))
+    row = values["by_distance"][0]
+    # h is 2 and -0.4i of size 2.4; l is 0.5 and 2.
+    assert row["score"] == pytest.approx(abs(2 * math.cos(3) + 0.4 * math.sin(0.3)) / 2.4)
+    c = abs(math.cos(3)) + abs(math.cos(3) + math.cos(0.3))
+    assert row["eq20"] == pytest.approx(2 * c / 2.4)
+    ratio = abs(0.5 * math.cos(3) + 2 * math.cos(0.3)) / (2 * c)
+    assert values["eq20"]["largest_ratio"] == pytest.approx(ratio)
+
+
+def test_numbers_that_json_does_not_support_are_none():
+    assert numbers(torch.tensor([1, math.nan, math.inf])) == [1.0, None, None]
