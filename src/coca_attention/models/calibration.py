@@ -46,17 +46,7 @@ def attention_inputs(
     input_ids: Tensor,
     advance: Callable[[], Any] = lambda: None,
 ) -> list[Tensor]:
-    """The hidden states that enter every attention module.
-
-    Args:
-        model: A causal language model or decoder.
-        modules: Its attention modules.
-        input_ids: (B, T).
-        advance: Called after each of the B texts.
-
-    Returns:
-        (B, T, hidden) for each module.
-    """
+    """Hidden states that enter each attention module, (B, T, hidden), for token ids (B, T)."""
     kept: list[list[Any]] = [[] for _ in modules]
     training = model.training
     hooks = [
@@ -155,12 +145,7 @@ def calibrate_t_projection(
 
 
 def _score_sums(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ_m a s u and Σ_m a u² for every token of a text, (T, G * P) each, in float64.
-
-    Args:
-        attention: As for `calibrate_t_projection`.
-        hidden_states: (1, T, hidden).
-    """
+    """Σ_m a s u and Σ_m a u² for every token of a text, (T, G * P) each, in float64."""
     config, layout = attention.config, attention.layout
     length, pairs = hidden_states.shape[1], attention.head_dim // 2
     positions = torch.arange(length, device=hidden_states.device)

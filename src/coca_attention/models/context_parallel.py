@@ -32,15 +32,10 @@ ATTENTION = "context_parallel"
 
 @dataclass(frozen=True)
 class Split:
-    """One sequence over the processes of a group, in parts of equal length or one token more.
-
-    Attributes:
-        group: The processes.
-        length: S.
-    """
+    """One sequence over the processes of a group, in parts of equal length or one token more."""
 
     group: "dist.ProcessGroup"
-    length: int
+    length: int  # S
 
     def lengths(self) -> list[int]:
         """T of every process."""
@@ -59,14 +54,8 @@ class Split:
         """Exchange the tokens of this process for some of the heads.
 
         Key/value heads are repeated until every process has as many, and all heads filled up with
-        zeros if N does not divide H.
-
-        Args:
-            query: (B, H, T, width).
-            keys: (B, G, T, width) each; in one exchange.
-
-        Returns:
-            (B, heads, S, width) each, the heads of the query being a multiple of the others.
+        zeros if N does not divide H: query (B, H, T, width) and keys (B, G, T, width) each, in one
+        exchange, to (B, heads, S, width) each.
         """
         processes, heads, kv_heads = self.group.size(), query.shape[1], keys[0].shape[1]
         together = heads if heads % processes else math.lcm(kv_heads, processes)
@@ -120,26 +109,7 @@ def split_attention(
     split: Split | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of a model's layer with some of its heads, over the tokens of all processes.
-
-    Args:
-        module: The attention module.
-        query: (B, H, T, D), after rotation.
-        key: (B, G, T, D), after rotation.
-        value: (B, G, T, Dv).
-        attention_mask: None.
-        scaling: Multiplies the scores; default 1/sqrt(D).
-        dropout: Probability of dropping an attention weight.
-        sliding_window: Keys that a query sees.
-        split: How the sequence is split.
-        **kwargs: Of other attention functions.
-
-    Returns:
-        (B, T, H, Dv), and None for the attention weights.
-
-    Raises:
-        UserError: If the layer needs what is not supported, such as a cap on scores.
-    """
+    """Causal attention of a layer, (B, T, H, D), as registered with Transformers."""
     extra = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if split is None or extra:
         why = f"attention with {', '.join(extra)}" if extra else "a part of a model"

@@ -88,16 +88,7 @@ def head_norm(
 def project_rotary(
     attention: Any, hidden_states: Tensor, layout: AttentionLayout
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys of a family's original attention module, before rotation.
-
-    Args:
-        attention: The attention module.
-        hidden_states: (B, T, hidden).
-        layout: The layout of the family.
-
-    Returns:
-        q (B, H, T, D) and k (B, G, T, D).
-    """
+    """q (B, H, T, D) and k (B, G, T, D) of a family's original attention, before rotation."""
     if layout.split_fused is None:
         query, key = attention.q_proj(hidden_states), attention.k_proj(hidden_states)
     else:
@@ -195,13 +186,7 @@ def initial_form_parameters(attention: Any) -> dict[str, Tensor]:
 def _from_rows(
     projection: nn.Linear, rows: Callable[[Tensor], Tensor], kind: type[nn.Linear] = nn.Linear
 ) -> Any:
-    """Create a projection from the rows of another one, without shared storage.
-
-    Args:
-        projection: The other projection.
-        rows: Maps its outputs, along the last dimension, to those of the new projection.
-        kind: Class of the new projection.
-    """
+    """A projection whose outputs are ``rows`` of another one's, without shared storage."""
     new = kind.__new__(kind)
     nn.Module.__init__(new)  # that of Linear draws weights, and under ZeRO-3 it shards them
     for name in ("weight", "bias"):
