@@ -1,6 +1,5 @@
 """The environment of a measurement: versions, hardware and command."""
 
-import errno
 import os
 import platform
 import shlex
@@ -10,23 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from coca_lab.files import (  # noqa: F401 (their place until every caller names it)
-    check_new,
-    check_output,
-    check_results,
-    check_writable,
-    hold,
-    keep_other_results,
-    naming,
-    read_json,
-    replace,
-    sync,
-    sync_folder,
-    write_json,
-    write_text,
-    writing,
-)
 
 PACKAGES = ("coca-attention", "torch", "transformers", "tokenizers", "accelerate", "numpy")
 
@@ -98,12 +80,3 @@ def reset_peak() -> bool:
     except OSError:
         return False
     return True
-
-
-def file_locks() -> Any:
-    """The module fcntl; OSError on systems without it, as on file systems without locks."""
-    try:
-        import fcntl
-    except ImportError as error:
-        raise OSError(errno.ENOTSUP, "this system has no fcntl") from error
-    return fcntl

@@ -15,7 +15,7 @@ from coca_attention.models.calibration import calibration_texts
 from coca_attention.models.cards import CARD, carry_over, write_card
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.portable import check_portable, make_portable
-from coca_lab.environment import check_new, writing
+from coca_lab.files import check_new, writing
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 
 

@@ -17,7 +17,7 @@ from coca_attention.models.configuration import LOCAL_RULE, rotation
 from coca_attention.models.fields import LOCAL, free_pairs, head_width, layer_types, rope_parameters
 from coca_attention.ops.positions import Rotation
 from coca_attention.ops.positions.rules import unscaled_frequencies
-from coca_lab.environment import writing
+from coca_lab.files import writing
 from coca_lab.loading import load_model
 
 ARCHITECTURE = "coca-llama"

@@ -16,15 +16,11 @@ from coca_lab.cli import Run, choose
 from coca_lab.cli.console import Progress, duration, parse, parse_file, print_table
 from coca_lab.data import SourceSettings
 from coca_lab.engine import RAY_HELP, Engine, Item, Store, take_ray
-from coca_lab.environment import (
-    check_results,
-    describe_environment,
-    keep_other_results,
-    write_json,
-)
+from coca_lab.environment import describe_environment
 from coca_lab.evaluation import TASKS, Cell, Session, Subject, Task
 from coca_lab.evaluation import suite as suites
 from coca_lab.evaluation.task import Part, fingerprint
+from coca_lab.files import check_results, keep_other_results, write_json
 from coca_lab.settings import Scaling, check_scaling
 
 

@@ -1,33 +1,31 @@
 """Train short, test long: a few small models, one text and one page of figures."""
 
-import hashlib
-import json
 import os
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import TrainerCallback
+
 from coca_attention.errors import UserError, error_prefix
-from coca_lab.data import held_out, read_documents
-from coca_lab.engine import Engine, Progress
-from coca_lab.environment import available_cores, describe_environment, write_json
-from coca_lab.evaluation.perplexity import (
-    TextSettings,
-    WindowSettings,
-    evaluate_perplexity,
-    load_text,
-    tokens_needed,
-)
-from coca_lab.evaluation.task import Session, Subject
+from coca_lab.data import held_out, load_or_train_tokenizer, read_documents
+from coca_lab.engine import Progress
+from coca_lab.environment import available_cores
+from coca_lab.evaluation.perplexity import PerplexitySettings
+from coca_lab.evaluation.suite import ScalingSettings, Suite, run_suite
 from coca_lab.extensions import import_extensions
-from coca_lab.training import Recipe
-from coca_lab.training.sections import DataRecipe, ModelRecipe, TrainingRecipe
+from coca_lab.files import read_json, write_json
+from coca_lab.report import write_report
+from coca_lab.training import Recipe, read_summary, train
+from coca_lab.training.data import load_data
+from coca_lab.training.sections import Count, DataRecipe, ModelRecipe, TrainingRecipe
 
 # Fields of the model's recipe: the models of the paper by their names there, and layers with roles.
 MODELS: dict[str, dict[str, Any]] = {
@@ -62,9 +60,9 @@ class Sizes:
     """Blocks per step."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
-    longest: int = 32
+    longest: Count = 32
     """Longest window as a multiple of the training length."""
-    judged: int = 4
+    judged: Count = 4
     """Blocks scored per test document."""
     seed: int = 0
     """Random seed of the weights and the order of the blocks."""
@@ -83,7 +81,7 @@ class QuickstartSettings:
     """Folder for the models, results.json and report.html."""
     source: str = "stdlib"
     """Text to train on: stdlib, files, or hf:NAME, as for coca train."""
-    workers: int | None = None
+    workers: Count | None = None
     """Models that are trained at once, each in a process of its own; by default one per core,
     because tensors of this size gain little from threads."""
     sizes: Sizes = field(default_factory=Sizes)
@@ -110,18 +108,9 @@ def quickstart(settings: QuickstartSettings, *, progress: Progress | None = None
         UserError: If a setting is out of range, or a folder has another run.
     """
     output, sizes = Path(settings.output), settings.sizes
-    for name in ("longest", "judged", "workers"):
-        value = getattr(settings if name == "workers" else sizes, name)
-        if value is not None and value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
     for name in MODELS:
         with error_prefix(f"{name}: "):
             _recipe(settings, name).check()
-
-    from coca_lab.data import load_or_train_tokenizer
-    from coca_lab.report import write_report
-    from coca_lab.training.data import load_data
-
     workers = min(settings.workers or available_cores(), len(MODELS))
     tokenizer = load_or_train_tokenizer(
         output / "tokenizer",
@@ -222,8 +211,6 @@ def _watch_parent(queue: Any, stop: Any) -> None:
 
 def _measure_alone(settings: QuickstartSettings, name: str, threads: int) -> Measured:
     """`_measure` in a process of the pool, whose output goes to a log file."""
-    import torch
-
     torch.set_num_threads(threads)
     with open(Path(settings.output) / f"{name}.log", "a") as log:
         for stream in (sys.stdout, sys.stderr):
@@ -233,62 +220,41 @@ def _measure_alone(settings: QuickstartSettings, name: str, threads: int) -> Mea
 
 
 def _measure(settings: QuickstartSettings, name: str, advance: Advance) -> Measured:
-    from transformers import TrainerCallback
-
-    from coca_lab.data import load_tokenizer
-    from coca_lab.loading import load_model
-    from coca_lab.training import read_summary, train
-
-    output, sizes = Path(settings.output), settings.sizes
+    output = Path(settings.output)
 
     class Steps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % 20 == 0:
                 advance(name, "training", TRAINING_SHARE * state.global_step / state.max_steps)
 
+    def evaluated(_: str, done: int, total: int) -> None:
+        share = done / max(total, 1)
+        advance(name, "evaluating", TRAINING_SHARE + (1 - TRAINING_SHARE) * share)
+
     folder = train(_recipe(settings, name), output / name, callbacks=[Steps()])
-    text = TextSettings(
+    suite = _suite(settings, name)
+    results = run_suite(suite, output / "evaluation" / name, progress=evaluated)
+    advance(name, "finished", 1.0)
+    return read_summary(folder), read_json(results)
+
+
+def _suite(settings: QuickstartSettings, name: str) -> Suite:
+    sizes = settings.sizes
+    text = PerplexitySettings(
         source=settings.source,
         held_out=HELD_OUT,
         max_tokens=sizes.windows[-1] + sizes.judged * sizes.block_length,
         skip_short=True,
-    )
-    windows = WindowSettings(
         windows=sizes.windows,
         stride=sizes.block_length,
         attend_last=sizes.block_length,
     )
-    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    measurement = {
-        **asdict(text),
-        **asdict(windows),
-        "ntk_factor": NTK_FACTOR,
-        "weights": weights,
-    }
-    cells_file = output / "evaluation" / f"{name}.json"
-    found = _finished(cells_file, measurement)
-    if found is None:
-        tokenizer = load_tokenizer(folder)
-        documents = load_text(text, tokenizer, at_least=tokens_needed(windows))
-        subject = Subject(load_model(folder), tokenizer, name)
-        parts = 1 + (name in SCALED)
-
-        def session(part: int, **changes: Any) -> Session:
-            def report(_: str, done: int, total: int) -> None:
-                share = (part + done / max(total, 1)) / parts
-                advance(name, "evaluating", TRAINING_SHARE + (1 - TRAINING_SHARE) * share)
-
-            return Session(engine=Engine(progress=report), **changes)
-
-        cells = evaluate_perplexity(subject, documents, windows, session(0))
-        if name in SCALED:
-            plain = replace(windows, attend_last=None)
-            scaled = session(1, scaling="ntk", factor=NTK_FACTOR)
-            cells += evaluate_perplexity(subject, documents, plain, scaled)
-        found = {"measured": measurement, "results": cells, "environment": describe_environment()}
-        write_json(cells_file, found)
-    advance(name, "finished", 1.0)
-    return read_summary(folder), found
+    scaled = [ScalingSettings("ntk", NTK_FACTOR)] if name in SCALED else []
+    return Suite(
+        models={name: str(Path(settings.output) / name)},
+        scalings=[ScalingSettings(), *scaled],
+        tasks={"perplexity": text},
+    )
 
 
 def _recipe(settings: QuickstartSettings, name: str) -> Recipe:
@@ -320,15 +286,3 @@ def _recipe(settings: QuickstartSettings, name: str) -> Recipe:
             keep_checkpoints=1,
         ),
     )
-
-
-def _finished(path: Path, measurement: dict[str, Any]) -> dict[str, Any] | None:
-    """The content of an evaluation file if it is of the same measurement, or None."""
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: damaged; remove the file to evaluate again") from error
-    same = isinstance(content, dict) and content.get("measured") == measurement
-    return content if same else None

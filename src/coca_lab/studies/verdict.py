@@ -22,7 +22,7 @@ import yaml
 
 from coca_attention.errors import UserError
 from coca_lab.data import Document, encode_documents, held_out, read_documents
-from coca_lab.environment import read_json, write_json
+from coca_lab.files import read_json, write_json
 from coca_lab.training import Recipe, load_recipe
 
 MODULE = "coca_lab.studies.verdict"

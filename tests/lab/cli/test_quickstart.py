@@ -1,6 +1,7 @@
 """coca quickstart, with small models."""
 
 import json
+import shutil
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_quickstart_small_then_reused_then_changed(capsys, tmp_path):
 
     weights = output / "RoFormer" / "model.safetensors"
     written = weights.stat().st_mtime_ns
-    (output / "evaluation" / "ALiBi.json").unlink()
+    shutil.rmtree(output / "evaluation" / "ALiBi")
     code, _, err = run(capsys, *words)
     assert code == 0, err
     assert weights.stat().st_mtime_ns == written
@@ -61,17 +62,17 @@ def test_quickstart_small_then_reused_then_changed(capsys, tmp_path):
     changed = json.loads((output / "results.json").read_text())
     assert changed["results"][0]["tokens"] > content["results"][0]["tokens"]
 
-    (output / "evaluation" / "ALiBi.json").write_text("{")
+    (output / "evaluation" / "ALiBi" / "results.json").write_text("{")
     code, _, err = run(capsys, *words)
-    assert code == 2 and "damaged; remove the file" in err
+    assert code == 2 and "is there and no result file" in err
     code, _, err = run(capsys, *words, "--sizes.vocab-size=290")
     assert code == 2 and "another recipe" in err
     code, _, err = run(capsys, *words, "--sizes.longest=0")
-    assert code == 2 and "longest must be at least 1, got 0" in err
+    assert code == 2 and "longest: Input should be greater than or equal to 1" in err
     code, _, err = run(capsys, *words, "--sizes.num_layers=1")
     assert code == 2 and "got 'lg' for 1 layers" in err
     code, _, err = run(capsys, *words, "--workers=0")
-    assert code == 2 and "workers must be at least 1, got 0" in err
+    assert code == 2 and "workers: Input should be greater than or equal to 1" in err
 
     # Two at a time, in processes of their own: the same figures.
     words[2] = output = tmp_path / "processes"

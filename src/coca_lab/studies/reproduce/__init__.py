@@ -4,32 +4,12 @@ Everything follows from a size and a number of tokens. What depends on the machi
 and kept in ``plan.json``, so that the same command goes on where the last one was cut.
 """
 
-from typing import TYPE_CHECKING
-
-from coca_lab.lazy import attach
-
-if TYPE_CHECKING:
-    from coca_lab.studies.reproduce.costs import ASSUMED_UTILIZATION, Cost, costs_of
-    from coca_lab.studies.reproduce.plan import Plan, make_plan, suite_of
-    from coca_lab.studies.reproduce.run import Deadline, reproduce
-    from coca_lab.studies.reproduce.settings import ReproduceSettings
+from coca_lab.studies.reproduce.costs import ASSUMED_UTILIZATION, Cost, costs_of
+from coca_lab.studies.reproduce.plan import Plan, make_plan, suite_of
+from coca_lab.studies.reproduce.run import Deadline, reproduce
+from coca_lab.studies.reproduce.settings import ReproduceSettings
 
 __all__ = [
-    "ASSUMED_UTILIZATION",
-    "Cost",
-    "Deadline",
-    "Plan",
-    "ReproduceSettings",
-    "costs_of",
-    "make_plan",
-    "reproduce",
-    "suite_of",
-]
-
-__getattr__, __dir__ = attach(
-    __name__,
-    costs="ASSUMED_UTILIZATION Cost costs_of",
-    plan="Plan make_plan suite_of",
-    run="Deadline reproduce",
-    settings="ReproduceSettings",
-)
+    "ASSUMED_UTILIZATION", "Cost", "Deadline", "Plan", "ReproduceSettings",
+    "costs_of", "make_plan", "reproduce", "suite_of",
+]  # fmt: skip

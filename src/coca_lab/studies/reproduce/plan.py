@@ -11,10 +11,10 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_lab.environment import read_json, write_json
 from coca_lab.evaluation.passkey import PasskeySettings
 from coca_lab.evaluation.perplexity import PerplexitySettings
 from coca_lab.evaluation.suite import ScalingSettings, Suite
+from coca_lab.files import read_json, write_json
 from coca_lab.studies.quickstart import SCALED
 from coca_lab.studies.reproduce.settings import MODELS, ReproduceSettings
 from coca_lab.training import Recipe

@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 
 from coca_attention.errors import error_prefix
 from coca_lab.engine import Progress
-from coca_lab.environment import write_json
 from coca_lab.evaluation.suite import RESULTS_FILE, run_suite
+from coca_lab.files import write_json
 from coca_lab.report import write_report
 from coca_lab.studies.reproduce.plan import PLAN_FILE, Plan, blocks_each, halve, load_plan, suite_of
 from coca_lab.studies.reproduce.settings import ReproduceSettings

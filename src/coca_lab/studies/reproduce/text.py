@@ -16,8 +16,8 @@ from coca_lab.data import (
     tokenise,
 )
 from coca_lab.data.tokens import encode_documents
-from coca_lab.environment import read_json, write_json
-from coca_lab.environment import replace as move
+from coca_lab.files import read_json, write_json
+from coca_lab.files import replace as move
 from coca_lab.studies.reproduce.settings import ReproduceSettings
 
 HELD_OUT = 0.05
