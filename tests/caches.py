@@ -3,7 +3,6 @@
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from coca_attention import convert
-from coca_attention.models import StreamingCache
 from coca_attention.models.fields import GLOBAL, LOCAL
 from families import vanilla
 
@@ -24,15 +23,13 @@ PIECES = {
         {"turning_pairs": 0, "temperature": 16, "decay": 1.5, "decay_length": 4.0},
     ),
 }
-CACHES = ["growing", "sliding", "static", "offloaded", "quantised", "streaming"]
+CACHES = ["growing", "sliding", "static", "offloaded", "quantised"]
 KINDS = ["full", "half"]
 CELLS = [(piece, cache, kind) for piece in PIECES for cache in CACHES for kind in KINDS]
 
 
 def refusal(piece: str, cache: str, kind: str) -> str | None:
     """A part of the error where a combination does not work."""
-    if cache == "streaming" and kind == "full":
-        return 'set model.config.kv_cache = "half"'
     if cache == "quantised" and piece == "roles":
         return "only full attention layers"
     return None
@@ -58,9 +55,7 @@ def make_cache(name: str, model, length: int):
         return StaticCache(config=config, max_cache_len=length + 3)
     if name == "offloaded":
         return DynamicCache(config=config, offloading=True)
-    if name == "quantised":
-        return QuantizedCache("fp8", config)
-    return StreamingCache(model, window=length, sinks=2)
+    return QuantizedCache("fp8", config)
 
 
 def table(passed: set[tuple[str, str, str]]) -> str:

@@ -252,7 +252,6 @@ CASES = {
     "long prompt": (task("passkey", "--lengths", str(10**8)), "lengths must be between 1"),
     "endless prompt": (task("passkey", "--lengths", str(10**12)), "lengths must be between 1"),
     "prompt's seed": (task("needles", "--seed=-1"), "seed must be at least 0"),
-    "short stream": (task("streaming", "--tokens", "0"), "tokens must be at least"),
     "temperature": (generate("x", "--temperature", ".nan"), "temperature: Input should be a valid"),
     "cold": (generate("x", "--temperature", "1e-40"), "temperature must be 0, or at least"),
     "seed of draws": (generate("x", "--seed", str(2**70)), "seed: Input should be less than"),

@@ -16,7 +16,7 @@ from transformers import (
 import oracle
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.models import Roles, StreamingCache
+from coca_attention.models import Roles
 from coca_attention.models.configuration import rotation
 from coca_attention.models.fields import LOCAL
 from coca_attention.ops import FORMS
@@ -165,6 +165,3 @@ def test_what_is_for_causal_models_is_refused():
     model.config.rope_parameters = rope
     with pytest.raises(UserError, match="max_distance count the tokens before a query"):
         convert(model)
-    model = convert(vanilla(), kv_cache="half")
-    with pytest.raises(UserError, match="cannot read a stream"):
-        StreamingCache(model, window=8)

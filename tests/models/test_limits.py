@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.models import Roles, StreamingCache
+from coca_attention.models import Roles
 from coca_attention.models.configuration import rotation
 from coca_attention.models.fields import attention_of
 from coca_attention.ops import coca_attention
@@ -225,18 +225,6 @@ def test_bidirectional_models_are_refused():
     model.config.is_causal = False
     with pytest.raises(ValueError, match="max_distance are for causal models"):
         logits(model, some_tokens(model))
-
-
-def test_a_stream_stays_within_the_limit():
-    model = limited("Llama", max_distance=16, kv_cache="half")
-    plain = vanilla("Llama").double().eval()
-    ids = some_tokens(model, batch=1, length=40)
-    found = [
-        m(ids, past_key_values=StreamingCache(m, window=12, sinks=4)).logits for m in (model, plain)
-    ]
-    assert difference(*found) < 1e-6
-    with pytest.raises(UserError, match=r"17 tokens in sight are more.*max_distance is 16"):
-        StreamingCache(model, window=13, sinks=4)
 
 
 def test_what_cannot_work_is_refused():

@@ -27,7 +27,6 @@ from coca_attention.models.families import (
 from coca_attention.models.fields import training_length
 from coca_attention.models.roles import Roles
 from coca_attention.models.scaling import set_rotary_scaling
-from coca_attention.models.streaming import StreamingCache
 
 
 def register_models() -> None:
@@ -65,7 +64,6 @@ __all__ = [
     "CoCALlamaForCausalLM",
     "Conversion",
     "Roles",
-    "StreamingCache",
     "convert",
     "load_original",
     "register_models",

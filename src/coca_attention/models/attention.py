@@ -159,10 +159,9 @@ class CollinearAttention(nn.Module):
         if half:
             coefficients, value = self._cached(cache, coefficients, value)
         keys = coefficients.shape[-2] if split is None else split.length
-        apart = key_positions is not None and key_positions.apart
         layer = LayerPass(self, attention_mask, bias, key_positions, first)
         if far is not None:
-            beyond = not apart and min(keys, layer.window or keys) > far.max_distance
+            beyond = min(keys, layer.window or keys) > far.max_distance
             if split is None:
                 layer.check_limits(beyond=beyond)
             if not beyond:
@@ -176,8 +175,8 @@ class CollinearAttention(nn.Module):
             # Without key_positions Transformers has created the cache, which was empty before.
             if limit is None and layer.decodes(query):
                 output = layer.attend_half(query, coefficients, value)
-            if output is None and (keys != length or apart):
-                query, (cos, sin) = layer.turned(query), layer.tables(keys)
+            if output is None and keys != length:
+                cos, sin = layer.tables(keys)
         if output is None and limit is not None:
             output, weights = layer.attend_far(query, limit, coefficients, value, (cos, sin))
         if output is not None:

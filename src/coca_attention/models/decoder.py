@@ -140,7 +140,7 @@ class CollinearModel(CollinearPreTrained):
                 past = 0 if past_key_values is None else past_key_values.get_seq_length()
                 steps = torch.arange(tokens.shape[1], device=tokens.device) + past
                 position_ids = steps.unsqueeze(0)
-            if placed and "key_positions" not in kwargs:
+            if placed:
                 places = position_ids
                 if split is not None:
                     places = torch.arange(split.length, device=tokens.device).unsqueeze(0)

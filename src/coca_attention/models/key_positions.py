@@ -38,9 +38,6 @@ class KeyPositions:
         mask: 1 for every real token of the text so far, (B, S), or None.
     """
 
-    apart = False
-    """Whether the keys of this pass have other positions than its queries."""
-
     def __init__(self, body: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> None:
         self.body, self.position_ids = body, position_ids
         device, length = position_ids.device, position_ids.shape[1]
@@ -80,7 +77,7 @@ class KeyPositions:
                 self.first_position = first
         self.tables: dict[Any, Any] = {}
 
-    def places(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
+    def places(self, first: int, keys: int) -> tuple[Tensor, Tensor]:
         """Positions of the tokens of this pass, and of slots first … first + keys - 1."""
         return self.position_ids, self._slots()[:, first : first + keys]
 
@@ -101,10 +98,6 @@ class KeyPositions:
             self.tables[kind] = table
         cos, sin = self.tables[kind]
         return cos[:, first : first + keys], sin[:, first : first + keys]
-
-    def turned(self, query: Tensor, layer_type: str | None) -> Tensor:
-        """Q' as it scores keys at these positions: unchanged, as they are the true ones."""
-        return query
 
     def frames(
         self, layer_type: str | None, first: int, keys: int, pairs: int, tile: int

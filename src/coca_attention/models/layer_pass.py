@@ -145,10 +145,6 @@ class LayerPass(NamedTuple):
         """cos and sin of all keys, (1 or B, keys, R/2) each."""
         return self._at.rotary(self.kind, self.first, keys)
 
-    def turned(self, query: Tensor) -> Tensor:
-        """Q' as it scores keys with these tables."""
-        return self._at.turned(query, self.kind)
-
     def decodes(self, query: Tensor) -> bool:
         """Whether `attend_half` takes the place of ``scaled_dot_product_attention``."""
         mask = self.mask
@@ -221,7 +217,7 @@ class LayerPass(NamedTuple):
             mask,
             far=(far_query_map(limit.query, free_pairs), coefficients),
             max_distance=limit.max_distance,
-            positions=self._at.places(self.kind, self.first, keys),
+            positions=self._at.places(self.first, keys),
             consecutive=consecutive,
             window=self.window if self.masks_itself else None,
             segments=self.segments(keys),
@@ -246,7 +242,7 @@ class LayerPass(NamedTuple):
             coefficients: (B, G, T, P + F).
             value: (B, G, T, D).
         """
-        heads, places = query.shape[1], self._at.places(self.kind, 0, split.length)
+        heads, places = query.shape[1], self._at.places(0, split.length)
         queries = query if limit is None else torch.cat((query, limit.query), dim=-1)
         queries, coefficients, value = split.to_heads(queries, coefficients, value)
         query, *far = queries.split(query.shape[-1], dim=-1)
@@ -284,7 +280,7 @@ class LayerPass(NamedTuple):
             return None
         keys, length, places = key.shape[-2], query.shape[-2], None
         if self.bias is not None:
-            places = self._at.places(self.kind, self.first, keys)
+            places = self._at.places(self.first, keys)
             if self.mask is None and length > 1:
                 # The first queries of an empty cache, which may have more slots.
                 key, value = key[..., :length, :], value[..., :length, :]
@@ -326,7 +322,7 @@ class LayerPass(NamedTuple):
     def _biased_mask(self, query: Tensor, keys: int) -> Tensor:
         """The mask with the decay added, in float32 or wider."""
         wide = torch.promote_types(query.dtype, torch.float32)
-        places = self._at.places(self.kind, self.first, keys)
+        places = self._at.places(self.first, keys)
         return with_bias(self.mask, self.bias(*places, wide).unsqueeze(1))
 
     def check_limits(self, *, beyond: bool) -> None:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -18,7 +17,6 @@ from coca_attention.models.configuration import rotation
 from coca_attention.models.conversion import Conversion
 from coca_attention.models.fields import original_length, rope_parameters, training_length
 from coca_attention.models.hub import check_name
-from coca_attention.models.streaming import streaming
 from coca_lab.arguments import SettingsParser
 from coca_lab.cli.console import (
     Progress,
@@ -36,7 +34,6 @@ from coca_lab.folders import convert_folder, export_folder
 from coca_lab.generation import FiniteScores
 from coca_lab.llama_cpp import ARCHITECTURE, export_gguf
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
-from coca_lab.settings import PIECE
 from coca_lab.training import load_recipe, read_summary, recipe_parser, train
 from coca_lab.training.dry_run import RunCost, StageCost, dry_run
 from coca_lab.training.run import what_was_kept
@@ -68,11 +65,6 @@ class GenerateSettings:
     length plus max_new_tokens."""
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
     """Factor of the scaling."""
-    window: Count | None = None
-    """Keep only the last this many tokens and the sinks, in constant memory, for endless text; with
-    the sinks at most the training length, unless there is a scaling."""
-    sinks: Annotated[int, Field(ge=0)] = 4
-    """First tokens of the text that stay in sight, with a window."""
     chat: bool = False
     """Put the prompt into the tokenizer's chat template, as a user's message, and print the answer
     alone."""
@@ -246,7 +238,11 @@ def run_generate(words: list[str]) -> None:
     before = inputs["input_ids"].shape[-1]
     if before == 0:
         raise UserError("the prompt has no tokens; give some text to continue")
-    _scale(model, settings, before + settings.max_new_tokens)
+    if settings.scaling != "none":
+        total = before + settings.max_new_tokens
+        length = max(total, original_length(model.config.get_text_config()) or 0)
+        target = length if settings.scaling == "ntk" else None
+        set_rotary_scaling(model, settings.scaling, factor=settings.factor, length=target)
     set_seed(settings.seed)
     options: dict[str, Any] = {"do_sample": bool(settings.temperature)}
     for name in ("temperature", "top_p", "top_k"):
@@ -257,37 +253,16 @@ def run_generate(words: list[str]) -> None:
         options["streamer"] = TextStreamer(
             tokenizer, skip_prompt=settings.chat, skip_special_tokens=True
         )
-    with ExitStack() as stack:
-        if settings.window is not None:
-            sizes = {"window": settings.window, "sinks": settings.sinks}
-            options["past_key_values"] = stack.enter_context(streaming(model, **sizes))
-            options["prefill_chunk_size"] = PIECE
-        ids = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=settings.max_new_tokens,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-            logits_processor=[FiniteScores()],
-            **options,
-        )[0]
+    ids = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=settings.max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        logits_processor=[FiniteScores()],
+        **options,
+    )[0]
     if not streams:
         print(tokenizer.decode(ids[before if settings.chat else 0 :], skip_special_tokens=True))
-
-
-def _scale(model: Any, settings: GenerateSettings, total: int) -> None:
-    """Scale a model for texts of so many tokens, or check that a window needs no scaling."""
-    config = model.config.get_text_config()
-    trained = training_length(config)
-    sight = None if settings.window is None else settings.window + settings.sinks
-    if settings.scaling != "none":
-        length = max(min(total, sight or total), original_length(config) or 0)
-        target = length if settings.scaling == "ntk" else None
-        set_rotary_scaling(model, settings.scaling, factor=settings.factor, length=target)
-    elif sight and trained and sight > trained:
-        raise UserError(
-            f"window and sinks are {sight:,} tokens and the model was trained on {trained:,}: "
-            "choose a smaller --window, or set --scaling"
-        )
 
 
 def _standard_input() -> str:

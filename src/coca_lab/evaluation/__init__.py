@@ -5,12 +5,11 @@ entry in the table of `coca_lab.report`. From outside the package, one call of
 `coca_lab.registry.register_task` does the same.
 """
 
-from coca_lab.evaluation import harness, needles, passkey, perplexity, streaming
+from coca_lab.evaluation import harness, needles, passkey, perplexity
 from coca_lab.evaluation.task import Cell, Session, Subject, Task
 
 TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (perplexity.TASK, passkey.TASK, needles.TASK, streaming.TASK, harness.TASK)
+    task.name: task for task in (perplexity.TASK, passkey.TASK, needles.TASK, harness.TASK)
 }
 """Tasks by name: ``coca eval NAME`` and the sections of a suite."""
 

@@ -1,4 +1,4 @@
-"""Perplexity in the report: by window, by position, on key tokens, and in endless text."""
+"""Perplexity in the report: by window, by position, and on key tokens."""
 
 import math
 from collections.abc import Sequence
@@ -169,50 +169,6 @@ def repeat_tables(cells: Sequence[Cell]) -> list[Table]:
             about = cell["repeats"]["n"], cell["repeats"]["beyond"]
             groups.setdefault(about, []).append(cell)
     return [_repeat_table(n, beyond, group) for (n, beyond), group in groups.items()]
-
-
-def streaming_sections(cells: Sequence[Cell]) -> list[Section]:
-    """Endless text: perplexity by position; for every model a table with speed and memory."""
-    labels = [
-        f"{line_label(line_key(cell))}, {cell['sinks']:,} + {cell['window']:,} tokens in sight"
-        for cell in cells
-    ]
-    if len(set(labels)) < len(labels):
-        labels = [f"{a}, {c['piece']:,} at a time" for a, c in zip(labels, cells, strict=True)]
-    named = list(zip(labels, cells, strict=True))
-    lines = [
-        Line(
-            label,
-            [r["last"] for r in cell["by_position"]],
-            [_of_range(r) for r in cell["by_position"]],
-            colour=cell["model"],
-            dash=DASHES.get(cell["scaling"], (6, 3)),
-        )
-        for label, cell in named
-    ]
-    text = (
-        "One text is read from beginning to end; its first tokens (sinks) and the last ones "
-        "(window) stay in sight."
-    )
-    chart = LineChart(lines, "tokens read", "perplexity of the range that ends here", log_y=False)
-    sections = [Section("Endless text", text=text, chart=chart)]
-    for label, cell in named:
-        rows = [
-            [
-                f"{r['first']:,} to {r['last']:,}",
-                f"{_of_range(r):.1f}",
-                f"{r['tokens_per_second']:,.0f}",
-                f"{r['megabytes']:,.0f}",
-            ]
-            for r in cell["by_position"]
-        ]
-        header = [label, "perplexity", "tokens/s", "memory in MB"]
-        note = (
-            f"Tokens in a pass: {cell['piece']:,}. Memory is that of the whole process (on a GPU, "
-            "what PyTorch has reserved)."
-        )
-        sections.append(Section(label, header=header, rows=rows, note=note))
-    return sections
 
 
 def _plain(lines: Lines) -> Lines:

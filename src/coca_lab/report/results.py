@@ -11,7 +11,7 @@ from coca_attention.errors import UserError
 IN_FOLDERS = ("training.json", "results.json")
 """Of a run; of a suite, a search or the quickstart. Read first, and an error if damaged."""
 KINDS = {"results", "training", "curve"}
-PLACE = ("scaling", "factor", "window", "length", "kind", "name", "sinks", "piece")
+PLACE = ("scaling", "factor", "window", "length", "kind", "name")
 """Fields that tell a model's cells of one task apart."""
 
 Cell = dict[str, Any]

@@ -7,12 +7,7 @@ from coca_lab.report import paper
 from coca_lab.report.angles import angle_sections, angle_table
 from coca_lab.report.attention import attention_sections, attention_tables
 from coca_lab.report.bench import bench_facts, bench_sections, bench_tables
-from coca_lab.report.perplexity import (
-    perplexity_facts,
-    perplexity_sections,
-    perplexity_tables,
-    streaming_sections,
-)
+from coca_lab.report.perplexity import perplexity_facts, perplexity_sections, perplexity_tables
 from coca_lab.report.prompts import (
     needle_sections,
     needle_tables,
@@ -94,11 +89,6 @@ REPORTS: dict[str, TaskReport] = {
         paper.passkey_sections,
     ),
     "needles": TaskReport(needle_sections, needle_tables, "Needles", prompt_facts, "prompts"),
-    "streaming": TaskReport(
-        streaming_sections,
-        title="Endless text",
-        facts=_facts("source", "text_field", "bad_lines", "held_out", "tokens", "ranges"),
-    ),
     "harness": TaskReport(
         harness_sections, title="Short context", facts=_facts("limit", "harness"), noun="questions"
     ),

@@ -101,16 +101,6 @@ def test_a_document_shorter_than_the_window_is_an_error(capsys, model_folder, tm
     assert "perplexity at" in out
 
 
-def test_eval_streaming(capsys, model_folder, tmp_path):
-    (tmp_path / "text.txt").write_text(some_text(200))
-    code, out, err = run(
-        capsys, "eval", "streaming", model_folder, "--source", tmp_path / "text.txt",
-        "--tokens", "100", "--ranges", "2", "--output", tmp_path / "r.json",
-    )  # fmt: skip
-    assert code == 0, err
-    assert "tokens in sight" in out and "51 to 100" in out
-
-
 def test_analyze_measures_angles_or_answers(capsys, model_folder, text_folder, tmp_path):
     angles, answers = tmp_path / "angles.json", tmp_path / "answers.json"
     common = ["analyze", model_folder, "--name", "Tiny"]

@@ -84,20 +84,6 @@ def test_generate_says_so_where_the_model_returns_nan(capsys, tmp_path, tokenize
     assert "the model returns NaN or infinity after" in err
 
 
-def test_generate_in_constant_memory(capsys, model_folder):
-    words = ["generate", model_folder, "alpha1 beta2 " * 20, "--max_new_tokens", "5"]
-    code, short, err = run(capsys, *words, "--window", "1", "--sinks", "0")
-    assert code == 0, err
-    plain = run(capsys, *words)[1]
-    wide = [*words, "--window", "2000"]
-    assert run(capsys, *wide, "--scaling", "ntk")[0] == 0
-    code, _, err = run(capsys, *wide)
-    assert code == 2 and "2,004 tokens and the model was trained on 32: choose a smaller" in err
-    words[2] = "alpha1 beta2"
-    assert run(capsys, *words, "--window", "28")[1] == run(capsys, *words)[1]
-    assert plain != short
-
-
 def test_generate_refuses_an_empty_prompt(capsys, model_folder):
     code, _, err = run(capsys, "generate", model_folder, "")
     assert code == 2 and "the prompt has no tokens" in err
