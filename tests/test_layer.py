@@ -160,3 +160,15 @@ def test_weights_are_made_on_a_device_in_a_dtype():
     assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
     x = torch.randn(1, 3, 16, dtype=torch.float64)
     assert CoCAAttention(16, 2, dtype=torch.float64)(x).dtype == torch.float64
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (4,), (1, 2)])
+def test_positions_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=r"positions must have shape \(3,\) or \(1, 3\), got"):
+        CoCAAttention(32, 4)(torch.randn(1, 3, 32), positions=torch.zeros(shape))
+
+
+def test_a_mask_of_another_shape_is_refused():
+    mask = torch.ones(1, 1, 3, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"here \(1, 4, 3, 3\), got shape \(1, 1, 3, 4\)"):
+        CoCAAttention(32, 4)(torch.randn(1, 3, 32), attention_mask=mask)

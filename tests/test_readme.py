@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def workplace(tmp_path, monkeypatch, tokenizer):
     """A folder with what the README's examples speak of: a model, and books."""
-    vanilla("Llama").save_pretrained(tmp_path / "MODEL")
+    vanilla("Llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "MODEL")
     tokenizer.save_pretrained(tmp_path / "MODEL")
     (tmp_path / "books").mkdir()
     for index in range(3):
@@ -34,10 +36,15 @@ def workplace(tmp_path, monkeypatch, tokenizer):
 
 
 def test_python_examples_run(workplace):
-    found = blocks("python")
-    assert len(found) == 2
-    for block in found:
-        exec(compile(block, "README.md", "exec"), {})
+    """Each block as it is, in a process of its own: the second loads what the first has saved."""
+    outputs = []
+    for block in blocks("python"):
+        run = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        outputs.append(run.stdout)
+    _, loaded, operator = outputs
+    assert loaded.startswith("Once upon a time") and len(loaded) > 20
+    assert operator == "torch.Size([1, 8, 1000, 64])\n"
 
 
 def test_coca_commands_run(workplace, capsys):

@@ -20,7 +20,7 @@ from coca_attention.ops import (
     query_map,
     score_scale,
 )
-from coca_attention.ops.positions import check_width
+from coca_attention.ops.positions import check_positions, check_width
 
 
 class Cache(Protocol):
@@ -196,8 +196,8 @@ class CoCAAttention(nn.Module):
             (B, T, hidden_size).
 
         Raises:
-            ValueError: If the input has another shape, or a cache is given without layer_idx or
-                does not return all keys.
+            ValueError: If the input, positions or mask has another shape, or a cache is given
+                without layer_idx or does not return all keys.
         """
         width = self.q_proj.in_features
         if hidden_states.dim() != 3 or hidden_states.shape[-1] != width:
@@ -215,6 +215,7 @@ class CoCAAttention(nn.Module):
             past = int(cache.get_seq_length(layer))
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden_states.device)
+        check_positions("positions", positions, len(hidden_states), length)
 
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         rotation = self.rotation

@@ -1,4 +1,4 @@
-"""``python -m coca_lab.lm_eval``: lm-evaluation-harness' own command, with our models known.
+"""``python -m coca_lab.lm_eval``: lm-evaluation-harness' own command, for CoCA models as well.
 
 Takes the words of ``lm_eval``, such as ``run --model hf --model_args pretrained=FOLDER --tasks …``.
 """
@@ -6,6 +6,7 @@ Takes the words of ``lm_eval``, such as ``run --model hf --model_args pretrained
 import importlib.util
 import sys
 
+import coca_attention.models  # noqa: F401 (registers the models with Transformers)
 from coca_attention.errors import install
 
 

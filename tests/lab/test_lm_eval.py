@@ -35,13 +35,14 @@ def folders(tmp_path, tokenizer):
     return tmp_path
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
 @pytest.mark.parametrize(
     ("module", "model"),
     [
         ("coca_lab.lm_eval", "pretrained=model"),
-        ("lm_eval", "pretrained=portable,trust_remote_code=True"),
+        pytest.param(
+            "lm_eval", "pretrained=portable,trust_remote_code=True", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_harness_command_evaluates(folders, module, model):

@@ -349,3 +349,8 @@ def test_weights_have_the_mode_of_any_new_file(tmp_path):
         os.umask(usual)
     for name in ("model.safetensors", "config.json"):
         assert stat.S_IMODE((tmp_path / "target" / name).stat().st_mode) == 0o640
+
+
+def test_a_module_that_is_no_model_is_refused():
+    with pytest.raises(ValueError, match=r"expected a model of Transformers, got Linear.*CoCAAtt"):
+        convert(torch.nn.Linear(4, 4), "rope")

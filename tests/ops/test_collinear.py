@@ -473,3 +473,9 @@ def test_shapes_may_be_symbolic(kv_heads):
         for made in (exported, compiled, traced):
             if made is not traced or length == 7:
                 assert torch.allclose(made(*inputs(length)), expected, atol=1e-6)
+
+
+def test_heads_and_length_exchanged_are_recognised():
+    query, t, value = torch.randn(1, 9, 8, 64), torch.rand(1, 9, 2, 32), torch.randn(1, 9, 2, 64)
+    with pytest.raises(ValueError, match=r"8 queries and 2 keys.*\(batch, heads, length, width\)"):
+        coca_attention(query, t, value)

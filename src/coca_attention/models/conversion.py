@@ -229,6 +229,11 @@ def _owners(body: Any) -> list[tuple[Any, str]]:
 def _find_family(model: Any) -> tuple[Family, type]:
     """The family of a vanilla model, and its new class."""
     name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"expected a model of Transformers, got {name}: for a module of your own use "
+            "CoCAAttention as its attention layer"
+        )
     if isinstance(model, CollinearHead | CollinearModel):
         raise UserError(f"{name} is already a CoCA model")
     if isinstance(model.base_model, CollinearModel):

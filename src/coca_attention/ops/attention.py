@@ -67,7 +67,7 @@ def attend(
 
     Raises:
         ValueError: If G does not divide H, there are more queries than keys in causal attention,
-            the mask has fewer than two dimensions, or the window is not positive or not causal.
+            the mask has another shape, or the window is not positive or not causal.
         TypeError: If the mask is neither boolean nor floating.
     """
     heads, queries, width = query.shape[-3:]
@@ -82,7 +82,7 @@ def attend(
             f"in causal attention the queries are the last positions of the keys, so there must be "
             f"at least as many keys as queries; got {queries} queries and {keys} keys"
         )
-    _check_mask(attention_mask)
+    _check_mask(attention_mask, (*query.shape[:-1], keys))
     if window is not None and (window < 1 or not is_causal):
         raise ValueError(
             f"window must be at least 1 and requires causal attention; got window={window} with "
@@ -246,7 +246,8 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
-def _check_mask(mask: Tensor | None) -> None:
+def _check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise unless a mask can be broadcast to (B, H, T, S)."""
     if mask is None:
         return
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -254,10 +255,11 @@ def _check_mask(mask: Tensor | None) -> None:
             f"attention_mask must be boolean (True = may attend) or floating (added to the "
             f"scores), got {mask.dtype}; convert a mask of 0 and 1 with .bool()"
         )
-    if mask.dim() < 2:
+    fits = all(a in (1, b) for a, b in zip(mask.shape[::-1], shape[::-1], strict=False))
+    if not 2 <= mask.dim() <= len(shape) or not fits:
         raise ValueError(
-            f"attention_mask must be broadcastable to (batch, heads, queries, keys), got shape "
-            f"{tuple(mask.shape)}"
+            f"attention_mask must be broadcastable to (batch, heads, queries, keys), here "
+            f"{tuple(shape)}, got shape {tuple(mask.shape)}"
         )
 
 

@@ -17,7 +17,7 @@ from coca_attention.ops.attention import attend, attend_blocks
 from coca_attention.ops.clipped import attend_clipped, check_clipped_form, far_query_map
 from coca_attention.ops.forms import ScoreForm, get_form
 from coca_attention.ops.maps import key_map, query_map, score_scale
-from coca_attention.ops.positions import UNSCALED, Rotation, check_width
+from coca_attention.ops.positions import UNSCALED, Rotation, check_positions, check_width
 
 
 def coca_attention(
@@ -43,7 +43,10 @@ def coca_attention(
         query: q before rotation, (B, H, T, D), D even. When T < S the queries are the last T
             positions.
         key_coefficients: t, already non-negative (the paper's ReLU applied), (B, G, S, D/2);
-            G divides H. With F free pairs (B, G, S, D/2 + F), see `coca_attention.ops.maps`.
+            G divides H. With F free pairs (B, G, S, D/2 + F), see `coca_attention.ops.maps`; at
+            full width D all pairs are free, which is rotary attention with these keys. Values are
+            not checked, since that would wait for the GPU: a negative t reverses the sign of its
+            pair's score.
         value: (B, G, S, Dv); Dv may differ from D.
         form: Score form or its name: ``slack`` (Eq. 10, what the authors trained), ``strict``
             (Eq. 9 = Eq. 17, shift-invariant) or ``magnitude`` (cf. PoPE, arXiv 2509.10534,
@@ -87,20 +90,15 @@ def coca_attention(
     if query_positions is None and queries > keys:
         raise ValueError(
             f"{queries} queries and {keys} keys: without query_positions the queries are the "
-            "last positions of the keys, so there must be at least as many keys"
+            "last positions of the keys, so there must be at least as many keys. Tensors are "
+            f"(batch, heads, length, width); got query {tuple(query.shape)}"
         )
     for name, positions, length in (
         ("query_positions", query_positions, queries),
         ("key_positions", key_positions, keys),
     ):
-        if positions is not None and tuple(positions.shape) not in (
-            (length,),
-            (query.shape[0], length),
-        ):
-            raise ValueError(
-                f"{name} must have shape ({length},) or ({query.shape[0]}, {length}), got "
-                f"{tuple(positions.shape)}"
-            )
+        if positions is not None:
+            check_positions(name, positions, query.shape[0], length)
     wide = torch.promote_types(query.dtype, torch.float32)
     factor = width**-0.5 if scale is None else scale
     divisor = score_scale(query.dtype)

@@ -25,6 +25,15 @@ def check_width(width: int, what: str = "head width") -> None:
         raise ValueError(f"{what} must be even and at least 2, to form rotary pairs; got {width}")
 
 
+def check_positions(name: str, positions: Tensor, batch: int, length: int) -> None:
+    """Raise ValueError unless positions have shape (length,) or (batch, length)."""
+    if tuple(positions.shape) not in ((length,), (batch, length)):
+        raise ValueError(
+            f"{name} must have shape ({length},) or ({batch}, {length}), got "
+            f"{tuple(positions.shape)}"
+        )
+
+
 def split_pairs(
     x: Tensor, interleaved: bool = False, rotary_width: int | None = None
 ) -> tuple[Tensor, Tensor]:
