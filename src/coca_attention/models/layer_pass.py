@@ -10,8 +10,7 @@ P = D/2 rotary pairs, F free pairs, R rotary width.
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch import Tensor
 
 from coca_attention.models.fields import window_of
 from coca_attention.models.key_positions import KeyPositions
@@ -29,49 +28,6 @@ from coca_attention.ops import (
 
 if TYPE_CHECKING:
     from coca_attention.models.context_parallel import Split
-
-
-COLLINEAR = "collinear"
-"""Name of `collinear_attention` in Transformers."""
-
-
-def collinear_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    far: tuple[Tensor, Tensor] | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention with a decay, a window without a mask, or limited distances.
-
-    In the place of ``scaled_dot_product_attention``; registered with Transformers, so that whoever
-    observes attention functions observes it, too.
-
-    Args:
-        module: The attention module.
-        query: Q', (B, H, T, D).
-        key: K', (B, G, S, D); with ``far`` of the last keys, see `attend_clipped`.
-        value: (B, G, S, Dv).
-        attention_mask: Boolean or additive; None where causality is applied.
-        far: With limited distances, the far query and the coefficients of all keys.
-        **options: Those of `attend`, or of `attend_clipped`.
-
-    Returns:
-        (B, T, H, Dv), and the attention weights or None.
-    """
-    options |= {"attention_mask": attention_mask, "is_causal": attention_mask is None}
-    weights = None
-    if far is None:
-        output = attend(query, key, value, **options)
-    else:
-        output, weights = attend_clipped(query, key, *far, value, **options)
-    return output.transpose(1, 2), weights
-
-
-ALL_ATTENTION_FUNCTIONS.register(COLLINEAR, collinear_attention)
 
 
 class Limit(NamedTuple):
@@ -209,13 +165,14 @@ class LayerPass(NamedTuple):
         keys = coefficients.shape[-2]
         near = max(0, keys - length - limit.max_distance + 1) if consecutive else 0
         cos, sin = (x[:, near:keys] for x in tables)
-        return ALL_ATTENTION_FUNCTIONS[COLLINEAR](
-            self.module,
+        output, weights = attend_clipped(
             query,
             key_map(coefficients[..., near:, :], cos, sin, free_pairs=free_pairs),
+            far_query_map(limit.query, free_pairs),
+            coefficients,
             value,
-            mask,
-            far=(far_query_map(limit.query, free_pairs), coefficients),
+            attention_mask=mask,
+            is_causal=mask is None,
             max_distance=limit.max_distance,
             positions=self._at.places(self.first, keys),
             consecutive=consecutive,
@@ -224,6 +181,7 @@ class LayerPass(NamedTuple):
             with_weights=self.implementation == "eager",
             **self._options,
         )
+        return output.transpose(1, 2), weights
 
     def attend_split(
         self,
@@ -286,17 +244,18 @@ class LayerPass(NamedTuple):
                 key, value = key[..., :length, :], value[..., :length, :]
                 places = places[0], places[1][:, :length]
         mask = None if self.masks_itself else self.mask
-        return ALL_ATTENTION_FUNCTIONS[COLLINEAR](
-            self.module,
+        output = attend(
             query,
             key,
             value,
-            mask,
+            attention_mask=mask,
+            is_causal=mask is None,
             window=self.window if self.masks_itself else None,
             positions=places,
             segments=self.segments(keys),
             **self._options,
-        )[0]
+        )
+        return output.transpose(1, 2)
 
     def mask_for(self, query: Tensor, keys: int) -> Any:
         """The mask for the configured attention function, with the decay added.

@@ -1,15 +1,12 @@
-"""What the attention of a model works with: queries and keys before rotation, and its weights.
+"""The queries and keys of a model's attention, before rotation.
 
 Legend: B batch, T length, H query heads, G key/value heads, M sampled queries, D head width.
 
-Queries and keys come from forward hooks, which apply the attention module's own projections and
-norms to the hidden states that enter it. Weights come from the arguments of Transformers' attention
-function, with whatever a model adds to masks; and of the function that takes its place for a decay,
-a window or limited distances. The model is not changed.
+Forward hooks apply the attention module's own projections and norms to the hidden states that enter
+it. The model is not changed.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,22 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.errors import UserError
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import rotation
 from coca_attention.models.families import Family, family_of, supported_families
-from coca_attention.models.fields import attention_of, free_pairs, head_width, window_of
-from coca_attention.models.layer_pass import COLLINEAR
+from coca_attention.models.fields import attention_of, window_of
 from coca_attention.models.projections import project_rotary
 from coca_attention.models.rotary import CoCARotary
 from coca_attention.models.scaling import rotary_restored
-from coca_attention.ops import Rotation, attend_clipped, hidden_by
+from coca_attention.ops import Rotation
 from coca_attention.ops.positions import join_pairs
 
 VANILLA = "vanilla"
-SDPA = "sdpa"
 
 
 @dataclass(frozen=True)
@@ -74,23 +68,6 @@ class LayerHeads:
     def theta(self) -> Tensor:
         """Angle per token of the rotated pairs that are not free, float64."""
         return self.rotation.frequencies()[: self.query.shape[-1] // 2 - self.free_pairs]
-
-
-@dataclass(frozen=True)
-class LayerAttention:
-    """Attention weights of some queries of one layer."""
-
-    layer: int
-    """Index of the layer."""
-    attention: str
-    """What scores: a score form, ``rotary``, ``alibi``, ``dot product`` (no pair turns), or
-    ``unknown``; a form and ``rotary``, if some pairs are free."""
-    window: int | None
-    """Sliding window in tokens, including the query's own; None for all."""
-    weights: Tensor
-    """(H, M, T), float32 or wider; 0 for keys that a query does not see."""
-    visible: Tensor
-    """Number of keys that each query sees, (H, M)."""
 
 
 def form_of(model: PreTrainedModel) -> str:
@@ -250,173 +227,3 @@ def visible_keys(queries: Tensor, length: int, window: int | None = None) -> Ten
     """Mask of the keys visible to queries of a causal layer, (M,) to (M, T), boolean."""
     distance = queries.unsqueeze(-1) - torch.arange(length, device=queries.device)
     return (distance >= 0) & (distance < (window or length))
-
-
-def attention_rows(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    rows: Tensor,
-    bias: Tensor | None = None,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention weights of some queries, from the arguments of an attention function.
-
-    Args:
-        query: (1, H, T, D).
-        key: (1, G, T, D).
-        mask: Boolean (True: visible) or additive, broadcastable to (1, H, T, T); None for causal.
-        scale: Multiplies the scores; None for D^-1/2.
-        rows: Indices of queries, (M,).
-        bias: Added to the scores of these queries, broadcastable to (1, H, M, T).
-        window: Keys that a query sees if there is no mask; default: all before it.
-
-    Returns:
-        The weights (H, M, T), float32 or wider, and the number of visible keys (H, M).
-    """
-    wide = torch.promote_types(query.dtype, torch.float32)
-    key = key[0].to(wide).repeat_interleave(query.shape[1] // key.shape[1], dim=0)
-    mask = _mask_of_rows(query, mask, rows, window)[0]
-    query = query[0, :, rows].to(wide)
-    scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
-    if bias is not None:
-        scores = scores + bias[0]
-    visible = mask
-    if mask.dtype != torch.bool:
-        visible, scores = ~hidden_by(mask), scores + mask
-    return scores.masked_fill(~visible, float("-inf")).softmax(-1), visible.sum(-1)
-
-
-def _mask_of_rows(query: Tensor, mask: Tensor | None, rows: Tensor, window: int | None) -> Tensor:
-    """The mask of some queries, (1, H, M, T)."""
-    heads, length = query.shape[1:3]
-    if mask is None:
-        return visible_keys(rows, length, window).expand(1, heads, -1, -1)
-    return mask.expand(1, heads, length, -1)[..., rows, :]
-
-
-def _clipped_rows(
-    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, far: Any, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """`attention_rows` from the arguments of `collinear_attention` with limited distances."""
-    queries, keys = options["positions"]
-    mask = _mask_of_rows(query, options["attention_mask"], rows, options["window"])
-    wide = torch.promote_types(query.dtype, torch.float32)
-    changes = {
-        "positions": (queries[..., rows], keys),
-        "consecutive": False,
-        "attention_mask": mask,
-        "is_causal": False,
-        "with_weights": True,
-    }
-    query, far_query = query[..., rows, :], far[0][..., rows, :]
-    _, weights = attend_clipped(query, key, far_query, far[1], value.to(wide), **options | changes)
-    assert weights is not None
-    visible = mask if mask.dtype == torch.bool else ~hidden_by(mask)
-    return weights[0], visible[0].sum(-1)
-
-
-def _rows_of_call(
-    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, far: Any = None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """`attention_rows` from the arguments of any attention function."""
-    if far is not None:
-        return _clipped_rows(query, key, value, rows, far, options)
-    bias = options.get("bias")
-    if bias is not None:  # a function of positions, which a CoCA model passes to `attend`
-        queries, keys = options["positions"]
-        bias = bias(queries[:, rows], keys, torch.float32).unsqueeze(1)
-    scale = options.get("scaling", options.get("scale"))
-    # A window instead of a mask.
-    mask, window = options["attention_mask"], options.get("window")
-    return attention_rows(query, key, mask, scale, rows, bias, window)
-
-
-def visit_attention(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    rows: Tensor,
-    visit: Callable[[LayerAttention], Any],
-    **kwargs: Any,
-) -> Any:
-    """Run one forward pass and pass every layer's attention weights of some queries to a function.
-
-    Only these rows of the score matrix are computed.
-
-    Args:
-        model: A causal language model in evaluation mode.
-        input_ids: (1, T), without padding.
-        rows: Indices of queries, (M,).
-        visit: Called once per layer, in order.
-        **kwargs: Passed to the model.
-
-    Returns:
-        The model's output.
-
-    Raises:
-        UserError: If the model is in training mode, its attention does not pass through
-            Transformers' attention interface, or its scores are not finite.
-    """
-    rows = rows.to(model.device)
-    config: Any = model.config.get_text_config()
-    layers = 0
-
-    def look(module: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> None:
-        nonlocal layers
-        layers += 1
-        weights, visible = _rows_of_call(query, key, value, rows, **options)
-        if not weights.isfinite().all():
-            raise UserError(
-                f"layer {module.layer_idx}: attention is not finite; the model's weights are "
-                "damaged, or its dtype overflows (try float32)"
-            )
-        window = options.get("sliding_window", options.get("window"))
-        window = window or getattr(module, "sliding_window", None)
-        scored_by = _scored_by(config, getattr(module, "layer_type", None))
-        visit(LayerAttention(module.layer_idx, scored_by, window, weights.cpu(), visible.cpu()))
-
-    with _watched(model, look):
-        output = _run(model, input_ids, **kwargs)
-    if not layers:
-        raise UserError(
-            f"{type(model).__name__} does not use Transformers' attention interface, so its "
-            "attention cannot be read"
-        )
-    return output
-
-
-@contextmanager
-def _watched(model: Any, look: Callable[..., None]) -> Iterator[None]:
-    """Show ``look`` the arguments of every call of the attention functions."""
-    implementation = model.config._attn_implementation
-    functions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in (SDPA, COLLINEAR)}
-
-    def watch(name: str, module: Any, *tensors: Any, **options: Any) -> Any:
-        query, key, value, mask = tensors
-        look(module, query, key, value, attention_mask=mask, **options)
-        return functions[name](module, *tensors, **options)
-
-    for name in functions:
-        ALL_ATTENTION_FUNCTIONS[name] = partial(watch, name)  # pyright: ignore
-    try:
-        # Other implementations have masks of their own format, or none to look at.
-        if implementation != SDPA:
-            model.set_attn_implementation(SDPA)
-        yield
-    finally:
-        for name, function in functions.items():
-            ALL_ATTENTION_FUNCTIONS[name] = function
-        if implementation != SDPA:
-            model.set_attn_implementation(implementation)
-
-
-def _scored_by(config: Any, kind: str | None) -> str:
-    """What scores in layers of a type."""
-    if not hasattr(config, "coca_form"):
-        found = attention_of(config) or "unknown"
-        return "rotary" if found == "rope" else found
-    pairs, free = head_width(config) // 2, free_pairs(config, kind)
-    if free < pairs:
-        return f"{config.coca_form} and rotary" if free else config.coca_form
-    return "rotary" if rotation(config, kind).frequencies().any() else "dot product"

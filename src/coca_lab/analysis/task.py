@@ -139,8 +139,8 @@ def cut_documents(
     if limit is not None and max(*lengths, *map(len, documents)) > limit:
         raise UserError(
             f"angles of this model stop growing at {limit:,} tokens (max_distance), which figures "
-            "by distance do not follow: read shorter texts (--max-tokens, --lengths), analyze the "
-            "model without the limit, or see where attention goes with --passkeys"
+            "by distance do not follow: read shorter texts (--max-tokens, --lengths), or analyze "
+            "the model without the limit"
         )
     shifts = list(dict.fromkeys(settings.shifts))
     return documents, replace(settings, max_tokens=cut, lengths=lengths, shifts=shifts)

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from coca_attention import __version__
 from coca_attention.models.hub import check_name
-from coca_lab.analysis import AnalysisSettings, RetrievalSettings, read_token_ids
+from coca_lab.analysis import AnalysisSettings, read_token_ids
 from coca_lab.analysis import task as angles
-from coca_lab.analysis.retrieval import prompts_by_length, read_prompt, retrieval_cell
 from coca_lab.arguments import SettingsParser
 from coca_lab.cli import Run, choose
 from coca_lab.cli.console import Progress, duration, parse, parse_file, print_table
@@ -49,15 +48,11 @@ class ScaledSettings(LoadingSettings):
 
 
 @dataclass
-class AnalyzeSettings(AnalysisSettings, SourceSettings, RetrievalSettings):
+class AnalyzeSettings(AnalysisSettings, SourceSettings):
     """Which text to read, and what to measure."""
 
 
-def _analysis_parts(subject: Subject, settings: AnalyzeSettings, session: Session) -> list[Part]:
-    return [(_answers if settings.passkeys else _angles)(subject, settings, session)]
-
-
-def _angles(subject: Subject, settings: AnalyzeSettings, session: Session) -> Part:
+def _angles(subject: Subject, settings: AnalyzeSettings, session: Session) -> list[Part]:
     """The work of `analyze`, a document a piece."""
     asked = AnalysisSettings(
         **{name: getattr(settings, name) for name in AnalysisSettings.__dataclass_fields__}
@@ -85,44 +80,14 @@ def _angles(subject: Subject, settings: AnalyzeSettings, session: Session) -> Pa
     def cells(values: list[Any], seconds: float) -> list[Cell]:
         return [angles.angle_cell(subject.model, documents, asked, values, subject.name)]
 
-    return Part(items, cells)
-
-
-def _answers(subject: Subject, settings: AnalyzeSettings, session: Session) -> Part:
-    """The work of `analyze_retrieval`, a prompt a piece."""
-    prompts = prompts_by_length(subject.tokenizer, settings)
-
-    def work(wanted: list[tuple[int, int]]) -> list[Any]:
-        model = subject.loaded()
-        return [read_prompt(model, prompts[n][index], settings) for n, index in wanted]
-
-    items = []
-    for length, asked in prompts.items():
-        for index in range(len(asked)):
-            key = {
-                "task": "attention",
-                "model": subject.identity,
-                "prompt": [settings.seed, length, index],
-                "near": settings.near,
-            }
-            label = f"{subject.name} attention {length}"
-            items.append(Item([key], work, [(length, index)], length, label=label))
-
-    def cells(values: list[Any], seconds: float) -> list[Cell]:
-        rest = iter(values)
-        return [
-            retrieval_cell(subject.model, settings, n, [next(rest) for _ in asked], subject.name)
-            for n, asked in prompts.items()
-        ]
-
-    return Part(items, cells)
+    return [Part(items, cells)]
 
 
 ANALYSIS = Task(
     "analyze",
-    "Angles of queries and keys, borders, bounds; or where attention goes with --passkeys.",
+    "Angles between queries and keys, border crossings, and bounds on the scores.",
     AnalyzeSettings,
-    parts=_analysis_parts,
+    parts=_angles,
     scaled=False,
 )
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from coca_lab.report import paper
 from coca_lab.report.angles import angle_sections, angle_table
-from coca_lab.report.attention import attention_sections, attention_tables
 from coca_lab.report.bench import bench_facts, bench_sections, bench_tables
 from coca_lab.report.perplexity import perplexity_facts, perplexity_sections, perplexity_tables
 from coca_lab.report.prompts import (
@@ -98,13 +97,6 @@ REPORTS: dict[str, TaskReport] = {
         lambda cells: [angle_table(cells)],
         "Angles between queries and keys",
         _facts("documents", "tokens", "longest"),
-    ),
-    "attention": TaskReport(
-        attention_sections,
-        attention_tables,
-        "Where the answer’s attention goes",
-        prompt_facts,
-        "prompts",
     ),
 }
 """By the field ``task`` of a cell, in the order of the page."""

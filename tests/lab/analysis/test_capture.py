@@ -7,10 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from coca_attention import convert
 from coca_attention.errors import UserError
 from coca_attention.models import set_rotary_scaling
 from coca_lab.analysis import collect_layers, visit_layers
 from coca_lab.analysis.angles import rotary_scores
+from coca_lab.analysis.capture import visible_keys
 from coca_lab.analysis.scores import TokenPairs, score_rows, seen_keys
 from conftest import tiny_model
 from families import FAMILIES, collinear, vanilla
@@ -99,6 +101,32 @@ def test_windows_and_layer_types_are_captured():
     assert found[2] == [(None, None)] * 2
     slow, fast = (heads.theta for heads in collect_layers(vanilla("Gemma 3"), some_ids()))
     assert not torch.equal(slow, fast)
+
+
+def test_scores_with_a_decay_and_a_window_give_the_weights():
+    model = vanilla("GPT-NeoX", layer_types=["sliding_attention", "full_attention"])
+    model.config.sliding_window = 6
+    model.config.rope_parameters |= {"turning_pairs": 0, "temperature": 16, "decay": 1.5}
+    free_pairs = {"sliding_attention": 0, "full_attention": 4}
+    model = convert(model, "strict", free_pairs=free_pairs).double().eval()
+    layers, rows = collect_layers(model, some_ids()), torch.tensor([4, 11, 23])
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(some_ids(), output_attentions=True).attentions
+    for heads, weights in zip(layers, expected, strict=True):
+        hidden = ~visible_keys(rows, LENGTH, heads.window)
+        found = score_rows(heads, rows).masked_fill(hidden, float("-inf")).softmax(-1)
+        torch.testing.assert_close(found, weights[0][:, rows].double(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_text_is_read_as_if_it_were_the_first():
+    """Transformers' own dynamic scaling keeps the frequencies of the longest text."""
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    model = vanilla("Llama", rope_parameters=rope, max_position_embeddings=16)
+    alone = collect_layers(model, some_ids())
+    collect_layers(model, some_ids(90))
+    for heads, same in zip(collect_layers(model, some_ids()), alone, strict=True):
+        assert torch.equal(heads.query, same.query)
 
 
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "dynamic"])

@@ -101,17 +101,12 @@ def test_a_document_shorter_than_the_window_is_an_error(capsys, model_folder, tm
     assert "perplexity at" in out
 
 
-def test_analyze_measures_angles_or_answers(capsys, model_folder, text_folder, tmp_path):
-    angles, answers = tmp_path / "angles.json", tmp_path / "answers.json"
-    common = ["analyze", model_folder, "--name", "Tiny"]
-    small = ["--max-documents", "1", "--pairs", "8", "--shifts", "[]"]
-    run(capsys, *common, "--source", text_folder, *small, "--output", angles)
-    assert [c["task"] for c in json.loads(angles.read_text())["results"]] == ["angles"]
-    shown = run(capsys, *common, "--passkeys", "220,260", "--prompts", "2", "--output", answers)
-    assert "attention to the key’s line at" in shown[1]
-    cells = json.loads(answers.read_text())["results"]
-    assert [(c["task"], c["length"], c["prompts"]) for c in cells] == [
-        ("attention", 220, 2),
-        ("attention", 260, 2),
+def test_analyze_measures_angles(capsys, model_folder, text_folder, tmp_path):
+    output = tmp_path / "angles.json"
+    run(
+        capsys, "analyze", model_folder, "--name", "Tiny", "--source", text_folder,
+        "--max-documents", "1", "--pairs", "8", "--shifts", "[]", "--output", output,
+    )  # fmt: skip
+    assert [(c["task"], c["model"]) for c in json.loads(output.read_text())["results"]] == [
+        ("angles", "Tiny")
     ]
-    assert all(c["model"] == "Tiny" and c["attention"] for c in cells)
