@@ -1,5 +1,6 @@
 """lm-evaluation-harness by its own command line."""
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -8,6 +9,7 @@ import pytest
 
 from coca_lab import lm_eval
 from coca_lab.folders import export_folder
+from coca_lab.report import printed_tables, read_results
 from conftest import tiny_model
 
 TASK = """
@@ -57,6 +59,24 @@ def test_the_harness_command_evaluates(folders, module, model):
     )
     assert done.returncode == 0, done.stderr
     assert "tiny_choice" in done.stdout
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
+def test_the_report_reads_its_results(folders):
+    words = ["run", "--model", "hf", "--model_args", "pretrained=model,dtype=float32"]
+    words += ["--device", "cpu", "--tasks", "tiny_choice", "--include_path", "tasks"]
+    done = subprocess.run(
+        [sys.executable, "-m", "coca_lab.lm_eval", *words, "--output_path", "scores"],
+        capture_output=True,
+        text=True,
+        cwd=folders,
+        env={"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folders)},
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = folders.glob("scores/*/results_*.json")
+    accuracy = json.loads(file.read_text())["results"]["tiny_choice"]["acc,none"]
+    ((header, rows),) = printed_tables(read_results([file.parent])[0]["results"])
+    assert header == ["model", "tiny_choice: acc"] and rows == [["model", f"{accuracy:.4g}"]]
 
 
 def test_a_missing_harness_says_what_to_install(monkeypatch):

@@ -5,12 +5,10 @@ entry in the table of `coca_lab.report`. From outside the package, one call of
 `coca_lab.registry.register_task` does the same.
 """
 
-from coca_lab.evaluation import harness, needles, passkey, perplexity
+from coca_lab.evaluation import needles, passkey, perplexity
 from coca_lab.evaluation.task import Cell, Session, Subject, Task
 
-TASKS: dict[str, Task] = {
-    task.name: task for task in (perplexity.TASK, passkey.TASK, needles.TASK, harness.TASK)
-}
+TASKS: dict[str, Task] = {task.name: task for task in (perplexity.TASK, passkey.TASK, needles.TASK)}
 """Tasks by name: ``coca eval NAME`` and the sections of a suite."""
 
 __all__ = ["TASKS", "Cell", "Session", "Subject", "Task"]

@@ -78,11 +78,27 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: not a result file: expected an object with results (from coca eval) or "
             "a curve (training.json of a run)"
         )
+    if "lm_eval_version" in content:
+        content = {"results": _harness_cells(content)}
     if "curve" in content:
         # A copy of a run's training.json takes the run's name from the name of the file.
         name = path.resolve().parent.name if path.name == "training.json" else path.stem
         content = {**content, "training": [{"name": name, **content}]}
     return {**content, "file": str(path)}
+
+
+def _harness_cells(content: dict[str, Any]) -> list[Cell]:
+    """The cells of a result file of lm-evaluation-harness, one a task."""
+    about = {
+        "task": "harness",
+        "model": Path(content["model_name"]).name,
+        "harness": content["lm_eval_version"],
+        "limit": content.get("config", {}).get("limit"),
+    }
+    return [
+        {**about, "name": name, "metrics": {n: v for n, v in metrics.items() if n != "alias"}}
+        for name, metrics in content["results"].items()
+    ]
 
 
 def all_cells(contents: Sequence[dict[str, Any]]) -> list[Cell]:

@@ -50,7 +50,7 @@ def harness_sections(cells: Cells) -> list[Section]:
         (cell["model"], cell["name"], metric): value
         for cell in cells
         for metric, value in cell["metrics"].items()
-        if "stderr" not in metric
+        if "stderr" not in metric and isinstance(value, int | float)
     }
     columns = list(dict.fromkeys((name, metric) for _, name, metric in found))
     rows = []
