@@ -364,10 +364,6 @@ def test_a_suite_reads_no_weights_before_everything_is_checked(place, monkeypatc
         ({"device": "quantum"}, "device 'quantum' cannot be used"),
         ({"perplexity": {"source": str(place.text), "windows": [16, 10**6]}}, "smaller windows"),
         ({"models": {"a": str(place.folder / "alibi")}, "scalings": [{"kind": "ntk"}]}, "rotary"),
-        (
-            {"perplexity": {"source": str(place.text), "windows": [128], "key_model": "/n"}},
-            "/n: no",
-        ),
     ):
         assert main(["eval", "suite", place.suite(**fields), "--output", str(place.new())]) == 2
         assert re.search(message, capsys.readouterr().err)

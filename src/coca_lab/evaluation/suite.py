@@ -197,7 +197,7 @@ def evaluate(suite: Suite, tasks: Sequence[tuple[Task, Any]], engine: Engine) ->
 
 
 def plan(suite: Suite, tasks: Sequence[tuple[Task, Any]], engine: Engine) -> list[Job]:
-    """The work of a suite. No weights are loaded, unless to find key tokens.
+    """The work of a suite. No weights are loaded.
 
     Raises:
         UserError: As `run_suite`.

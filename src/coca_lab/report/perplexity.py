@@ -1,4 +1,4 @@
-"""Perplexity in the report: by window, by position, and on key tokens."""
+"""Perplexity in the report: by window, by position, and of what is copied from far back."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ NAMED = 8
 
 
 def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
-    """By window, paired differences, positions, key tokens, copies, and the forms."""
+    """By window, paired differences, positions, copies, and the forms."""
     lines = by_line(cells, "window")
     found = perplexity_findings(cells)
     trained = training_length(lines)
@@ -69,11 +69,6 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
         header, rows = _position_table(alike)
         title = f"Perplexity by position, window {alike[0]['window']:,}"
         sections.append(Section(title, header=header, rows=rows))
-    for alike in _by_key_tokens(cells):
-        header, rows = key_table(alike)
-        text = "Tokens that an evaluator predicts from a long context only, after LongPPL."
-        note = f"{alike[0]['key_tokens']:,} tokens."
-        sections.append(Section("Perplexity on key tokens", "", text, None, header, rows, note))
     text = (
         "Targets that end an n-gram which stands earlier in the document, but only farther back "
         "than the short context, and all others."
@@ -95,7 +90,7 @@ def perplexity_facts(cell: Cell) -> dict[str, Any]:
 
 
 def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:
-    """Perplexity by window, and on key tokens, for the terminal."""
+    """Perplexity by window, for the terminal."""
     lines = by_line(cells, "window")
     windows = _windows(lines)
     rows = []
@@ -106,7 +101,6 @@ def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:
     tables: list[Table] = [(["perplexity at", *(f"{window:,}" for window in windows)], rows)]
     once = [cell for cell in cells if cell.get("targets") == "one-pass" and "by_position" in cell]
     tables += [_position_table(cells) for cells in _by_ranges(once)]
-    tables += [key_table(alike) for alike in _by_key_tokens(cells)]
     tables += repeat_tables(cells)
     few = _about_few(cells)
     return [*tables, ([few.strip()], [])] if few else tables
@@ -141,21 +135,6 @@ def perplexity_findings(cells: Sequence[Cell]) -> list[str]:
             "only: none of them benefits from the longest window yet."
         ]
     return sentences + improved
-
-
-def key_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """Perplexity on key tokens: one row per model and scaling, one column per window."""
-    found = {
-        (line_key(cell), cell["window"]): cell["key_perplexity"]
-        for cell in cells
-        if cell["scaling"] != "attend-last"
-    }
-    windows = sorted({window for _, window in found})
-    rows = []
-    for key in dict.fromkeys(key for key, _ in found):
-        values = [found.get((key, window)) for window in windows]
-        rows.append([line_label(key), *("–" if v is None else f"{v:.1f}" for v in values)])
-    return ["key tokens: perplexity at", *(f"{window:,}" for window in windows)], rows
 
 
 def repeat_tables(cells: Sequence[Cell]) -> list[Table]:
@@ -255,16 +234,6 @@ def _by_ranges(cells: Sequence[Cell]) -> list[list[Cell]]:
         ranges = tuple((each["first"], each["last"]) for each in cell["by_position"])
         groups.setdefault((cell["window"], ranges), []).append(cell)
     return [groups[key] for key in sorted(groups)]
-
-
-def _by_key_tokens(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells with the same key tokens each; results of one file say their number alone."""
-    groups: dict[Any, list[Cell]] = {}
-    for cell in cells:
-        if cell.get("key_tokens"):
-            chosen = cell["key_tokens"], tuple(cell.get("keys") or ())
-            groups.setdefault(chosen, []).append(cell)
-    return list(groups.values())
 
 
 def _position_table(cells: Sequence[Cell]) -> Table:

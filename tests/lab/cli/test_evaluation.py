@@ -1,12 +1,10 @@
 """The commands that measure a model, and the report of their results."""
 
 import json
-from functools import partial
 
 import torch
 
 from coca_lab.engine import Store
-from coca_lab.evaluation.perplexity import task
 from commands import run
 from conftest import some_text
 
@@ -31,30 +29,6 @@ def test_eval_perplexity_and_report(capsys, model_folder, text_folder, tmp_path)
     code, out, err = run(capsys, "report", output, "--output", page, "--title", "Mine")
     assert code == 0, err
     assert "<title>Mine</title>" in page.read_text()
-
-
-def test_key_tokens_are_printed_by_eval_and_suites_and_drawn(
-    capsys, model_folder, text_folder, tmp_path, monkeypatch
-):
-    easier = partial(task.key_tokens, gain=0.0, least=-100.0)  # random weights know nothing
-    monkeypatch.setattr(task, "key_tokens", easier)
-    file, settings = tmp_path / "r.json", {"windows": [64], "stride": 16, "max_documents": 2}
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    code, out, err = run(
-        capsys, "eval", "perplexity", model_folder, "--source", text_folder, *words,
-        "--key-model", model_folder, "--key-short", "8", "--output", file,
-    )  # fmt: skip
-    assert code == 0, err
-    assert "key tokens: perplexity at" in out
-    settings |= {"source": str(text_folder), "key_model": str(model_folder), "key_short": 8}
-    suite = tmp_path / "suite.yaml"
-    suite.write_text(json.dumps({"models": {"m": str(model_folder)}, "perplexity": settings}))
-    code, out, err = run(capsys, "eval", "suite", suite, "--output", tmp_path / "suite")
-    assert code == 0, err
-    assert "key tokens: perplexity at" in out
-    code, _, err = run(capsys, "report", file, "--output", tmp_path / "page.html")
-    assert code == 0, err
-    assert "Perplexity on key tokens" in (tmp_path / "page.html").read_text()
 
 
 def test_a_command_that_was_stopped_resumes_from_its_values(

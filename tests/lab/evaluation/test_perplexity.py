@@ -1,6 +1,5 @@
 """The perplexity task on models whose answer is known, and on tiny real ones."""
 
-import copy
 import json
 import math
 from types import SimpleNamespace
@@ -9,19 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
 from transformers.modeling_outputs import CausalLMOutput
 
 from coca_attention.models import set_rotary_scaling
-from coca_attention.testing import some_tokens
-from coca_lab.data import Document, train_tokenizer
 from coca_lab.engine import Engine
 from coca_lab.evaluation import Session, Subject
 from coca_lab.evaluation import perplexity as task
 from coca_lab.evaluation.perplexity import (
     TextSettings,
     WindowSettings,
-    load_keys,
     load_text,
     tokens_needed,
 )
@@ -33,15 +29,14 @@ from coca_lab.evaluation.perplexity.score import (
     score_documents,
     sliding_windows,
 )
-from coca_lab.evaluation.perplexity.task import check_settings, cut, distant_repeats, key_tokens
+from coca_lab.evaluation.perplexity.task import check_settings, cut, distant_repeats
 from coca_lab.intervals import perplexity
 from conftest import VOCABULARY, some_text, tiny_model
-from families import vanilla
 
 
-def evaluate_perplexity(model, documents, settings, keys=None, **session):
+def evaluate_perplexity(model, documents, settings, **session):
     subject = Subject(model, None, "m")
-    return task.evaluate_perplexity(subject, documents, settings, Session(**session), keys=keys)
+    return task.evaluate_perplexity(subject, documents, settings, Session(**session))
 
 
 class KnownModel(nn.Module):
@@ -357,62 +352,6 @@ def test_cells_hold_positions_where_asked_for():
             )
 
 
-class Remembers(torch.nn.Module):
-    """Knows token 7 where a 7 was read before in the same pass, and else knows nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.anchor = torch.nn.Parameter(torch.zeros(1))
-        self.config = PreTrainedConfig()
-
-    def forward(self, input_ids, use_cache=False):
-        seen = (input_ids == 7).cumsum(-1) > 0
-        logits = torch.zeros(*input_ids.shape, 10)
-        logits[..., 7] = torch.where(seen, 9.0, 0.0)
-        return SimpleNamespace(logits=logits)
-
-
-def test_key_tokens_are_those_known_from_far_away_only():
-    tokens = torch.tensor([7, 1, 2, 3, 4, 5, 7, 1, 1, 7, 2, 2, 2, 2, 2, 2, 2, 2, 7])
-    documents = [TokenDocument("a", tokens)]
-    mask = key_tokens(Remembers(), documents, window=18, short=3, stride=1)[0]
-    # 7 at 6 and at 18 lie farther from the 7 before them than three tokens; 9 does not.
-    assert mask.nonzero().flatten().tolist() == [6, 18]
-    assert not key_tokens(Remembers(), documents, window=4, short=3, stride=1)[0].any()
-
-
-def test_the_short_context_is_read_as_if_it_were_the_first():
-    """Transformers' own dynamic scaling keeps the frequencies of the longest text."""
-    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
-    made = vanilla("Llama", rope_parameters=rope, max_position_embeddings=16)
-    document = TokenDocument("a", some_tokens(made, batch=1, length=200)[0])
-    found = []
-    for window, stride in ((90, 30), (24, 3)):
-        scores = TokenScores(200)
-        options = {"window": window, "stride": stride, "first_target": 61}
-        score_documents(copy.deepcopy(made), [document], per_token=[scores], **options)
-        found.append(scores.nats)
-    options = {"window": 90, "short": 24, "stride": 30, "first_target": 61}
-    keys = key_tokens(made, [document], gain=0.0, least=-math.inf, **options)[0]
-    assert torch.equal(keys, found[1] > found[0])
-
-
-def test_key_perplexity_is_that_of_the_chosen_tokens(tmp_path, tokenizer):
-    documents = [TokenDocument(str(i), torch.randint(1, 300, (90,))) for i in range(2)]
-    keys = [torch.zeros(90, dtype=torch.bool) for _ in documents]
-    keys[0][[50, 70]], keys[1][60] = True, True
-    model = tiny_model("slack")
-    settings = WindowSettings([16, 32], stride=8, targets="all")
-    cells = evaluate_perplexity(model, documents, settings, keys=keys)
-    for cell in cells:
-        scores = [TokenScores(90), TokenScores(90)]
-        score_documents(model, documents, window=cell["window"], stride=8, per_token=scores)
-        nats = [scores[0].nats[50], scores[0].nats[70], scores[1].nats[60]]
-        assert cell["key_tokens"] == 3
-        assert cell["key_perplexity"] == pytest.approx(math.exp(sum(nats) / 3), rel=1e-6)
-    assert "key_tokens" not in evaluate_perplexity(model, documents, settings)[0]
-
-
 @pytest.mark.parametrize(
     ("tokens", "n", "beyond", "expected"),
     [
@@ -454,32 +393,6 @@ def test_repeats_are_scored_by_document():
             assert found["nats"] == pytest.approx(score.nats[mask].sum().item(), rel=1e-5)
 
 
-def test_an_evaluator_shares_the_tokenizer_and_knows_more_from_far_away(tmp_path, tokenizer):
-    model = tiny_model("slack")
-    for name in ("same", "other"):
-        model.save_pretrained(tmp_path / name)
-    tokenizer.save_pretrained(tmp_path / "same")
-    other = train_tokenizer([Document("a", "zebra " * 100)], 280)
-    other.save_pretrained(tmp_path / "other")
-    documents = [TokenDocument("a", torch.randint(1, 300, (90,)))]
-    subject = Subject(model, tokenizer)
-
-    def keys(name, **changes):
-        settings = WindowSettings([64], key_model=str(tmp_path / name), key_short=8, **changes)
-        return load_keys(settings, subject, documents, Session())
-
-    with pytest.raises(ValueError, match="has another tokenizer"):
-        keys("other")
-    assert load_keys(WindowSettings([64]), subject, documents, Session()) is None
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    model.save_pretrained(tmp_path / "same")
-    with pytest.raises(ValueError, match="choose an evaluator that uses long context"):
-        keys("same", stride=16)
-    with pytest.raises(ValueError, match="key_short must be at least 1"):
-        load_keys(WindowSettings([8], key_model="x", key_short=8), subject, documents, Session())
-
-
 @pytest.mark.parametrize("kind", ["rope", "slack"])
 def test_one_pass_scores_the_beginning_by_what_was_read(kind, monkeypatch):
     """Ranges that end at the windows, from one forward pass over every document."""
@@ -504,13 +417,10 @@ def test_one_pass_scores_the_beginning_by_what_was_read(kind, monkeypatch):
         nats += losses.double().view(3, 16).sum(1)
     assert [r["nats"] for r in ranges] == pytest.approx(nats.tolist(), rel=1e-6)
     assert cell["nats"] == pytest.approx(nats.sum().item(), rel=1e-6)
-    # Pieces of any size add up to the same, key tokens included.
-    keys = [torch.arange(len(document.tokens)) % 3 == 0 for document in documents]
-    (whole,) = evaluate_perplexity(model, documents, wanted, keys=keys)
+    # Pieces of any size add up to the same.
     monkeypatch.setattr("coca_lab.evaluation.perplexity.task.cut", lambda c: cut(c, 48))
-    (parts,) = evaluate_perplexity(model, documents, wanted, keys=keys)
-    assert {**parts, "seconds": 0} == {**whole, "seconds": 0}
-    assert parts["key_tokens"] == 16 * len(documents)
+    (parts,) = evaluate_perplexity(model, documents, wanted)
+    assert {**parts, "seconds": 0} == {**cell, "seconds": 0}
     for changes in ({"stride": 8}, {"positions": 4}):
         with pytest.raises(ValueError, match="neither stride nor positions"):
             check_settings(WindowSettings([16], targets="one-pass", **changes))

@@ -497,12 +497,11 @@ def test_what_was_measured_otherwise_has_a_table_of_its_own():
                 for i in range(count)]  # fmt: skip
 
     cells = [
-        cell("a", 8, 3.0, by_position=ranges(2), key_tokens=4, keys="x", key_perplexity=5.0),
-        cell("b", 8, 3.0, by_position=ranges(4), key_tokens=4, keys="y", key_perplexity=9.0),
+        cell("a", 8, 3.0, by_position=ranges(2)),
+        cell("b", 8, 3.0, by_position=ranges(4)),
     ]
     sections = perplexity_sections(all_cells([{"results": cells}]))
     assert [len(section.header) for section in sections[1:3]] == [5, 3]
-    assert [section.rows for section in sections[3:5]] == [[["a", "5.0"]], [["b", "9.0"]]]
 
 
 def test_a_folder_is_no_page_to_write(tmp_path):
@@ -518,14 +517,13 @@ def test_infinite_perplexity_is_shown_as_inf():
     assert ">inf<" in html
 
 
-def test_positions_and_key_tokens():
+def test_positions():
     positions = [
         {"first": 1, "last": 4, "nats": 8.0, "tokens": 4},
         {"first": 5, "last": 8, "nats": None, "tokens": 4},
     ]
-    cells = [cell("a", 8, 3.0, key_tokens=4, key_perplexity=7.389, by_position=positions)]
+    cells = [cell("a", 8, 3.0, by_position=positions)]
     sections = perplexity_sections(all_cells([{"results": cells}]))
-    placed, keyed = sections[1:]
+    (placed,) = sections[1:]
     assert placed.header == ["tokens read before", "1 to 4", "5 to 8"]
     assert placed.rows == [["a", "7.4", "–"]]
-    assert keyed.rows == [["a", "7.4"]] and keyed.note == "4 tokens."

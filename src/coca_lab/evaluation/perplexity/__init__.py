@@ -6,7 +6,6 @@ from coca_lab.evaluation.perplexity.task import (
     TextSettings,
     WindowSettings,
     evaluate_perplexity,
-    load_keys,
     load_text,
     tokens_needed,
 )
@@ -17,7 +16,6 @@ __all__ = [
     "TextSettings",
     "WindowSettings",
     "evaluate_perplexity",
-    "load_keys",
     "load_text",
     "tokens_needed",
 ]

@@ -1,4 +1,4 @@
-"""The perplexity task: text, windows, key tokens, repeats and evaluation."""
+"""The perplexity task: text, windows, repeats and evaluation."""
 
 import hashlib
 import json
@@ -10,11 +10,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
-from coca_attention.models.scaling import rotary_restored
-from coca_lab.data import SourceSettings, encode_documents, held_out, load_tokenizer
+from coca_lab.data import SourceSettings, encode_documents, held_out
 from coca_lab.engine import Item
 from coca_lab.evaluation.perplexity.score import (
     TokenDocument,
@@ -26,23 +25,13 @@ from coca_lab.evaluation.perplexity.score import (
     shared_first_target,
     windows_of,
 )
-from coca_lab.evaluation.task import (
-    Cell,
-    Part,
-    Session,
-    Subject,
-    Task,
-    check_at_least,
-    fingerprint,
-)
+from coca_lab.evaluation.task import Cell, Part, Session, Subject, Task, check_at_least
 from coca_lab.generation import rotary_scaling_for
 from coca_lab.intervals import (
-    LARGEST_EXPONENT,
     DocumentScore,
     perplexity,
     perplexity_interval,
 )
-from coca_lab.loading import load_model, model_without_weights
 
 ITEM_TOKENS = 65_536
 """Tokens that an item reads at most, if one window has fewer: what a killed process can lose."""
@@ -81,11 +70,6 @@ class WindowSettings:
     """Tokens per batch; a batch has at least one window."""
     positions: int | None = None
     """Also report perplexity by the number of tokens read before, in this many ranges."""
-    key_model: str | None = None
-    """Also report perplexity on key tokens: those that this model (folder or name, same tokenizer)
-    predicts from the largest window but not from key_short tokens."""
-    key_short: int = 64
-    """Length in tokens of the short context that does not suffice to predict key tokens."""
     repeats: int | None = None
     """Also score separately the targets that end an n-gram of this length that stands earlier in
     the document, but only farther back than attend_last, or else than the smallest window."""
@@ -181,140 +165,8 @@ def check_settings(settings: WindowSettings) -> int:
             "one pass over a document has neither stride nor positions: its ranges end at the "
             "windows; leave both out"
         )
-    if settings.key_short < 1 or (settings.key_model is not None and settings.key_short >= longest):
-        raise UserError(
-            f"key_short must be at least 1 token and less than the largest window, got "
-            f"{settings.key_short}"
-        )
     check_at_least(settings, 1, "batch_tokens", "repeats")
     return stride
-
-
-def key_tokens(
-    evaluator: PreTrainedModel,
-    documents: Sequence[TokenDocument],
-    *,
-    window: int,
-    short: int,
-    stride: int,
-    first_target: int = 1,
-    gain: float = 2.0,
-    least: float = -2.0,
-    batch_tokens: int = 8192,
-) -> list[Tensor]:
-    """Tokens of every document that the evaluator predicts from the long context only.
-
-    After LongPPL (arXiv 2410.23771): most tokens can be predicted from a short context, and
-    dominate an average over all tokens. A key token is one whose log-probability increases by more
-    than ``gain`` nats when the evaluator, a model that is good at long context, reads ``window``
-    tokens instead of ``short``, and then is above ``least``.
-
-    Args:
-        evaluator: A causal language model.
-        documents: Token documents.
-        window: The long context, in tokens.
-        short: The short context, in tokens.
-        stride: Tokens scored in one pass of the long context.
-        first_target: Index of the first scored token.
-        gain: Minimum gain in nats.
-        least: Minimum log-probability in nats.
-        batch_tokens: Tokens per batch; a batch has at least one window.
-
-    Returns:
-        One boolean tensor (length,) per document.
-    """
-    found = []
-    for size, step in ((window, stride), (short, max(1, min(short // 8, stride)))):
-        scores = [TokenScores(len(document.tokens)) for document in documents]
-        # Transformers' own dynamic scaling would read the short context as it did the long one.
-        with rotary_restored(evaluator):
-            score_documents(
-                evaluator,
-                documents,
-                window=size,
-                stride=step,
-                first_target=first_target,
-                batch_tokens=batch_tokens,
-                per_token=scores,
-            )
-        found.append(scores)
-    # Tokens that were not scored are NaN; comparisons with NaN are false.
-    return [
-        (near.nats - far.nats > gain) & (-far.nats > least)
-        for far, near in zip(*found, strict=True)
-    ]
-
-
-def key_nats(scores: Sequence[TokenScores], keys: Sequence[Tensor]) -> tuple[float, int]:
-    """Nats and number of the scored key tokens."""
-    nats, tokens = 0.0, 0
-    for score, mask in zip(scores, keys, strict=True):
-        chosen = mask & (score.read > 0)
-        nats += score.nats[chosen].double().sum().item()
-        tokens += int(chosen.sum())
-    return nats, tokens
-
-
-def load_keys(
-    settings: WindowSettings, subject: Subject, documents: Sequence[TokenDocument], session: Session
-) -> list[Tensor] | None:
-    """The key tokens that ``settings.key_model`` finds; None without one.
-
-    Args:
-        settings: Windows and the evaluator.
-        subject: The model whose tokenizer, precision and device the evaluator shares.
-        documents: Token documents.
-        session: Its engine computes and keeps them, for all models.
-
-    Returns:
-        One boolean tensor (length,) per document.
-
-    Raises:
-        UserError: If the evaluator cannot be loaded, has another tokenizer, or finds no key token.
-    """
-    path = settings.key_model
-    if path is None:
-        return None
-    stride, window = check_settings(settings), max(settings.windows)
-    first = shared_first_target([window], stride) if settings.targets == "shared" else 1
-    dtype = str(subject.model.dtype).removeprefix("torch.")
-    device = subject.device if subject.path else str(subject.model.device)
-    model_without_weights(path, dtype)
-    if load_tokenizer(path).get_vocab() != subject.tokenizer.get_vocab():
-        raise UserError(
-            f"{path}: the evaluator of key tokens has another tokenizer than the model; choose an "
-            "evaluator that shares the model's tokenizer"
-        )
-    key = {
-        "key_model": f"{fingerprint(path)} {dtype}",
-        "window": [window, stride, first, settings.key_short],
-        "text": text_hash(documents),
-    }
-
-    def work(_: list[Any]) -> list[list[list[int]]]:
-        found = key_tokens(
-            load_model(path, dtype=dtype, device=device),
-            documents,
-            window=window,
-            short=settings.key_short,
-            stride=stride,
-            first_target=first,
-            batch_tokens=settings.batch_tokens,
-        )
-        return [[mask.nonzero().flatten().tolist() for mask in found]]
-
-    cost = sum(len(document.tokens) for document in documents)
-    item = Item([key], work, [None], cost, label=f"key tokens of {path}")
-    (found,) = session.engine.run([item])
-    if not any(found):
-        raise UserError(
-            f"{path} predicts no token of this text better from {window} tokens than from "
-            f"{settings.key_short}: choose an evaluator that uses long context"
-        )
-    masks = [torch.zeros(len(document.tokens), dtype=torch.bool) for document in documents]
-    for mask, indices in zip(masks, found, strict=True):
-        mask[indices] = True
-    return masks
 
 
 def distant_repeats(tokens: Tensor, n: int, beyond: int) -> Tensor:
@@ -337,6 +189,12 @@ def distant_repeats(tokens: Tensor, n: int, beyond: int) -> Tensor:
     return found
 
 
+def chosen_nats(score: TokenScores, chosen: Tensor) -> tuple[float, int]:
+    """Nats and number of the scored tokens of a document among some chosen ones."""
+    chosen = chosen & (score.read > 0)
+    return score.nats[chosen].double().sum().item(), int(chosen.sum())
+
+
 def text_hash(documents: Sequence[TokenDocument]) -> str:
     """Identifies token documents."""
     texts = [[d.id, hashlib.sha256(d.tokens.numpy().tobytes()).hexdigest()] for d in documents]
@@ -348,8 +206,6 @@ def evaluate_perplexity(
     documents: Sequence[TokenDocument],
     settings: WindowSettings,
     session: Session,
-    *,
-    keys: Sequence[Tensor] | None = None,
 ) -> list[Cell]:
     """Perplexity at every window size.
 
@@ -358,7 +214,6 @@ def evaluate_perplexity(
         documents: Token documents, each of at least `tokens_needed` tokens.
         settings: Windows, stride, targets.
         session: Rotary scaling and engine; ``ntk`` computes the base from each window's size.
-        keys: The key tokens of every document (`load_keys`), to be scored separately too.
 
     Returns:
         One cell per window, and one for ``attend_last``: plain JSON values, None for infinity.
@@ -367,7 +222,7 @@ def evaluate_perplexity(
         UserError: If the sizes do not fit, a document is too short, or the model does not support
             the scaling.
     """
-    return session.finish(perplexity_parts(subject, documents, settings, session, keys=keys))
+    return session.finish(perplexity_parts(subject, documents, settings, session))
 
 
 def perplexity_parts(
@@ -375,8 +230,6 @@ def perplexity_parts(
     documents: Sequence[TokenDocument],
     settings: WindowSettings,
     session: Session,
-    *,
-    keys: Sequence[Tensor] | None = None,
 ) -> list[Part]:
     """The work of `evaluate_perplexity`, which describes the arguments: a part for each cell."""
     stride = check_settings(settings)
@@ -395,7 +248,6 @@ def perplexity_parts(
         # The last input of the only window predicts the token after it.
         longest = max(settings.windows)
         documents = [replace(d, tokens=d.tokens[: longest + 1]) for d in documents]
-        keys = None if keys is None else [mask[: longest + 1] for mask in keys]
         runs = [(longest, longest, scaling)]
     if settings.attend_last is not None:
         # With a stride of an eighth, every token has at least 7/8 of the window before it.
@@ -406,9 +258,7 @@ def perplexity_parts(
         repeats = [distant_repeats(d.tokens, settings.repeats, settings.near) for d in documents]
     text = text_hash(documents)
     return [
-        _Windows(subject, documents, settings, keys, repeats, first, *run, session.factor).part(
-            text
-        )
+        _Windows(subject, documents, settings, repeats, first, *run, session.factor).part(text)
         for run in runs
     ]
 
@@ -424,7 +274,6 @@ class _Windows:
     subject: Subject
     documents: Sequence[TokenDocument]
     settings: WindowSettings
-    keys: Sequence[Tensor] | None
     repeats: Sequence[Tensor] | None
     first: int
     window: int
@@ -459,7 +308,6 @@ class _Windows:
             "targets": settings.targets,
             "text": text,
             "positions": settings.windows if one_pass else settings.positions,
-            "keys": None if self.keys is None else _fingerprint(self.keys),
             "repeats": None if self.repeats is None else [settings.repeats, settings.near],
         }
         lengths = [len(document.tokens) for document in self.documents]
@@ -486,7 +334,7 @@ class _Windows:
     def _score(self, part: slice) -> dict[str, Any]:
         edges, model = self.edges, self.subject.loaded()
         per_token = None
-        if edges is not None or self.keys is not None or self.repeats is not None:
+        if edges is not None or self.repeats is not None:
             per_token = [TokenScores(len(document.tokens)) for document in self.documents]
         with rotary_scaling_for(model, *self.scaled):
             scores = score_documents(
@@ -504,12 +352,9 @@ class _Windows:
         if per_token is not None and edges is not None:
             ranges = by_tokens_read(per_token, edges)
             sums["ranges"] = [[_number(r["nats"]), r["tokens"]] for r in ranges]
-        if per_token is not None and self.keys is not None:
-            nats, tokens = key_nats(per_token, self.keys)
-            sums["keys"] = [[_number(nats), tokens]]
         if per_token is not None and self.repeats is not None:
             pairs = zip(per_token, self.repeats, strict=True)
-            sums["repeats"] = _by_index([key_nats([scored], [mask]) for scored, mask in pairs])
+            sums["repeats"] = _by_index([chosen_nats(scored, mask) for scored, mask in pairs])
         return sums
 
     def _cell(self, key: dict[str, Any], found: list[dict[str, Any]], seconds: float) -> Cell:
@@ -547,11 +392,6 @@ class _Windows:
                 "beyond": self.settings.near,
                 "documents": [{"nats": _number(s.nats), "tokens": s.tokens} for s in repeats],
             }
-        if self.keys is not None:
-            nats, tokens = _sum(sums["keys"][0] for sums in found)
-            mean = nats / tokens if tokens else math.inf
-            cell["key_tokens"], cell["keys"] = tokens, key["keys"]
-            cell["key_perplexity"] = _number(math.exp(mean)) if mean < LARGEST_EXPONENT else None
         return cell
 
     def _by_document(self, found: list[dict[str, Any]], name: str) -> list[DocumentScore]:
@@ -584,15 +424,6 @@ def _by_index(rows: Sequence[tuple[float, int]]) -> list[list[Any]]:
     return [[index, _number(nats), tokens] for index, (nats, tokens) in enumerate(rows) if tokens]
 
 
-def _fingerprint(keys: Sequence[Tensor]) -> list[int]:
-    """Counts and position sums of the key tokens: identifies a selection."""
-    return [
-        int(part)
-        for mask in keys
-        for part in (mask.sum(), (mask.nonzero().flatten() + 1).square().sum())
-    ]
-
-
 def _sum(rows: Iterable[Sequence[Any]]) -> tuple[float, int]:
     """Nats and tokens of parts together; None is infinity."""
     nats, tokens = 0.0, 0
@@ -617,10 +448,7 @@ def _parts(subject: Subject, settings: PerplexitySettings, session: Session) -> 
         f"text {settings}",
         lambda: load_text(settings, subject.tokenizer, at_least=tokens_needed(settings)),
     )
-    keys = subject.cached(
-        f"keys {settings}", lambda: load_keys(settings, subject, documents, session)
-    )
-    return perplexity_parts(subject, documents, settings, session, keys=keys)
+    return perplexity_parts(subject, documents, settings, session)
 
 
 TASK = Task(
