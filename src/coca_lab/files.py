@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from coca_attention.errors import UserError
+from coca_attention.errors import TemporaryError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def hold(path: Path, what: Path | None = None) -> Iterator[None]:
         what: What it stands for; by default its folder.
 
     Raises:
-        UserError: If another process holds it.
+        TemporaryError: If another process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=0)
@@ -146,7 +146,7 @@ def hold(path: Path, what: Path | None = None) -> Iterator[None]:
     except Timeout as error:
         if not path.exists():  # filelock takes a folder without files, such as /proc, for busy
             raise UserError(f"{what or path.parent} cannot be written") from error
-        raise UserError(
+        raise TemporaryError(
             f"{what or path.parent} is in use by another process: wait until it ends, or write "
             "elsewhere"
         ) from error

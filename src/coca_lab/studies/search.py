@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from coca_attention.errors import UserError, error_prefix, known_problem
+from coca_attention.errors import UserError, error_prefix, may_pass
 from coca_lab.arguments import SettingsParser, read_settings, settings_parser
 from coca_lab.engine import Engine, Item, Progress, Store, problem, start_engine
 from coca_lab.environment import describe_environment
@@ -369,8 +369,8 @@ class Trial:
             ):
                 return [self._measure()]
         except Exception as error:
-            if not isinstance(error, UserError) and known_problem(error):
-                raise  # something that may pass, such as a full disk
+            if may_pass(error):
+                raise
             return [_failed(problem(error))]
         finally:
             torch.set_num_threads(threads)

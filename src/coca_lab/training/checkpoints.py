@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from coca_attention.errors import WRITER, UserError, known_problem
+from coca_attention.errors import WRITER, TemporaryError, known_problem
 from coca_lab.training.sharding import first_failure
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ STATE_FILE = "trainer_state.json"
 
 @contextmanager
 def catch_write_errors(folder: Path, describe_saved: Callable[[], str]) -> Iterator[None]:
-    """Turn errors in writing files, such as a full disk, into a UserError.
+    """Turn errors in writing files, such as a full disk, into a TemporaryError.
 
     Args:
         folder: The folder to write to.
@@ -35,7 +35,7 @@ def catch_write_errors(folder: Path, describe_saved: Callable[[], str]) -> Itera
             raise
         text = " ".join(str(cause).split())[:200]
         problem = known_problem(cause) or f"{text}: run the same command again to resume"
-        raise UserError(
+        raise TemporaryError(
             f"{folder} cannot be written: training stopped, {describe_saved()}. {problem}"
         ) from error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coca_attention.errors import UserError
+from coca_attention.errors import TemporaryError, UserError
 from coca_lab.cli import main
 from coca_lab.report import build_report, printed_tables, read_results
 from coca_lab.report.search import search_sections
@@ -191,15 +191,32 @@ def test_a_trial_that_fails_is_kept_as_failed_and_the_others_go_on(small, tmp_pa
     assert cells(tmp_path / "all" / "results.json")[0]["status"] == "failed"
 
 
-def test_a_trial_that_a_full_disk_ended_is_tried_again(small, tmp_path, here, monkeypatch):
-    def full(path, content):
+@pytest.mark.parametrize(
+    "place", ["coca_lab.training.run.write_json", "transformers.Trainer._save_checkpoint"]
+)
+def test_a_trial_that_a_full_disk_ended_is_tried_again(small, tmp_path, here, monkeypatch, place):
+    def full(*_, **__):
         raise OSError(ENOSPC, os.strerror(ENOSPC))
 
     asked = load_search(small, ["--rungs=[{steps: 4}]", "--grid={training.learning_rate: [0.03]}"])
     asked.trials = {}
     with monkeypatch.context() as patched:
-        patched.setattr("coca_lab.training.run.write_json", full)
+        patched.setattr(place, full)
         with pytest.raises(UserError, match=r"no trial of rung 1 .*No space left on device: free"):
+            search(asked, tmp_path / "out")
+    (trial,) = cells(search(asked, tmp_path / "out"))
+    assert trial["status"] == "finished"
+
+
+def test_a_trial_whose_folder_is_in_use_is_tried_again(small, tmp_path, here, monkeypatch):
+    def in_use(*_):
+        raise TemporaryError("in use by another process")
+
+    asked = load_search(small, ["--rungs=[{steps: 4}]", "--grid={training.learning_rate: [0.03]}"])
+    asked.trials = {}
+    with monkeypatch.context() as patched:
+        patched.setattr("coca_lab.training.run.hold", in_use)
+        with pytest.raises(UserError, match="in use by another process"):
             search(asked, tmp_path / "out")
     (trial,) = cells(search(asked, tmp_path / "out"))
     assert trial["status"] == "finished"
