@@ -37,19 +37,9 @@ def folders(tmp_path, tokenizer):
     return tmp_path
 
 
-@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
-@pytest.mark.parametrize(
-    ("module", "model"),
-    [
-        ("coca_lab.lm_eval", "pretrained=model"),
-        pytest.param(
-            "lm_eval", "pretrained=portable,trust_remote_code=True", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_the_harness_command_evaluates(folders, module, model):
+def evaluate(folders, module, model):
     words = ["run", "--model", "hf", "--model_args", f"{model},dtype=float32", "--device", "cpu"]
-    words += ["--tasks", "tiny_choice", "--include_path", "tasks"]
+    words += ["--tasks", "tiny_choice", "--include_path", "tasks", "--output_path", "scores"]
     done = subprocess.run(
         [sys.executable, "-m", module, *words],
         capture_output=True,
@@ -59,21 +49,19 @@ def test_the_harness_command_evaluates(folders, module, model):
     )
     assert done.returncode == 0, done.stderr
     assert "tiny_choice" in done.stdout
+    (file,) = folders.glob("scores/*/results_*.json")
+    return file
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
+def test_the_harness_reads_a_portable_folder(folders):
+    evaluate(folders, "lm_eval", "pretrained=portable,trust_remote_code=True")
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
-def test_the_report_reads_its_results(folders):
-    words = ["run", "--model", "hf", "--model_args", "pretrained=model,dtype=float32"]
-    words += ["--device", "cpu", "--tasks", "tiny_choice", "--include_path", "tasks"]
-    done = subprocess.run(
-        [sys.executable, "-m", "coca_lab.lm_eval", *words, "--output_path", "scores"],
-        capture_output=True,
-        text=True,
-        cwd=folders,
-        env={"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folders)},
-    )
-    assert done.returncode == 0, done.stderr
-    (file,) = folders.glob("scores/*/results_*.json")
+def test_the_harness_command_evaluates_and_the_report_reads_its_results(folders):
+    file = evaluate(folders, "coca_lab.lm_eval", "pretrained=model")
     accuracy = json.loads(file.read_text())["results"]["tiny_choice"]["acc,none"]
     ((header, rows),) = printed_tables(read_results([file.parent])[0]["results"])
     assert header == ["model", "tiny_choice: acc"] and rows == [["model", f"{accuracy:.4g}"]]

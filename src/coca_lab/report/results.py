@@ -96,7 +96,7 @@ def _harness_cells(content: dict[str, Any]) -> list[Cell]:
         "limit": content.get("config", {}).get("limit"),
     }
     return [
-        {**about, "name": name, "metrics": {n: v for n, v in metrics.items() if n != "alias"}}
+        {**about, "name": name, "metrics": {n: v for n, v in metrics.items() if "," in n}}
         for name, metrics in content["results"].items()
     ]
 
