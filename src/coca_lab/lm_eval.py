@@ -17,8 +17,6 @@ def main() -> None:
         sys.exit(f"this needs the lm-evaluation-harness: {install('harness')}")
     from lm_eval.__main__ import cli_evaluate
 
-    import coca_attention.models  # noqa: F401  # registers the models with Transformers
-
     cli_evaluate()
 
 
