@@ -34,7 +34,6 @@ LABORATORY = {
     "loading": {*LOOSE, "baselines"},
     "generation": LOOSE,
     "folders": LOOSE,
-    "llama_cpp": LOOSE,
     "data": LOOSE,
     "training": {*LOOSE, "data", "generation"},
     "evaluation": {*LOOSE, "data", "generation"},
@@ -43,7 +42,7 @@ LABORATORY = {
     "studies": {*LOOSE, "extensions", "data", "training", "evaluation", "report"},
     "registry": {"evaluation", "report", "studies"},
     "cli": {
-        *LOOSE, "extensions", "info", "generation", "folders", "llama_cpp", "data", "training",
+        *LOOSE, "extensions", "info", "generation", "folders", "data", "training",
         "evaluation", "analysis", "report", "studies",
     },
 }  # fmt: skip

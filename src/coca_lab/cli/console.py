@@ -22,7 +22,7 @@ POSITIONALS = {
     "prompt": "Text to continue; - reads it from standard input.",
     "results+": "Result files (JSON), and folders of runs, suites and searches.",
     "shell": "bash, zsh or tcsh.",
-    "target": "Folder (or file, with --gguf) to write; it must not exist yet, or be empty.",
+    "target": "Folder to write; it must not exist yet, or be empty.",
 }
 """Help of the words that are no options; a last ``?`` may be missing, a last ``+`` repeated."""
 DESCRIBE = "--describe"

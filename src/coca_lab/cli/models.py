@@ -32,7 +32,6 @@ from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings, chec
 from coca_lab.evaluation.task import Session, open_subject
 from coca_lab.folders import convert_folder, export_folder
 from coca_lab.generation import FiniteScores
-from coca_lab.llama_cpp import ARCHITECTURE, export_gguf
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
 from coca_lab.training import load_recipe, read_summary, recipe_parser, train
 from coca_lab.training.dry_run import RunCost, StageCost, dry_run
@@ -114,9 +113,6 @@ class ExportSettings:
 
     dtype: Literal["auto", Dtype] = "auto"
     """Precision of the weights; auto keeps it."""
-    gguf: bool = False
-    """Write a file for llama.cpp instead, TARGET, of the architecture that docs/llama-cpp.md
-    describes; for the Llama family."""
 
 
 def run_train(words: list[str]) -> None:
@@ -388,15 +384,10 @@ def _print_conversion(path: str, wanted: Conversion, folder: FolderSettings, mod
 
 
 def run_export(words: list[str]) -> None:
-    """Write a folder for which Transformers imports this package by itself, or a GGUF file."""
+    """Write a folder for which Transformers imports this package by itself."""
     positionals = ["model", "target"]
     path, target, settings = parse("coca export", run_export, words, [ExportSettings], positionals)
     check_name(path)
-    if settings.gguf:
-        known = export_gguf(path, target, dtype=settings.dtype)
-        note = "" if known else "; without a tokenizer: only byte-level BPE ones are supported"
-        print(f"{target}: architecture {ARCHITECTURE}, for llama.cpp with the patch in docs{note}")
-        return
     export_folder(path, target, dtype=settings.dtype)
     print(
         f"{target}: with trust_remote_code=True, Transformers imports coca-attention by itself, "
