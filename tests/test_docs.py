@@ -148,7 +148,7 @@ def test_the_tutorials_run_one_after_the_other(tmp_path, monkeypatch, capsys):
                 small = SMALL_STAGES
             assert main([*words, *small]) == 0, (words, capsys.readouterr().err)
             done.add(words[0] if words[0] != "eval" else words[1])
-    assert {"train", "convert", "export", "suite", "passkey", "analyze", "report"} <= done
+    assert {"train", "convert", "suite", "passkey", "analyze", "report"} <= done
 
 
 NOTEBOOK = ROOT / "docs" / "tutorials" / "notebook.ipynb"

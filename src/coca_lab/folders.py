@@ -12,9 +12,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from coca_attention.errors import UserError, known_problem
 from coca_attention.models.calibration import calibration_texts
-from coca_attention.models.cards import CARD, carry_over, write_card
+from coca_attention.models.cards import write_card
 from coca_attention.models.conversion import Conversion, convert, load_original
-from coca_attention.models.portable import check_portable, make_portable
 from coca_lab.files import check_new, writing
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 
@@ -26,7 +25,6 @@ def convert_folder(
     *,
     calibration: Tensor | None = None,
     from_original: bool = False,
-    portable: bool = False,
     dtype: str = "auto",
     progress: Callable[[str, int, int], Any] | None = None,
     dry_run: bool = False,
@@ -45,7 +43,6 @@ def convert_folder(
         calibration: Token ids (N,) for ``init="calibrated"``, cut into texts of the training
             length, at most 1,024 tokens; an incomplete last text is dropped.
         from_original: Whether the source is in the format of the paper's authors.
-        portable: Whether Transformers imports this package by itself, see `make_portable`.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
         progress: As for `convert`.
         dry_run: Whether to check everything and write nothing. The weights are not read then, but
@@ -74,15 +71,11 @@ def convert_folder(
             model = model_without_weights(source, dtype, any_head=True)
         else:
             model = load_model(source, dtype=dtype, device="cpu", any_head=True)
-        if portable:
-            check_portable(model)
         if calibration is not None:
             calibration = calibration_texts(calibration, model.config.get_text_config())
         model = convert(model, wanted, calibration=calibration, progress=progress)
     if dry_run:
         return model
-    if portable:
-        make_portable(model)
     with _writing(model, source, target) as folder:
         write_card(
             folder,
@@ -92,32 +85,6 @@ def convert_folder(
             untrained=wanted.changes_function and not from_original,
             report=report,
         )
-    return model
-
-
-def export_folder(
-    source: str | Path, target: str | Path, *, dtype: str = "auto"
-) -> PreTrainedModel:
-    """Write a CoCA model to a folder for which Transformers imports this package by itself.
-
-    Args:
-        source: Folder of the model (or its name).
-        target: Folder to write; must not exist or be empty.
-        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
-
-    Returns:
-        The model.
-
-    Raises:
-        UserError: If the source cannot be loaded or is a model of Transformers itself, or the
-            target cannot be written.
-    """
-    target = _new_folder(source, target)
-    model = load_model(source, dtype=dtype, device="cpu", any_head=True)
-    make_portable(model)
-    with _writing(model, source, target) as folder:
-        if CARD not in carry_over(source, folder, CARD):
-            write_card(folder, model.config, name=target.name)
     return model
 
 

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import pytest
 
 from coca_lab import lm_eval
-from coca_lab.folders import export_folder
 from coca_lab.report import printed_tables, read_results
 from conftest import tiny_model
 
@@ -29,7 +28,6 @@ metric_list: [{{metric: acc}}]
 def folders(tmp_path, tokenizer):
     tiny_model("strict").save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    export_folder(tmp_path / "model", tmp_path / "portable")
     data = tmp_path / "questions.jsonl"
     data.write_text('{"question": "alpha1", "choices": [" beta2", " gamma3"]}\n' * 2)
     (tmp_path / "tasks").mkdir()
@@ -37,11 +35,13 @@ def folders(tmp_path, tokenizer):
     return tmp_path
 
 
-def evaluate(folders, module, model):
-    words = ["run", "--model", "hf", "--model_args", f"{model},dtype=float32", "--device", "cpu"]
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
+def test_the_harness_command_evaluates_and_the_report_reads_its_results(folders):
+    words = ["run", "--model", "hf", "--model_args", "pretrained=model,dtype=float32"]
+    words += ["--device", "cpu"]
     words += ["--tasks", "tiny_choice", "--include_path", "tasks", "--output_path", "scores"]
     done = subprocess.run(
-        [sys.executable, "-m", module, *words],
+        [sys.executable, "-m", "coca_lab.lm_eval", *words],
         capture_output=True,
         text=True,
         cwd=folders,
@@ -50,18 +50,6 @@ def evaluate(folders, module, model):
     assert done.returncode == 0, done.stderr
     assert "tiny_choice" in done.stdout
     (file,) = folders.glob("scores/*/results_*.json")
-    return file
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
-def test_the_harness_reads_a_portable_folder(folders):
-    evaluate(folders, "lm_eval", "pretrained=portable,trust_remote_code=True")
-
-
-@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
-def test_the_harness_command_evaluates_and_the_report_reads_its_results(folders):
-    file = evaluate(folders, "coca_lab.lm_eval", "pretrained=model")
     accuracy = json.loads(file.read_text())["results"]["tiny_choice"]["acc,none"]
     ((header, rows),) = printed_tables(read_results([file.parent])[0]["results"])
     assert header == ["model", "tiny_choice: acc"] and rows == [["model", f"{accuracy:.4g}"]]

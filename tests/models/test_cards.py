@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from coca_attention.models import Roles
 from coca_attention.models.cards import write_card
 from coca_attention.testing import logits, some_tokens
-from coca_lab.cli import main
 from coca_lab.folders import convert_folder
 from coca_lab.training import load_recipe, train
 from conftest import CONFIGS, tiny_model
@@ -181,10 +180,3 @@ def test_a_model_from_no_folder_gets_a_card_when_it_is_pushed(monkeypatch):
     tiny_model("slack").push_to_hub("me/model")
     card = hub.files["README.md"].decode()
     assert 'from_pretrained("me/model")' in card and "| attention | slack |" in card
-
-
-def test_export_takes_the_card_along(source, tmp_path, capsys):
-    convert_folder(source, tmp_path / "target")
-    assert main(["export", str(tmp_path / "target"), str(tmp_path / "out")]) == 0
-    for name in ("README.md", "SOURCE_README.md", "LICENSE"):
-        assert (tmp_path / "out" / name).read_text() == (tmp_path / "target" / name).read_text()

@@ -112,6 +112,12 @@ def test_unsupported_models_are_not_changed():
         convert(model)
 
 
+def test_an_auto_map_of_the_original_is_dropped():
+    model = vanilla("Phi-3")
+    model.config.auto_map = {"AutoConfig": "configuration_phi3.Phi3Config"}
+    assert not hasattr(convert(model).config, "auto_map")
+
+
 def test_a_configuration_prints_all_fields():
     model = convert(vanilla("Llama"))
     assert "rope_parameters" in repr(model.config) and "coca_form" in repr(model.config)

@@ -1,5 +1,7 @@
 """The registered models: saving, caches, generation, positions, backends."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -216,6 +218,20 @@ def test_invalid_saved_configurations_and_devices_are_user_errors(tmp_path):
     path.write_text(path.read_text().replace('"slack"', '"loose"'))
     with pytest.raises(ValueError, match="unknown score form"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["strict", "alibi"])
+def test_loading_never_runs_code_of_the_folder(kind, tmp_path):
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    names = {"AutoConfig": "Config", "AutoModelForCausalLM": "Model"}
+    config["auto_map"] = {auto: f"foreign.{name}" for auto, name in names.items()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "foreign.py").write_text("raise SystemExit('foreign code')")
+    for trust in (None, False, True):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=trust)
+        assert type(loaded) is type(model)
 
 
 def test_a_truncated_weight_file_is_named(tmp_path):

@@ -14,12 +14,11 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
     eager_attention_forward,
 )
 
-from coca_attention.models.portable import PackagedConfig, PackagedModel
 from coca_attention.ops import alibi
 
 
 @strict
-class AlibiGPTNeoXConfig(PackagedConfig, GPTNeoXConfig):
+class AlibiGPTNeoXConfig(GPTNeoXConfig):
     """GPT-NeoX with linear biases instead of rotary embedding.
 
     ``max_position_embeddings`` is the training length in tokens; ``rope_parameters`` are unused.
@@ -74,7 +73,7 @@ class NoRotary(nn.Module):
         return None
 
 
-class AlibiGPTNeoXPreTrainedModel(PackagedModel, GPTNeoXPreTrainedModel):
+class AlibiGPTNeoXPreTrainedModel(GPTNeoXPreTrainedModel):
     config: AlibiGPTNeoXConfig
     _can_record_outputs = {"hidden_states": GPTNeoXLayer, "attentions": AlibiGPTNeoXAttention}
 

@@ -19,10 +19,10 @@ from coca_attention.models.fields import (
     rope_parameters,
     training_length,
 )
-from coca_attention.models.portable import PackagedConfig
 
 TEMPLATE = Path(__file__).with_name("card.md")
 CARD = "README.md"
+PACKAGE = __name__.partition(".")[0] + "."
 SOURCE_CARD = "SOURCE_README.md"
 PIPELINES = {
     "CausalLM": "text-generation",
@@ -126,7 +126,7 @@ def push_card(model: Any, repo_id: str, *, token: Any = None, private: bool | No
 
 def _card(config: Any, name: str, data: ModelCardData, **about: Any) -> ModelCard:
     decoder = config.get_text_config()
-    ours, composite = isinstance(decoder, PackagedConfig), decoder is not config
+    ours, composite = type(decoder).__module__.startswith(PACKAGE), decoder is not config
     head = (config.architectures or ["ForCausalLM"])[0].rpartition("For")[2]
     if composite and head == "ConditionalGeneration":
         head = "ImageTextToText"
@@ -176,10 +176,10 @@ def _facts(config: Any) -> dict[str, Any]:
     return facts
 
 
-def carry_over(source: str | Path, folder: Path, card: str = SOURCE_CARD) -> list[str]:
+def carry_over(source: str | Path, folder: Path) -> list[str]:
     """Copy what a model's folder has beside weights and tokenizer; the names of what there was.
 
-    These are its card, under the name given, its licenses, and how its images are prepared.
+    These are its card, as `SOURCE_CARD`, its licenses, and how its images are prepared.
     """
     optional: dict[str, Any] = {
         "_raise_exceptions_for_gated_repo": False,
@@ -187,12 +187,12 @@ def carry_over(source: str | Path, folder: Path, card: str = SOURCE_CARD) -> lis
         "_raise_exceptions_for_connection_errors": False,
     }
     copied: list[str] = []
-    for name in (CARD, *LICENSES, *PROCESSORS, *([SOURCE_CARD] if card == CARD else [])):
+    for name in (CARD, *LICENSES, *PROCESSORS):
         path = None
         with suppress(OSError):  # a folder that is gone, or no connection
             path = cached_file(str(source), name, **optional)
         if path is not None:
-            copied.append(card if name == CARD else name)
+            copied.append(SOURCE_CARD if name == CARD else name)
             shutil.copyfile(path, folder / copied[-1])
     return copied
 

@@ -16,7 +16,6 @@ from coca_attention.models.fields import (
     original_length,
     rope_parameters,
 )
-from coca_attention.models.portable import PackagedConfig
 from coca_attention.ops import RULES, Rotation, Rule, check_clipped_form, get_form
 
 CACHES = ("full", "half")
@@ -165,7 +164,7 @@ def check_continuous_batching(config: Any) -> None:
 
 
 @dataclass(kw_only=True, repr=False)
-class CoCAConfig(PackagedConfig):
+class CoCAConfig:
     """Fields that CoCA adds to a family's configuration; a mixin placed before the family's class.
 
     ``max_position_embeddings`` is the training length in tokens; ``rope_parameters`` contains the

@@ -27,7 +27,6 @@ from coca_attention.models.configuration import (
 from coca_attention.models.fields import GLOBAL, LOCAL, rope_parameters
 from coca_attention.models.hub import check_online
 from coca_attention.models.key_positions import KeyPositions
-from coca_attention.models.portable import PackagedModel
 from coca_attention.models.projections import (
     FoldedLinear,
     initial_form_parameters,
@@ -72,7 +71,7 @@ def replace_attention(
     body.rotary_emb = CoCARotary(body.config)
 
 
-class CollinearPreTrained(PackagedModel):
+class CollinearPreTrained:
     """What decoder and language model share: initialization of weights, and the model card."""
 
     def push_to_hub(self: Any, repo_id: str, **kwargs: Any) -> str:

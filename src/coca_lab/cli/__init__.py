@@ -29,7 +29,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "convert and serve": {
         "convert": ("models", "Turn a vanilla model's folder into the CoCA model of its family."),
-        "export": ("models", "Write a folder that loads by itself."),
         "generate": ("models", "Continue a prompt with a causal language model."),
         "serve": ("serve", "Serve models behind an interface like OpenAI's."),
     },

@@ -30,7 +30,7 @@ from coca_lab.data import SourceSettings, load_tokenizer, token_array
 from coca_lab.engine import Engine
 from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings, check_limits
 from coca_lab.evaluation.task import Session, open_subject
-from coca_lab.folders import convert_folder, export_folder
+from coca_lab.folders import convert_folder
 from coca_lab.generation import FiniteScores
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
 from coca_lab.training import load_recipe, read_summary, recipe_parser, train
@@ -87,9 +87,6 @@ class FolderSettings:
 
     from_original: bool = False
     """MODEL is a checkpoint in the format of the paper's authors."""
-    portable: bool = False
-    """Add a file by which Transformers, with trust_remote_code=True, imports this package itself;
-    the package must be installed."""
     dtype: Literal["auto", Dtype] = "auto"
     """Precision of the weights; auto keeps it."""
     dry_run: bool = False
@@ -105,14 +102,6 @@ class CalibrationSettings(SourceSettings):
     .xz, .zst); or hf:NAME."""
     calibration_tokens: Annotated[int, Field(ge=2)] = 8192
     """Tokens of it to read, from its beginning."""
-
-
-@dataclass
-class ExportSettings:
-    """How the folder is written."""
-
-    dtype: Literal["auto", Dtype] = "auto"
-    """Precision of the weights; auto keeps it."""
 
 
 def run_train(words: list[str]) -> None:
@@ -381,15 +370,3 @@ def _print_conversion(path: str, wanted: Conversion, folder: FolderSettings, mod
     print_table(["", "conversion"], rows)
     _print_training_length(model, wanted.length)
     print("Nothing was written.")
-
-
-def run_export(words: list[str]) -> None:
-    """Write a folder for which Transformers imports this package by itself."""
-    positionals = ["model", "target"]
-    path, target, settings = parse("coca export", run_export, words, [ExportSettings], positionals)
-    check_name(path)
-    export_folder(path, target, dtype=settings.dtype)
-    print(
-        f"{target}: with trust_remote_code=True, Transformers imports coca-attention by itself, "
-        "which must be installed; the code in the folder imports that package and nothing else"
-    )
