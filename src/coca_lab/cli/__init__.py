@@ -34,7 +34,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "look": {
         "report": ("look", "Turn result files, or folders of runs, into one page."),
-        "info": ("look", "Say what this machine has, or what the folder of a model holds."),
+        "info": ("look", "Print versions and hardware, or the configuration of a model."),
         "completion": ("completion", "Print a script that completes commands in a shell."),
     },
 }

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 POSITIONALS = {
     "model": "Folder or name of a Transformers model.",
-    "model?": "Folder of a model or a run; without one, this machine is described.",
+    "model?": "Folder or name of a model; without one, this machine is described.",
     "prompt": "Text to continue; - reads it from standard input.",
     "results+": "Result files (JSON), and folders of runs, suites and searches.",
     "shell": "bash, zsh or tcsh.",

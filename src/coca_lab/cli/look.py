@@ -1,4 +1,4 @@
-"""Commands that show what there is: the report page, folders and the machine."""
+"""Commands that show what there is: the report page, a model and the machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ def run_report(words: list[str]) -> None:
 
 
 def run_info(words: list[str]) -> None:
-    """Say what this machine has, or what the folder of a model or a run holds."""
+    """Print versions and hardware of this machine, or the configuration of a model."""
     (path,) = parse("coca info", run_info, words, [], ["model?"])
     rows = model_folder(path) if path else machine()
     width = max(len(name) for name, _ in rows)
