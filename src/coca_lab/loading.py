@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 import coca_lab.baselines  # noqa: F401 (registers them with Transformers)
 from coca_attention.errors import UserError
 from coca_attention.models.hub import check_name
+from coca_attention.models.sinks import use_fused_attention
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def load_model(
             use_safetensors=True,
             trust_remote_code=False,
         )
-    model, info = loaded
+    model, info = use_fused_attention(loaded[0]), loaded[1]
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(

@@ -4,6 +4,7 @@ Legend: B batch, T query length, S key length, H query heads, G key/value heads,
 Dv value width.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,7 @@ def attend(
     bias: Decay | None = None,
     positions: tuple[Tensor, Tensor] | None = None,
     segments: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * Q K^T + mask + bias) V.
 
@@ -61,6 +63,8 @@ def attend(
         segments: A number for every key, (B, S), of which the queries have the last T: a query sees
             keys of its own number alone, as of packed documents. Masks are formed for one block of
             queries at a time.
+        sinks: Score of a further key, whose value is 0, for every head, (H,): what attention to
+            nothing scores. Every query sees it, whatever the window and the masks.
 
     Returns:
         (B, H, T, Dv).
@@ -93,11 +97,16 @@ def attend(
     scale = width**-0.5 if scale is None else scale
     whole = bias is None and segments is None and attention_mask is None and queries == keys
     whole = whole and (window is None or window >= keys)
-    if is_causal and not whole and can_be_opaque(queries, attention_mask, dropout):
+    blocks = is_causal and not whole and sinks is None
+    if blocks and can_be_opaque(queries, attention_mask, dropout):
         places = (None, None) if positions is None else positions
         decay = None if bias is None else [*bias]
         query, key, value = in_autocast(query, key, value)
         return _attend(query, key, value, attention_mask, segments, *places, window, scale, decay)
+    sink_key = None
+    if sinks is not None:
+        query, key, sink_key = _add_sink(query, key, sinks, scale)
+        width += 1
     # The fused kernels need equal widths: with unequal ones PyTorch falls back to a kernel that
     # materializes the score matrix. Zero columns change neither the scores nor the output.
     if value_width < width:
@@ -126,7 +135,9 @@ def attend(
     def call(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False
     ) -> Tensor:
-        return F.scaled_dot_product_attention(
+        if sink_key is not None:
+            query, key, value, mask = _prepend_sink(query, key, value, mask, causal, sink_key)
+        output = F.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -136,6 +147,7 @@ def attend(
             scale=scale,
             enable_gqa=grouped,
         )
+        return output if sink_key is None or not causal else output[..., 1:, :]
 
     if banded and window is not None:
         output = _attend_window(call, query, key, value, attention_mask, window, segments)
@@ -244,6 +256,51 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+
+
+def _add_sink(
+    query: Tensor, key: Tensor, sinks: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query and key with one more column, and the key that scores as the sink.
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, G, S, D).
+        sinks: (H,).
+        scale: Multiplies the scores.
+
+    Returns:
+        (B, H, T, D + 1), (B, G, S, D + 1) and (D + 1,).
+    """
+    unit = 2.0 ** round(-math.log2(scale))  # exact in every dtype, and keeps the column small
+    column = (sinks / (scale * unit)).to(query.dtype)[:, None, None]
+    sink_key = key.new_zeros(key.shape[-1] + 1)
+    sink_key[-1] = unit
+    query = torch.cat((query, column.expand(*query.shape[:-1], 1)), dim=-1)
+    return query, F.pad(key, (0, 1)), sink_key
+
+
+def _prepend_sink(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    sink_key: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Arguments of an attention kernel with a first key that all queries see, of value 0.
+
+    Under ``causal``, a first query keeps the others aligned with their keys.
+    """
+    sink_key = F.pad(sink_key, (0, key.shape[-1] - len(sink_key)))
+    key = torch.cat((sink_key.expand(*key.shape[:-2], 1, -1), key), dim=-2)
+    value = F.pad(value, (0, 0, 1, 0))
+    query = F.pad(query, (0, 0, 1, 0)) if causal else query
+    if mask is not None:
+        mask = F.pad(
+            mask.expand(*mask.shape[:-1], key.shape[-2] - 1), (1, 0), value=mask.dtype == torch.bool
+        )
+    return query, key, value, mask
 
 
 def _check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:

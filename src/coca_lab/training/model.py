@@ -26,6 +26,7 @@ from coca_attention.models.conversion import convert
 from coca_attention.models.fields import attention_of, rope_parameters
 from coca_attention.models.roles import Roles, rotation_fields
 from coca_attention.models.scaling import set_rotary_scaling
+from coca_attention.models.sinks import use_fused_attention
 from coca_attention.ops import FORMS
 from coca_lab.loading import load_model, model_without_weights
 from coca_lab.training.recipe import Recipe
@@ -63,9 +64,8 @@ def make_model(
     """
     if recipe.model.start is None:
         with torch.device("meta") if empty else nullcontext():
-            model: Any = AutoModelForCausalLM.from_config(
-                model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
-            )
+            config = model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
+            model: Any = use_fused_attention(AutoModelForCausalLM.from_config(config))
     else:
         model = _load_start(recipe.model, recipe.model.start, len(tokenizer), blocks, empty)
     if recipe.model.interpolation is not None:

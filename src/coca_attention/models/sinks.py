@@ -1,0 +1,112 @@
+"""Attention with sinks for models of Transformers whose own implementation of it is `eager`.
+
+GraniteSWA has a learned score per head for attending to nothing: a window and a sink for each
+layer, which vLLM, SGLang and llama.cpp run, too. Transformers has no `sdpa` attention for it.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from coca_attention.ops import attend
+
+SINKS = "sinks"
+"""Name of the attention implementation, as for ``attn_implementation`` in Transformers."""
+
+
+def use_fused_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Let a model with sinks compute attention through SDPA in place of `eager`.
+
+    Args:
+        model: Any model; others than GraniteSWA stay as they are. What it saves is the same.
+
+    Returns:
+        The model.
+    """
+    config: Any = model.config
+    if config.model_type == "granite_swa" and config._attn_implementation == "eager":
+        model.set_attn_implementation(SINKS)
+    return model
+
+
+def sink_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    s_aux: Tensor,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention with a sink per head for Transformers' `AttentionInterface`.
+
+    Args:
+        module: The layer.
+        query: (B, H, T, D).
+        key: (B, G, S, D).
+        value: (B, G, S, D).
+        attention_mask: From `sink_mask`: all that a query sees, or None for causal attention
+            within the window.
+        scaling: Multiplies the scores.
+        s_aux: The sinks, (H,).
+        dropout: Probability of dropping an attention weight.
+        sliding_window: Tokens that a query sees, its own included; None for all.
+        **kwargs: Not used.
+
+    Returns:
+        (B, T, H, D), and None for the weights.
+    """
+    causal = attention_mask is None
+    output = attend(
+        query,
+        key,
+        value,
+        attention_mask=attention_mask,
+        is_causal=causal,
+        window=sliding_window if causal else None,
+        scale=scaling,
+        dropout=dropout,
+        sinks=s_aux,
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def sink_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    *,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of `sink_attention` for Transformers' `AttentionMaskInterface`.
+
+    None if the queries are the last tokens of the keys, without padding and packing: `attend`
+    then applies causality and window in blocks. Otherwise that of `sdpa`, (B, 1, T, S).
+    """
+    last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    if allow_is_causal_skip and last and (attention_mask is None or bool(attention_mask.all())):
+        return None
+    return sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        **kwargs,
+    )
+
+
+AttentionInterface.register(SINKS, sink_attention)
+AttentionMaskInterface.register(SINKS, sink_mask)
