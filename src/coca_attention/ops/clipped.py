@@ -18,11 +18,18 @@ from coca_attention.ops.attention import (
     cut_mask,
     decay_of,
     hidden_by,
+    in_autocast,
     same_segment,
     with_bias,
 )
 from coca_attention.ops.forms import ScoreForm
 from coca_attention.ops.opaque import opaque
+from coca_attention.ops.parts import (
+    attend_parts,
+    can_attend_parts,
+    clipped_parts,
+    document_parts,
+)
 from coca_attention.ops.positions import Decay
 
 # Scores in a block of queries. On a CPU they should stay in its cache: eight times as many took two
@@ -101,6 +108,12 @@ def attend_clipped(
     if batch == 0 or queries == 0:
         weights = query.new_zeros(batch, heads, queries, keys) if with_weights else None
         return query.new_zeros(batch, heads, queries, value.shape[-1]), weights
+    plain = consecutive and is_causal and attention_mask is None and bias is None
+    plain = plain and (window is None or window >= keys)
+    if plain and not dropout and not with_weights and can_attend_parts(query):
+        return _attend_in_parts(
+            query, key, far_query, far_key, value, max_distance, scale, segments
+        ), None
     wide = torch.promote_types(query.dtype, torch.float32)
     query_positions, key_positions = positions
 
@@ -161,6 +174,32 @@ def attend_clipped(
             found = [block(*piece) for piece in pieces]
     outputs, weights = zip(*found, strict=True)
     return torch.cat(outputs, dim=-2), torch.cat(weights, dim=-2) if with_weights else None
+
+
+def _attend_in_parts(
+    query: Tensor,
+    key: Tensor,
+    far_query: Tensor,
+    far_key: Tensor,
+    value: Tensor,
+    max_distance: int,
+    scale: float,
+    segments: Tensor | None,
+) -> Tensor:
+    """`attend_clipped` at consecutive positions, without a mask."""
+    queries, keys = query.shape[-2], far_key.shape[-2]
+    tensors = in_autocast(query, F.pad(key, (0, 0, keys - key.shape[-2], 0)), far_query, far_key)
+    tensors = *tensors, *in_autocast(value)
+    if segments is None:
+        parts = list(clipped_parts(queries, keys, max_distance))
+        return attend_parts(parts, *tensors, scale=scale)
+    outputs = []
+    for row, *own in zip(segments, *tensors, strict=True):
+        # Every document is a text of its own.
+        lengths = row.unique_consecutive(return_counts=True)[1].tolist()
+        parts = document_parts(lengths, queries, max_distance)
+        outputs.append(attend_parts(parts, *(x.unsqueeze(0) for x in own), scale=scale))
+    return torch.cat(outputs)
 
 
 @opaque(differentiable=5)
