@@ -14,7 +14,6 @@ from coca_attention.models.alibi import (
     AlibiGPTNeoXModel,
 )
 from coca_attention.models.configuration import add_rope_types
-from coca_attention.models.context_parallel import split_sequences
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.families import (
     CLASSES,
@@ -68,6 +67,5 @@ __all__ = [
     "load_original",
     "register_models",
     "set_rotary_scaling",
-    "split_sequences",
     "training_length",
 ]

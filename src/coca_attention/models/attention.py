@@ -12,7 +12,7 @@ before rotation, of width P + F (``"half"``, and with limited distances).
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,6 @@ from coca_attention.models.projections import (
 )
 from coca_attention.models.rotary import Far
 from coca_attention.ops import hidden_by, key_map, query_map, score_scale
-
-if TYPE_CHECKING:
-    from coca_attention.models.context_parallel import Split
 
 
 def eager_attention(
@@ -110,7 +107,6 @@ class CollinearAttention(nn.Module):
         layer_past: Any = None,
         key_positions: KeyPositions | None = None,
         roles: dict[str, tuple[Any, Any]] | None = None,
-        split: "Split | None" = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """One attention layer.
@@ -122,12 +118,9 @@ class CollinearAttention(nn.Module):
             past_key_values: Cache, as most families name it.
             layer_past: Cache, as GPT-NeoX names it.
             key_positions: With a half cache, a decay or limited distances, the positions of the
-                tokens in the cache and of this pass, from `CollinearModel`; with ``split``, of the
-                whole sequence.
+                tokens in the cache and of this pass, from `CollinearModel`.
             roles: Where one set of rotary parameters serves local and global layers, the mask and
                 the position embeddings of each layer type, from `CollinearModel`.
-            split: How the sequence is split over processes, from `split_sequences`; T are the
-                tokens of this process.
             **kwargs: Passed to the attention implementation.
 
         Returns:
@@ -158,20 +151,17 @@ class CollinearAttention(nn.Module):
             _, first = cache.get_mask_sizes(length, self.layer_idx)
         if half:
             coefficients, value = self._cached(cache, coefficients, value)
-        keys = coefficients.shape[-2] if split is None else split.length
+        keys = coefficients.shape[-2]
         layer = LayerPass(self, attention_mask, bias, key_positions, first)
         if far is not None:
             beyond = min(keys, layer.window or keys) > far.max_distance
-            if split is None:
-                layer.check_limits(beyond=beyond)
+            layer.check_limits(beyond=beyond)
             if not beyond:
                 far, layer = None, layer._replace(bias=None)  # both begin farther away
         limit = None if far is None else Limit(query_at(*far.tables), far.max_distance)
 
         output, weights = None, None
-        if split is not None:
-            output = layer.attend_split(split, query, limit, coefficients, value)
-        elif half and key_positions is not None:
+        if half and key_positions is not None:
             # Without key_positions Transformers has created the cache, which was empty before.
             if limit is None and layer.decodes(query):
                 output = layer.attend_half(query, coefficients, value)

@@ -130,8 +130,7 @@ class CollinearModel(CollinearPreTrained):
             raise ValueError(
                 "a decay and max_distance are for causal models: leave them out of rope_parameters"
             )
-        split = kwargs.get("split")  # of `split_sequences`
-        placed = half or positioned or split is not None
+        placed = half or positioned
         given = (tokens, attention_mask, position_ids, past_key_values)
         segments = None if tokens is None else self._segments(*given, kwargs.get("use_cache"))
         if tokens is not None and (placed or own_roles):
@@ -140,10 +139,7 @@ class CollinearModel(CollinearPreTrained):
                 steps = torch.arange(tokens.shape[1], device=tokens.device) + past
                 position_ids = steps.unsqueeze(0)
             if placed:
-                places = position_ids
-                if split is not None:
-                    places = torch.arange(split.length, device=tokens.device).unsqueeze(0)
-                kwargs["key_positions"] = KeyPositions(self, past_key_values, places, mask)
+                kwargs["key_positions"] = KeyPositions(self, past_key_values, position_ids, mask)
             if own_roles:
                 given = (tokens, attention_mask, position_ids, past_key_values)
                 kwargs["roles"] = self._roles(*given, segments)

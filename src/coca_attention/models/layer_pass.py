@@ -1,13 +1,13 @@
 """Attention of one layer in one pass where Transformers' attention functions do not compute it.
 
-A decay, limited distances, windows without a mask, one token over a half cache, and a sequence
-split over processes. Every method is exact.
+A decay, limited distances, windows without a mask, and one token over a half cache. Every method is
+exact.
 
 Legend: B batch, T query length, S key length, H query heads, G key/value heads, D head width,
 P = D/2 rotary pairs, F free pairs, R rotary width.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from coca_attention.ops import (
     with_bias,
 )
 
-if TYPE_CHECKING:
-    from coca_attention.models.context_parallel import Split
-
 
 class Limit(NamedTuple):
     """A largest distance W, and Q' there, (B, H, T, D)."""
@@ -46,8 +43,7 @@ class LayerPass(NamedTuple):
         module: The attention module.
         mask: In the format of the attention implementation, or from `CollinearModel._segments`.
         bias: `Rotation.bias`, or None.
-        positions: With a half cache, a decay, limited distances or a split sequence, where tokens
-            are.
+        positions: With a half cache, a decay or limited distances, where tokens are.
         first: First slot that the layer's cache returns.
     """
 
@@ -182,44 +178,6 @@ class LayerPass(NamedTuple):
             **self._options,
         )
         return output.transpose(1, 2), weights
-
-    def attend_split(
-        self,
-        split: "Split",
-        query: Tensor,
-        limit: Limit | None,
-        coefficients: Tensor,
-        value: Tensor,
-    ) -> Tensor:
-        """Attention of the tokens of this process to those of all processes.
-
-        Args:
-            split: How the sequence is split.
-            query: Q' at the positions of the tokens, (B, H, T, D).
-            limit: The largest distance, or None.
-            coefficients: (B, G, T, P + F).
-            value: (B, G, T, D).
-        """
-        heads, places = query.shape[1], self._at.places(0, split.length)
-        queries = query if limit is None else torch.cat((query, limit.query), dim=-1)
-        queries, coefficients, value = split.to_heads(queries, coefficients, value)
-        query, *far = queries.split(query.shape[-1], dim=-1)
-        free_pairs = self.module.free_pairs
-        key = key_map(coefficients, *self.tables(split.length), free_pairs=free_pairs)
-        options = {"window": self.window, "positions": places, **self._options}
-        if limit is None:
-            output = attend(query, key, value, **options)
-        else:
-            output, _ = attend_clipped(
-                query,
-                key,
-                far_query_map(far[0], free_pairs),
-                coefficients,
-                value,
-                max_distance=limit.max_distance,
-                **options,
-            )
-        return split.to_tokens(output, heads)
 
     def attend_keys(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """Attention without a mask, or with a decay, in place of ``scaled_dot_product_attention``.

@@ -92,32 +92,11 @@ class Recipe:
                 ),
             }
         )
-        if self.training.context_parallel > 1:
-            self._check_context_parallel()
         for stage in self.stages:
             with error_prefix(f"stage {stage.name!r}: "):
                 check_types(stage)
                 stage.check()
                 self._check_stage(stage)
-
-    def _check_context_parallel(self) -> None:
-        """Raise UserError if sequences cannot be split over processes."""
-        problems = {
-            "model.attention alibi": self.model.attention == "alibi",
-            "data.separate_documents": self.data.separate_documents,
-            "training.loss_chunk": self.training.loss_chunk is not None,
-            "validation.passkeys": self.validation.passkeys,
-            "validation.needles": self.validation.needles,
-        } | {
-            f"objective {stage.objective} (stage {stage.name})": stage.objective != "next_token"
-            for stage in self.stages
-        }
-        refuse(
-            {
-                f"training.context_parallel cannot be combined with {name}": holds
-                for name, holds in problems.items()
-            }
-        )
 
     def _check_stage(self, stage: StageRecipe) -> None:
         """Raise UserError if a stage does not fit the model."""

@@ -171,8 +171,8 @@ def claim_folder(
     if path.is_file():
         found = load_recipe(path)
         different = differences(found.resolved(), recipe.resolved())
-        # None of them has an influence on what is trained; model.dtype is that of the saved model.
-        ignored = {"data.cache", "training.context_parallel"}
+        # Neither has an influence on what is trained; model.dtype is that of the saved model.
+        ignored = {"data.cache"}
         updated = set() if is_finished(output) else {"model.dtype", *may_change}
         changed = [name for name in different if name not in ignored | updated]
         before, after = found.training.steps, recipe.training.steps

@@ -337,9 +337,6 @@ class TrainingRecipe:
     """Maximum norm of the gradients; larger gradients are scaled down."""
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Autocast dtype of the forward and backward pass; weights stay in float32."""
-    context_parallel: Count = 1
-    """Number of processes that share each sequence; their memory for it falls accordingly. Set
-    gradient_checkpointing, too."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     loss_chunk: Count | None = None

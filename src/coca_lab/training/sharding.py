@@ -1,4 +1,4 @@
-"""FSDP2 and context parallelism: what a run needs beyond the configuration of Accelerate.
+"""FSDP2: what a run needs beyond the configuration of Accelerate.
 
 The weights, gradients and optimizer states of a sharded run are distributed over its processes. Its
 checkpoints are those of torch.distributed.checkpoint: every process writes its own part, and any
@@ -24,7 +24,6 @@ from accelerate.utils import (
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from accelerate.utils.dataclasses import get_module_class_from_name
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainingArguments
@@ -85,30 +84,13 @@ def prepare_sharding(
     return plugin
 
 
-def prepare_context(accelerator: Accelerator, size: int) -> ProcessGroup | None:
-    """Set up a new Accelerator for groups of processes that share sequences.
-
-    The processes of a group read the same blocks, and losses count their tokens once. The model is
-    left to `split_sequences`, in place of PyTorch's ``context_parallel``.
-
-    Args:
-        accelerator: Modified in place.
-        size: Processes of a group.
-
-    Returns:
-        The group of this process, or None if each has its own blocks.
-    """
-    if size == 1:
-        return None
-    state: Any = accelerator.state
-    if state.parallelism_config is None:
-        # Not when it was made, because Accelerate refuses CPUs.
-        replicas = accelerator.num_processes // size
-        state.parallelism_config = ParallelismConfig(dp_shard_size=replicas, cp_size=size)
-        state.device_mesh = state.parallelism_config.get_device_mesh(accelerator.device.type)
-    accelerator._prepare_cp = lambda *prepared: prepared
-    mesh: Any = state.device_mesh
-    return mesh["cp"].get_group()
+def check_parallelism(parallel: ParallelismConfig | None) -> None:
+    """Raise UserError if processes would share sequences or layers: every one is a replica here."""
+    if parallel is not None and parallel.non_data_parallel_size > 1:
+        raise UserError(
+            "coca train reads other blocks in every process: set cp_size, sp_size and tp_size of "
+            "parallelism_config to 1, and shard the weights by FSDP2 instead"
+        )
 
 
 def check_options(plugin: FullyShardedDataParallelPlugin) -> None:

@@ -3,7 +3,6 @@
 import math
 import shutil
 import sys
-from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
-from coca_attention.models.context_parallel import split_sequences
 from coca_lab.files import sync, sync_folder
 from coca_lab.training.checkpoints import (
     catch_write_errors,
@@ -33,11 +31,11 @@ from coca_lab.training.sections import TrainingRecipe
 from coca_lab.training.sharding import (
     catch_read_errors,
     check_layers,
+    check_parallelism,
     is_sharded,
     load_optimizer_parts,
     load_parts,
     own_part,
-    prepare_context,
     prepare_sharding,
 )
 
@@ -83,19 +81,11 @@ def training_arguments(
             f"one process cannot use {torch.cuda.device_count()} GPUs: start one process per GPU "
             "with accelerate launch, or select a GPU with CUDA_VISIBLE_DEVICES=0"
         )
-    shared = settings.context_parallel
-    replicas, rest = divmod(world_size, shared)
-    if rest:
-        raise UserError(
-            f"training.context_parallel must divide the number of processes, got {shared} and "
-            f"{world_size}: start with torchrun --nproc-per-node {shared} -m coca_lab.cli …"
-        )
-    per_pass = settings.micro_batch_size * replicas
+    per_pass = settings.micro_batch_size * world_size
     if settings.global_batch_size % per_pass:
         raise UserError(
-            f"global_batch_size must be a multiple of micro_batch_size x processes"
-            f"{'' if shared == 1 else ' / context_parallel'}; got {settings.global_batch_size} and "
-            f"{settings.micro_batch_size} x {replicas}"
+            "global_batch_size must be a multiple of micro_batch_size x processes; got "
+            f"{settings.global_batch_size} and {settings.micro_batch_size} x {world_size}"
         )
     known: dict[str, Any] = {
         "output_dir": str(output / "checkpoints"),
@@ -170,8 +160,6 @@ class RecipeTrainer(Trainer):
         super().__init__(**kwargs)
         if self.shards is not None:
             check_layers(self.shards, kwargs["model"])
-        if self.context is not None:
-            split_sequences(kwargs["model"], self.context)
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
@@ -181,12 +169,9 @@ class RecipeTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.context = prepare_context(self.accelerator, self.settings.context_parallel)
+        check_parallelism(self.accelerator.parallelism_config)
         self.shards = prepare_sharding(self.accelerator, self.args)
         self.is_fsdp_enabled = self.shards is not None
-
-    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
-        return nullcontext, inputs
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self.shards is not None and not self.accelerator._models:

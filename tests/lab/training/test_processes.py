@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
@@ -32,7 +33,7 @@ from coca_lab.training import (
 )
 from coca_lab.training.checkpoints import catch_write_errors
 from coca_lab.training.sections import TrainingRecipe
-from coca_lab.training.sharding import check_layers, check_options
+from coca_lab.training.sharding import check_layers, check_options, check_parallelism
 from coca_lab.training.trainer import training_arguments
 from conftest import VOCABULARY, tiny_model
 from families import FAMILIES, vanilla
@@ -61,7 +62,6 @@ STAGES = [
     {"name": "hidden_states", "objective": "hidden_states"},  # and logits
     {"name": "adapters", "train": "lora", "lora_rank": 2},
 ]
-ALONE = ["--training.context_parallel", "1"]
 # The command line, for several runs in one launch, with faults in the second process.
 COMMANDS = """
 import os, signal, sys, time
@@ -161,22 +161,6 @@ def recipes(text_folder, tokenizer, tmp_path_factory):
                 "lengths": [270],
             },
         },
-        # Local and global layers, grouped heads, and blocks of 15 tokens in four chunks.
-        "split": {
-            "model": {
-                "attention": "strict",
-                "body": "llama",
-                "hidden_size": 32,
-                "num_layers": 2,
-                "num_heads": 4,
-                "num_key_value_heads": 2,
-                "layers": "lg",
-                "window": 5,
-            },
-            "data": {**data, "vocab_size": 300, "block_length": 15},
-            "training": {**TRAINING, "steps": 10, "save_every": 5, "context_parallel": 2},
-            "validation": {"every": 5, "source": str(text_folder), "batches": 1},
-        },
     }
     for name, content in contents.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
@@ -187,7 +171,7 @@ def recipes(text_folder, tokenizer, tmp_path_factory):
 def runs(recipes, tmp_path_factory):
     """The folder with the runs of two processes (two-…) and of one (one-…)."""
     folder = tmp_path_factory.mktemp("runs")
-    names = ("scratch", "staged", "split")
+    names = ("scratch", "staged")
     done = started(
         folder, fsdp2(), [(recipes / f"{name}.yaml", folder / f"two-{name}") for name in names]
     )
@@ -196,7 +180,7 @@ def runs(recipes, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retrieval, "ANSWER", 4)
         for name in names:
-            train(load_recipe(recipes / f"{name}.yaml", ALONE), folder / f"one-{name}")
+            train(load_recipe(recipes / f"{name}.yaml"), folder / f"one-{name}")
     return folder
 
 
@@ -269,43 +253,6 @@ def test_stages_bfloat16_and_recomputed_activations_on_two_processes(runs):
     )
     trained = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name.split(".")[-2] for name in trained} == {"q_proj", "t_proj"}
-
-
-# Attention sums over keys in another order, too, which changes the second last bit of float32, so
-# that the limit for weights is a hundredth of one step's update.
-SPLIT_WEIGHT = 1e-4
-
-
-def assert_the_same_split(ours, runs):
-    """Losses, weights and validation of a run of blocks shared by processes."""
-    assert_the_same(ours, runs / "one-split", 10, SPLIT_WEIGHT)
-    found, expected = (
-        [entry["perplexity"] for entry in read_summary(folder)["validation"]]
-        for folder in (ours, runs / "one-split")
-    )
-    assert len(found) == 3 and found == pytest.approx(expected, rel=LOSS)
-
-
-def test_two_processes_share_every_block(runs):
-    assert_the_same_split(runs / "two-split", runs)
-
-
-def test_one_process_resumes_a_run_whose_blocks_were_shared(runs, recipes, tmp_path):
-    output = unfinished(runs / "two-split", tmp_path / "run", 10)
-    train(load_recipe(recipes / "split.yaml", ALONE), output)
-    assert_the_same_split(output, runs)
-
-
-@pytest.mark.slow
-def test_two_groups_share_blocks_without_shards(runs, recipes, tmp_path):
-    """Four processes, and a run of one that they resume."""
-    output = unfinished(runs / "one-split", tmp_path / "resumed", 10)
-    launch = [*DDP[:-1], "4"]
-    run = [(recipes / "split.yaml", tmp_path / "run"), (recipes / "split.yaml", output)]
-    done = started(tmp_path, launch, run)
-    assert done.returncode == 0, done.stderr
-    for folder in (tmp_path / "run", output):
-        assert_the_same_split(folder, runs)
 
 
 def unfinished(run, output, step):
@@ -415,6 +362,13 @@ def test_configurations_that_are_not_supported(monkeypatch, options, message):
     with pytest.raises(UserError, match=message):
         check_options(plugin(monkeypatch, **options))
     check_options(plugin(monkeypatch))
+
+
+def test_every_process_is_a_replica():
+    check_parallelism(ParallelismConfig(dp_shard_size=2))
+    for name in ("cp_size", "sp_size", "tp_size"):
+        with pytest.raises(UserError, match="set cp_size, sp_size and tp_size of"):
+            check_parallelism(ParallelismConfig(**{name: 2}))
 
 
 def test_layers_to_gather_must_be_known(monkeypatch):

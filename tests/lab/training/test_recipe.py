@@ -147,31 +147,6 @@ def test_the_written_recipe_reads_back_equal(tmp_path):
             r"r.yaml: training\.steps: Input should be .* equal to 1, got 0",
         ),
         (
-            "training:\n  context_parallel: 0\n",
-            "context_parallel: Input should be .* equal to 1, got 0",
-        ),
-        (
-            "model:\n  attention: alibi\ntraining:\n  context_parallel: 2\n",
-            "context_parallel cannot be combined with model.attention alibi",
-        ),
-        (
-            "data:\n  separate_documents: true\ntraining:\n  context_parallel: 2\n",
-            "context_parallel cannot be combined with data.separate_documents",
-        ),
-        (
-            "model:\n  start: base\ntraining:\n  context_parallel: 2\n"
-            "stages: [{name: a, train: t, objective: attention}]\n",
-            r"cannot be combined with objective attention \(stage a\)",
-        ),
-        (
-            "training:\n  context_parallel: 2\n  loss_chunk: 64\n",
-            "cannot be combined with training.loss_chunk",
-        ),
-        (
-            "training:\n  context_parallel: 2\nvalidation:\n  every: 5\n  passkeys: 2\n",
-            "cannot be combined with validation.passkeys",
-        ),
-        (
             "training:\n  final_share: 2\n",
             "final_share: Input should be less than or equal to 1, got 2",
         ),
@@ -243,12 +218,3 @@ def test_accumulation_fills_the_global_batch(tmp_path):
     arguments = training_arguments(training, tmp_path, world_size=8)
     assert arguments.gradient_accumulation_steps == 2  # the paper's 256 over 8 GPUs
     assert arguments.per_device_train_batch_size == 16
-
-
-def test_processes_that_share_blocks_count_once(tmp_path):
-    training = load_recipe(None, ["--training.context_parallel", "4"]).training
-    assert training_arguments(training, tmp_path, 8).gradient_accumulation_steps == 8
-    with pytest.raises(ValueError, match="must divide the number of processes, got 4 and 6"):
-        training_arguments(training, tmp_path, 6)
-    with pytest.raises(ValueError, match="got 4 and 1: start with torchrun --nproc-per-node 4"):
-        training_arguments(training, tmp_path, 1)
