@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -173,9 +172,6 @@ def _auto_class(path: str) -> Any:
     """The Auto class of the head that a folder's configuration names."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     task = (config.architectures or [""])[0].partition("For")[2]
-    composite = AutoModelForImageTextToText
-    if task == "ConditionalGeneration" and type(config) in composite._model_mapping:
-        return composite
     return getattr(transformers, f"AutoModelFor{task}", AutoModelForCausalLM)
 
 

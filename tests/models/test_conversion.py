@@ -11,7 +11,16 @@ import accelerate
 import peft
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from coca_attention import convert
 from coca_attention.errors import UserError
@@ -23,7 +32,7 @@ from coca_lab import folders
 from coca_lab.cli import main
 from coca_lab.data import read_documents, token_array
 from coca_lab.folders import convert_folder
-from families import FAMILIES, vanilla
+from families import FAMILIES, SIZES, vanilla
 
 
 def test_an_unsupported_model_lists_the_families():
@@ -135,6 +144,27 @@ def test_a_decoder_without_head_is_converted(family):
     assert type(body) is type(AutoModel.from_config(body.config))
     expected = convert(whole).base_model(ids).last_hidden_state
     assert torch.equal(body(ids).last_hidden_state, expected)
+
+
+def test_the_language_model_of_a_llava_is_converted(tmp_path):
+    torch.manual_seed(0)
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = LlavaConfig(
+        text_config=LlamaConfig(**SIZES),
+        vision_config=CLIPVisionConfig(**vision, num_hidden_layers=2, image_size=28, patch_size=14),
+        image_token_id=5,
+    )
+    model = LlavaForConditionalGeneration(config).eval()
+    with pytest.raises(UserError, match=r"convert\(model.get_decoder\(\)\) converts its language"):
+        convert(model)
+    model.config.text_config = convert(model.get_decoder(), "strict", kv_cache="half").config
+    ids, pixels = some_tokens(model), torch.randn(2, 3, 28, 28)
+    ids[ids == 5] += 1
+    ids[:, 3:7] = 5  # four patches
+    model.save_pretrained(tmp_path)
+    loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+    expected = logits(model, ids, pixel_values=pixels)
+    assert torch.equal(logits(loaded, ids, pixel_values=pixels), expected)
 
 
 def test_settings_of_the_model_are_kept():

@@ -1,6 +1,5 @@
 """Converting vanilla models and the authors' checkpoints to the CoCA models of their families."""
 
-import gc
 import itertools
 import json
 from collections.abc import Callable, Mapping
@@ -12,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     GPTNeoXForCausalLM,
     LlamaForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     initialization,
 )
@@ -131,9 +128,8 @@ def convert(
 
     Args:
         model: A loaded model of a supported family: language model, model with a head for
-            classification or question answering, or decoder. A composite model, such as LLaVA,
-            has its decoder converted, and a decoder's composite model learns of it. Of a model on
-            the meta device, classes, configuration and shapes are converted.
+            classification or question answering, or decoder. Of a model on the meta device,
+            classes, configuration and shapes are converted.
         form: Name of the score form, or a `Conversion`.
         calibration: Token ids (texts, tokens) for ``init="calibrated"``, a few thousand tokens of
             the intended kind of text. T tokens of a text need memory for T² attention weights per
@@ -155,13 +151,8 @@ def convert(
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
     if calibration is not None and wanted.init != "calibrated":
         raise UserError(f"calibration requires init calibrated; got init {wanted.init}")
-    inner = _inner_decoder(model)
-    if inner is not None:
-        convert(inner, wanted, calibration=calibration, progress=progress, group=group)
-        return model
     family, new_class = _find_family(model)
     body: Any = model.base_model
-    owners = _owners(body) if body is model else []
     modules = family.layout.modules(body)
     _check_projections(modules, family.layout)
     old, config = model.config, _new_configuration(family, model.config, wanted)
@@ -186,8 +177,6 @@ def convert(
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
-    for owner, name in owners:
-        setattr(owner, name, config)
     replace_attention(body, family.body, prepare)
     change_class(model, new_class, config)
     # post_init sets up sharding plans and the like for the new class; keep the weights.
@@ -197,39 +186,10 @@ def convert(
     return model
 
 
-def _inner_decoder(model: Any) -> Any:
-    """The decoder of a composite model, such as LLaVA, if its family is supported."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    apart = decoder is not None and getattr(decoder, "config", None) is not model.config
-    return decoder if apart and any(type(decoder) is f.vanilla_body for f in FAMILIES) else None
-
-
-def _owners(body: Any) -> list[tuple[Any, str]]:
-    """Configurations of composite models that hold this decoder's, and their fields' names.
-
-    A module does not know what it is part of, so they are looked for among all objects.
-    """
-    found = [
-        (owner, name)
-        for owner in gc.get_objects()
-        if issubclass(type(owner), PreTrainedConfig)
-        for name, value in vars(owner).items()
-        if value is body.config
-    ]
-    for owner, name in found:
-        if owner.sub_configs.get(name) is not AutoConfig:
-            raise UserError(
-                f"this {type(body).__name__} is part of a model of type {owner.model_type}, which "
-                f"always loads its {name} as {body.config.model_type}, so the converted model "
-                "could not be loaded again: convert the language model by itself"
-            )
-    return found
-
-
 def _find_family(model: Any) -> tuple[Family, type]:
     """The family of a vanilla model, and its new class."""
     name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel) and not hasattr(model, "merge_and_unload"):
         raise UserError(
             f"expected a model of Transformers, got {name}: for a module of your own use "
             "CoCAAttention as its attention layer"
@@ -249,8 +209,10 @@ def _find_family(model: Any) -> tuple[Family, type]:
         for _, vanilla, made in family.classes:
             if type(model) is vanilla:
                 return family, made
+    parts = model.config.get_text_config() is not model.config
+    hint = "; convert(model.get_decoder()) converts its language model" if parts else ""
     raise UserError(
-        f"{name} cannot be converted: supported are the models of {supported_families(model)}"
+        f"{name} cannot be converted: supported are the models of {supported_families(model)}{hint}"
     )
 
 
@@ -279,15 +241,14 @@ def _new_configuration(family: Family, old: Any, wanted: Conversion) -> Any:
     # An auto_map would name code of the original.
     foreign = ("model_type", "architectures", "auto_map")
     values = {k: v for k, v in old.to_dict().items() if k not in foreign}
-    text = old.get_text_config()
     try:
-        config: Any = family.config.from_dict({**values, **_added_fields(text, wanted)})
+        config: Any = family.config.from_dict({**values, **_added_fields(old, wanted)})
     except UserError:
         raise
     except Exception as error:
         # Strict configurations wrap the errors of their checks.
         raise UserError(f"not a valid configuration of a CoCA model: {error}") from error
-    rope = rope_parameters(text)
+    rope = rope_parameters(old)
     if has_own_roles(config) and rope.get("rope_type", "default") != "default":
         kept = {name: x for name, x in rope.items() if name not in ROTATION_FIELDS}
         config.rope_parameters[LOCAL_RULE] = kept
