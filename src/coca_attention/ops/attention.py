@@ -94,7 +94,7 @@ def attend(
         )
     if queries == 0:
         return query.new_zeros(*query.shape[:-1], value_width)
-    scale = width**-0.5 if scale is None else scale
+    scale = math.pow(width, -0.5) if scale is None else scale
     whole = bias is None and segments is None and attention_mask is None and queries == keys
     whole = whole and (window is None or window >= keys)
     blocks = is_causal and not whole and sinks is None
