@@ -1,7 +1,6 @@
 """Commands that make models and let them speak."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -20,7 +19,6 @@ from coca_attention.models.hub import check_name
 from coca_lab.arguments import SettingsParser
 from coca_lab.cli.console import (
     Progress,
-    duration,
     megabytes,
     parse,
     parse_file,
@@ -34,7 +32,6 @@ from coca_lab.folders import convert_folder
 from coca_lab.generation import FiniteScores
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
 from coca_lab.training import load_recipe, read_summary, recipe_parser, train
-from coca_lab.training.dry_run import RunCost, StageCost, dry_run
 from coca_lab.training.run import what_was_kept
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -115,23 +112,11 @@ def run_train(words: list[str]) -> None:
             action="store_true",
             help="Train the run in the output folder further, to more training.steps.",
         )
-        parser.add_argument(
-            "--dry-run",
-            action="store_true",
-            help="Say what would be trained, and the memory and time it takes, from a few steps on "
-            "random tokens; write nothing.",
-        )
         return parser
 
-    others = [word for word in words if word not in ("--extend", "--dry-run")]
+    others = [word for word in words if word != "--extend"]
     recipe, overrides, folder = parse_file(others, run_train, parser, "recipe", usage)
     settings = load_recipe(recipe, overrides)
-    if "--dry-run" in words:
-        cost = dry_run(settings)
-        if PartialState().is_main_process:
-            _print_cost(cost)
-        return
-
     summary = read_summary(train(settings, folder, extend="--extend" in words))
     if not PartialState().is_main_process:
         return
@@ -147,56 +132,6 @@ def run_train(words: list[str]) -> None:
     kept = what_was_kept(summary)
     if kept:
         print(kept)
-
-
-def _print_cost(cost: RunCost) -> None:
-    """What `dry_run` found out: a row per quantity, a column per stage."""
-    stages = cost.stages
-
-    def row(label: str, show: Callable[[StageCost], str], whole: str = "") -> list[str]:
-        return [label, *map(show, stages), *([whole] if len(stages) > 1 else [])]
-
-    def total(name: str) -> str:
-        return f"{sum(getattr(stage, name) for stage in stages):,}"
-
-    seconds = cost.seconds
-    where = "on the GPU" if cost.device.startswith("cuda") else "of the process"
-    rows = [
-        row("trains", lambda s: s.train),
-        row("objective", lambda s: s.objective),
-        row("parameters", lambda s: f"{s.parameters:,}"),
-        row("that learn", lambda s: f"{s.trained:,}"),
-        row("steps", lambda s: f"{s.steps:,}", total("steps")),
-        row("tokens a step", lambda s: f"{s.tokens_per_step:,}"),
-        row("tokens", lambda s: f"{s.tokens:,}", total("tokens")),
-        row("weights", lambda s: megabytes(s.weights)),
-        row("gradients", lambda s: megabytes(s.gradients)),
-        row("AdamW's state", lambda s: megabytes(s.optimizer)),
-        row("teacher", lambda s: megabytes(s.teacher) if s.teacher else "–"),
-        row("together", lambda s: megabytes(s.memory)),
-        row(f"peak {where}", lambda s: megabytes(s.peak) if s.peak else "–"),
-        row("time of a step", lambda s: f"{s.step_seconds:.3g} seconds" if s.step_seconds else "–"),
-        row(
-            "time",
-            lambda s: duration(s.seconds) if s.seconds else "–",
-            duration(seconds) if seconds else "–",
-        ),
-    ]
-    print_table(
-        ["", *(s.name or "run" for s in stages), *(["run"] if len(stages) > 1 else [])], rows
-    )
-    each = " each" if cost.processes > 1 else ""
-    shared = ", which share the model" if cost.is_sharded and cost.processes > 1 else ""
-    print(
-        f"{cost.processes} process{'es' * (cost.processes > 1)}{shared}, {cost.device}, "
-        f"{megabytes(cost.device_memory)}{each}. "
-        + (
-            f"Time and peak memory were not measured: {cost.why_not}. "
-            if cost.why_not
-            else "Time without the text, validation and checkpoints. "
-        )
-        + "Nothing was written."
-    )
 
 
 def run_generate(words: list[str]) -> None:

@@ -3,7 +3,6 @@
 A trained model is converted if the recipe asks for a different attention.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from coca_attention.models.roles import Roles, rotation_fields
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.sinks import use_fused_attention
 from coca_attention.ops import FORMS
-from coca_lab.loading import load_model, model_without_weights
+from coca_lab.loading import load_model
 from coca_lab.training.recipe import Recipe
 from coca_lab.training.sections import OWN, ModelRecipe, StageRecipe
 
@@ -47,9 +46,7 @@ def own_device() -> str:
     return str(PartialState().device)
 
 
-def make_model(
-    recipe: Recipe, tokenizer: Any, blocks: Dataset | None, *, empty: bool = False
-) -> PreTrainedModel:
+def make_model(recipe: Recipe, tokenizer: Any, blocks: Dataset) -> PreTrainedModel:
     """The model that training starts from, in float32.
 
     Args:
@@ -57,43 +54,37 @@ def make_model(
         tokenizer: Its tokenizer, of which the length and ``eos_token_id`` are read.
         blocks: The run's blocks, of which ``init: calibrated`` alone needs some: it fits T
             projections on them.
-        empty: Whether to make the model on the meta device, without weights.
 
     Raises:
         UserError: If ``model.start`` cannot be loaded or converted, or does not fit the recipe.
     """
     if recipe.model.start is None:
-        with torch.device("meta") if empty else nullcontext():
-            config = model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
-            model: Any = use_fused_attention(AutoModelForCausalLM.from_config(config))
+        config = model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
+        model: Any = use_fused_attention(AutoModelForCausalLM.from_config(config))
     else:
-        model = _load_start(recipe.model, recipe.model.start, len(tokenizer), blocks, empty)
+        model = _load_start(recipe.model, recipe.model.start, len(tokenizer), blocks)
     if recipe.model.interpolation is not None:
         # Before the length is extended: some rules record it.
         set_rotary_scaling(model, recipe.model.scaling, factor=recipe.model.interpolation)
     if recipe.model.start is not None:
         _extend_length(model, recipe)
-    if recipe.data.separate_documents and not empty:
+    if recipe.data.separate_documents:
         check_separable(model)
     return model
 
 
-def load_teacher(recipe: Recipe, *, empty: bool = False) -> PreTrainedModel:
+def load_teacher(recipe: Recipe) -> PreTrainedModel:
     """The teacher in the dtype of its files.
 
     Args:
         recipe: A recipe with a start or a teacher.
-        empty: Whether to make the teacher on the meta device, without weights.
 
     Raises:
         UserError: If it cannot be loaded, or there is nothing to learn from it.
     """
     name = recipe.model.teacher or recipe.model.start
     assert name is not None  # `Recipe.check`
-    if empty:
-        teacher = model_without_weights(name, "auto")
-    else:
-        teacher = load_model(name, dtype="auto", device=own_device())
+    teacher = load_model(name, dtype="auto", device=own_device())
     if recipe.model.teacher is None and attention_of(teacher.config) == recipe.model.attention:
         raise UserError(
             f"{name} already has attention {recipe.model.attention}, so there is nothing to learn "
@@ -103,9 +94,9 @@ def load_teacher(recipe: Recipe, *, empty: bool = False) -> PreTrainedModel:
 
 
 def _load_start(
-    recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset | None, empty: bool = False
+    recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset
 ) -> PreTrainedModel:
-    model = model_without_weights(start) if empty else load_model(start, device=own_device())
+    model = load_model(start, device=own_device())
     entries: int = model.config.get_text_config().vocab_size
     if vocab_size > entries:
         raise UserError(

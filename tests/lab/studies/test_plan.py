@@ -1,14 +1,12 @@
-"""What follows from the settings of a reproduction: batches, recipes, the suite, costs."""
+"""What follows from the settings of a reproduction: batches, recipes, the suite."""
 
 import pytest
 
 from coca_attention.errors import UserError
-from coca_lab.cli import main
 from coca_lab.evaluation.suite import load_suite
 from coca_lab.studies.reproduce import (
     Plan,
     ReproduceSettings,
-    costs_of,
     make_plan,
     reproduce,
     suite_of,
@@ -65,33 +63,11 @@ def test_the_suite_is_the_papers(request):
     ]
 
 
-def test_costs_on_gpus_that_are_not_at_hand(capsys):
-    h100 = ReproduceSettings(size="350m", dry_run=True, device="H100", devices=8)
-    costs = {cost.name: cost for cost in costs_of(h100)}
-    assert len(costs) == 5
-    roformer = costs["RoFormer"]
-    assert roformer.tokens == pytest.approx(20 * roformer.parameters, rel=1e-4)
-    # 6 operations per parameter and token, attention on top, at 40 % of 989.5 TFLOP/s.
-    least = 6 * roformer.parameters * roformer.tokens / (8 * 0.4 * 989.5e12)
-    assert least < roformer.training < 1.2 * least
-    assert 16 * roformer.parameters < roformer.memory < 0.9 * 80e9
-    assert costs["Roles"].training < roformer.training
-    assert costs_of(ReproduceSettings(**{**vars(h100), "devices": 1}))[0].training == pytest.approx(
-        8 * costs["RoFormer"].training
-    )
-    fitted = costs_of(ReproduceSettings(device="H200", dry_run=True, minutes_per_model=8.0))
-    assert max(cost.training for cost in fitted) == pytest.approx(480, rel=0.01)
-    assert main(["reproduce", "--size=350m", "--dry-run", "--device=H100", "--devices=8"]) == 0
-    assert "hours in all" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"models": ["Roformer"]}, "did you mean RoFormer"),
         ({"minutes": 1.0, "hours": 1.0}, "say the same"),
-        ({"device": "H100"}, "is for --dry-run"),
-        ({"device": "H1", "dry_run": True}, "device must be one of"),
         ({"tokens_per_parameter": 0.0}, "must be above 0"),
         ({}, "name the text to tokenise with --text"),
     ],
@@ -99,5 +75,5 @@ def test_costs_on_gpus_that_are_not_at_hand(capsys):
 def test_invalid_settings(changes, message, tmp_path):
     given = ReproduceSettings(output=str(tmp_path / "run"), **changes)
     with pytest.raises(UserError, match=message):
-        costs_of(given) if given.dry_run else reproduce(given)
+        reproduce(given)
     assert not (tmp_path / "run").exists()

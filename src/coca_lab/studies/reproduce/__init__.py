@@ -4,12 +4,8 @@ Everything follows from a size and a number of tokens. What depends on the machi
 and kept in ``plan.json``, so that the same command goes on where the last one was cut.
 """
 
-from coca_lab.studies.reproduce.costs import ASSUMED_UTILIZATION, Cost, costs_of
 from coca_lab.studies.reproduce.plan import Plan, make_plan, suite_of
 from coca_lab.studies.reproduce.run import Deadline, reproduce
 from coca_lab.studies.reproduce.settings import ReproduceSettings
 
-__all__ = [
-    "ASSUMED_UTILIZATION", "Cost", "Deadline", "Plan", "ReproduceSettings",
-    "costs_of", "make_plan", "reproduce", "suite_of",
-]  # fmt: skip
+__all__ = ["Deadline", "Plan", "ReproduceSettings", "make_plan", "reproduce", "suite_of"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from coca_attention.errors import UserError
 from coca_lab.evaluation.passkey import PasskeySettings
@@ -18,8 +18,7 @@ from coca_lab.files import read_json, write_json
 from coca_lab.studies.quickstart import SCALED
 from coca_lab.studies.reproduce.settings import MODELS, ReproduceSettings
 from coca_lab.training import Recipe
-from coca_lab.training.dry_run import StageCost, dry_run, vocabulary_of
-from coca_lab.training.model import make_model
+from coca_lab.training.model import model_config
 from coca_lab.training.sections import DataRecipe, ModelRecipe, TrainingRecipe
 
 PLAN_FILE = "plan.json"
@@ -27,7 +26,6 @@ PLAN_FILE = "plan.json"
 WIDTH, RATE = 128, 3e-3
 # A budget of tokens makes at least so many steps, if need be of smaller batches than the paper's.
 STEPS, BATCH, SMALLEST = 2000, 256, 8
-MEMORY_SHARE = 0.9
 
 
 @dataclass
@@ -56,7 +54,7 @@ class Plan:
         if not Path(tokenizer).is_dir():
             tokenizer = settings.tokenizer
         text = DataRecipe()
-        if tokenizer is not None:  # None to find out costs, before there is any text
+        if tokenizer is not None:  # None before there is any text
             text = replace(text, source=str(folder / "train.npy"), tokenizer=tokenizer)
         return Recipe(
             model=ModelRecipe(
@@ -112,44 +110,37 @@ def load_plan(settings: ReproduceSettings) -> Plan:
     return plan
 
 
-def make_plan(settings: ReproduceSettings, costs: dict[str, StageCost] | None = None) -> Plan:
-    """Decide on tokens and batches; on a GPU, or with minutes_per_model, after a few steps.
-
-    Args:
-        settings: The run.
-        costs: Gets, for every model, what `dry_run` has measured, which is done in any case then.
-    """
+def make_plan(settings: ReproduceSettings) -> Plan:
+    """Decide on tokens, batches and the precision."""
     gpu = torch.accelerator.is_available()
     precision = settings.precision or ("bfloat16" if gpu else "float32")
     plan = Plan(settings.kept, precision, 1, BATCH, 1)
-    parameters = empty_model(settings, plan, "RoFormer").num_parameters()
-    share_out(plan, settings, settings.tokens or round(settings.tokens_per_parameter * parameters))
+    share_out(plan, settings, settings.tokens or _tokens(settings, plan))
     if not gpu:
         # A larger one needs more memory and is no faster.
         plan.micro_batch_size = min(plan.micro_batch_size, 16)
-    if not gpu and settings.minutes_per_model is None and costs is None:
-        return plan
-    measured = {name: _fit(settings, plan, name) for name in settings.models}
-    if costs is not None:
-        costs.update(measured)
-    if settings.minutes_per_model is not None:
-        slowest, micro = min(map(tokens_per_second, measured.values())), plan.micro_batch_size
-        share_out(plan, settings, int(60 * settings.minutes_per_model * slowest))
-        plan.micro_batch_size = min(micro, plan.micro_batch_size)
     return plan
 
 
-def share_out(plan: Plan, settings: ReproduceSettings, tokens: int, devices: int = 0) -> None:
+def _tokens(settings: ReproduceSettings, plan: Plan) -> int:
+    """So many for each parameter of RoFormer."""
+    config = model_config(plan.recipe(settings, "RoFormer"), settings.shape.vocab_size)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return round(settings.tokens_per_parameter * model.num_parameters())
+
+
+def share_out(plan: Plan, settings: ReproduceSettings, tokens: int, processes: int = 0) -> None:
     """Set tokens and batches: the paper's, halved until there are `STEPS` steps.
 
     Raises:
-        UserError: If the processes, one for each device, cannot share out a batch.
+        UserError: If the processes cannot share out a batch.
     """
     length, batch = settings.shape.block_length, BATCH
     while batch > SMALLEST and tokens < STEPS * batch * length:
         batch //= 2
     plan.tokens, plan.global_batch_size = tokens, batch
-    plan.micro_batch_size = blocks_each(batch, devices)
+    plan.micro_batch_size = blocks_each(batch, processes)
 
 
 def blocks_each(batch: int, processes: int = 0) -> int:
@@ -161,29 +152,6 @@ def blocks_each(batch: int, processes: int = 0) -> int:
             f"use a power of two of them, at most {batch}"
         )
     return batch // processes
-
-
-def _fit(settings: ReproduceSettings, plan: Plan, name: str) -> StageCost:
-    """Halve the batch of a pass until a model fits into memory; return what a step costs."""
-    while True:
-        cost = dry_run(plan.recipe(settings, name), steps=2)
-        [stage] = cost.stages
-        peak = stage.peak or 0
-        if not cost.why_not and peak <= MEMORY_SHARE * cost.device_memory:
-            return stage
-        if plan.micro_batch_size == 1:
-            raise UserError(
-                f"{name} of size {settings.size} does not fit into {cost.device}: "
-                f"{cost.why_not or f'a step takes {peak / 1e9:.1f} GB'}; choose a smaller "
-                "--size"
-            )
-        halve(plan)
-
-
-def tokens_per_second(cost: StageCost) -> float:
-    """Of the training, as measured."""
-    assert cost.step_seconds is not None
-    return cost.tokens_per_step / cost.step_seconds
 
 
 def halve(plan: Plan) -> None:
@@ -218,9 +186,3 @@ def suite_of(settings: ReproduceSettings, plan: Plan) -> Suite:
         },
         dtype=plan.precision,  # pyright: ignore[reportArgumentType]
     )
-
-
-def empty_model(settings: ReproduceSettings, plan: Plan, name: str) -> PreTrainedModel:
-    """A model on the meta device, without weights."""
-    recipe = plan.recipe(settings, name)
-    return make_model(recipe, vocabulary_of(recipe), None, empty=True)

@@ -38,7 +38,7 @@ SIZES = {
 
 # What may change from one command to the next; of the text, runs check that it is the same.
 CHANGES = (
-    "output", "models", "minutes", "hours", "prepare", "dry_run", "device", "devices",
+    "output", "models", "minutes", "hours", "prepare",
     "longest", "documents", "samples", "factors",
     "text", "text_field", "test_text", "max_tokens", "tokenised", "tokenizer",
 )  # fmt: skip
@@ -71,9 +71,6 @@ class ReproduceSettings:
     """Training tokens of every model; by default tokens_per_parameter."""
     tokens_per_parameter: float = 20.0
     """Training tokens for each parameter of RoFormer."""
-    minutes_per_model: float | None = None
-    """In place of tokens: as many as the slowest model reads in this time here, as measured at the
-    start."""
     passkey_share: float = 0.0
     """Share of the blocks that are passkey texts; the paper trains on text alone, and small models
     then find no passkeys."""
@@ -100,13 +97,6 @@ class ReproduceSettings:
     """The same in hours."""
     prepare: bool = False
     """Only tokenise the text."""
-    dry_run: bool = False
-    """Only say what there is to do and what it costs: from measured steps or, with device, from the
-    number of operations. Write nothing."""
-    device: str = ""
-    """For dry_run, a GPU that is not at hand, such as H100, H200 or A100."""
-    devices: int = 1
-    """How many of that GPU."""
 
     @property
     def folder(self) -> Path:
@@ -146,15 +136,12 @@ class ReproduceSettings:
         if not self.models:
             raise UserError(f"models: name at least one of {', '.join(MODELS)}")
         names = (
-            "max_tokens", "tokens", "tokens_per_parameter", "minutes_per_model", "longest",
-            "documents", "samples", "learning_rate", "minutes", "hours", "devices",
+            "max_tokens", "tokens", "tokens_per_parameter", "longest", "documents", "samples",
+            "learning_rate", "minutes", "hours",
         )  # fmt: skip
         for name in names:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"{name} must be above 0, got {value}")
-        for one, other in (("minutes", "hours"), ("tokens", "minutes_per_model")):
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise UserError(f"{one} and {other} say the same: set one of them")
-        if self.device and not self.dry_run:
-            raise UserError("device is for --dry-run: training uses the GPUs of this machine")
+        if self.minutes is not None and self.hours is not None:
+            raise UserError("minutes and hours say the same: set one of them")
