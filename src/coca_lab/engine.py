@@ -42,7 +42,6 @@ class Item:
             holds. Ray has to be able to pickle it.
         arguments: An argument for each key.
         cost: Tokens to read.
-        length: Tokens that are read at once, if the time grows with it and with the cost.
         label: What it is part of, for messages.
         group: Items of a group use the same model; a process prefers to stay with it.
     """
@@ -51,7 +50,6 @@ class Item:
     work: Callable[[list[Any]], list[Any]]
     arguments: Sequence[Any]
     cost: int = 1
-    length: int = 0
     label: str = ""
     group: str = ""
 

@@ -169,14 +169,6 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
     Console().print(table)
 
 
-def duration(seconds: float) -> str:
-    """A time to two digits or so."""
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} seconds"
-
-
 def megabytes(size: int) -> str:
     """A number of bytes in MB (10^6) or, from 10,000 MB, in GB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e10 else f"{size / 1e6:,.1f} MB"

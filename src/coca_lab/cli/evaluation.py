@@ -12,7 +12,7 @@ from coca_lab.analysis import AnalysisSettings, read_token_ids
 from coca_lab.analysis import task as angles
 from coca_lab.arguments import SettingsParser
 from coca_lab.cli import Run, choose
-from coca_lab.cli.console import Progress, duration, parse, parse_file, print_table
+from coca_lab.cli.console import Progress, parse, parse_file, print_table
 from coca_lab.data import SourceSettings
 from coca_lab.engine import RAY_HELP, Engine, Item, Store, take_ray
 from coca_lab.environment import describe_environment
@@ -160,23 +160,14 @@ run_analyze = task_command(ANALYSIS, "coca")
 def _suite_parser() -> SettingsParser:
     parser = suites.suite_parser()
     parser.add_argument("--ray", help=RAY_HELP)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="Say what there is to compute and how long it takes; write nothing.",
-    )
     return parser
 
 
 def run_suite(words: list[str]) -> None:
     """Evaluate models x scalings x tasks from one YAML; resumes when restarted."""
-    usage = "coca eval suite SUITE.yaml [--passkey.samples 20] [--ray [ADDRESS]] [--dry-run]"
+    usage = "coca eval suite SUITE.yaml [--passkey.samples 20] [--ray [ADDRESS]]"
     words, ray = take_ray(words)
     path, overrides, folder = parse_file(words, run_suite, _suite_parser, "suite", usage)
-    if "--dry-run" in overrides:
-        overrides.remove("--dry-run")
-        _print_estimates(suites.estimate_suite(suites.load_suite(path, overrides), folder))
-        return
     suite = suites.load_suite(path, overrides)
     with Progress() as advance:
         results = suites.run_suite(suite, folder, progress=advance, ray=ray)
@@ -185,23 +176,3 @@ def run_suite(words: list[str]) -> None:
     for table in printed_tables(read_results([results])[0]["results"]):
         print_table(*table)
     print(f"Results: {results}")
-
-
-def _print_estimates(estimates: list[suites.Estimate]) -> None:
-    rows = [
-        [
-            f"{e.job.subject.name} {e.job.scaling} {e.job.task.name}",
-            f"{e.cells}",
-            f"{e.tokens:,}",
-            f"{e.left:,}",
-            "not measured" if e.seconds is None else duration(e.seconds),
-        ]
-        for e in estimates
-    ]
-    print_table(["", "cells left", "tokens", "tokens left", "time"], rows)
-    seconds = sum(e.seconds or 0.0 for e in estimates)
-    more = ", and what was not measured" if any(e.seconds is None for e in estimates) else ""
-    print(
-        f"{sum(e.left for e in estimates):,} tokens to read: {duration(seconds)}{more} in one "
-        "process. Nothing was written."
-    )

@@ -100,7 +100,7 @@ def prompt_part(
         # A generated token takes about as long as four that are read.
         cost = len(indices) * (length + 4 * settings.max_new_tokens)
         keys = [[key, index] for index in indices]
-        items.append(Item(keys, answer, indices, cost, length, label, subject.name))
+        items.append(Item(keys, answer, indices, cost, label, subject.name))
 
     def cells(records: list[Cell], seconds: float) -> list[Cell]:
         with rotary_scaling_for(subject.model, *scaled) as rope:

@@ -1,7 +1,6 @@
 """A suite: models × rotary scalings × tasks from one YAML file; finished items are not repeated."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -125,7 +124,6 @@ def own_sections(theclass: type) -> list[str]:
 class Job:
     """One task of one model with one rotary scaling."""
 
-    scaling: str
     task: Task
     subject: Subject
     parts: list[Part]
@@ -218,7 +216,7 @@ def plan(suite: Suite, tasks: Sequence[tuple[Task, Any]], engine: Engine) -> lis
                     if not keys or not keys <= seen:
                         parts.append(part)
                     seen |= keys
-                jobs.append(Job(scaling.kind, task, subject, parts))
+                jobs.append(Job(task, subject, parts))
     return jobs
 
 
@@ -251,73 +249,3 @@ def open_models(suite: Suite) -> dict[str, Subject]:
 def _scalings(suite: Suite, model: str) -> list[ScalingSettings]:
     """The scalings that apply to a model."""
     return [s for s in suite.scalings if s.models is None or model in s.models]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a job takes.
-
-    Attributes:
-        job: The job.
-        cells: Parts to compute.
-        tokens: Tokens to read.
-        left: Those whose results the store does not have.
-        seconds: Time for what is left, of one process; None if it cannot be measured.
-    """
-
-    job: Job
-    cells: int
-    tokens: int
-    left: int
-    seconds: float | None
-
-
-def estimate_suite(suite: Suite, output: str | Path) -> list[Estimate]:
-    """How long a suite will take, from a few measured items; nothing is written.
-
-    For every model and task, an argument of the item with the shortest texts and one with the
-    longest are timed. The time of attention per token is linear in the length, so what lies
-    between is interpolated.
-
-    Args:
-        suite: What to evaluate.
-        output: Folder of `run_suite`; what it has is not counted again.
-
-    Raises:
-        UserError: As `run_suite`.
-    """
-    suite.check()
-    there = Path(output) / STORE_FILE
-    engine = Engine(Store(there if there.is_file() else None))
-    tasks = [(TASKS[name], settings) for name, settings in suite.tasks.items()]
-    estimates, rates = [], {}
-    with engine.store as store:
-        for job in plan(suite, tasks, engine):
-            left = [item for item in job.items if item.missing(store)]
-            rate = (job.subject.name, job.task.name)
-            seconds = 0.0 if not left else None
-            if left and all(item.length for item in left):
-                if rate not in rates:
-                    job.subject.loaded()
-                    rates[rate] = _seconds_per_token(left)
-                seconds = sum(item.cost * rates[rate](item.length) for item in left)
-            cells = sum(any(item.missing(store) for item in part.items) for part in job.parts)
-            tokens, missing = (sum(item.cost for item in each) for each in (job.items, left))
-            estimates.append(Estimate(job, cells, tokens, missing, seconds))
-    free_weights()
-    return estimates
-
-
-def _seconds_per_token(items: list[Item]) -> Callable[[int], float]:
-    """Measured seconds per token as a function of the length that is read at once."""
-    shortest, longest = (end(items, key=lambda item: item.length) for end in (min, max))
-    near, far = map(_time_an_argument, (shortest, longest))
-    slope = max(0.0, far - near) / max(1, longest.length - shortest.length)
-    return lambda length: near + slope * (length - shortest.length)
-
-
-def _time_an_argument(item: Item) -> float:
-    """Seconds per token of an item's first argument."""
-    started = time.perf_counter()
-    item.work([item.arguments[0]])
-    return (time.perf_counter() - started) / (item.cost / len(item.keys))

@@ -51,7 +51,7 @@ def test_without_the_extra_one_line_says_what_to_install():
         (["train"], ["--training.steps", "AdamW's weight decay", "--extend", "RECIPE", "--output"]),
         (["train", "--stages.help"], ["Rank of the adapters of lora"]),
         (["eval", "perplexity"], ["--windows", "--attend-last", "Tokens scored in one pass"]),
-        (["eval", "suite"], ["SUITE", "--dry-run", "--passkey"]),
+        (["eval", "suite"], ["SUITE", "--ray", "--passkey"]),
         (["generate"], ["--max-new-tokens", "PROMPT", "Tokens to generate at most"]),
         (["report"], ["--title", "HTML file to write"]),
     ],

@@ -13,7 +13,7 @@ from coca_lab.analysis import task as analyses
 from coca_lab.cli import main
 from coca_lab.engine import Store
 from coca_lab.evaluation import suite as suites
-from coca_lab.evaluation.suite import estimate_suite, load_suite, open_models, run_suite
+from coca_lab.evaluation.suite import load_suite, open_models, run_suite
 from conftest import some_text, tiny_model
 
 OWN = sorted((Path(__file__).parents[3] / "suites").glob("*.yaml"))
@@ -131,24 +131,6 @@ def test_an_analysis_continues_where_it_ended(small, tmp_path, monkeypatch):
     broken, alone = (json.loads((tmp_path / f).read_text()) for f in ("broken.json", "alone.json"))
     assert broken["results"] == alone["results"]
     assert not list(tmp_path.glob("*.sqlite"))
-
-
-def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(small, tmp_path, capsys):
-    out = tmp_path / "out"
-    words = ["eval", "suite", str(small), "--dry-run", "--output", str(out)]
-    assert main(words) == 0
-    printed = capsys.readouterr().out
-    assert "CoCA-Slack ntk perplexity" in printed and "Nothing was written" in printed
-    assert not out.exists()
-    wanted = load_suite(small)
-    before = estimate_suite(wanted, out)
-    assert [e.cells for e in before] == [3, 2, 2, 3, 2, 2, 2, 2, 2]  # attend-last has no scaling
-    assert all(e.seconds > 0 and e.left == e.tokens for e in before)
-    assert before[1].tokens == 2 * (260 + 4 * 4) + 2 * (900 + 4 * 4)
-    run_suite(wanted, out)
-    after = estimate_suite(wanted, out)
-    assert all((e.cells, e.left, e.seconds) == (0, 0, 0.0) for e in after)
-    assert [e.tokens for e in after] == [e.tokens for e in before]
 
 
 def test_a_suite_on_ray_is_the_same(small, tmp_path, monkeypatch, ray):

@@ -320,7 +320,6 @@ class _Windows:
                 self,
                 [(start, stop)],
                 sum(costs[start:stop]),
-                self.window,
                 f"{name} {self.kind} {self.window}",
                 name,
             )
