@@ -15,7 +15,7 @@ from coca_attention.models.calibration import calibration_texts
 from coca_attention.models.cards import write_card
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_lab.files import check_new, writing
-from coca_lab.loading import load_model, model_without_weights, no_progress_bars
+from coca_lab.loading import load_model, no_progress_bars
 
 
 def convert_folder(
@@ -27,7 +27,6 @@ def convert_folder(
     from_original: bool = False,
     dtype: str = "auto",
     progress: Callable[[str, int, int], Any] | None = None,
-    dry_run: bool = False,
     report: str = "",
     **settings: Any,
 ) -> PreTrainedModel:
@@ -45,18 +44,16 @@ def convert_folder(
         from_original: Whether the source is in the format of the paper's authors.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
         progress: As for `convert`.
-        dry_run: Whether to check everything and write nothing. The weights are not read then, but
-            for an original checkpoint's.
         report: What the model card says of how the limit of distances was chosen, in Markdown.
         **settings: Fields of `Conversion`.
 
     Returns:
-        The converted model; after a dry run, on the meta device, but for an original checkpoint.
+        The converted model.
 
     Raises:
         UserError: If the source cannot be loaded or converted, or the target cannot be written.
     """
-    target = _new_folder(source, target)
+    target = new_folder(source, target)
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
     if from_original:
         if calibration is not None or wanted != Conversion(kv_cache=wanted.kv_cache):
@@ -67,15 +64,10 @@ def convert_folder(
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
         model.config.kv_cache = wanted.kv_cache
     else:
-        if dry_run:
-            model = model_without_weights(source, dtype, any_head=True)
-        else:
-            model = load_model(source, dtype=dtype, device="cpu", any_head=True)
+        model = load_model(source, dtype=dtype, device="cpu", any_head=True)
         if calibration is not None:
             calibration = calibration_texts(calibration, model.config.get_text_config())
         model = convert(model, wanted, calibration=calibration, progress=progress)
-    if dry_run:
-        return model
     with _writing(model, source, target) as folder:
         write_card(
             folder,
@@ -88,8 +80,8 @@ def convert_folder(
     return model
 
 
-def _new_folder(source: str | Path, target: str | Path) -> Path:
-    """The full path of a folder that may be written."""
+def new_folder(source: str | Path, target: str | Path) -> Path:
+    """The full path of a folder to write; UserError unless it may be written."""
     target = Path(target).resolve()
     if target in (Path.cwd(), *Path.cwd().parents):
         raise UserError(f"{target} is or contains the current folder: name a new folder")

@@ -167,8 +167,3 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-
-
-def megabytes(size: int) -> str:
-    """A number of bytes in MB (10^6) or, from 10,000 MB, in GB."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e10 else f"{size / 1e6:,.1f} MB"

@@ -11,15 +11,13 @@ from transformers import TextStreamer, set_seed
 
 from coca_attention.errors import UserError
 from coca_attention.models import set_rotary_scaling
-from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import rotation
-from coca_attention.models.conversion import Conversion
+from coca_attention.models.conversion import Conversion, convert
 from coca_attention.models.fields import original_length, rope_parameters, training_length
 from coca_attention.models.hub import check_name
 from coca_lab.arguments import SettingsParser
 from coca_lab.cli.console import (
     Progress,
-    megabytes,
     parse,
     parse_file,
     print_table,
@@ -28,7 +26,7 @@ from coca_lab.data import SourceSettings, load_tokenizer, token_array
 from coca_lab.engine import Engine
 from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings, check_limits
 from coca_lab.evaluation.task import Session, open_subject
-from coca_lab.folders import convert_folder
+from coca_lab.folders import convert_folder, new_folder
 from coca_lab.generation import FiniteScores
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
 from coca_lab.training import load_recipe, read_summary, recipe_parser, train
@@ -86,8 +84,6 @@ class FolderSettings:
     """MODEL is a checkpoint in the format of the paper's authors."""
     dtype: Literal["auto", Dtype] = "auto"
     """Precision of the weights; auto keeps it."""
-    dry_run: bool = False
-    """Check everything, say what would be written, and write nothing."""
 
 
 @dataclass
@@ -203,10 +199,10 @@ def run_convert(words: list[str]) -> None:
         ["model", "target"],
     )
     chooses = wanted.form == "rope" and wanted.roles is None and wanted.max_distance is None
-    if check.check and (not chooses or folder.dry_run):
+    if check.check and (not chooses or folder.from_original):
         raise UserError(
             "--check measures which limit of distances loses nothing: it is for --form rope "
-            "without --roles, --max-distance and --dry-run"
+            "without --roles, --max-distance and --from-original"
         )
     check_name(path)
     options: dict[str, Any] = {**vars(folder), "calibration": _calibration(path, wanted, text)}
@@ -216,9 +212,6 @@ def run_convert(words: list[str]) -> None:
         options["report"] = report.markdown()
     with Progress() as progress:
         model = convert_folder(path, target, wanted, **options, progress=progress)
-    if folder.dry_run:
-        _print_conversion(path, wanted, folder, model)
-        return
     note = "; another function than before: train it on"
     if not wanted.changes_function:
         limit = rotation(model.config.get_text_config()).max_distance
@@ -260,7 +253,8 @@ def _check_limits(
 ) -> LimitCheck:
     """Measure the model with some limits of distances, and print the table."""
     # What could be refused after the measurements is refused before.
-    planned = convert_folder(path, target, wanted, **{**options, "dry_run": True})
+    new_folder(path, target)
+    planned = convert(model_without_weights(path, any_head=True), wanted)
     length = rotation(planned.config.get_text_config()).max_distance
     assert length is not None  # it is just limited
     subject = open_subject(path, "base", dtype=options["dtype"]).with_weights()
@@ -284,24 +278,3 @@ def _print_training_length(model: Any, given: int | None) -> None:
         if length != original:
             why = f"with {rope['rope_type']} scaling of {original:,}: {why}"
     print(f"Training length: {length:,} tokens ({why})")
-
-
-def _print_conversion(path: str, wanted: Conversion, folder: FolderSettings, model: Any) -> None:
-    """What `convert_folder` would have written."""
-    kinds, counts = [model.config.model_type], [f"{model.num_parameters():,}"]
-    if not folder.from_original:
-        before = model_without_weights(path, any_head=True)
-        kinds.insert(0, before.config.model_type)
-        counts.insert(0, f"{before.num_parameters():,}")
-    layers = sum(isinstance(module, CollinearAttention) for module in model.modules())
-    size = model.get_memory_footprint(return_buffers=False)
-    rows = [
-        ["model", " → ".join(kinds)],
-        ["form", wanted.form],
-        ["attention layers replaced", f"{layers:,}"],
-        ["parameters", " → ".join(counts)],
-        ["weights to write", f"{megabytes(size)}, {str(model.dtype).removeprefix('torch.')}"],
-    ]
-    print_table(["", "conversion"], rows)
-    _print_training_length(model, wanted.length)
-    print("Nothing was written.")

@@ -93,7 +93,8 @@ def test_coca_convert_measures_prints_and_writes_the_card(source, tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    "more", [["--roles.layers", "lg"], ["--max-distance", "8"], ["--dry-run"], ["--form", "strict"]]
+    "more",
+    [["--roles.layers", "lg"], ["--max-distance", "8"], ["--from-original"], ["--form", "strict"]],
 )
 def test_a_check_is_refused_where_it_chooses_nothing(more, source, tmp_path, capsys):
     words = ["convert", str(source), str(tmp_path / "target"), "--form", "rope", *more]
