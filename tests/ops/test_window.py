@@ -25,13 +25,19 @@ def visible(queries, keys, window):
     return (distance >= 0) & (distance < window)
 
 
-def expected(q, k, v, mask):
-    """Softmax over all keys with a boolean or additive mask; zeros where all are masked."""
+def expected(q, k, v, mask, sinks=None):
+    """Softmax over all keys with a boolean or additive mask; zeros where all are masked.
+
+    Sinks are scores of one more key for every head, whose value is 0.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(scores).masked_fill(~mask, -torch.inf)
     scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat((sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1), scores), dim=-1)
+        return scores.softmax(-1)[..., 1:] @ v
     none = scores.detach().isneginf().all(-1, keepdim=True)
     return scores.masked_fill(none, 0).softmax(-1).masked_fill(none, 0) @ v
 
@@ -58,20 +64,23 @@ def masks(kind, queries, keys):
     kv_heads=st.sampled_from([1, 2, 4]),
     value_width=st.sampled_from([5, 8, 11]),
     kind=st.sampled_from(["none", "padding", "per head", "two dimensions", "rows", "additive"]),
+    sunk=st.booleans(),
 )
-def test_outputs_and_gradients(window, queries, earlier, kv_heads, value_width, kind):
+def test_outputs_and_gradients(window, queries, earlier, kv_heads, value_width, kind, sunk):
     keys = queries + earlier
     mask, leaves = masks(kind, queries, keys), tensors(4, kv_heads, queries, keys, value_width)
     if kind == "additive":
         leaves.append(mask)
-    leaves = [x.requires_grad_() for x in leaves]
+    sinks = draw(4, seed=8) if sunk else None
+    leaves = [x.requires_grad_() for x in [*leaves, *([sinks] if sunk else [])]]
     q, k, v = leaves[:3]
     band = visible(queries, keys, window)
     if mask is None or mask.dtype == torch.bool:
         full = band if mask is None else band & mask
     else:
         full = mask.masked_fill(~band, -torch.inf)
-    ours, exact = attend(q, k, v, attention_mask=mask, window=window), expected(q, k, v, full)
+    ours = attend(q, k, v, attention_mask=mask, window=window, sinks=sinks)
+    exact = expected(q, k, v, full, sinks)
     assert (ours - exact).abs().max() <= 1e-12
     weights = draw(*ours.shape, seed=3)
     gradients = [torch.autograd.grad((x * weights).sum(), leaves) for x in (ours, exact)]

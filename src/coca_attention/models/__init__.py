@@ -1,6 +1,7 @@
 """CoCA on Transformers' model classes, registered with the Auto classes on import.
 
-Importing this package also adds our own rope types, such as ``ntk``, to Transformers' table.
+Importing this package also adds our own rope types, such as ``ntk``, and the attention of models
+with sinks to Transformers' tables.
 """
 
 import sys
@@ -26,11 +27,13 @@ from coca_attention.models.families import (
 from coca_attention.models.fields import training_length
 from coca_attention.models.roles import Roles
 from coca_attention.models.scaling import set_rotary_scaling
+from coca_attention.models.sinks import register_sinks, use_fused_attention
 
 
 def register_models() -> None:
     """Register all classes with Transformers: done on import, and what engines call as a plugin."""
     add_rope_types()
+    register_sinks()
     for family in FAMILIES:
         register_family(family)
     alibi = [(AutoModel, AlibiGPTNeoXModel), (AutoModelForCausalLM, AlibiGPTNeoXForCausalLM)]
@@ -68,4 +71,5 @@ __all__ = [
     "register_models",
     "set_rotary_scaling",
     "training_length",
+    "use_fused_attention",
 ]

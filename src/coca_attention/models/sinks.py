@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from coca_attention.ops import attend
+from coca_attention.ops import attend, compiling
 
 SINKS = "sinks"
 """Name of the attention implementation, as for ``attn_implementation`` in Transformers."""
@@ -94,7 +94,8 @@ def sink_mask(
     then applies causality and window in blocks. Otherwise that of `sdpa`, (B, 1, T, S).
     """
     last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if allow_is_causal_skip and last and (attention_mask is None or bool(attention_mask.all())):
+    padded = attention_mask is not None and (compiling() or not attention_mask.all())
+    if allow_is_causal_skip and last and not padded:
         return None
     return sdpa_mask(
         batch_size,
@@ -108,5 +109,7 @@ def sink_mask(
     )
 
 
-AttentionInterface.register(SINKS, sink_attention)
-AttentionMaskInterface.register(SINKS, sink_mask)
+def register_sinks() -> None:
+    """Make `SINKS` an attention implementation of Transformers."""
+    AttentionInterface.register(SINKS, sink_attention)
+    AttentionMaskInterface.register(SINKS, sink_mask)

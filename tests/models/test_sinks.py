@@ -1,0 +1,105 @@
+"""GraniteSWA, which has a sink per head, through SDPA in blocks in place of `eager`."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GraniteSWAConfig, GraniteSWAForCausalLM
+
+from coca_attention.models.sinks import SINKS, use_fused_attention
+from coca_attention.testing import difference, logits, some_tokens
+from coca_lab.loading import load_model
+from families import assert_compiles_and_trains, assert_reads_the_same
+
+WINDOW = 6
+
+
+def granite(implementation=SINKS, dtype=torch.float64):
+    """A local layer with positions and a global one without, both with sinks far from 0."""
+    torch.manual_seed(0)
+    config = GraniteSWAConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attention_multiplier=8**-0.5,
+        max_position_embeddings=64,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+        layer_rope_theta=[10000.0, 0],
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = GraniteSWAForCausalLM(config).to(dtype).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.normal_(std=2.0)
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def test_every_way_of_reading_gives_the_same():
+    model = granite(dtype=torch.float32)  # like Transformers' angles, which padding shifts
+    assert_reads_the_same(model, some_tokens(model, length=40))
+
+
+@pytest.mark.parametrize("length", [1, WINDOW, WINDOW + 1, 40, 300])
+def test_logits_and_gradients_are_those_of_eager(length):
+    # In float64, too, `eager` takes softmax and sinks in float32.
+    ids, found = some_tokens(granite(), length=length), []
+    for implementation in (SINKS, "eager"):
+        model = granite(implementation)
+        read = model(ids, use_cache=False).logits
+        read.logsumexp(-1).sum().backward()
+        found.append((read.detach(), [w.grad for w in model.parameters()]))
+    assert difference(found[0][0], found[1][0]) < 1e-5
+    for ours, theirs in zip(found[0][1], found[1][1], strict=True):
+        assert difference(ours, theirs) < 1e-5
+
+
+def test_sinks_matter():
+    """The control of the tests above: without sinks, logits differ."""
+    model = granite()
+    ids = some_tokens(model, length=40)
+    before = logits(model, ids)
+    for layer in model.model.layers:
+        torch.nn.init.constant_(layer.self_attn.sinks, -1e4)
+    assert difference(logits(model, ids), before) > 0.01
+
+
+def test_packed_documents_stay_apart():
+    model, positions = granite(), torch.arange(10).repeat(1, 2)
+    first = some_tokens(model, batch=1, length=20)
+    second = first.clone()
+    second[:, :10] = first[:, :10].flip(-1)
+    read = [logits(model, ids, position_ids=positions)[:, 10:] for ids in (first, second)]
+    assert difference(*read) < 1e-12
+    assert difference(read[0], logits(model, first[:, 10:])) < 1e-12
+
+
+def test_half_precision_is_as_exact_as_eager():
+    """In bfloat16, the error against float64 is at most twice that of `eager`."""
+    exact = granite()
+    ids = some_tokens(exact, length=200)
+    expected = logits(exact, ids)
+    ours, theirs = (
+        difference(logits(granite(name, torch.bfloat16), ids), expected)
+        for name in (SINKS, "eager")
+    )
+    assert ours <= 2 * theirs
+
+
+def test_one_graph():
+    assert_compiles_and_trains(granite(dtype=torch.float32))
+
+
+def test_folders_stay_transformers_own(tmp_path):
+    use_fused_attention(granite("eager")).save_pretrained(tmp_path)
+    plain, ours = AutoModelForCausalLM.from_pretrained(tmp_path), load_model(tmp_path)
+    assert plain.config._attn_implementation == "eager"
+    assert ours.config._attn_implementation == SINKS
+    ids = some_tokens(ours)
+    assert difference(logits(ours, ids), logits(plain, ids)) < 1e-5
