@@ -15,7 +15,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging as transformers_logging
 
 import coca_lab.baselines  # noqa: F401 (registers them with Transformers)
@@ -67,7 +66,7 @@ def load_model(
     spread: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
     if device != "auto":
         one = usable_device(device)
-        if one.type != "cpu" and not is_deepspeed_zero3_enabled():
+        if one.type != "cpu":
             spread = {"device_map": {"": one}}
     with _naming(path), no_progress_bars():
         auto = _auto_class(path) if any_head else AutoModelForCausalLM

@@ -17,6 +17,7 @@ from transformers import (
     CLIPVisionConfig,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedModel,
@@ -76,6 +77,20 @@ def test_converted_adapted_and_unloaded_models_are_refused():
     offloaded = accelerate.cpu_offload(vanilla("Llama"))
     with pytest.raises(ValueError, match="not in memory: load the model without offloading"):
         convert(offloaded)
+
+
+def test_weights_that_zero_3_has_split_are_refused(monkeypatch):
+    """Its mark on a parameter is an attribute; those of modules are split as they are made."""
+    model = vanilla("Llama")
+    for parameter in model.parameters():
+        parameter.ds_id = 0
+    with pytest.raises(UserError, match="load the model without offloading or DeepSpeed ZeRO-3"):
+        convert(model)
+    assert type(model) is LlamaForCausalLM and "k_proj" in str(model)
+    config = convert(vanilla("Llama")).config
+    monkeypatch.setattr(torch.nn.Parameter, "ds_id", 0, raising=False)
+    with pytest.raises(UserError, match="use ZeRO-2, or FSDP2"):
+        AutoModelForCausalLM.from_config(config)
 
 
 def test_settings_are_an_object_or_keywords():

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import rotation
 from coca_attention.models.fields import training_length
-from coca_attention.models.projections import AttentionLayout, is_sharded, project_rotary
+from coca_attention.models.projections import AttentionLayout, project_rotary
 from coca_attention.ops import key_map, query_map
 
 LONGEST = 1024  # maximum tokens per text, because memory grows quadratically
@@ -89,11 +89,6 @@ def calibration_share(
         raise UserError(
             "init calibrated does not support models that normalise their keys, because T is then "
             "normalised too: use init fold"
-        )
-    if is_sharded(model):
-        raise UserError(
-            "init calibrated runs the model, whose weights DeepSpeed ZeRO-3 has sharded: convert "
-            "it before sharding"
         )
     if model.device.type == "meta":
         return input_ids[:0], None

@@ -229,10 +229,11 @@ def _check_projections(modules: list[Any], layout: AttentionLayout) -> None:
                     f"{type(module).__module__}.{type(module).__name__}: merge adapters, and load "
                     "the model without quantisation"
                 )
-            if module.weight.is_meta and hasattr(module, "_hf_hook"):
+            offloaded = module.weight.is_meta and hasattr(module, "_hf_hook")
+            if offloaded or hasattr(module.weight, "ds_id"):
                 raise UserError(
                     f"layer {index}: the weights of {name} are not in memory: load the model "
-                    "without offloading"
+                    "without offloading or DeepSpeed ZeRO-3"
                 )
 
 

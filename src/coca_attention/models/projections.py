@@ -5,9 +5,7 @@ free pairs.
 """
 
 import copy
-import importlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from coca_attention.errors import UserError
 from coca_attention.models.configuration import rotation
 from coca_attention.models.fields import free_pairs
 from coca_attention.ops import fold, get_form
@@ -103,19 +102,6 @@ def project_rotary(
     return heads(query, "q_norm"), heads(key, "k_norm")
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether DeepSpeed ZeRO-3 has left this process only shards of a module's parameters."""
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-
-
-def _gathered(module: nn.Module) -> AbstractContextManager[Any]:
-    """A context in which the parameters of a module are whole, also under DeepSpeed ZeRO-3."""
-    if not is_sharded(module):
-        return nullcontext()
-    zero: Any = importlib.import_module("deepspeed").zero
-    return zero.GatheredParameters([p for p in module.parameters() if hasattr(p, "ds_id")])
-
-
 def separate_projections(attention: Any, layout: AttentionLayout) -> None:
     """Replace the fused projection of a module, if it has one, by q_proj, k_proj and v_proj."""
     if layout.split_fused is None:
@@ -134,19 +120,15 @@ def replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None 
         attention: A CoCA attention module that still has the family's projections.
         prepare: Called with the module while it has both projections, to change the initial T.
             By default T is initialised with the pair means of the key projection's rows.
+
+    Raises:
+        UserError: If DeepSpeed ZeRO-3 has left this process only shards of the weights.
     """
-    given = list(attention.parameters())
-    names = (attention.layout.fused_name, "k_proj", "k_norm")
-    read = nn.ModuleList(x for n in names if n and (x := getattr(attention, n, None)) is not None)
-    with _gathered(read):
-        _replace_key_projection(attention, prepare)
-    if is_sharded(read):
-        added = [p for p in attention.parameters() if all(p is not other for other in given)]
-        sharded: Any = next(iter(read.parameters()))
-        sharded.convert_to_zero_parameters(param_list=added)
-
-
-def _replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None) -> None:
+    if any(hasattr(parameter, "ds_id") for parameter in attention.parameters()):
+        raise UserError(
+            "DeepSpeed ZeRO-3 has split the key projections, from which T projections are made: "
+            "use ZeRO-2, or FSDP2"
+        )
     layout = attention.layout
     attention.free_pairs = free_pairs(attention.config, getattr(attention, "layer_type", None))
     separate_projections(attention, layout)
@@ -188,7 +170,7 @@ def _from_rows(
 ) -> Any:
     """A projection whose outputs are ``rows`` of another one's, without shared storage."""
     new = kind.__new__(kind)
-    nn.Module.__init__(new)  # that of Linear draws weights, and under ZeRO-3 it shards them
+    nn.Module.__init__(new)  # that of Linear draws weights
     for name in ("weight", "bias"):
         parameter = getattr(projection, name)
         if parameter is not None:

@@ -357,7 +357,7 @@ class TrainingRecipe:
     """Loggers that also receive the curves, by their names in Transformers, such as tensorboard or
     wandb."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Further fields of Transformers' TrainingArguments, for example fsdp or deepspeed."""
+    """Further fields of Transformers' TrainingArguments, for example fsdp."""
 
 
 @dataclass
