@@ -37,7 +37,7 @@ LABORATORY = {
     "data": LOOSE,
     "training": {*LOOSE, "data", "generation"},
     "evaluation": {*LOOSE, "data", "generation"},
-    "analysis": {*LOOSE, "data"},
+    "analysis": {*LOOSE, "data", "evaluation"},
     "report": LOOSE,
     "studies": {*LOOSE, "extensions", "data", "training", "evaluation", "report"},
     "registry": {"evaluation", "report", "studies"},

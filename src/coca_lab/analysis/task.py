@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from itertools import islice
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from coca_attention import __version__
 from coca_attention.errors import UserError
 from coca_attention.models import training_length
 from coca_attention.models.fields import rope_parameters
@@ -27,6 +29,8 @@ from coca_lab.analysis.scores import (
     shift_sums,
 )
 from coca_lab.data import SourceSettings, encode_documents
+from coca_lab.engine import Item
+from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
 
 DEFAULT_TOKENS = 2048
 AtLeastTwo = Annotated[int, Field(ge=2)]
@@ -330,3 +334,45 @@ def _prediction_values(sums: Sums) -> dict[str, Any]:
         "divergence": max(means["divergence"], 0.0),
         "judged": int(sums["count"]),
     }
+
+
+@dataclass
+class AnalyzeSettings(AnalysisSettings, SourceSettings):
+    """Which text to read, and what to measure."""
+
+
+def _measure(model: Model, settings: AnalyzeSettings, scaling: RotaryScaling) -> list[Measurement]:
+    """The work of `analyze`, a document an item."""
+    names = AnalysisSettings.__dataclass_fields__
+    asked = AnalysisSettings(**{name: getattr(settings, name) for name in names})
+    token_ids = read_token_ids(settings, model.tokenizer, settings)
+    documents, asked = cut_documents(model.module, token_ids, asked)
+
+    def work(indices: list[int]) -> list[Sums]:
+        module = model.loaded()
+        return [read_document(module, documents[index], index, asked) for index in indices]
+
+    def cells(values: list[Sums], seconds: float) -> list[Cell]:
+        return [angle_cell(model.module, documents, asked, values, model.name)]
+
+    items = []
+    for index, document in enumerate(documents):
+        key = {
+            "task": "angles",
+            "version": __version__,
+            "model": model.identity,
+            "settings": asdict(asked),
+            "document": [index, sha256(document.numpy().tobytes()).hexdigest()],
+        }
+        cost = len(document) * (1 + len(asked.shifts))
+        items.append(Item([key], work, [index], cost, label=f"{model.name} angles"))
+    return [Measurement(items, cells)]
+
+
+TASK = Task(
+    "analyze",
+    "Angles between queries and keys, border crossings, and bounds on the scores.",
+    AnalyzeSettings,
+    measure=_measure,
+    scaled=False,
+)

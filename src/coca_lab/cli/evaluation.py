@@ -2,23 +2,19 @@
 
 import re
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from coca_attention import __version__
 from coca_attention.models.hub import check_name
-from coca_lab.analysis import AnalysisSettings, read_token_ids
-from coca_lab.analysis import task as angles
+from coca_lab.analysis.task import TASK as ANALYSIS
 from coca_lab.arguments import SettingsParser
 from coca_lab.cli import Run, choose
 from coca_lab.cli.console import Progress, parse, parse_file, print_table
-from coca_lab.data import SourceSettings
-from coca_lab.engine import RAY_HELP, Engine, Item, Store, take_ray
+from coca_lab.engine import RAY_HELP, Engine, Store, take_ray
 from coca_lab.environment import describe_environment
-from coca_lab.evaluation import TASKS, Cell, Session, Subject, Task
+from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation import suite as suites
-from coca_lab.evaluation.task import Part, fingerprint
+from coca_lab.evaluation.task import fingerprint
 from coca_lab.files import check_results, keep_other_results, write_json
 from coca_lab.settings import Scaling, check_scaling
 
@@ -45,51 +41,6 @@ class ScaledSettings(LoadingSettings):
     """Rotary scaling; ntk computes the base from each window, linear is position interpolation."""
     factor: float = 4.0
     """Factor of the scaling."""
-
-
-@dataclass
-class AnalyzeSettings(AnalysisSettings, SourceSettings):
-    """Which text to read, and what to measure."""
-
-
-def _angles(subject: Subject, settings: AnalyzeSettings, session: Session) -> list[Part]:
-    """The work of `analyze`, a document a piece."""
-    asked = AnalysisSettings(
-        **{name: getattr(settings, name) for name in AnalysisSettings.__dataclass_fields__}
-    )
-    documents, asked = angles.cut_documents(
-        subject.model, read_token_ids(settings, subject.tokenizer, settings), asked
-    )
-
-    def work(indices: list[int]) -> list[Any]:
-        model = subject.loaded()
-        return [angles.read_document(model, documents[index], index, asked) for index in indices]
-
-    items = []
-    for index, document in enumerate(documents):
-        key = {
-            "task": "angles",
-            "version": __version__,
-            "model": subject.identity,
-            "settings": asdict(asked),
-            "document": [index, sha256(document.numpy().tobytes()).hexdigest()],
-        }
-        cost = len(document) * (1 + len(asked.shifts))
-        items.append(Item([key], work, [index], cost, label=f"{subject.name} angles"))
-
-    def cells(values: list[Any], seconds: float) -> list[Cell]:
-        return [angles.angle_cell(subject.model, documents, asked, values, subject.name)]
-
-    return [Part(items, cells)]
-
-
-ANALYSIS = Task(
-    "analyze",
-    "Angles between queries and keys, border crossings, and bounds on the scores.",
-    AnalyzeSettings,
-    parts=_angles,
-    scaled=False,
-)
 
 
 def task_commands() -> dict[str, Run]:
@@ -137,10 +88,9 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
     with Store(output.with_suffix(".values.sqlite")) as store, Progress() as progress:
         engine = Engine(store, progress)
         cells = suites.evaluate(suite, [(task, settings)], engine)
-        applied = None if scaling.kind == "none" else float(scaling.factor)
         measured = {
             "model": [name, path, fingerprint(path), loading.dtype],
-            "scaling": [scaling.kind, applied],
+            "scaling": [*scaling.facts.values()],
             task.name: asdict(settings),
         }
         keep_other_results(output, "measured", measured)

@@ -25,7 +25,7 @@ from coca_lab.cli.console import (
 from coca_lab.data import SourceSettings, load_tokenizer, token_array
 from coca_lab.engine import Engine
 from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings, check_limits
-from coca_lab.evaluation.task import Session, open_subject
+from coca_lab.evaluation.task import open_model
 from coca_lab.folders import convert_folder, new_folder
 from coca_lab.generation import FiniteScores
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
@@ -257,11 +257,9 @@ def _check_limits(
     planned = convert(model_without_weights(path, any_head=True), wanted)
     length = rotation(planned.config.get_text_config()).max_distance
     assert length is not None  # it is just limited
-    subject = open_subject(path, "base", dtype=options["dtype"]).with_weights()
+    model = open_model(path, "base", dtype=options["dtype"]).with_weights()
     with Progress() as progress:
-        report = check_limits(
-            subject, text, check, Session(engine=Engine(progress=progress)), length=length
-        )
+        report = check_limits(model, text, check, Engine(progress=progress), length=length)
     print_table(*report.table())
     return report
 

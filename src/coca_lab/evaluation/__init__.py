@@ -6,9 +6,9 @@ entry in the table of `coca_lab.report`. From outside the package, one call of
 """
 
 from coca_lab.evaluation import needles, passkey, perplexity
-from coca_lab.evaluation.task import Cell, Session, Subject, Task
+from coca_lab.evaluation.task import Cell, Model, RotaryScaling, Task, evaluate, open_model
 
 TASKS: dict[str, Task] = {task.name: task for task in (perplexity.TASK, passkey.TASK, needles.TASK)}
 """Tasks by name: ``coca eval NAME`` and the sections of a suite."""
 
-__all__ = ["TASKS", "Cell", "Session", "Subject", "Task"]
+__all__ = ["TASKS", "Cell", "Model", "RotaryScaling", "Task", "evaluate", "open_model"]

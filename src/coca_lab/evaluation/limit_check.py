@@ -13,16 +13,17 @@ from coca_attention.errors import UserError
 from coca_attention.models.conversion import convert
 from coca_attention.models.fields import rope_parameters
 from coca_lab.data import SourceSettings
-from coca_lab.evaluation.passkey import PasskeySettings, evaluate_passkey
+from coca_lab.engine import Engine
+from coca_lab.evaluation.passkey import PasskeySettings, measure_passkeys
 from coca_lab.evaluation.perplexity import (
     TextSettings,
     WindowSettings,
-    evaluate_perplexity,
     load_text,
+    measure_windows,
     tokens_needed,
 )
 from coca_lab.evaluation.perplexity.score import TokenDocument
-from coca_lab.evaluation.task import Cell, Session, Subject, check_at_least
+from coca_lab.evaluation.task import Cell, Model, RotaryScaling, check_at_least, finish
 from coca_lab.intervals import DocumentScore, paired_ratio_interval
 
 SHARES = (1.0, 0.75, 0.5, 0.25)
@@ -144,20 +145,20 @@ class LimitCheck:
 
 
 def check_limits(
-    subject: Subject,
+    model: Model,
     text: SourceSettings,
     settings: LimitCheckSettings,
-    session: Session,
+    engine: Engine,
     *,
     length: int,
 ) -> LimitCheck:
     """Measure a rotary model as it is and with distances limited, which converts it in place.
 
     Args:
-        subject: A rotary model that `convert` takes.
+        model: A rotary model with its weights that `convert` takes.
         text: Fields of the text; its source is ``settings.check``.
         settings: Lengths and prompts.
-        session: Its engine.
+        engine: Keeps the values.
         length: L, the training length in tokens.
 
     Raises:
@@ -176,16 +177,16 @@ def check_limits(
         max_tokens=lengths[-1] + length,
         skip_short=True,
     )
-    documents = load_text(chosen, subject.tokenizer, at_least=tokens_needed(windows))
+    documents = load_text(chosen, model.tokenizer, at_least=tokens_needed(windows))
 
     def measure(limit: int | None) -> Measured:
         name = "base" if limit is None else f"W = {limit:,}"
-        named = replace(subject, name=name, identity=name)
-        return _measure(named, documents, windows, settings.check_samples, session, limit)
+        named = replace(model, name=name, identity=name)
+        return _measure(named, documents, windows, settings.check_samples, engine, limit)
 
     base = measure(None)
-    convert(subject.model, "rope", max_distance=length, length=length)
-    config: Any = subject.model.config.get_text_config()
+    convert(model.module, "rope", max_distance=length, length=length)
+    config: Any = model.module.config.get_text_config()
     limited = []
     for share in SHARES:
         limit = max(1, round(share * length))
@@ -200,17 +201,18 @@ def check_limits(
 
 
 def _measure(
-    subject: Subject,
+    model: Model,
     documents: Sequence[TokenDocument],
     windows: WindowSettings,
     samples: int,
-    session: Session,
+    engine: Engine,
     limit: int | None,
 ) -> Measured:
     lengths = windows.windows
     prompts = PasskeySettings([n - ANSWER for n in lengths], samples, max_new_tokens=ANSWER)
-    cells = evaluate_perplexity(subject, documents, windows, session)
-    asked = evaluate_passkey(subject, prompts, session)
+    unscaled = RotaryScaling()
+    cells = finish(measure_windows(model, documents, windows, unscaled), engine)
+    asked = finish(measure_passkeys(model, prompts, unscaled), engine)
     return Measured(
         limit,
         {cell["window"]: [_score(document) for document in cell["documents"]] for cell in cells},

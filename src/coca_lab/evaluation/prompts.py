@@ -9,8 +9,8 @@ import torch
 from coca_attention.errors import UserError
 from coca_lab.data.passkey import Prompt
 from coca_lab.engine import Item
-from coca_lab.evaluation.task import Cell, Part, Session, Subject, check_at_least
-from coca_lab.generation import greedy_answers, rotary_scaling_for
+from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, check_at_least
+from coca_lab.generation import greedy_answers
 
 LONGEST = 10**7
 """Tokens of a prompt at most; making one takes some 70 bytes a token."""
@@ -45,46 +45,44 @@ def check_prompts(settings: PromptSettings) -> None:
     check_at_least(settings, 0, "seed")
 
 
-def prompt_part(
-    subject: Subject,
+def measure_prompts(
+    model: Model,
     length: int,
     make: Callable[[Sequence[int]], list[Prompt]],
     score: Callable[[str, Prompt], dict[str, Any]],
     statistics: Callable[[list[Cell]], Cell],
     settings: PromptSettings,
     about: dict[str, Any],
-    session: Session,
-) -> Part:
+    scaling: RotaryScaling,
+) -> Measurement:
     """The work of answering all prompts of one kind and length, a batch an item, and its cell.
 
     Args:
-        subject: The model.
+        model: The model.
         length: Tokens of a prompt.
         make: From indices of samples to their prompts.
         score: From an answer and its prompt to further fields of its record.
         statistics: From the records of all samples to further fields of the cell.
         settings: Samples, answer length and batch size.
         about: Fields of the cell that identify these prompts (task, length, seed, …).
-        session: Rotary scaling. ``ntk`` computes the base from the length of prompt and answer
-            together.
+        scaling: ``ntk`` computes the base from the length of prompt and answer together.
 
     Returns:
-        The part; its cell has one record per prompt in ``samples``.
+        The work; its cell has one record per prompt in ``samples``.
     """
     make([0])  # UserError if it does not fit
     about = {**about, "max_new_tokens": settings.max_new_tokens}
-    scaling, factor = session.scaling, session.applied_factor
-    scaled = (scaling, session.factor, length + settings.max_new_tokens)
-    key = {**about, "model": subject.identity, "scaling": [scaling, factor]}
-    label = f"{subject.name} {scaling} {about.get('kind', about['task'])} {length}"
+    read = length + settings.max_new_tokens
+    key = {**about, "model": model.identity, **scaling.facts}
+    label = f"{model.name} {scaling.kind} {about.get('kind', about['task'])} {length}"
     size = max(1, settings.batch_tokens // length)
 
     def answer(indices: list[int]) -> list[Cell]:
-        prompts, model = make(indices), subject.loaded()
-        with rotary_scaling_for(model, *scaled):
+        prompts, module = make(indices), model.loaded()
+        with scaling.applied(module, read):
             answers = greedy_answers(
-                model,
-                subject.tokenizer,
+                module,
+                model.tokenizer,
                 torch.tensor([prompt.ids for prompt in prompts]),
                 max_new_tokens=settings.max_new_tokens,
                 use_cache=settings.use_cache,
@@ -100,20 +98,19 @@ def prompt_part(
         # A generated token takes about as long as four that are read.
         cost = len(indices) * (length + 4 * settings.max_new_tokens)
         keys = [[key, index] for index in indices]
-        items.append(Item(keys, answer, indices, cost, label, subject.name))
+        items.append(Item(keys, answer, indices, cost, label=label, group=model.name))
 
     def cells(records: list[Cell], seconds: float) -> list[Cell]:
-        with rotary_scaling_for(subject.model, *scaled) as rope:
+        with scaling.applied(model.module, read) as rope:
             pass
         cell = {
             **about,
-            **subject.facts,
-            "scaling": scaling,
-            "factor": factor,
+            **model.facts,
+            **scaling.facts,
             "rope_parameters": rope,
             "seconds": seconds,
             "samples": records,
         }
         return [cell | statistics(records)]
 
-    return Part(items, cells)
+    return Measurement(items, cells)

@@ -1,40 +1,35 @@
 """A suite: models × rotary scalings × tasks from one YAML file; finished items are not repeated."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from coca_attention.errors import UserError, error_prefix
 from coca_lab.arguments import SettingsParser, read_settings, settings_parser
-from coca_lab.engine import Engine, Item, Progress, Store, start_engine
+from coca_lab.engine import Engine, Progress, Store, start_engine
 from coca_lab.environment import describe_environment
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.task import (
     Cell,
-    Part,
-    Session,
-    Subject,
+    Model,
+    RotaryScaling,
     Task,
+    finish,
     free_weights,
-    open_subject,
+    open_model,
 )
 from coca_lab.files import check_results, keep_other_results, write_json
-from coca_lab.generation import rotary_scaling_for
 from coca_lab.loading import usable_device
-from coca_lab.settings import Scaling, check_scaling
+from coca_lab.settings import check_scaling
 
 RESULTS_FILE, STORE_FILE = "results.json", "values.sqlite"
 
 
 @dataclass
-class ScalingSettings:
+class ScalingSettings(RotaryScaling):
     """A rotary scaling that the models are evaluated with."""
 
-    kind: Scaling = "none"
-    """none is the model as it was saved; ntk computes the base from each window or prompt."""
-    factor: float = 4.0
-    """Factor of the scaling."""
     models: list[str] | None = None
     """Names of the models to apply it to; by default all."""
 
@@ -82,17 +77,17 @@ class Suite:
                     f"scaling {scaling.kind} names models that the suite does not have: "
                     f"{', '.join(unknown)}"
                 )
-        unscaled = [
-            name
-            for name in self.models
-            if all(s.models is not None and name not in s.models for s in self.scalings)
-        ]
+        unscaled = [name for name in self.models if not self.scalings_of(name)]
         if unscaled:
             raise UserError(
                 f"no scaling applies to {', '.join(unscaled)}: add {{kind: none}} to the scalings"
             )
         for name, settings in self.tasks.items():
             TASKS[name].check(settings)
+
+    def scalings_of(self, model: str) -> list[ScalingSettings]:
+        """The scalings that apply to a model."""
+        return [s for s in self.scalings if s.models is None or model in s.models]
 
 
 def task_sections() -> dict[str, tuple[type, str]]:
@@ -118,20 +113,6 @@ def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> Suite:
 def own_sections(theclass: type) -> list[str]:
     """Names of the fields of a dataclass other than ``tasks``."""
     return [item.name for item in fields(theclass) if item.name != "tasks"]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One task of one model with one rotary scaling."""
-
-    task: Task
-    subject: Subject
-    parts: list[Part]
-
-    @property
-    def items(self) -> list[Item]:
-        """The items of all parts."""
-        return [item for part in self.parts for item in part.items]
 
 
 def run_suite(
@@ -181,71 +162,39 @@ def evaluate(suite: Suite, tasks: Sequence[tuple[Task, Any]], engine: Engine) ->
     Raises:
         UserError: As `run_suite`.
     """
-    jobs = plan(suite, tasks, engine)
+    measurements = []
+    for model in open_models(suite):
+        for number, scaling in enumerate(suite.scalings_of(model.name)):
+            for task, settings in tasks:
+                if task.scaled or number == 0:
+                    with error_prefix(f"model {model.name}: {task.name}: "):
+                        measurements += task.measurements(model, settings, scaling)
     try:
-        engine.run([item for job in jobs for item in job.items])
+        return finish(measurements, engine)
     finally:
         free_weights()
-    return [
-        cell
-        for job in jobs
-        for part in job.parts
-        for cell in job.task.complete_cells(job.subject, part.finished(engine))
-    ]
 
 
-def plan(suite: Suite, tasks: Sequence[tuple[Task, Any]], engine: Engine) -> list[Job]:
-    """The work of a suite. No weights are loaded.
+def open_models(suite: Suite) -> list[Model]:
+    """The models, without weights, found to be there and to bear their scalings.
 
-    Raises:
-        UserError: As `run_suite`.
-    """
-    jobs = []
-    for subject in open_models(suite).values():
-        seen: set[int] = set()  # what does not depend on the scaling is planned once
-        for number, scaling in enumerate(_scalings(suite, subject.name)):
-            session = Session(scaling.kind, scaling.factor, engine)
-            for task, settings in tasks:
-                if not task.scaled and number > 0:
-                    continue
-                parts = []
-                with error_prefix(f"model {subject.name}: {task.name}: "):
-                    planned = task.parts_of(subject, settings, session)
-                for part in planned:
-                    keys = {hash(repr(key)) for item in part.items for key in item.keys}
-                    if not keys or not keys <= seen:
-                        parts.append(part)
-                    seen |= keys
-                jobs.append(Job(task, subject, parts))
-    return jobs
-
-
-def open_models(suite: Suite) -> dict[str, Subject]:
-    """The models by name, without weights, found to be there and to bear their scalings.
-
-    What the tasks read for one (`Subject.cached`) is shared by models with the same tokenizer.
+    Models with the same tokenizer share the texts that tasks read.
 
     Raises:
         UserError: If a model cannot be loaded or scaled.
     """
     if suite.device not in (None, "auto"):
         usable_device(str(suite.device))
-    by_tokenizer: dict[str, dict[str, Any]] = {}
-    subjects = {}
+    texts: dict[str, dict[str, Any]] = {}
+    models = []
     for name, path in suite.models.items():
         with error_prefix(f"model {name}: "):
-            subject = open_subject(path, name, suite.dtype, suite.device)
-            tokenizer: Any = subject.tokenizer
+            model = open_model(path, name, suite.dtype, suite.device)
+            tokenizer: Any = model.tokenizer
             rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else path
             rules = f"{rules} {tokenizer.bos_token_id} {tokenizer.eos_token_id}"
-            subject._cache = by_tokenizer.setdefault(rules, {})
-            for scaling in _scalings(suite, name):
-                with rotary_scaling_for(subject.model, scaling.kind, scaling.factor, 1):
+            for scaling in suite.scalings_of(name):
+                with scaling.applied(model.module, 1):
                     pass
-            subjects[name] = subject
-    return subjects
-
-
-def _scalings(suite: Suite, model: str) -> list[ScalingSettings]:
-    """The scalings that apply to a model."""
-    return [s for s in suite.scalings if s.models is None or model in s.models]
+            models.append(replace(model, texts=texts.setdefault(rules, {})))
+    return models

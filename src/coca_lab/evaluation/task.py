@@ -1,11 +1,11 @@
 """What an evaluation task is: a name, settings, and items of work that become JSON cells."""
 
 import hashlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
@@ -16,6 +16,7 @@ from coca_attention.models.fields import attention_of
 from coca_attention.models.hub import check_name
 from coca_lab.data import load_tokenizer
 from coca_lab.engine import Engine, Item
+from coca_lab.generation import rotary_scaling_for
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
 from coca_lab.settings import Scaling
 
@@ -32,28 +33,29 @@ def check_at_least(settings: Any, smallest: int, *names: str) -> None:
 
 
 @dataclass
-class Subject:
+class Model:
     """The model under evaluation.
 
     Attributes:
-        model: A causal language model of Transformers, in evaluation mode; with ``path``, on the
+        module: A causal language model of Transformers, in evaluation mode; with ``path``, on the
             meta device, without weights.
         tokenizer: Its tokenizer.
         name: What the results call the model.
         identity: Identifies the model in keys of values (`fingerprint`); default: its name.
-        path: Folder or name from which processes load the weights; empty: ``model`` has them.
+        path: Folder or name from which processes load the weights; empty: ``module`` has them.
         dtype: Precision of the weights that are loaded.
         device: As for `load_model`.
+        texts: What tasks have read for it; models with the same tokenizer may share it.
     """
 
-    model: PreTrainedModel
+    module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str = "model"
     identity: str = ""
     path: str = ""
     dtype: str = "float32"
     device: str | None = None
-    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
+    texts: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.identity = self.identity or self.name
@@ -61,32 +63,32 @@ class Subject:
     def __reduce__(self) -> Any:
         if not self.path:
             return super().__reduce__()
-        return open_subject, (self.path, self.name, self.dtype, self.device)
+        return open_model, (self.path, self.name, self.dtype, self.device)
 
     def loaded(self) -> PreTrainedModel:
-        """The model with its weights; a process keeps those of one model."""
+        """The module with its weights; a process keeps those of one model."""
         if not self.path:
-            return self.model
+            return self.module
         key = (self.identity, self.device)
         if key not in _weights:
             _weights.clear()  # frees them before the next ones are loaded
             _weights[key] = load_model(self.path, dtype=self.dtype, device=self.device)
         return _weights[key]
 
-    def with_weights(self) -> "Subject":
-        """The same with its weights in ``model``."""
-        return replace(self, model=self.loaded(), path="")
+    def with_weights(self) -> "Model":
+        """The same with its weights in ``module``."""
+        return replace(self, module=self.loaded(), path="")
 
-    def cached(self, key: str, make: Callable[[], Any]) -> Any:
-        """``make()``, called once per key: inputs that do not depend on the rotary scaling."""
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]
+    def text(self, name: str, read: Callable[[], Any]) -> Any:
+        """``read()``, called once per name: what does not depend on the rotary scaling."""
+        if name not in self.texts:
+            self.texts[name] = read()
+        return self.texts[name]
 
     @property
     def facts(self) -> Cell:
         """What every cell says about its model."""
-        config = self.model.config.get_text_config()
+        config = self.module.config.get_text_config()
         return {
             "model": self.name,
             "attention": attention_of(config),
@@ -98,13 +100,13 @@ _weights: dict[Any, PreTrainedModel] = {}
 
 
 def free_weights() -> None:
-    """Free the weights that `Subject.loaded` keeps."""
+    """Free the weights that `Model.loaded` keeps."""
     _weights.clear()
 
 
-def open_subject(
+def open_model(
     path: str, name: str | None = None, dtype: str = "float32", device: str | None = None
-) -> Subject:
+) -> Model:
     """A model whose weights are loaded when they are needed.
 
     Args:
@@ -116,10 +118,10 @@ def open_subject(
     Raises:
         UserError: If it cannot be loaded.
     """
-    model, tokenizer = model_without_weights(path, dtype), load_tokenizer(path)
-    check_vocabulary(model, tokenizer)
+    module, tokenizer = model_without_weights(path, dtype), load_tokenizer(path)
+    check_vocabulary(module, tokenizer)
     name, identity = name or Path(path).name, f"{fingerprint(path)} {dtype}"
-    return Subject(model, tokenizer, name, identity, path, dtype, device)
+    return Model(module, tokenizer, name, identity, path, dtype, device)
 
 
 def fingerprint(path: str | Path) -> str:
@@ -152,99 +154,119 @@ def fingerprint(path: str | Path) -> str:
 
 
 @dataclass
-class Session:
-    """How a task is run.
+class RotaryScaling:
+    """A rotary scaling that a model is evaluated with."""
 
-    Attributes:
-        scaling: Rotary scaling. ``ntk`` computes the base from the length of each text, ``none``
-            leaves the model as it was loaded.
-        factor: Factor of the scaling.
-        engine: Computes items and keeps their values.
-    """
-
-    scaling: Scaling = "none"
-    factor: float = 1.0
-    engine: Engine = field(default_factory=Engine)
-
-    def __reduce__(self) -> Any:
-        return Session, (self.scaling, self.factor)  # what a process on Ray needs
-
-    def finish(self, parts: "list[Part]") -> list[Cell]:
-        """The cells of parts, one after the other; what is missing is computed."""
-        self.engine.run([item for part in parts for item in part.items])
-        return [cell for part in parts for cell in part.finished(self.engine)]
+    kind: Scaling = "none"
+    """none is the model as it was saved; ntk computes the base from each window or prompt."""
+    factor: float = 4.0
+    """Factor of the scaling."""
 
     @property
-    def applied_factor(self) -> float | None:
-        """The factor, or None without scaling."""
-        return None if self.scaling == "none" else float(self.factor)
+    def facts(self) -> Cell:
+        """What a cell says about it; there is no factor without scaling."""
+        factor = None if self.kind == "none" else float(self.factor)
+        return {"scaling": self.kind, "factor": factor}
+
+    def applied(self, module: PreTrainedModel, length: int) -> AbstractContextManager[Any]:
+        """`rotary_scaling_for` texts of a length in tokens."""
+        return rotary_scaling_for(module, self.kind, self.factor, length)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Part of a task: what has to be computed for some of its cells.
+class Measurement(NamedTuple):
+    """Work that becomes cells.
 
     Attributes:
         items: Items of work.
-        cells: Makes the cells from the values of all keys, in order, and the seconds they took.
+        cells: From the values of all their keys, in order, and the seconds they took to the cells.
             It needs no weights.
     """
 
     items: list[Item]
     cells: Callable[[list[Any], float], list[Cell]]
 
-    def finished(self, engine: Engine) -> list[Cell]:
-        """The cells, from values in the engine's store."""
-        values = [engine.store.get(key) for item in self.items for key in item.keys]
-        return self.cells(values, engine.seconds(self.items))
+
+def finish(measurements: Sequence[Measurement], engine: Engine) -> list[Cell]:
+    """The cells of all measurements, each once; what the engine's store lacks is computed."""
+    engine.run([item for each in measurements for item in each.items])
+    cells: list[Cell] = []
+    for each in measurements:
+        values = [engine.store.get(key) for item in each.items for key in item.keys]
+        made = each.cells(values, engine.seconds(each.items))
+        cells += [cell for cell in made if cell not in cells]
+    return cells
 
 
 @dataclass(frozen=True)
 class Task:
-    """An evaluation task; it has ``evaluate`` or ``parts``.
+    """An evaluation task; it has ``evaluate`` or ``measure``.
 
     Attributes:
         name: Name of the command ``coca eval NAME``, of the section in a suite, and of the field
             ``task`` of its cells.
         summary: One line for ``--help``.
         settings: Documented dataclass whose fields are the options; all need defaults.
-        evaluate: From the model, the settings and the session to the cells, which are kept by
+        evaluate: From the model, the settings and the scaling to the cells, which are kept by
             model, scaling and settings.
         check: Raises UserError for settings out of range, before any model is loaded.
-        parts: From the same to items of work, which processes share; the model has no weights
-            yet. Raises UserError for texts, prompts or sizes that do not fit the model.
+        measure: From the same to work that processes share; the model has no weights yet. Cells
+            need ``task`` and the facts of the model. Raises UserError for texts, prompts or sizes
+            that do not fit the model.
         scaled: Whether the rotary scaling applies. If not, a suite runs the task once per model.
     """
 
     name: str
     summary: str
     settings: type
-    evaluate: Callable[[Subject, Any, Session], list[Cell]] | None = None
+    evaluate: Callable[[Model, Any, RotaryScaling], list[Cell]] | None = None
     check: Callable[[Any], Any] = lambda settings: None
-    parts: Callable[[Subject, Any, Session], list[Part]] | None = None
+    measure: Callable[[Model, Any, RotaryScaling], list[Measurement]] | None = None
     scaled: bool = True
 
-    def parts_of(self, subject: Subject, settings: Any, session: Session) -> list[Part]:
-        """``parts``, or the whole task as one."""
-        if self.parts is not None:
-            return self.parts(subject, settings, session)
+    def measurements(
+        self, model: Model, settings: Any, scaling: RotaryScaling
+    ) -> list[Measurement]:
+        """``measure``, or ``evaluate`` as one item."""
+        if self.measure is not None:
+            return self.measure(model, settings, scaling)
         evaluate = self.evaluate
-        assert evaluate is not None, f"task {self.name} has neither evaluate nor parts"
+        assert evaluate is not None, f"task {self.name} has neither evaluate nor measure"
         key = {
             "task": self.name,
-            "model": subject.identity,
-            "scaling": [session.scaling, session.applied_factor],
+            "model": model.identity,
+            "scaling": [*scaling.facts.values()],
             "settings": asdict(settings),
         }
 
         def work(_: list[Any]) -> list[list[Cell]]:
-            return [evaluate(subject.with_weights(), settings, session)]
+            return [evaluate(model.with_weights(), settings, scaling)]
 
-        label = f"{subject.name} {session.scaling} {self.name}"
-        item = Item([key], work, [None], label=label, group=subject.name)
-        return [Part([item], lambda values, seconds: values[0])]
+        def cells(values: list[list[Cell]], seconds: float) -> list[Cell]:
+            return [{"task": self.name, **cell, **model.facts} for cell in values[0]]
 
-    def complete_cells(self, subject: Subject, cells: list[Cell]) -> list[Cell]:
-        """The cells with their task and the facts of their model."""
-        facts = subject.facts  # a cell that was kept may have another name
-        return [{"task": self.name, **facts, **cell, **facts} for cell in cells]
+        label = f"{model.name} {scaling.kind} {self.name}"
+        return [Measurement([Item([key], work, [None], label=label, group=model.name)], cells)]
+
+
+def evaluate(
+    task: Task,
+    model: Model,
+    settings: Any,
+    scaling: RotaryScaling | None = None,
+    engine: Engine | None = None,
+) -> list[Cell]:
+    """The cells of one task for one model.
+
+    Args:
+        task: The task.
+        model: The model.
+        settings: Of the class ``task.settings``.
+        scaling: By default none.
+        engine: By default one in this process, which keeps no values.
+
+    Raises:
+        UserError: If a setting is out of range, or the task cannot be done with this model.
+    """
+    task.check(settings)
+    measurements = task.measurements(model, settings, scaling or RotaryScaling())
+    return finish(measurements, engine or Engine())

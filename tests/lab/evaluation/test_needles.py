@@ -16,8 +16,8 @@ from coca_lab.data.needles import (
     r_precision,
 )
 from coca_lab.data.passkey import FILLER, encoder
-from coca_lab.evaluation import Session, Subject
-from coca_lab.evaluation.needles import NeedleSettings, evaluate_needles, needle_prompts
+from coca_lab.evaluation import Model, evaluate
+from coca_lab.evaluation.needles import TASK, NeedleSettings, needle_prompts
 from conftest import tiny_model
 
 
@@ -145,7 +145,7 @@ def test_every_kind_is_evaluated_and_recorded(words):
     model = tiny_model("llama-slack")
     model.resize_token_embeddings(len(words))
     settings = NeedleSettings(lengths=[256, 300], samples=2, max_new_tokens=3)
-    cells = evaluate_needles(Subject(model, words), settings, Session())
+    cells = evaluate(TASK, Model(model, words), settings)
     assert [(c["kind"], c["length"]) for c in cells] == [(k, n) for k in KINDS for n in (256, 300)]
     for cell in cells:
         assert 0 <= cell["recall"] <= 1 and len(cell["samples"]) == 2
@@ -161,7 +161,7 @@ def test_unfit_settings_and_tokenizers_are_refused(words):
         ({"count": 100}, "count must be at most 60"),
     ):
         with pytest.raises(ValueError, match=message):
-            evaluate_needles(Subject(model, words), NeedleSettings(**changes), Session())
+            evaluate(TASK, Model(model, words), NeedleSettings(**changes))
 
     class Shouting:
         def __call__(self, text, **_):

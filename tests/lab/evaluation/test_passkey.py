@@ -22,14 +22,13 @@ from coca_lab.data.passkey import (
 )
 from coca_lab.data.tokens import END_OF_TEXT
 from coca_lab.engine import Engine, Store
-from coca_lab.evaluation import Session, Subject
-from coca_lab.evaluation import passkey as task
-from coca_lab.evaluation.passkey import PasskeySettings, is_hit, passkey_prompts
+from coca_lab.evaluation import Model, RotaryScaling, evaluate
+from coca_lab.evaluation.passkey import TASK, PasskeySettings, is_hit, passkey_prompts
 from conftest import tiny_model
 
 
-def evaluate_passkey(model, tokenizer, settings, **session):
-    return task.evaluate_passkey(Subject(model, tokenizer), settings, Session(**session))
+def evaluate_passkey(model, tokenizer, settings, scaling="none", factor=4.0, engine=None):
+    return evaluate(TASK, Model(model, tokenizer), settings, RotaryScaling(scaling, factor), engine)
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from coca_attention.models import set_rotary_scaling
 from coca_lab.engine import Engine
-from coca_lab.evaluation import Session, Subject
-from coca_lab.evaluation import perplexity as task
+from coca_lab.evaluation import Model, RotaryScaling
 from coca_lab.evaluation.perplexity import (
     TextSettings,
     WindowSettings,
     load_text,
+    measure_windows,
     tokens_needed,
 )
 from coca_lab.evaluation.perplexity.score import (
@@ -30,13 +30,16 @@ from coca_lab.evaluation.perplexity.score import (
     sliding_windows,
 )
 from coca_lab.evaluation.perplexity.task import check_settings, cut, distant_repeats
+from coca_lab.evaluation.task import finish
 from coca_lab.intervals import perplexity
 from conftest import VOCABULARY, some_text, tiny_model
 
 
-def evaluate_perplexity(model, documents, settings, **session):
-    subject = Subject(model, None, "m")
-    return task.evaluate_perplexity(subject, documents, settings, Session(**session))
+def evaluate_perplexity(model, documents, settings, scaling="none", factor=4.0, engine=None):
+    scaled = RotaryScaling(scaling, factor)
+    return finish(
+        measure_windows(Model(model, None, "m"), documents, settings, scaled), engine or Engine()
+    )
 
 
 class KnownModel(nn.Module):
@@ -327,11 +330,11 @@ def test_positions_count_what_was_read_before_each_token(batch_tokens):
         assert torch.allclose(score.nats[1:], score.read[1:].float(), rtol=1e-5)
         assert score.nats[1:].sum().item() == pytest.approx(total.nats, rel=1e-5)
     buckets = by_tokens_read(scores, equal_ranges(8, 4))
-    assert [(b["first"], b["last"]) for b in buckets] == [(1, 2), (3, 4), (5, 6), (7, 8)]
-    assert sum(b["tokens"] for b in buckets) == 39 + 22
-    for b in buckets:
-        assert b["first"] * b["tokens"] <= b["nats"] + 1e-3
-        assert b["nats"] <= b["last"] * b["tokens"] + 1e-3
+    assert sum(tokens for _, tokens in buckets) == 39 + 22
+    for (nats, tokens), (first, last) in zip(
+        buckets, [(1, 2), (3, 4), (5, 6), (7, 8)], strict=True
+    ):
+        assert first * tokens <= nats + 1e-3 and nats <= last * tokens + 1e-3
 
 
 def test_cells_hold_positions_where_asked_for():

@@ -199,8 +199,8 @@ def test_unfit_suites_are_refused(text, message, tmp_path):
 
 def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, tmp_path, tokenizer):
     def cached_text(name):
-        subjects = open_models(load_suite(small))
-        return subjects["RoFormer"]._cache is subjects[name]._cache
+        models = {model.name: model for model in open_models(load_suite(small))}
+        return models["RoFormer"].texts is models[name].texts
 
     assert cached_text("CoCA-Slack")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "llama-slack")

@@ -9,8 +9,8 @@ import pytest
 from coca_attention.errors import UserError
 from coca_lab.cli import main
 from coca_lab.engine import Engine
-from coca_lab.evaluation import TASKS, Session, Subject, Task
-from coca_lab.evaluation.task import fingerprint
+from coca_lab.evaluation import TASKS, Model, RotaryScaling, Task
+from coca_lab.evaluation.task import fingerprint, finish
 from coca_lab.registry import register_task
 from coca_lab.report import REPORTS, Entry, Section, TaskReport
 from conftest import some_text, tiny_model
@@ -33,12 +33,12 @@ def check(settings: LengthSettings) -> None:
         raise UserError("give at least one word")
 
 
-def evaluate(subject, settings, session):
+def evaluate(model, settings, scaling):
     cells = []
     for word in settings.words:
         text = word.upper() if settings.upper else word
-        ids = subject.tokenizer(text)["input_ids"]
-        cells.append({"word": text, "scaling": session.scaling, "tokens": len(ids)})
+        ids = model.tokenizer(text)["input_ids"]
+        cells.append({"word": text, "scaling": scaling.kind, "tokens": len(ids)})
     return cells
 
 
@@ -89,9 +89,8 @@ def test_what_is_kept_is_shown_under_the_name_of_the_model(tokenizer):
     task = Task("toy", "", LengthSettings, lambda s, *_: [{**s.facts, "tokens": next(count)}])
 
     def cells(name):
-        subject, session = Subject(model, tokenizer, name, "same"), Session(engine=engine)
-        found = session.finish(task.parts_of(subject, LengthSettings(), session))
-        return task.complete_cells(subject, found)
+        named = Model(model, tokenizer, name, "same")
+        return finish(task.measurements(named, LengthSettings(), RotaryScaling()), engine)
 
     assert [(c["model"], c["tokens"]) for c in cells("a") + cells("b")] == [("a", 1), ("b", 1)]
 
@@ -127,8 +126,8 @@ def test_names_that_are_taken_are_refused():
     ("kind", "attention"),
     [("slack", "slack"), ("llama-strict", "strict"), ("rope", "rope"), ("alibi", "alibi")],
 )
-def test_a_subject_knows_the_attention_of_its_model(kind, attention):
-    facts = Subject(tiny_model(kind), None, "a").facts
+def test_results_say_the_attention_of_their_model(kind, attention):
+    facts = Model(tiny_model(kind), None, "a").facts
     assert facts == {"model": "a", "attention": attention, "training_length": 32}
 
 

@@ -8,8 +8,8 @@ import stage_runs
 from coca_attention.errors import UserError
 from coca_lab.data import load_tokenizer
 from coca_lab.data.passkey import ANSWER, encoder
-from coca_lab.evaluation import Session, Subject
-from coca_lab.evaluation.passkey import PasskeySettings, evaluate_passkey
+from coca_lab.evaluation import Model, evaluate
+from coca_lab.evaluation.passkey import TASK, PasskeySettings
 from coca_lab.report.training import training_sections
 from coca_lab.training import load_recipe, read_summary, train
 from coca_lab.training.data import load_data
@@ -55,7 +55,7 @@ def test_it_finds_what_the_evaluation_finds(learned, tokenizer):
     model, retrieval = learned
     shares = retrieval.shares(model)
     settings = PasskeySettings(lengths=[LENGTH], samples=4, seed=SEED, max_new_tokens=32)
-    [cell] = evaluate_passkey(Subject(model, tokenizer), settings, Session())
+    [cell] = evaluate(TASK, Model(model, tokenizer), settings)
     assert shares == {f"passkey_{LENGTH}": cell["accuracy"]}
     assert [sample["hit"] for sample in cell["samples"]] == [True, True, True, False]
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from coca_attention.errors import UserError
 from coca_lab.data.needles import KINDS, NAMES, Kind, ask_for_needles, r_precision
 from coca_lab.data.passkey import Prompt
-from coca_lab.evaluation.prompts import PromptSettings, check_prompts, prompt_part
-from coca_lab.evaluation.task import Cell, Part, Session, Subject, Task, check_at_least
+from coca_lab.evaluation.prompts import PromptSettings, check_prompts, measure_prompts
+from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task, check_at_least
 from coca_lab.intervals import wilson_interval
 
 METRIC = "R-precision"
@@ -63,23 +63,16 @@ def check_settings(settings: NeedleSettings) -> None:
         raise UserError(f"count must be at most {len(NAMES)}, got {settings.count}")
 
 
-def evaluate_needles(subject: Subject, settings: NeedleSettings, session: Session) -> list[Cell]:
+def measure_needles(
+    model: Model, settings: NeedleSettings, scaling: RotaryScaling
+) -> list[Measurement]:
     """Share of facts found, for every kind and prompt length.
 
-    Arguments and errors as for `evaluate_passkey`.
-
-    Returns:
-        One cell per kind and length: the mean ``recall`` (`r_precision`), the share of complete
-        answers with its Wilson interval, and the record of every sample.
+    A cell has the mean ``recall`` (`r_precision`), the share of complete answers with its Wilson
+    interval, and the record of every sample. Errors as for `measure_passkeys`.
     """
-    check_settings(settings)
-    return session.finish(needle_parts(subject, settings, session))
 
-
-def needle_parts(subject: Subject, settings: NeedleSettings, session: Session) -> list[Part]:
-    """The work of `evaluate_needles`: a part for each kind and length."""
-
-    def part(kind: Kind, length: int) -> Part:
+    def measure(kind: Kind, length: int) -> Measurement:
         about = {
             "task": "needles",
             "metric": METRIC,
@@ -88,18 +81,18 @@ def needle_parts(subject: Subject, settings: NeedleSettings, session: Session) -
             "count": settings.count,
             "seed": settings.seed,
         }
-        return prompt_part(
-            subject,
+        return measure_prompts(
+            model,
             length,
-            lambda indices: needle_prompts(subject.tokenizer, settings, kind, length, indices),
+            lambda indices: needle_prompts(model.tokenizer, settings, kind, length, indices),
             lambda answer, prompt: {"recall": r_precision(answer, prompt.facts["expected"])},
             _statistics,
             settings,
             about,
-            session,
+            scaling,
         )
 
-    return [part(kind, length) for kind, length in product(settings.kinds, settings.lengths)]
+    return [measure(kind, length) for kind, length in product(settings.kinds, settings.lengths)]
 
 
 def _statistics(records: list[Cell]) -> Cell:
@@ -117,5 +110,5 @@ TASK = Task(
     "Needles of RULER's kinds: one or several facts in a long prompt, and chains of variables.",
     NeedleSettings,
     check=check_settings,
-    parts=needle_parts,
+    measure=measure_needles,
 )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from coca_lab.data.passkey import Prompt, ask_for_passkeys, is_hit
-from coca_lab.evaluation.prompts import PromptSettings, check_prompts, prompt_part
-from coca_lab.evaluation.task import Cell, Part, Session, Subject, Task, check_at_least
+from coca_lab.evaluation.prompts import PromptSettings, check_prompts, measure_prompts
+from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task, check_at_least
 from coca_lab.intervals import wilson_interval
 
 
@@ -40,47 +40,35 @@ def check_settings(settings: PasskeySettings) -> None:
     check_at_least(settings, 1, "depths")
 
 
-def evaluate_passkey(subject: Subject, settings: PasskeySettings, session: Session) -> list[Cell]:
-    """Share of keys found at every prompt length.
-
-    Args:
-        subject: The model.
-        settings: Lengths, samples, depths.
-        session: Rotary scaling and engine.
-
-    Returns:
-        One cell per length with the record of every sample: plain JSON values.
+def measure_passkeys(
+    model: Model, settings: PasskeySettings, scaling: RotaryScaling
+) -> list[Measurement]:
+    """Share of keys found at every prompt length: a cell each, with the record of every sample.
 
     Raises:
-        UserError: If a setting is out of range, a prompt does not fit, or the model does not
-            support the scaling or cannot read that many tokens.
+        UserError: If a prompt does not fit, or the model does not support the scaling or cannot
+            read that many tokens.
     """
-    check_settings(settings)
-    return session.finish(passkey_parts(subject, settings, session))
 
-
-def passkey_parts(subject: Subject, settings: PasskeySettings, session: Session) -> list[Part]:
-    """The work of `evaluate_passkey`, which describes the arguments: a part for each length."""
-
-    def part(length: int) -> Part:
+    def measure(length: int) -> Measurement:
         about = {
             "task": "passkey",
             "length": length,
             "seed": settings.seed,
             "depths": settings.depths,
         }
-        return prompt_part(
-            subject,
+        return measure_prompts(
+            model,
             length,
-            lambda indices: passkey_prompts(subject.tokenizer, settings, length, indices),
+            lambda indices: passkey_prompts(model.tokenizer, settings, length, indices),
             lambda answer, prompt: {"hit": is_hit(answer, prompt.facts["key"])},
             _statistics,
             settings,
             about,
-            session,
+            scaling,
         )
 
-    return [part(length) for length in settings.lengths]
+    return [measure(length) for length in settings.lengths]
 
 
 def _statistics(records: list[Cell]) -> Cell:
@@ -93,5 +81,5 @@ TASK = Task(
     "Passkey retrieval: does a model find five digits hidden in a long prompt?",
     PasskeySettings,
     check=check_settings,
-    parts=passkey_parts,
+    measure=measure_passkeys,
 )

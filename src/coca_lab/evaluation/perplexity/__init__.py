@@ -5,8 +5,8 @@ from coca_lab.evaluation.perplexity.task import (
     PerplexitySettings,
     TextSettings,
     WindowSettings,
-    evaluate_perplexity,
     load_text,
+    measure_windows,
     tokens_needed,
 )
 
@@ -15,7 +15,7 @@ __all__ = [
     "PerplexitySettings",
     "TextSettings",
     "WindowSettings",
-    "evaluate_perplexity",
     "load_text",
+    "measure_windows",
     "tokens_needed",
 ]

@@ -103,39 +103,28 @@ class TokenScores:
         self.nats = torch.full((length,), float("nan"))
         self.read = torch.zeros(length, dtype=torch.long)
 
+    def summed(self, chosen: Tensor) -> tuple[float, int]:
+        """Nats and number of the scored tokens among some chosen ones, (length,), bool."""
+        chosen = chosen & (self.read > 0)
+        return self.nats[chosen].double().sum().item(), int(chosen.sum())
+
 
 def equal_ranges(window: int, ranges: int) -> list[int]:
     """Borders of ranges of equal width from 0 to the window, for `by_tokens_read`."""
     return [round(window * i / ranges) for i in range(ranges + 1)]
 
 
-def by_tokens_read(
-    scores: Sequence[TokenScores], edges: Sequence[int]
-) -> list[dict[str, float | int]]:
+def by_tokens_read(scores: Sequence[TokenScores], edges: Sequence[int]) -> list[tuple[float, int]]:
     """Nats and token counts by the number of tokens read before.
 
     Args:
         scores: As filled in by `score_documents`.
-        edges: Increasing numbers of tokens; a range ends at each but the first.
-
-    Returns:
-        In increasing order: ``first`` and ``last`` (tokens read, inclusive), ``nats`` and
-        ``tokens``.
+        edges: Increasing numbers of tokens; a range ends at each but the first, inclusive.
     """
-    nats, read = (torch.cat([getattr(s, name) for s in scores]) for name in ("nats", "read"))
-    scored = read > 0
-    nats, read = nats[scored].double(), read[scored]
-    found: list[dict[str, float | int]] = []
+    found = []
     for low, high in pairwise(edges):
-        inside = (read > low) & (read <= high)
-        found.append(
-            {
-                "first": low + 1,
-                "last": high,
-                "nats": nats[inside].sum().item(),
-                "tokens": int(inside.sum()),
-            }
-        )
+        parts = [score.summed((score.read > low) & (score.read <= high)) for score in scores]
+        found.append((sum(nats for nats, _ in parts), sum(tokens for _, tokens in parts)))
     return found
 
 

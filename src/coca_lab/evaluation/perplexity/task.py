@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -25,16 +25,20 @@ from coca_lab.evaluation.perplexity.score import (
     shared_first_target,
     windows_of,
 )
-from coca_lab.evaluation.task import Cell, Part, Session, Subject, Task, check_at_least
-from coca_lab.generation import rotary_scaling_for
-from coca_lab.intervals import (
-    DocumentScore,
-    perplexity,
-    perplexity_interval,
+from coca_lab.evaluation.task import (
+    Cell,
+    Measurement,
+    Model,
+    RotaryScaling,
+    Task,
+    check_at_least,
 )
+from coca_lab.intervals import DocumentScore, perplexity, perplexity_interval
 
 ITEM_TOKENS = 65_536
 """Tokens that an item reads at most, if one window has fewer: what a killed process can lose."""
+ATTEND_LAST = "attend-last"
+"""The ``scaling`` of cells whose model, as it is, reads the last tokens alone."""
 
 
 @dataclass
@@ -73,6 +77,11 @@ class WindowSettings:
     repeats: int | None = None
     """Also score separately the targets that end an n-gram of this length that stands earlier in
     the document, but only farther back than attend_last, or else than the smallest window."""
+
+    @property
+    def step(self) -> int:
+        """The stride, or its default."""
+        return min(self.windows) if self.stride is None else self.stride
 
     @property
     def near(self) -> int:
@@ -142,14 +151,13 @@ def tokens_needed(settings: WindowSettings) -> int:
     return max(settings.windows) + 1
 
 
-def check_settings(settings: WindowSettings) -> int:
-    """Raise UserError unless the sizes fit together; return the stride."""
+def check_settings(settings: WindowSettings) -> None:
+    """Raise UserError unless the sizes fit together."""
     if not settings.windows:
         raise UserError("give at least one window size")
     longest = max(settings.windows)
-    stride = settings.stride if settings.stride is not None else min(settings.windows)
     for window in settings.windows:
-        check_sizes(window, stride)
+        check_sizes(window, settings.step)
     if settings.attend_last is not None and not 1 <= settings.attend_last <= longest:
         raise UserError(
             f"attend_last must be at least 1 token and at most the largest window, got "
@@ -166,7 +174,6 @@ def check_settings(settings: WindowSettings) -> int:
             "windows; leave both out"
         )
     check_at_least(settings, 1, "batch_tokens", "repeats")
-    return stride
 
 
 def distant_repeats(tokens: Tensor, n: int, beyond: int) -> Tensor:
@@ -189,217 +196,221 @@ def distant_repeats(tokens: Tensor, n: int, beyond: int) -> Tensor:
     return found
 
 
-def chosen_nats(score: TokenScores, chosen: Tensor) -> tuple[float, int]:
-    """Nats and number of the scored tokens of a document among some chosen ones."""
-    chosen = chosen & (score.read > 0)
-    return score.nats[chosen].double().sum().item(), int(chosen.sum())
-
-
 def text_hash(documents: Sequence[TokenDocument]) -> str:
     """Identifies token documents."""
     texts = [[d.id, hashlib.sha256(d.tokens.numpy().tobytes()).hexdigest()] for d in documents]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
-def evaluate_perplexity(
-    subject: Subject,
+@dataclass(frozen=True)
+class Reading:
+    """How the documents are read for one cell.
+
+    Attributes:
+        window: Tokens read at once.
+        stride: Tokens scored at once.
+        first: Index of the first target of a document.
+        kind: Kind of the rotary scaling, or `ATTEND_LAST`.
+        scaling: The rotary scaling.
+        edges: Where the ranges of ``by_position`` end, if there are any.
+        repeats: For every document the targets that are scored separately too, (length,), bool.
+        batch_tokens: Tokens per batch.
+    """
+
+    window: int
+    stride: int
+    first: int
+    kind: str
+    scaling: RotaryScaling
+    edges: list[int] | None
+    repeats: list[Tensor] | None
+    batch_tokens: int
+
+
+def measure_windows(
+    model: Model,
     documents: Sequence[TokenDocument],
     settings: WindowSettings,
-    session: Session,
-) -> list[Cell]:
-    """Perplexity at every window size.
+    scaling: RotaryScaling,
+) -> list[Measurement]:
+    """Perplexity at every window size, and of ``attend_last``: a cell of plain JSON values each.
 
     Args:
-        subject: The model.
+        model: The model.
         documents: Token documents, each of at least `tokens_needed` tokens.
         settings: Windows, stride, targets.
-        session: Rotary scaling and engine; ``ntk`` computes the base from each window's size.
-
-    Returns:
-        One cell per window, and one for ``attend_last``: plain JSON values, None for infinity.
+        scaling: ``ntk`` computes the base from each window's size.
 
     Raises:
         UserError: If the sizes do not fit, a document is too short, or the model does not support
             the scaling.
     """
-    return session.finish(perplexity_parts(subject, documents, settings, session))
-
-
-def perplexity_parts(
-    subject: Subject,
-    documents: Sequence[TokenDocument],
-    settings: WindowSettings,
-    session: Session,
-) -> list[Part]:
-    """The work of `evaluate_perplexity`, which describes the arguments: a part for each cell."""
-    stride = check_settings(settings)
+    check_settings(settings)
+    needed = tokens_needed(settings)
     if not documents:
         raise UserError("no documents to score")
     for document in documents:
-        if len(document.tokens) < tokens_needed(settings):
+        if len(document.tokens) < needed:
             raise UserError(
                 f"document {document.id!r} has {len(document.tokens)} tokens and the largest "
-                f"window needs {tokens_needed(settings)}"
+                f"window needs {needed}"
             )
-    first = shared_first_target(settings.windows, stride) if settings.targets == "shared" else 1
-    scaling = str(session.scaling)
-    runs = [(window, stride, scaling) for window in settings.windows]
     if settings.targets == "one-pass":
         # The last input of the only window predicts the token after it.
-        longest = max(settings.windows)
-        documents = [replace(d, tokens=d.tokens[: longest + 1]) for d in documents]
-        runs = [(longest, longest, scaling)]
-    if settings.attend_last is not None:
-        # With a stride of an eighth, every token has at least 7/8 of the window before it.
-        last = settings.attend_last
-        runs.append((last, min(max(1, last // 8), stride), "attend-last"))
+        documents = [replace(d, tokens=d.tokens[:needed]) for d in documents]
+    text = text_hash(documents)
+    readings = _readings(documents, settings, scaling)
+    return [_measure_cell(model, documents, text, settings, each) for each in readings]
+
+
+def _readings(
+    documents: Sequence[TokenDocument], settings: WindowSettings, scaling: RotaryScaling
+) -> list[Reading]:
+    """One for every cell."""
+    windows, stride, positions = settings.windows, settings.step, settings.positions
+    first = shared_first_target(windows, stride) if settings.targets == "shared" else 1
     repeats = None
     if settings.repeats is not None:
         repeats = [distant_repeats(d.tokens, settings.repeats, settings.near) for d in documents]
-    text = text_hash(documents)
-    return [
-        _Windows(subject, documents, settings, repeats, first, *run, session.factor).part(text)
-        for run in runs
-    ]
+    rest = {"repeats": repeats, "batch_tokens": settings.batch_tokens}
+    if settings.targets == "one-pass":
+        edges = [0, *sorted(set(windows))]
+        readings = [Reading(edges[-1], edges[-1], 1, scaling.kind, scaling, edges, **rest)]
+    else:
+        readings = [
+            Reading(window, stride, first, scaling.kind, scaling, edges, **rest)
+            for window in windows
+            for edges in [None if positions is None else equal_ranges(window, positions)]
+        ]
+    last = settings.attend_last
+    if last is not None:
+        # With a stride of an eighth, every token has at least 7/8 of the window before it.
+        step = min(max(1, last // 8), stride)
+        readings.append(Reading(last, step, first, ATTEND_LAST, RotaryScaling(), None, **rest))
+    return readings
 
 
-@dataclass
-class _Windows:
-    """The windows of one cell; called with ranges of them, it returns sums over each.
+def _measure_cell(
+    model: Model,
+    documents: Sequence[TokenDocument],
+    text: str,
+    settings: WindowSettings,
+    reading: Reading,
+) -> Measurement:
+    """The items of one cell, each of some windows, and the cell."""
+    scaled = {"scaling": reading.kind, "factor": reading.scaling.facts["factor"]}
+    key = {
+        "task": "perplexity",
+        "model": model.identity,
+        **scaled,
+        "window": [reading.window, reading.stride, reading.first],
+        "text": text,
+        "edges": reading.edges,
+        "repeats": None if reading.repeats is None else [settings.repeats, settings.near],
+    }
 
-    Attributes:
-        kind: Rotary scaling, or ``attend-last`` for the model as it is.
-    """
+    def work(ranges: list[tuple[int, int]]) -> list[dict[str, Any]]:
+        module = model.loaded()
+        with reading.scaling.applied(module, reading.window):
+            return [_tallies(module, documents, reading, slice(*each)) for each in ranges]
 
-    subject: Subject
-    documents: Sequence[TokenDocument]
-    settings: WindowSettings
-    repeats: Sequence[Tensor] | None
-    first: int
-    window: int
-    stride: int
-    kind: str
-    factor: float
-
-    @property
-    def scaled(self) -> tuple[str, float, int]:
-        """Arguments of `rotary_scaling_for`."""
-        return "none" if self.kind == "attend-last" else self.kind, self.factor, self.window
-
-    @property
-    def edges(self) -> list[int] | None:
-        """Where the ranges of ``by_position`` end."""
-        if self.kind == "attend-last":
-            return None
-        if self.settings.targets == "one-pass":
-            return [0, *sorted(set(self.settings.windows))]
-        positions = self.settings.positions
-        return None if positions is None else equal_ranges(self.window, positions)
-
-    def part(self, text: str) -> Part:
-        """The items, each of some windows, and the cell."""
-        settings, scaling = self.settings, self.scaled[0]
-        one_pass = settings.targets == "one-pass"
-        key = {
+    def cells(tallies: list[dict[str, Any]], seconds: float) -> list[Cell]:
+        with reading.scaling.applied(model.module, reading.window) as rope:
+            pass
+        cell = {
             "task": "perplexity",
-            "model": self.subject.identity,
-            "scaling": [self.kind, float(self.factor) if scaling != "none" else None],
-            "window": [self.window, self.stride, self.first],
+            **model.facts,
+            **scaled,
+            "rope_parameters": rope,
+            "window": reading.window,
+            "stride": reading.stride,
             "targets": settings.targets,
             "text": text,
-            "positions": settings.windows if one_pass else settings.positions,
-            "repeats": None if self.repeats is None else [settings.repeats, settings.near],
-        }
-        lengths = [len(document.tokens) for document in self.documents]
-        windows = windows_of(lengths, self.window, self.stride, self.first)
-        costs = [each.inputs for _, each in windows]
-        name = self.subject.name
-        items = [
-            Item(
-                [[key, start, stop]],
-                self,
-                [(start, stop)],
-                sum(costs[start:stop]),
-                f"{name} {self.kind} {self.window}",
-                name,
-            )
-            for start, stop in cut(costs)
-        ]
-        return Part(items, lambda sums, seconds: [self._cell(key, sums, seconds)])
-
-    def __call__(self, ranges: list[tuple[int, int]]) -> list[dict[str, Any]]:
-        return [self._score(slice(*each)) for each in ranges]
-
-    def _score(self, part: slice) -> dict[str, Any]:
-        edges, model = self.edges, self.subject.loaded()
-        per_token = None
-        if edges is not None or self.repeats is not None:
-            per_token = [TokenScores(len(document.tokens)) for document in self.documents]
-        with rotary_scaling_for(model, *self.scaled):
-            scores = score_documents(
-                model,
-                self.documents,
-                window=self.window,
-                stride=self.stride,
-                first_target=self.first,
-                batch_tokens=self.settings.batch_tokens,
-                per_token=per_token,
-                part=part,
-            )
-        rows = [(score.nats, score.tokens) for score in scores]
-        sums = {"documents": _by_index(rows)}
-        if per_token is not None and edges is not None:
-            ranges = by_tokens_read(per_token, edges)
-            sums["ranges"] = [[_number(r["nats"]), r["tokens"]] for r in ranges]
-        if per_token is not None and self.repeats is not None:
-            pairs = zip(per_token, self.repeats, strict=True)
-            sums["repeats"] = _by_index([chosen_nats(scored, mask) for scored, mask in pairs])
-        return sums
-
-    def _cell(self, key: dict[str, Any], found: list[dict[str, Any]], seconds: float) -> Cell:
-        scores, edges = self._by_document(found, "documents"), self.edges
-        with rotary_scaling_for(self.subject.model, *self.scaled) as rope:
-            pass
-        interval = perplexity_interval(scores)
-        cell: Cell = {
-            "task": "perplexity",
-            **self.subject.facts,
-            "scaling": self.kind,
-            "factor": key["scaling"][1],
-            "rope_parameters": rope,
-            "window": self.window,
-            "stride": self.stride,
-            "targets": self.settings.targets,
-            "text": key["text"],
-            "perplexity": _number(perplexity(scores)),
-            "ci95": list(interval) if interval else None,
-            "nats": _number(sum(score.nats for score in scores)),
-            "tokens": sum(score.tokens for score in scores),
             "seconds": seconds,
-            "documents": [{**asdict(s), "nats": _number(s.nats)} for s in scores],
         }
-        if edges is not None:
-            ranges = [_sum(rows) for rows in zip(*(sums["ranges"] for sums in found), strict=True)]
-            cell["by_position"] = [
-                {"first": low + 1, "last": high, "nats": _number(nats), "tokens": tokens}
-                for (low, high), (nats, tokens) in zip(pairwise(edges), ranges, strict=True)
-            ]
-        if self.repeats is not None:
-            repeats = self._by_document(found, "repeats")
-            cell["repeats"] = {
-                "n": self.settings.repeats,
-                "beyond": self.settings.near,
-                "documents": [{"nats": _number(s.nats), "tokens": s.tokens} for s in repeats],
-            }
-        return cell
+        return [cell | _figures(documents, settings, reading, tallies)]
 
-    def _by_document(self, found: list[dict[str, Any]], name: str) -> list[DocumentScore]:
-        """The score of every document from rows of its index, nats and tokens."""
-        rows = [row for sums in found for row in sums[name]]
-        return [
-            DocumentScore(document.id, *_sum(row[1:] for row in rows if row[0] == index))
-            for index, document in enumerate(self.documents)
+    lengths = [len(document.tokens) for document in documents]
+    windows = windows_of(lengths, reading.window, reading.stride, reading.first)
+    costs = [window.inputs for _, window in windows]
+    label = f"{model.name} {reading.kind} {reading.window}"
+    items = [
+        Item([[key, *each]], work, [each], sum(costs[slice(*each)]), label, model.name)
+        for each in cut(costs)
+    ]
+    return Measurement(items, cells)
+
+
+def _tallies(
+    module: Any, documents: Sequence[TokenDocument], reading: Reading, part: slice
+) -> dict[str, list[list[Any]]]:
+    """Index, nats and tokens of some windows by document, range of positions, and of repeats."""
+    edges, repeats, per_token = reading.edges, reading.repeats, None
+    if edges is not None or repeats is not None:
+        per_token = [TokenScores(len(document.tokens)) for document in documents]
+    scores = score_documents(
+        module,
+        documents,
+        window=reading.window,
+        stride=reading.stride,
+        first_target=reading.first,
+        batch_tokens=reading.batch_tokens,
+        per_token=per_token,
+        part=part,
+    )
+    found = {"documents": [(score.nats, score.tokens) for score in scores]}
+    if per_token is not None and edges is not None:
+        found["ranges"] = by_tokens_read(per_token, edges)
+    if per_token is not None and repeats is not None:
+        found["repeats"] = [s.summed(chosen) for s, chosen in zip(per_token, repeats, strict=True)]
+    return {
+        name: [[index, _number(nats), n] for index, (nats, n) in enumerate(rows) if n]
+        for name, rows in found.items()
+    }
+
+
+def _figures(
+    documents: Sequence[TokenDocument],
+    settings: WindowSettings,
+    reading: Reading,
+    tallies: Sequence[dict[str, Any]],
+) -> Cell:
+    """What a cell says about the tallies of all its windows."""
+    counts = _added(tallies, "documents", len(documents))
+    scores = [DocumentScore(d.id, *count) for d, count in zip(documents, counts, strict=True)]
+    interval = perplexity_interval(scores)
+    figures: Cell = {
+        "perplexity": _number(perplexity(scores)),
+        "ci95": list(interval) if interval else None,
+        "nats": _number(sum(score.nats for score in scores)),
+        "tokens": sum(score.tokens for score in scores),
+        "documents": [{**asdict(s), "nats": _number(s.nats)} for s in scores],
+    }
+    if reading.edges is not None:
+        ranges = [*pairwise(reading.edges)]
+        counts = _added(tallies, "ranges", len(ranges))
+        figures["by_position"] = [
+            {"first": low + 1, "last": high, "nats": _number(nats), "tokens": tokens}
+            for (low, high), (nats, tokens) in zip(ranges, counts, strict=True)
         ]
+    if reading.repeats is not None:
+        counts = _added(tallies, "repeats", len(documents))
+        figures["repeats"] = {
+            "n": settings.repeats,
+            "beyond": settings.near,
+            "documents": [{"nats": _number(nats), "tokens": tokens} for nats, tokens in counts],
+        }
+    return figures
+
+
+def _added(tallies: Sequence[dict[str, Any]], name: str, size: int) -> list[tuple[float, int]]:
+    """Nats and tokens of every index; None is infinity."""
+    nats, tokens = [0.0] * size, [0] * size
+    for each in tallies:
+        for index, more, count in each[name]:
+            nats[index] += math.inf if more is None else more
+            tokens[index] += count
+    return [*zip(nats, tokens, strict=True)]
 
 
 def cut(costs: Sequence[int], most: int | None = None) -> list[tuple[int, int]]:
@@ -418,20 +429,6 @@ def cut(costs: Sequence[int], most: int | None = None) -> list[tuple[int, int]]:
     return [*ranges, (start, len(costs))]
 
 
-def _by_index(rows: Sequence[tuple[float, int]]) -> list[list[Any]]:
-    """Rows of index, nats and tokens; those without tokens are left out."""
-    return [[index, _number(nats), tokens] for index, (nats, tokens) in enumerate(rows) if tokens]
-
-
-def _sum(rows: Iterable[Sequence[Any]]) -> tuple[float, int]:
-    """Nats and tokens of parts together; None is infinity."""
-    nats, tokens = 0.0, 0
-    for more_nats, more_tokens in rows:
-        nats += math.inf if more_nats is None else more_nats
-        tokens += more_tokens
-    return nats, tokens
-
-
 def _number(value: float) -> float | None:
     """None for infinity, which JSON cannot represent."""
     return value if math.isfinite(value) else None
@@ -442,12 +439,14 @@ def _check(settings: PerplexitySettings) -> None:
     check_text(settings, tokens_needed(settings))
 
 
-def _parts(subject: Subject, settings: PerplexitySettings, session: Session) -> list[Part]:
-    documents = subject.cached(
+def _measure(
+    model: Model, settings: PerplexitySettings, scaling: RotaryScaling
+) -> list[Measurement]:
+    documents = model.text(
         f"text {settings}",
-        lambda: load_text(settings, subject.tokenizer, at_least=tokens_needed(settings)),
+        lambda: load_text(settings, model.tokenizer, at_least=tokens_needed(settings)),
     )
-    return perplexity_parts(subject, documents, settings, session)
+    return measure_windows(model, documents, settings, scaling)
 
 
 TASK = Task(
@@ -455,5 +454,5 @@ TASK = Task(
     "Perplexity of a Transformers causal language model under sliding windows.",
     PerplexitySettings,
     check=_check,
-    parts=_parts,
+    measure=_measure,
 )
