@@ -33,40 +33,33 @@ RAY_HELP = "Compute on Ray: started here, or the cluster at an address (--ray HO
 
 @dataclass(frozen=True)
 class Item:
-    """Work that one process does without interruption.
-
-    Attributes:
-        keys: Keys of its values in the store: JSON values that say what the values depend on.
-        work: From the arguments of the keys whose values are missing to the values, which do not
-            depend on which others are missing. Items that share it (the same object) share what it
-            holds. Ray has to be able to pickle it.
-        arguments: An argument for each key.
-        cost: Tokens to read.
-        label: What it is part of, for messages.
-        group: Items of a group use the same model; a process prefers to stay with it.
-    """
+    """Work that one process does without interruption."""
 
     keys: Sequence[Any]
+    """Keys of its values in the store: JSON values that say what the values depend on."""
     work: Callable[[list[Any]], list[Any]]
+    """From the arguments of the keys whose values are missing to these values, none of them None.
+    Items with the same object share what it holds. Ray has to be able to pickle it."""
     arguments: Sequence[Any]
+    """An argument for each key."""
     cost: int = 1
+    """Tokens to read."""
     label: str = ""
+    """What it is part of, for messages."""
     group: str = ""
+    """Items of a group use the same model; a process prefers to stay with it."""
 
     def missing(self, store: "Store") -> list[int]:
         """Indices of the keys that the store does not have."""
         return [index for index, key in enumerate(self.keys) if key not in store]
 
 
+COLUMNS = ["key", "value", "seconds"]
+"""Of the only table of a `Store`."""
+
+
 class Store:
-    """A mapping from JSON keys to JSON values in an SQLite file, which one process uses at a time.
-
-    Args:
-        path: The file; without one, values are kept in memory.
-
-    Raises:
-        UserError: If another process uses the file, or it is damaged.
-    """
+    """A mapping from JSON keys to JSON values in an SQLite file, or in memory, for one process."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
@@ -84,6 +77,28 @@ class Store:
                 "COMMIT",
             ):
                 self._db.execute(command)
+            self._check()
+
+    def _check(self) -> None:
+        """Raise UserError unless every page and every value can be read."""
+        columns = [row[1] for row in self._db.execute("PRAGMA table_info(done)")]
+        if columns != COLUMNS:
+            self.close()
+            raise UserError(
+                f"{self.path} has a table of {', '.join(columns)} instead of {', '.join(COLUMNS)}: "
+                "delete it, or choose another --output"
+            )
+        (pages,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        (bad,) = self._db.execute(
+            "SELECT count(*) FROM done WHERE key IS NULL OR seconds IS NULL "
+            "OR typeof(value) != 'text' OR value = 'null' OR NOT json_valid(value)"
+        ).fetchone()
+        if pages != "ok" or bad:
+            self.close()
+            raise self._damaged(f"{bad} values are no JSON" if bad else pages)
+
+    def _damaged(self, why: object) -> UserError:
+        return UserError(f"{self.path} is damaged ({why}); delete it to repeat the whole work")
 
     def __len__(self) -> int:
         return self._one("SELECT count(*) FROM done")[0]
@@ -103,6 +118,7 @@ class Store:
 
     def put(self, keys: Sequence[Any], values: Sequence[Any], seconds: float = 0.0) -> None:
         """Store values of keys in one transaction, with the time that they took together."""
+        assert all(value is not None for value in values), "None says that there is no value"
         each = round(seconds / max(1, len(keys)), 6)
         rows = [
             (_text(key), json.dumps(value, allow_nan=False), each)
@@ -155,9 +171,7 @@ class Store:
                 ) from error
             raise TemporaryError(f"{self.path}: {error}: {RESUMABLE}") from error
         except sqlite3.DatabaseError as error:
-            raise UserError(
-                f"{self.path} is damaged ({error}); delete it to repeat the whole evaluation"
-            ) from error
+            raise self._damaged(error) from error
 
 
 def _text(key: Any) -> str:
@@ -166,13 +180,7 @@ def _text(key: Any) -> str:
 
 
 class Engine:
-    """Computes items in this process, one after the other.
-
-    Args:
-        store: Keeps the values; by default in memory.
-        progress: Called when an item is finished, with a line for the whole, and the tokens read
-            so far and in all.
-    """
+    """Computes items in this process, one after the other, and keeps their values in a store."""
 
     def __init__(
         self, store: Store | None = None, progress: Progress = lambda line, done, total: None
@@ -183,11 +191,7 @@ class Engine:
         """Keys of all items that it was given."""
 
     def run(self, items: Sequence[Item]) -> list[Any]:
-        """The values of all keys of some items; what the store does not have is computed.
-
-        Raises:
-            UserError: If an item has failed, once all others are finished; it names the first.
-        """
+        """The values of all keys; once all is done, a UserError names the first that failed."""
         failed = self.compute(items)
         if failed:
             item, error = failed[0]
@@ -197,12 +201,9 @@ class Engine:
         return [self.store.get(key) for item in items for key in item.keys]
 
     def compute(self, items: Sequence[Item]) -> list[tuple[Item, Exception]]:
-        """Compute what the store does not have yet.
-
-        Returns:
-            The items that failed: with a UserError, which would come again, or three times.
-        """
+        """Compute what is missing; the items that failed: with a UserError, or three times."""
         self.used += [key for item in items for key in item.keys]
+        items = [*{_text(item.keys): item for item in items}.values()]  # those with the same keys
         pending = [item for item in items if item.missing(self.store)]
         total, left = (sum(item.cost for item in each) for each in (items, pending))
         count, done, started = len(items) - len(pending), total - left, time.monotonic()
@@ -231,12 +232,14 @@ class Engine:
         """The time that finished items took."""
         return round(sum(self.store.seconds(key) for item in items for key in item.keys), 3)
 
+    def _arguments(self, item: Item) -> list[Any]:
+        """Those whose values are missing."""
+        return [item.arguments[index] for index in item.missing(self.store)]
+
     def _outcomes(self, items: Sequence[Item]) -> Iterator[tuple[Item, Any, float]]:
         """Every item with its missing values, or an exception, and the seconds it took."""
         for item in items:
-            arguments = [item.arguments[index] for index in item.missing(self.store)]
-            values, seconds = _compute(item.work, arguments)
-            yield item, values, seconds
+            yield item, *_compute(item.work, self._arguments(item))
 
 
 def _compute(work: Callable[[list[Any]], list[Any]], arguments: list[Any]) -> tuple[Any, float]:
@@ -257,21 +260,10 @@ def problem(error: Exception) -> str:
 
 
 class RayEngine(Engine):
-    """Computes items on Ray: one that starts here, or that of a cluster.
+    """Computes items on Ray, an item a process; one whose process dies is computed by another.
 
-    Each of its processes computes one item at a time. An item whose process dies is computed again
-    by another one.
-
-    Args:
-        store: As for `Engine`.
-        progress: As for `Engine`.
-        address: Of a cluster; empty to start Ray with the cores and GPUs of this machine.
-        num_cpus: Cores, and threads, of an item.
-        num_gpus: GPUs of an item; by default one if there are GPUs.
-
-    Raises:
-        UserError: If Ray is not installed, the cluster does not answer, or has less than one item
-            needs.
+    Ray is started here, or ``address`` is that of a cluster. An item has ``num_cpus`` cores and
+    ``num_gpus`` GPUs, by default one if there are GPUs.
     """
 
     def __init__(
@@ -298,47 +290,35 @@ class RayEngine(Engine):
                     f"num_{kind.lower()}s, or add machines"
                 )
         self._places = int(min(there[k] // number for k, number in needed.items() if number))
-        self._actor: Any = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus)(_Worker)
+        self._worker: Any = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus)(_Worker)
 
     def _outcomes(self, items: Sequence[Item]) -> Iterator[tuple[Item, Any, float]]:
         import ray  # an optional package
-        from ray.exceptions import RayError, RayTaskError
+        from ray.exceptions import RayError
 
-        queue, works = _Queue(items), _Works(items)
-        # By what Ray has promised: the process, and the item it computes; at first, only to start.
-        running: dict[Any, tuple[Any, Item | None]] = {}
+        queue = _Queue(items)
+        # By what Ray has promised: the process, the item it computes, and Ray's copy of its work.
+        running: dict[Any, tuple[Any, Item, Any]] = {}
 
-        def start() -> None:
-            worker = self._actor.remote(os.getcwd())
-            running[worker.ready.remote()] = (worker, None)
+        def start(worker: Any = None, group: str | None = None) -> None:
+            item = queue.take(group)
+            if item is not None:
+                worker = worker or self._worker.remote(os.getcwd())
+                copies = [copy for _, other, copy in running.values() if other.work is item.work]
+                copy = copies[0] if copies else ray.put(item.work)
+                running[worker.compute.remote([copy], self._arguments(item))] = worker, item, copy
 
-        for _ in range(min(self._places, len(items))):
+        for _ in range(self._places):
             start()
-        left, unstarted = len(items), 0
-        while left:
+        while running:
             (promise,), _ = ray.wait([*running], num_returns=1)
-            worker, item = running.pop(promise)
+            worker, item, _ = running.pop(promise)
             try:
                 values, seconds = ray.get(promise)
-            except RayTaskError as error:  # the process lacks what it needs to work
-                values, seconds = error.cause, 0.0
             except RayError as error:  # the process has died
                 values, seconds, worker = error, 0.0, None
-            if item is None and worker is not None and isinstance(values, Exception):
-                raise values  # what was added from outside cannot be imported
-            if item is not None:
-                works.release(item)
-                left -= 1
-                yield item, values, seconds
-            unstarted = unstarted + 1 if worker is None and item is None else 0
-            if unstarted > ATTEMPTS * self._places:
-                raise UserError(f"processes of Ray end before they work: {problem(values)}")
-            if worker is None:
-                start()
-            elif following := queue.take(item.group if item else None):
-                missing = [following.arguments[i] for i in following.missing(self.store)]
-                promise = worker.compute.remote([works.hold(following)], missing)
-                running[promise] = (worker, following)
+            yield item, values, seconds
+            start(worker, item.group)
 
 
 def start_engine(
@@ -372,19 +352,19 @@ class _Worker:
             os.chdir(folder)  # where the paths of the driver begin
         self._held: tuple[Any, Any] = (None, None)
 
-    def ready(self) -> tuple[Any, float]:
-        """Import what was added from outside; None, or an exception."""
-        return _compute(lambda _: import_extensions(), [])  # pyright: ignore[reportArgumentType]
+    def compute(self, copy: list[Any], arguments: list[Any]) -> tuple[Any, float]:
+        """Values for arguments, or an exception, and the seconds they took."""
+        return _compute(lambda each: self._read(copy)(each), arguments)
 
-    def compute(self, work: list[Any], arguments: list[Any]) -> tuple[Any, float]:
-        """Values for arguments, and the seconds they took."""
+    def _read(self, copy: list[Any]) -> Any:
+        """The work behind a reference, which Ray would read itself if it were in no list."""
         import ray  # an optional package
 
-        (reference,) = work
-        if self._held[0] != reference:
+        import_extensions()
+        if self._held[0] != copy[0]:
             self._held = (None, None)  # frees it before the next one is read
-            self._held = (reference, ray.get(reference))
-        return _compute(self._held[1], arguments)
+            self._held = (copy[0], ray.get(copy[0]))
+        return self._held[1]
 
 
 class _Queue:
@@ -405,29 +385,6 @@ class _Queue:
             group = min(rest, key=self._taken.__getitem__)
             self._taken[group] += 1
         return self._groups[group].popleft()
-
-
-class _Works:
-    """What items share, put into Ray's memory once and as long as it is needed."""
-
-    def __init__(self, items: Sequence[Item]) -> None:
-        self._uses = Counter(id(item.work) for item in items)
-        self._references: dict[int, Any] = {}
-
-    def hold(self, item: Item) -> Any:
-        """Ray's reference to an item's work."""
-        import ray  # an optional package
-
-        number = id(item.work)
-        if number not in self._references:
-            self._references[number] = ray.put(item.work)
-        return self._references[number]
-
-    def release(self, item: Item) -> None:
-        """An item is finished."""
-        self._uses[id(item.work)] -= 1
-        if not self._uses[id(item.work)]:
-            self._references.pop(id(item.work), None)
 
 
 def _connect(address: str) -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from coca_attention.errors import UserError
+from coca_attention.errors import TemporaryError, UserError
 from coca_lab import engine as engines
 from coca_lab.engine import Engine, Item, RayEngine, Store, take_ray
 
@@ -24,7 +24,7 @@ def items_of(work, numbers, **fields):
 def test_values_and_their_times_survive_and_can_be_forgotten(tmp_path):
     path = tmp_path / "folder" / "values.sqlite"
     with Store(path) as store:
-        store.put([{"a": 1, "b": 2}, ["c"]], [{"x": 2.5}, None], 3.0)
+        store.put([{"a": 1, "b": 2}, ["c"]], [{"x": 2.5}, 7], 3.0)
         with pytest.raises(ValueError):
             store.put(["d"], [float("nan")])
     with Store(path) as store:
@@ -57,9 +57,44 @@ def test_a_damaged_file_and_a_full_disk_are_named(tmp_path, monkeypatch):
     with Store(path) as store:
         store.put(["a"], [1])
         store._db.execute("PRAGMA max_page_count = 4")
-        with pytest.raises(UserError, match=r"values\.sqlite: .*full: free disk space"):
+        with pytest.raises(TemporaryError, match=r"values\.sqlite: .*full: free disk space"):
             store.put(["b"], ["x" * 10**6])
         assert "b" not in store and store.get("a") == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "message"),
+    [
+        ("key, value, seconds", ("a", "{", 1.0), r"is damaged \(1 values are no JSON\); delete it"),
+        ("key, value, seconds", ("a", "null", 1.0), "1 values are no JSON"),
+        ("key, value, seconds", ("a", None, 1.0), "1 values are no JSON"),
+        ("key, value, seconds", ("a", b"\x00", 1.0), "1 values are no JSON"),
+        ("key, value, seconds", ("a", "1", None), "1 values are no JSON"),
+        ("key, value", ("a", "1"), "a table of key, value instead of key, value, seconds: delete"),
+    ],
+)
+def test_a_file_of_other_values_is_refused_when_it_is_opened(tmp_path, table, row, message):
+    path = tmp_path / "values.sqlite"
+    other = sqlite3.connect(path)
+    other.execute(f"CREATE TABLE done ({table})")
+    other.execute(f"INSERT INTO done VALUES ({','.join('?' * len(row))})", row)
+    other.commit()
+    other.close()
+    with pytest.raises(UserError, match=f"values.sqlite.*{message}") as caught:
+        Store(path)
+    assert not isinstance(caught.value, TemporaryError)
+    path.rename(tmp_path / "free")  # and it is closed
+
+
+def test_a_damaged_page_is_noticed_when_the_file_is_opened(tmp_path):
+    path = tmp_path / "values.sqlite"
+    with Store(path) as store:
+        store.put([*range(2000)], ["x" * 50] * 2000)
+    content = bytearray(path.read_bytes())
+    content[20 * 4096 : 21 * 4096] = b"\xff" * 4096
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"values\.sqlite is damaged .*delete it"):
+        Store(path)
 
 
 def test_items_are_computed_once_and_progress_never_goes_back(tmp_path):
@@ -75,8 +110,12 @@ def test_items_are_computed_once_and_progress_never_goes_back(tmp_path):
         assert engine.run(items) == [0, 1, 4]
         batch = Item([{"square": n} for n in (1, 2, 5)], work, [1, 2, 5], 30)
         assert engine.run([*items, batch]) == [0, 1, 4, 1, 4, 25]
+        assert engine.run([items[0], items[0]]) == [0, 0]
     assert asked == [[0], [1], [2], [5]]  # of a batch, what is missing
-    assert [done for _, done, _ in seen] == [0, 10, 20, 30, 30, 60]
+    assert [(done, total) for _, done, total in seen[:6]] == [
+        (0, 30), (10, 30), (20, 30), (30, 30), (30, 60), (60, 60),
+    ]  # fmt: skip
+    assert seen[6:] == [("1 of 1 items", 10, 10)]  # one item, though named twice
     assert seen[3][0].startswith("3 of 3 items, ") and seen[3][0].endswith("tokens/s, item 2")
 
 
