@@ -53,7 +53,7 @@ test-lowest:
 
 # Runs where PyTorch for CUDA is installed already, so in that Python and not in .venv.
 gpu-check:
-	$(PYTHON) scripts/gpu_check.py
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_check
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -22,13 +22,12 @@ from coca_attention.testing import assert_consistent, difference, logits, some_t
 from coca_lab.cli import main
 from coca_lab.evaluation import TASKS
 from coca_lab.report import REPORTS
-from coca_lab.studies.bench import CASES
 from coca_lab.studies.quickstart import _watch_parent
 from conftest import some_text
 from families import vanilla
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
-ADDED = {"phase": FORMS, "slowed": RULES, "repeats": TASKS, "product": CASES}
+ADDED = {"phase": FORMS, "slowed": RULES, "repeats": TASKS}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,13 +163,3 @@ def test_a_module_that_is_missing_is_named(monkeypatch, capsys):
     monkeypatch.setenv("COCA_IMPORT", "no_such_module")
     assert main(["info"]) == 2
     assert "COCA_IMPORT=no_such_module" in capsys.readouterr().err
-
-
-def test_the_case_is_timed_and_drawn(tmp_path, capsys):
-    output = tmp_path / "bench.json"
-    words = ["bench", "--cases", "product,operator", "--lengths", "16,32", "--rounds", "3"]
-    assert main([*words, "--heads", "2", "--head-width", "8", "--output", str(output)]) == 0
-    printed = capsys.readouterr().out
-    assert "product" in printed and "CoCA phase" in printed
-    assert main(["report", str(output), "--output", str(tmp_path / "page.html")]) == 0
-    assert "A matrix times its transpose" in (tmp_path / "page.html").read_text()

@@ -275,7 +275,7 @@ CASES = {
     "nothing": (of_text("", ".txt"), "the file is empty"),
     "no Parquet": (of_text("x", ".parquet"), "not a readable Parquet file"),
     "no gzip": (of_text("x", ".txt.gz"), "truncated or damaged"),
-    # Reports, conversions, benchmarks.
+    # Reports, conversions.
     "no results": (report(""), "no valid JSON"),
     "other results": (report('{"results": 5}'), "a result is damaged"),
     "other cells": (report('{"results": [5]}'), "a result is damaged"),
@@ -293,14 +293,11 @@ CASES = {
                              "config.json is there and no result file"),
     "angles over a list": (lambda p: ["analyze", p.model, "--output", p.file("[]", ".json")],
                            "is there and no result file"),
-    "times over a text": (lambda p: ["bench", "--output", p.file("a", ".json")],
-                          "is there and no result file"),
     "full target": (lambda p: ["convert", p.model, p.text], "exists and is not empty"),
     "target": (lambda p: ["convert", p.model, "/proc/x"], "cannot be written"),
     "form to convert to": (convert("--form", "stric", make=lambda p: p.copy(
         "llama-rope", **{"model.safetensors": b""})), "did you mean strict?"),
     "free pairs": (convert("--free-pairs", "99"), "free"),
-    "threads": (lambda p: ["bench", "--threads", "0"], "threads: Input should be greater than"),
 }  # fmt: skip
 
 

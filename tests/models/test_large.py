@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import stage_runs
+from benchmarks.timing import resident_growth
 from coca_attention.models.conversion import convert
-from coca_lab.environment import reset_peak, resident_megabytes
 from coca_lab.folders import convert_folder
 from coca_lab.loading import load_model
 from coca_lab.training import load_recipe, train
@@ -37,11 +37,8 @@ def sharded(tmp_path_factory):
 def growth(run):
     """Peak of the resident size above what was there, in MB, and the result."""
     gc.collect()
-    before = resident_megabytes()
-    if not reset_peak():
-        pytest.skip("the peak of the resident size cannot be reset here")
-    result = run()
-    return resident_megabytes("VmHWM") - before, result
+    results = []
+    return resident_growth(lambda: results.append(run())), results.pop()
 
 
 def test_no_second_copy_in_memory(sharded, tmp_path):

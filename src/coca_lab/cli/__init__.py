@@ -25,7 +25,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "evaluate": {
         "eval": ("evaluation", "Evaluate a model on one task, or models on a suite of them."),
         "analyze": ("evaluation", "Measure angles of queries and keys, or where attention goes."),
-        "bench": ("studies", "Time and memory compared with plain rotary attention."),
     },
     "convert and serve": {
         "convert": ("models", "Turn a vanilla model's folder into the CoCA model of its family."),

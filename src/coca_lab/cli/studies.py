@@ -1,16 +1,12 @@
-"""Commands that run studies: quickstart, reproduction, search and benchmarks."""
+"""Commands that run studies: quickstart, reproduction and search."""
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate import PartialState
 
 from coca_lab.cli.console import Progress, parse, parse_file, print_table
 from coca_lab.engine import take_ray
-from coca_lab.environment import describe_environment
-from coca_lab.files import check_results, keep_other_results, write_json
 from coca_lab.report import printed_tables, read_results
-from coca_lab.studies.bench import CASES, BenchSettings, check_settings, run_benchmarks
 from coca_lab.studies.quickstart import QuickstartSettings, quickstart
 from coca_lab.studies.reproduce import ReproduceSettings, reproduce
 from coca_lab.studies.search import load_search, search, search_parser
@@ -57,29 +53,3 @@ def run_reproduce(words: list[str]) -> None:
     else:
         _print_results(settings.folder / "suite" / "results.json")
         print(f"Report:  {page}")
-
-
-@dataclass
-class OutputSettings:
-    """Where the results are written."""
-
-    output: str = "runs/bench.json"
-    """Result file (JSON)."""
-
-
-def run_bench(words: list[str]) -> None:
-    """Time and memory compared with plain rotary attention; wrong results are not timed."""
-    cases = "Cases: " + "; ".join(f"{name}: {case.title}" for name, case in CASES.items())
-    sections = [BenchSettings, OutputSettings]
-    settings, output = parse("coca bench", run_bench, words, sections, epilog=cases)
-    check_settings(settings)
-    path = Path(output.output)
-    check_results(path)
-    with Progress() as advance:
-        cells = run_benchmarks(settings, progress=advance)
-    keep_other_results(path, "settings", asdict(settings))
-    content = {"settings": asdict(settings), "environment": describe_environment()}
-    write_json(path, {"results": cells, **content})
-    for table in printed_tables(cells):
-        print_table(*table)
-    print(f"Results: {path}")

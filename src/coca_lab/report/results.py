@@ -49,7 +49,7 @@ def _files(path: Path) -> list[Path]:
     if not found:
         raise UserError(
             f"{path}: this folder has neither results.json nor training.json nor other result "
-            "files; give what coca train, eval, analyze, search, bench or quickstart has written"
+            "files; give what coca train, eval, analyze, search or quickstart has written"
         )
     return found
 

@@ -82,7 +82,6 @@ RECIPE = str(Path(__file__).parents[3] / "recipes" / "books-5m.yaml")
         (["eval", "perplexity", "nowhere", "--windows", "64", "--stride", "65"], "not exceed"),
         (["eval", "perplexity", "nowhere"], "nowhere: no model could be loaded"),
         (["generate", "nowhere", "x", "--max-new-tokens", "0"], "greater than or equal to 1"),
-        (["bench", "--cases", "operater"], "did you mean operator?"),
         (["report"], "arguments are required: results"),
         (["report", "nowhere.json"], "nowhere.json: cannot be read"),
     ],
@@ -110,8 +109,8 @@ def test_a_defect_and_an_interrupt_are_one_line_too(capsys, monkeypatch, error, 
     def broken(words):
         raise error
 
-    monkeypatch.setattr(studies, "run_bench", broken)
-    ended, _, err = run(capsys, "bench")
+    monkeypatch.setattr(studies, "run_search", broken)
+    ended, _, err = run(capsys, "search")
     assert ended == code and err.startswith(message) and err.count("\n") == 1
 
 

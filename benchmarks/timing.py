@@ -1,0 +1,133 @@
+"""Interleaved timing of variants, and their peak memory."""
+
+import gc
+import multiprocessing
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+QUARTILES = (0.25, 0.5, 0.75)
+
+
+class Variant(NamedTuple):
+    """One of the ways to compute something that a case compares.
+
+    Attributes:
+        name: Its name in the results.
+        run: Runs it once. If it returns a float, that is taken as its time in seconds.
+        error: Largest error, relative to the largest exact value; None if there is no exact result.
+        facts: Further numbers for the results, such as the megabytes of its cache.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    error: float | None = None
+    facts: dict[str, float] = {}
+
+
+def interleaved(variants: Sequence[Variant], settings: Namespace) -> dict[str, dict[str, Any]]:
+    """Time every variant once per round, so that changes in machine load affect all of them.
+
+    Returns:
+        By name the number of rounds, the median and quartiles of the time in ms, and of its ratio
+        to the first variant's time in the same round. Three rounds run even if the time is over.
+    """
+    synchronize = torch.cuda.synchronize if settings.device == "cuda" else lambda: None
+    durations: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    started = time.perf_counter()
+    gc.disable()
+    try:
+        for turn in range(max(settings.rounds, 3) + 1):  # the first warms up
+            if turn > 3 and time.perf_counter() - started > settings.seconds:
+                break
+            shift = turn % len(variants)
+            for variant in (*variants[shift:], *variants[:shift]):
+                synchronize()
+                before = time.perf_counter()
+                measured = variant.run()
+                synchronize()
+                passed = time.perf_counter() - before
+                durations[variant.name].append(measured if isinstance(measured, float) else passed)
+            gc.collect()
+    finally:
+        gc.enable()
+    times = {name: np.array(each[1:]) for name, each in durations.items()}
+    base, results = times[variants[0].name], {}
+    for name, found in times.items():
+        low, middle, high = np.quantile(1e3 * found, QUARTILES).tolist()
+        low_ratio, ratio, high_ratio = np.quantile(found / base, QUARTILES).tolist()
+        results[name] = {
+            "rounds": len(found),
+            "median_ms": middle,
+            "quartiles_ms": [low, high],
+            "ratio": ratio,
+            "ratio_quartiles": [low_ratio, high_ratio],
+        }
+    return results
+
+
+def isolated(make: Callable[..., Variant], *arguments: Any) -> Variant:
+    """A variant made in a process of its own, which measures its runs itself, and ends with it.
+
+    When every run frees and allocates large blocks (a growing cache), variants of different sizes
+    fragment a heap that they share, and page faults dominate the time.
+    """
+    pool = _process()
+    name, error, facts = pool.submit(_make, make, *arguments).result()
+    return Variant(name, lambda: pool.submit(_run).result(), error, facts)
+
+
+def peak_megabytes(device: str, make: Callable[..., Callable[[], Any]], *arguments: Any) -> float:
+    """Peak memory of one run above its inputs, in MB (10^6 bytes).
+
+    On a CPU (of Linux) this is the growth of the largest resident size of a new process; on CUDA,
+    the growth of what the allocator has handed out.
+    """
+    if device == "cpu":
+        return _process().submit(_resident_growth, make, *arguments).result()
+    run = make(*arguments)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def resident_growth(run: Callable[[], Any]) -> float:
+    """Growth of the largest resident size of this process while something runs, in MB."""
+    Path("/proc/self/clear_refs").write_text("5")  # the largest so far is the present one
+    before = _resident("VmRSS")
+    run()
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(field))
+
+
+def _process() -> ProcessPoolExecutor:
+    context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
+    return ProcessPoolExecutor(1, context, torch.set_num_threads, (threads,))
+
+
+def _make(make: Callable[..., Variant], *arguments: Any) -> tuple[str, float | None, dict]:
+    global _variant
+    _variant = make(*arguments)
+    return _variant.name, _variant.error, _variant.facts
+
+
+def _run() -> float:
+    before = time.perf_counter()
+    _variant.run()
+    return time.perf_counter() - before
+
+
+def _resident_growth(make: Callable[..., Callable[[], Any]], *arguments: Any) -> float:
+    return resident_growth(make(*arguments))

@@ -1,0 +1,202 @@
+"""Benchmarks: wrong results are not timed, ratios are within a round, memory is that of a run."""
+
+import json
+import os
+import re
+import time
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import cases, compare, gpu_check, operators
+from benchmarks.__main__ import main, measure, parser
+from benchmarks.timing import Variant, interleaved, isolated, peak_megabytes
+from coca_attention import ops
+from coca_attention.errors import UserError
+from coca_attention.ops import FORMS
+from coca_lab.report import build_report, printed_tables
+
+SMALL = "--heads 4 --head-width 16 --hidden-size 32 --layers 2 --rounds 3"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+
+
+def settings(options=""):
+    return parser().parse_args(f"{SMALL} {options}".split())
+
+
+@pytest.fixture(scope="module")
+def cells():
+    names, options = ("operator", "operator-training", "training", "prefill"), "--kv-heads 2"
+    return [measure(name, length, settings(options)) for name in names for length in (32, 48)]
+
+
+def test_cells_are_plain_values_of_correct_variants(cells):
+    assert json.loads(json.dumps(cells, allow_nan=False)) == cells
+    for cell in cells:
+        names = list(cell["variants"])
+        base = operators.ROTARY if "operator" in cell["case"] else cases.LLAMA
+        assert names[: 1 + len(FORMS)] == [base, *(f"CoCA {form}" for form in FORMS)]
+        assert (operators.CONTRACTION in names) == ("operator" in cell["case"])
+        for measured in cell["variants"].values():
+            assert measured["rounds"] == 3 and measured["error"] < 1e-4
+            low, high = measured["quartiles_ms"]
+            assert 0 < low <= measured["median_ms"] <= high
+        assert cell["variants"][base]["ratio_quartiles"] == [1.0, 1.0]
+
+
+def test_models_with_roles_take_the_place_of_forms_in_every_layer():
+    chosen = settings("--roles lg --window 4 --layers 3")
+    cell = measure("prefill", 32, chosen)
+    assert list(cell["variants"]) == ["Llama", *(f"lg, local {x}" for x in ("rotary", *FORMS))]
+    assert (cell["sizes"]["roles"], cell["sizes"]["window"]) == ("lg", 4)
+    model = cases.make_model(chosen, "rotary")
+    assert [kind[0] for kind in model.config.layer_types] == ["s", "f", "s"]
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    right = operators.coca
+
+    def wrong(*arguments, **options):
+        return right(*arguments, **options) * (1.01 if options["form"] == "strict" else 1)
+
+    monkeypatch.setattr(operators, "coca", wrong)
+    for case in ("operator", "operator-training"):
+        with pytest.raises(UserError, match=r"CoCA strict is off by 0\.01"):
+            measure(case, 32, settings())
+
+
+def test_one_query_over_a_cache_is_checked_too(monkeypatch):
+    measured = measure("operator-decode", 50, settings("--kv-heads 2"))["variants"]
+    halves = [f"half keys, CoCA {form}" for form in FORMS]
+    assert list(measured) == [operators.ROTARY, *halves, cases.COPY]
+    errors = [variant["error"] for variant in measured.values()]
+    assert max(errors[:-1]) < 1e-5 and errors[-1] is None
+    monkeypatch.setattr(ops, "query_map", lambda query, *_, **__: query)
+    with pytest.raises(UserError, match="half keys, CoCA slack is off by"):
+        measure("operator-decode", 50, settings("--kv-heads 2"))
+
+
+def test_times_and_ratios_of_a_round():
+    order = []
+    slow = iter([9.0, 0.2, 0.4, 0.6])  # the first warms up
+
+    def first() -> float:
+        order.append("a")
+        return next(slow)
+
+    def second() -> None:
+        order.append("b")
+        time.sleep(0.02)
+
+    timed = interleaved([Variant("a", first), Variant("b", second)], settings())
+    assert order == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert timed["a"]["median_ms"] == pytest.approx(400) and timed["a"]["ratio"] == 1
+    assert timed["a"]["quartiles_ms"] == pytest.approx([300, 500])
+    assert timed["b"]["median_ms"] >= 20
+    low, high = timed["b"]["ratio_quartiles"]
+    assert low <= timed["b"]["ratio"] <= high and timed["b"]["ratio"] > 0.02 / 0.6
+
+
+@pytest.mark.parametrize("limits", ["--rounds 100 --seconds 0", "--rounds 1"])
+def test_three_rounds_always_run(limits):
+    assert interleaved([Variant("a", lambda: 1.0)], settings(limits))["a"]["rounds"] == 3
+
+
+def made_elsewhere(kind: str) -> Variant:
+    if kind == "dies":
+        os._exit(7)
+    if kind == "fails":
+        raise UserError("it cannot be made")
+    return Variant("far", lambda: time.sleep(0.05), 0.5, {"number": 3.0})
+
+
+def test_a_variant_in_a_process_of_its_own():
+    variant = isolated(made_elsewhere, "works")
+    assert (variant.name, variant.error, variant.facts) == ("far", 0.5, {"number": 3.0})
+    assert 0.05 <= variant.run() < 5
+    with pytest.raises(UserError, match="it cannot be made"):
+        isolated(made_elsewhere, "fails")
+    with pytest.raises(BrokenProcessPool):
+        isolated(made_elsewhere, "dies")
+
+
+def test_peak_memory_of_the_contraction_and_of_the_operator():
+    """At 2,048 tokens the scores of 4 heads alone take 67 MB; everything else is small."""
+    matrix, ours = (
+        peak_megabytes("cpu", cases.single_forward, name, 2048, settings())
+        for name in (operators.CONTRACTION, "CoCA slack")
+    )
+    assert matrix > 67 and ours < 20
+
+
+@pytest.mark.parametrize("kind", ["full", "half"])
+def test_decoding_restores_the_cache(kind, monkeypatch):
+    caches, random_cache = [], cases.random_cache
+
+    def recorded(*arguments):
+        caches.append(random_cache(*arguments))
+        return caches[-1]
+
+    monkeypatch.setattr(cases, "random_cache", recorded)
+    variant = cases.decoder("A", "slack", kind, 40, settings(), False)
+    for _ in range(2):
+        variant.run()
+        assert caches[0].get_seq_length() == 40
+    full = 2 * 2 * 40 * 4 * 16 * 4 / 1e6 / 2
+    share = 0.75 if kind == "half" else 1.0
+    assert variant.facts == {"cache_megabytes": pytest.approx(share * full)}
+    assert variant.error is not None and variant.error < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["decode", "decode-compiled"])
+def test_decoding_is_timed_in_separate_processes(case):
+    variants = measure(case, 64, settings())["variants"]
+    kinds = [
+        f"CoCA {form}, {kind} cache" for form in ("slack", "strict") for kind in ("full", "half")
+    ]
+    assert list(variants) == ["Llama", *kinds]
+    sizes = [measured["cache_megabytes"] for measured in variants.values()]
+    assert sizes[2] == pytest.approx(0.75 * sizes[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_gpu_check_needs_a_gpu(capsys):
+    assert gpu_check.main() == 2
+    assert "needs a CUDA device" in capsys.readouterr().out
+
+
+def test_runs_of_the_gpu_check_the_comparison_and_the_page_parse():
+    page = re.findall(r"python -m benchmarks (?:\$S )?(.*)", PAGE.read_text(encoding="utf-8"))
+    runs = [f"--cases {run} {gpu_check.OPTIONS}" for run in gpu_check.RUNS]
+    runs += [f"{run} {compare.OPTIONS}" for run in compare.RUNS]
+    runs += [run for run in page if "CASE" not in run]
+    assert len(runs) > 20
+    for run in runs:
+        parser().parse_args(run.split())
+
+
+def test_report_and_printed_tables(cells):
+    other = [{**cell, "sizes": {**cell["sizes"], "kv_heads": 1}} for cell in cells]
+    page = build_report([{"results": [*cells, *other]}])
+    for text in ("Operator, forward:", "Figure 6", "2 layers of 32", "relative to the largest"):
+        assert text in page
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert ids and len(ids) == len(set(ids))
+    titles = [header[0] for header, _ in printed_tables(cells)]
+    assert titles[0] == "operator (4 heads of 16, 2 key/value heads, float32, cpu)"
+    assert [title.split()[0] for title in titles] == list(dict.fromkeys(c["case"] for c in cells))
+
+
+def test_the_command(capsys, tmp_path):
+    words = "--cases operator --lengths 32 64 --heads 2 --rounds 3 --head-width 8 --kv-heads 1"
+    main([*words.split(), "--longest-contraction", "32", "--output", str(tmp_path / "b.json")])
+    assert "CoCA slack" in capsys.readouterr().out
+    content = json.loads((tmp_path / "b.json").read_text())
+    assert [cell["length"] for cell in content["results"]] == [32, 64]
+    has_matrix = [operators.CONTRACTION in cell["variants"] for cell in content["results"]]
+    assert has_matrix == [True, False]
+    assert content["results"][0]["sizes"] == {"heads": 2, "kv_heads": 1, "head_width": 8}
+    assert content["environment"]["versions"]["torch"] == torch.__version__
