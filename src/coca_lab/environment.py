@@ -54,29 +54,3 @@ def processor() -> str:
     except OSError:
         pass
     return platform.processor() or "unknown"
-
-
-def resident_megabytes(field: str = "VmRSS") -> float:
-    """Resident size of this process in MB: now (``VmRSS``) or the largest so far (``VmHWM``).
-
-    Where /proc is missing, the largest so far.
-    """
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(field):
-                return int(line.split()[1]) * 1024 / 1e6
-    except OSError:
-        pass
-    import resource  # not on Windows
-
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest * (1 if sys.platform == "darwin" else 1024) / 1e6
-
-
-def reset_peak() -> bool:
-    """Forget the largest resident size of this process so far; False where that is impossible."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
