@@ -15,6 +15,7 @@ import torch
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
 from coca_attention import convert
+from coca_attention.models.projections import FoldedLinear
 
 LENGTH, LENGTHS, TOKENS, MASK, SHARE = 128, (128, 256, 512, 1024, 2048), 1 << 15, 256, 0.3
 ATTENTIONS = {
@@ -53,7 +54,9 @@ def trained(attention: dict | None, train: torch.Tensor, steps: int, seed: int):
     )  # fmt: skip
     model = ModernBertForMaskedLM(config)
     if attention is not None:
-        convert(model, init="random", **attention)
+        for module in convert(model, **attention).modules():
+            if isinstance(module, FoldedLinear):
+                module.init_folded(config.initializer_range)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.1)

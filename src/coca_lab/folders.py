@@ -1,17 +1,15 @@
 """Converting a model from folder to folder, atomically."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from coca_attention.errors import UserError, known_problem
-from coca_attention.models.calibration import calibration_texts
 from coca_attention.models.cards import write_card
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_lab.files import check_new, writing
@@ -23,10 +21,8 @@ def convert_folder(
     target: str | Path,
     form: str | Conversion = "slack",
     *,
-    calibration: Tensor | None = None,
     from_original: bool = False,
     dtype: str = "auto",
-    progress: Callable[[str, int, int], Any] | None = None,
     report: str = "",
     **settings: Any,
 ) -> PreTrainedModel:
@@ -39,11 +35,8 @@ def convert_folder(
         source: Folder of a Transformers model (or its name), or of an original checkpoint.
         target: Folder to write; must not exist or be empty.
         form: Name of the score form, or a `Conversion`.
-        calibration: Token ids (N,) for ``init="calibrated"``, cut into texts of the training
-            length, at most 1,024 tokens; an incomplete last text is dropped.
         from_original: Whether the source is in the format of the paper's authors.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
-        progress: As for `convert`.
         report: What the model card says of how the limit of distances was chosen, in Markdown.
         **settings: Fields of `Conversion`.
 
@@ -56,18 +49,16 @@ def convert_folder(
     target = new_folder(source, target)
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
     if from_original:
-        if calibration is not None or wanted != Conversion(kv_cache=wanted.kv_cache):
+        if wanted != Conversion(kv_cache=wanted.kv_cache):
             raise UserError(
                 "an original checkpoint has the slack form and its own T projection: omit --form, "
-                "--init, --free-pairs, --roles, --max-distance and --length"
+                "--free-pairs, --roles, --max-distance and --length"
             )
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
         model.config.kv_cache = wanted.kv_cache
     else:
         model = load_model(source, dtype=dtype, device="cpu", any_head=True)
-        if calibration is not None:
-            calibration = calibration_texts(calibration, model.config.get_text_config())
-        model = convert(model, wanted, calibration=calibration, progress=progress)
+        model = convert(model, wanted)
     with _writing(model, source, target) as folder:
         write_card(
             folder,

@@ -27,11 +27,9 @@ from coca_attention import convert
 from coca_attention.errors import UserError
 from coca_attention.models import Conversion
 from coca_attention.models.decoder import CollinearModel
-from coca_attention.models.projections import FoldedLinear
 from coca_attention.testing import logits, some_tokens
 from coca_lab import folders
 from coca_lab.cli import main
-from coca_lab.data import read_documents, token_array
 from coca_lab.folders import convert_folder
 from families import FAMILIES, SIZES, vanilla
 
@@ -50,7 +48,6 @@ def test_an_unsupported_model_lists_the_families():
     ("arguments", "message"),
     [
         ({"form": "slak"}, "form must be one of .* got 'slak'; did you mean slack?"),
-        ({"init": "zeros"}, "init must be one of fold, calibrated, random"),
         ({"kv_cache": "third"}, "kv_cache must be one of full, half"),
     ],
 )
@@ -106,13 +103,6 @@ def test_settings_are_an_object_or_keywords():
         assert torch.equal(logits(model, ids), logits(models[0], ids))
     with pytest.raises(TypeError, match="free_pair"):
         convert(vanilla("Llama"), free_pair=2)
-
-
-def test_random_initialisation_matches_training_from_scratch():
-    torch.manual_seed(0)
-    model = convert(vanilla("Llama", hidden_size=256, head_dim=64), init="random")
-    weights = torch.cat([m.weight.flatten() for m in model.modules() if type(m) is FoldedLinear])
-    assert weights.std().item() == pytest.approx(0.02 / 2**0.5, rel=0.03)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -236,73 +226,13 @@ def test_convert_from_folder_to_folder(tmp_path, capsys, tokenizer):
     assert sorted(p.name for p in target.parent.iterdir()) == ["target"]
 
 
-def test_t_is_calibrated_on_the_text_of_a_source(tmp_path, capsys, tokenizer, text_folder):
-    source, target = tmp_path / "source", tmp_path / "target"
-    model = vanilla("Llama", vocab_size=300)
-    model.save_pretrained(source)
-    tokenizer.save_pretrained(source)
-    words = ["convert", str(source), str(target), "--form", "magnitude", "--init", "calibrated"]
-    words += ["--source", str(text_folder), "--calibration-tokens", "200"]
-    assert main(words) == 0
-    assert "coca_llama, magnitude" in capsys.readouterr().out
-    # Texts of the training length, 64; the remaining 8 tokens are dropped.
-    read = torch.from_numpy(token_array(read_documents(str(text_folder)), tokenizer)[:192].copy())
-    told = []
-    expected = convert(
-        model,
-        "magnitude",
-        init="calibrated",
-        calibration=read.long().view(3, 64),
-        progress=lambda *done: told.append(done),
-    )
-    assert told == [("converting", done, 5) for done in (1, 2, 3, 4, 5)]
-    ids = some_tokens(model)
-    loaded = AutoModelForCausalLM.from_pretrained(target).eval()
-    assert torch.equal(logits(loaded, ids), logits(expected, ids))
-
-
-@pytest.mark.parametrize(
-    ("family", "words", "message"),
-    [
-        ("Llama", ["--init", "calibrated"], "needs text to fit on: name it by --source"),
-        ("Llama", ["--source", "TEXT"], "is the text of --init calibrated; got it with init fold"),
-        (
-            "Llama",
-            ["--init", "calibrated", "--source", "TEXT", "--calibration-tokens", "99999"],
-            "tokens and --calibration-tokens asks for 99999: give more text, or ask for fewer",
-        ),
-        (
-            "Llama",
-            ["--init", "calibrated", "--source", "TEXT", "--calibration-tokens", "1"],
-            "calibration_tokens",
-        ),
-        ("Llama", ["--init", "calibrated", "--source", "nowhere"], "nowhere: no such file"),
-        (
-            "Qwen3",
-            ["--init", "calibrated", "--source", "TEXT", "--calibration-tokens", "20"],
-            "normalise their keys, because T is then normalised too: use init fold",
-        ),
-    ],
-)
-def test_a_failed_calibration_writes_nothing(
-    family, words, message, tmp_path, capsys, tokenizer, text_folder
-):
-    source = tmp_path / "source"
-    vanilla(family, vocab_size=300).save_pretrained(source)
-    tokenizer.save_pretrained(source)
-    words = [str(text_folder) if word == "TEXT" else word for word in words]
-    assert main(["convert", str(source), str(tmp_path / "target"), *words]) == 2
-    assert message in capsys.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["nowhere"], "no model could be loaded"),
         (
             ["SOURCE", "--from-original", "--form", "strict"],
-            "omit --form, --init, --free-pairs, --roles, --max-distance and",
+            "omit --form, --free-pairs, --roles, --max-distance and",
         ),
         (["SOURCE", "--from-original"], "no weights could be loaded"),
     ],

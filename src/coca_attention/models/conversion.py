@@ -1,14 +1,12 @@
 """Converting vanilla models and the authors' checkpoints to the CoCA models of their families."""
 
-import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import (
     GPTNeoXForCausalLM,
@@ -18,11 +16,6 @@ from transformers import (
 )
 
 from coca_attention.errors import UserError, did_you_mean
-from coca_attention.models.calibration import (
-    attention_inputs,
-    calibrate_t_projection,
-    calibration_share,
-)
 from coca_attention.models.configuration import (
     LOCAL_RULE,
     ROTATION_FIELDS,
@@ -44,8 +37,6 @@ from coca_attention.ops import FORMS
 
 DECAY = 0.5
 """Exponent of the decay beyond ``max_distance``, with a decay length of L / 8."""
-Initialisation = Literal["fold", "calibrated", "random"]
-"""How the T projections of a converted model begin."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +51,6 @@ class Conversion:
     """Score form: slack (the paper's Eq. 10), strict (Eq. 9) or magnitude (cf. PoPE); with roles,
     that of the local layers. rope keeps rotary attention; without roles it limits distances
     (ReRoPE), which changes nothing in texts of up to max_distance tokens."""
-    init: Initialisation = "fold"
-    """T projections: the pair means of the key projections' rows (fold), fitted to the model's own
-    scores on some text (calibrated; for models without a norm on keys), or drawn (random)."""
     free_pairs: int = 0
     """The last rotary pairs of every head, which keep their ordinary keys and scores. With all of
     them free the model computes what it did before."""
@@ -82,12 +70,10 @@ class Conversion:
     """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
 
     def __post_init__(self) -> None:
-        forms, beginnings = (*FORMS, "rope"), get_args(Initialisation)
+        forms = (*FORMS, "rope")
         if self.form not in forms:
             hint = did_you_mean(self.form, forms)
             raise UserError(f"form must be one of {', '.join(forms)}, got {self.form!r}{hint}")
-        if self.init not in beginnings:
-            raise UserError(f"init must be one of {', '.join(beginnings)}; got {self.init!r}")
         check_cache_kind(self.kv_cache)
         if self.free_pairs and self.roles is not None:
             raise UserError("roles determine the free pairs: leave out free_pairs")
@@ -114,30 +100,20 @@ class Conversion:
 def convert(
     model: PreTrainedModel,
     form: str | Conversion = "slack",
-    *,
-    calibration: Tensor | None = None,
-    progress: Callable[[str, int, int], Any] | None = None,
-    group: dist.ProcessGroup | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
     """Convert a vanilla decoder to the CoCA model of its family, in place.
 
-    Key projections (and key norms) are replaced by T projections, and class and configuration by
-    the registered ``coca_*`` ones. All other weights keep their tensors. Unless all of its pairs
-    are free, the converted model computes a different function and needs further training.
+    Key projections (and key norms) are replaced by T projections, the pair means of their rows, and
+    class and configuration by the registered ``coca_*`` ones. All other weights keep their tensors.
+    Unless all of its pairs are free, the converted model computes a different function and needs
+    further training.
 
     Args:
         model: A loaded model of a supported family: language model, model with a head for
             classification or question answering, or decoder. Of a model on the meta device,
             classes, configuration and shapes are converted.
         form: Name of the score form, or a `Conversion`.
-        calibration: Token ids (texts, tokens) for ``init="calibrated"``, a few thousand tokens of
-            the intended kind of text. T tokens of a text need memory for T² attention weights per
-            head.
-        progress: Called with a label, the number of calibration texts read and layers converted so
-            far, and their total.
-        group: Processes that make the same call: each reads some of the calibration texts, and all
-            get the same projections. By default the process reads them all.
         **settings: Fields of `Conversion`, such as ``max_distance=4096``.
 
     Returns:
@@ -149,35 +125,14 @@ def convert(
         TypeError: If a setting is unknown.
     """
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
-    if calibration is not None and wanted.init != "calibrated":
-        raise UserError(f"calibration requires init calibrated; got init {wanted.init}")
     family, new_class = _find_family(model)
     body: Any = model.base_model
-    modules = family.layout.modules(body)
-    _check_projections(modules, family.layout)
+    _check_projections(family.layout.modules(body), family.layout)
     old, config = model.config, _new_configuration(family, model.config, wanted)
-    texts: Any = ()
-    if wanted.init == "calibrated":
-        texts, group = calibration_share(model, modules, calibration, group)
-    done, total = itertools.count(1), len(texts) + len(modules)
-
-    def advance() -> None:
-        if progress is not None:
-            progress("converting", next(done), total)
-
-    inputs = attention_inputs(model, modules, texts, advance) if len(texts) else []
-
-    def prepare(attention: Any, index: int) -> None:
-        if wanted.init == "random":
-            attention.t_proj.init_folded(config.initializer_range)
-        if inputs:
-            calibrate_t_projection(attention, inputs[index], group)
-        advance()
-
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
-    replace_attention(body, family.body, prepare)
+    replace_attention(body, family.body)
     change_class(model, new_class, config)
     # post_init sets up sharding plans and the like for the new class; keep the weights.
     with initialization.no_init_weights():

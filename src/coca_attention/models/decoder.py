@@ -4,7 +4,6 @@ A CoCA model is the family's own model with its attention modules replaced in pl
 built from a configuration, loaded, or converted.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,16 +44,12 @@ def change_class(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
     model.__class__ = cls
 
 
-def replace_attention(
-    body: Any, cls: type, prepare: Callable[[Any, int], Any] | None = None
-) -> None:
+def replace_attention(body: Any, cls: type) -> None:
     """Turn a family's decoder into its CoCA class in place.
 
     Args:
         body: The decoder, for example a `LlamaModel`, which already has its CoCA configuration.
         cls: A `CollinearModel`.
-        prepare: Called for every attention module while it has both its key and its T projection,
-            with the module and the index of its layer.
     """
     change_class(body, cls, body.config)
     own_roles = has_own_roles(body.config)
@@ -66,8 +61,7 @@ def replace_attention(
             attention.layer_type = kind
             attention.sliding_window = body.config.sliding_window if kind == LOCAL else None
         attention.__class__ = body.attention_class
-        prepare_layer: Any = None if prepare is None else lambda x, i=index: prepare(x, i)
-        replace_key_projection(attention, prepare_layer)
+        replace_key_projection(attention)
     body.rotary_emb = CoCARotary(body.config)
 
 

@@ -113,13 +113,11 @@ def separate_projections(attention: Any, layout: AttentionLayout) -> None:
     delattr(attention, str(layout.fused_name))
 
 
-def replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None = None) -> None:
-    """Replace the key projection (and norm) of a module by a T projection (and norm), in place.
+def replace_key_projection(attention: Any) -> None:
+    """Replace the key projection (and norm) of a module by their pair means, in place.
 
     Args:
         attention: A CoCA attention module that still has the family's projections.
-        prepare: Called with the module while it has both projections, to change the initial T.
-            By default T is initialised with the pair means of the key projection's rows.
 
     Raises:
         UserError: If DeepSpeed ZeRO-3 has left this process only shards of the weights.
@@ -137,8 +135,6 @@ def replace_key_projection(attention: Any, prepare: Callable[[Any], Any] | None 
     )
     attention.t_proj.free_pairs = attention.free_pairs
     attention.t_proj.kv_heads = attention.k_proj.out_features // attention.head_dim
-    if prepare is not None:
-        prepare(attention)
     del attention.k_proj
     if getattr(attention, "k_norm", None) is not None:
         # If the two members are independent, pair means of normalised keys are 1/√2 as large as

@@ -4,7 +4,6 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-import torch
 from accelerate import PartialState
 from pydantic import Field
 from transformers import TextStreamer, set_seed
@@ -22,7 +21,7 @@ from coca_lab.cli.console import (
     parse_file,
     print_table,
 )
-from coca_lab.data import SourceSettings, load_tokenizer, token_array
+from coca_lab.data import load_tokenizer
 from coca_lab.engine import Engine
 from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings, check_limits
 from coca_lab.evaluation.task import open_model
@@ -84,17 +83,6 @@ class FolderSettings:
     """MODEL is a checkpoint in the format of the paper's authors."""
     dtype: Literal["auto", Dtype] = "auto"
     """Precision of the weights; auto keeps it."""
-
-
-@dataclass
-class CalibrationSettings(SourceSettings):
-    """Which text `calibrated` fits T projections on."""
-
-    source: str = ""
-    """Text for init calibrated: stdlib; a file, folder or glob of .txt, .jsonl, .parquet (or .gz,
-    .xz, .zst); or hf:NAME."""
-    calibration_tokens: Annotated[int, Field(ge=2)] = 8192
-    """Tokens of it to read, from its beginning."""
 
 
 def run_train(words: list[str]) -> None:
@@ -191,11 +179,11 @@ def _standard_input() -> str:
 
 def run_convert(words: list[str]) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
-    path, target, wanted, folder, check, text = parse(
+    path, target, wanted, folder, check = parse(
         "coca convert",
         run_convert,
         words,
-        [Conversion, FolderSettings, LimitCheckSettings, CalibrationSettings],
+        [Conversion, FolderSettings, LimitCheckSettings],
         ["model", "target"],
     )
     chooses = wanted.form == "rope" and wanted.roles is None and wanted.max_distance is None
@@ -205,13 +193,12 @@ def run_convert(words: list[str]) -> None:
             "without --roles, --max-distance and --from-original"
         )
     check_name(path)
-    options: dict[str, Any] = {**vars(folder), "calibration": _calibration(path, wanted, text)}
+    report = ""
     if check.check:
-        report = _check_limits(path, target, wanted, options, check, text)
-        wanted = replace(wanted, max_distance=report.chosen.max_distance)
-        options["report"] = report.markdown()
-    with Progress() as progress:
-        model = convert_folder(path, target, wanted, **options, progress=progress)
+        measured = _check_limits(path, target, wanted, folder.dtype, check)
+        wanted = replace(wanted, max_distance=measured.chosen.max_distance)
+        report = measured.markdown()
+    model = convert_folder(path, target, wanted, **vars(folder), report=report)
     note = "; another function than before: train it on"
     if not wanted.changes_function:
         limit = rotation(model.config.get_text_config()).max_distance
@@ -223,33 +210,8 @@ def run_convert(words: list[str]) -> None:
     _print_training_length(model, wanted.length)
 
 
-def _calibration(path: str, wanted: Conversion, text: CalibrationSettings) -> Any:
-    """Token ids (calibration_tokens,) for init calibrated, None for the others."""
-    if wanted.init != "calibrated":
-        if text.source:
-            raise UserError(
-                f"--source is the text of --init calibrated; got it with init {wanted.init}"
-            )
-        return None
-    if not text.source:
-        raise UserError("--init calibrated needs text to fit on: name it by --source")
-    most = text.calibration_tokens
-    found = token_array(text.documents(), load_tokenizer(path), max_tokens=most)
-    if len(found) < most:
-        raise UserError(
-            f"{text.source} has {len(found)} tokens and --calibration-tokens asks for {most}: "
-            "give more text, or ask for fewer"
-        )
-    return torch.from_numpy(found.astype("int64"))
-
-
 def _check_limits(
-    path: str,
-    target: str,
-    wanted: Conversion,
-    options: dict[str, Any],
-    check: LimitCheckSettings,
-    text: SourceSettings,
+    path: str, target: str, wanted: Conversion, dtype: str, check: LimitCheckSettings
 ) -> LimitCheck:
     """Measure the model with some limits of distances, and print the table."""
     # What could be refused after the measurements is refused before.
@@ -257,9 +219,9 @@ def _check_limits(
     planned = convert(model_without_weights(path, any_head=True), wanted)
     length = rotation(planned.config.get_text_config()).max_distance
     assert length is not None  # it is just limited
-    model = open_model(path, "base", dtype=options["dtype"]).with_weights()
+    model = open_model(path, "base", dtype=dtype).with_weights()
     with Progress() as progress:
-        report = check_limits(model, text, check, Engine(progress=progress), length=length)
+        report = check_limits(model, check, Engine(progress=progress), length=length)
     print_table(*report.table())
     return report
 

@@ -12,7 +12,7 @@ from typing import Any
 from coca_attention.errors import UserError
 from coca_attention.models.conversion import convert
 from coca_attention.models.fields import rope_parameters
-from coca_lab.data import SourceSettings
+from coca_lab.data.documents import BadLines
 from coca_lab.engine import Engine
 from coca_lab.evaluation.passkey import PasskeySettings, measure_passkeys
 from coca_lab.evaluation.perplexity import (
@@ -42,13 +42,18 @@ class LimitCheckSettings:
     """How form rope chooses its limit of distances by measuring."""
 
     check: str = ""
-    """Text (as for --source) on which to measure perplexity, and passkeys found, before and after
-    limiting distances to L, 3L/4, L/2 and L/4, for L the training length. Of the limits that lose
-    nothing within L, the one that finds most beyond it is taken."""
+    """Text on which to measure perplexity, and passkeys found, before and after limiting distances
+    to L, 3L/4, L/2 and L/4, for L the training length: stdlib; a file, folder or glob of .txt,
+    .jsonl or .parquet; or hf:NAME. Of the limits that lose nothing within L, the one that finds
+    most beyond it is taken."""
     check_lengths: list[int] = field(default_factory=list)
     """Lengths of text to measure at beside L; by default 2L and 4L."""
     check_samples: int = 50
     """Passkey prompts of every length."""
+    text_field: str = "text"
+    """Field with the text in JSON records, Parquet files and datasets."""
+    bad_lines: BadLines = "error"
+    """How to handle an invalid JSON line: error, or skip with a warning."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,6 @@ class LimitCheck:
 
 def check_limits(
     model: Model,
-    text: SourceSettings,
     settings: LimitCheckSettings,
     engine: Engine,
     *,
@@ -156,8 +160,7 @@ def check_limits(
 
     Args:
         model: A rotary model with its weights that `convert` takes.
-        text: Fields of the text; its source is ``settings.check``.
-        settings: Lengths and prompts.
+        settings: Text, lengths and prompts.
         engine: Keeps the values.
         length: L, the training length in tokens.
 
@@ -171,8 +174,8 @@ def check_limits(
     windows = WindowSettings(windows=lengths)
     chosen = TextSettings(
         source=settings.check,
-        text_field=text.text_field,
-        bad_lines=text.bad_lines,
+        text_field=settings.text_field,
+        bad_lines=settings.bad_lines,
         max_documents=DOCUMENTS,
         max_tokens=lengths[-1] + length,
         skip_short=True,

@@ -143,7 +143,7 @@ def _resume(folder: Path) -> tuple[Path | None, TrainerState | None]:
 
 def _stage_model(run: Run, stage: StageRecipe, before: Path | None) -> PreTrainedModel:
     if before is None:
-        model = make_model(run.recipe, run.tokenizer, run.data.blocks)
+        model = make_model(run.recipe, run.tokenizer)
     else:
         model = load_model(before, device=own_device())
     return choose_parameters(model, stage)

@@ -6,10 +6,8 @@ A trained model is converted if the recipe asks for a different attention.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import PartialState
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -38,22 +36,18 @@ TRAINED = {
     "qtv": ("q_proj", "q_norm", "t_proj", "t_norm", "v_proj"),
 }
 
-CALIBRATION_TOKENS = 8192
-
 
 def own_device() -> str:
     """The device of this process, which models are read onto."""
     return str(PartialState().device)
 
 
-def make_model(recipe: Recipe, tokenizer: Any, blocks: Dataset) -> PreTrainedModel:
+def make_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
     """The model that training starts from, in float32.
 
     Args:
         recipe: The recipe.
         tokenizer: Its tokenizer, of which the length and ``eos_token_id`` are read.
-        blocks: The run's blocks, of which ``init: calibrated`` alone needs some: it fits T
-            projections on them.
 
     Raises:
         UserError: If ``model.start`` cannot be loaded or converted, or does not fit the recipe.
@@ -62,7 +56,7 @@ def make_model(recipe: Recipe, tokenizer: Any, blocks: Dataset) -> PreTrainedMod
         config = model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
         model: Any = use_fused_attention(AutoModelForCausalLM.from_config(config))
     else:
-        model = _load_start(recipe.model, recipe.model.start, len(tokenizer), blocks)
+        model = _load_start(recipe.model, recipe.model.start, len(tokenizer))
     if recipe.model.interpolation is not None:
         # Before the length is extended: some rules record it.
         set_rotary_scaling(model, recipe.model.scaling, factor=recipe.model.interpolation)
@@ -93,9 +87,7 @@ def load_teacher(recipe: Recipe) -> PreTrainedModel:
     return teacher
 
 
-def _load_start(
-    recipe: ModelRecipe, start: str, vocab_size: int, blocks: Dataset
-) -> PreTrainedModel:
+def _load_start(recipe: ModelRecipe, start: str, vocab_size: int) -> PreTrainedModel:
     model = load_model(start, device=own_device())
     entries: int = model.config.get_text_config().vocab_size
     if vocab_size > entries:
@@ -118,15 +110,7 @@ def _load_start(
                 f"{start} has attention {found}, which cannot be converted to {wanted}: set "
                 f"model.attention to {found}, or start from a rotary model"
             )
-        texts = _calibration_texts(blocks) if recipe.init == "calibrated" else None
-        convert(
-            model,
-            wanted,
-            init=recipe.init,
-            calibration=texts,
-            max_distance=limit,
-            group=dist.group.WORLD,
-        )
+        convert(model, wanted, max_distance=limit)
     return model
 
 
@@ -146,12 +130,6 @@ def start_sizes(model: PreTrainedModel) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
     }
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _calibration_texts(blocks: Any) -> Tensor:
-    """Token ids of evenly spaced blocks, about `CALIBRATION_TOKENS` in all."""
-    count = min(len(blocks), max(CALIBRATION_TOKENS // len(blocks[0]["input_ids"]), 1))
-    return torch.stack([blocks[i * len(blocks) // count]["input_ids"] for i in range(count)])
 
 
 def _extend_length(model: PreTrainedModel, recipe: Recipe) -> None:

@@ -39,7 +39,6 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PartialShare = Annotated[float, Field(ge=0, lt=1)]
 TaskShare = Annotated[float, Field(gt=0, lt=1)]
-Initialisation = Literal["fold", "calibrated", "random"]
 Objective = Literal["next_token", "attention", "logits", "hidden_states"]
 Trained = Literal["t", "qt", "qtv", "all", "lora"]
 
@@ -119,12 +118,9 @@ class ModelRecipe:
     passkeys within it, which coca convert --check measures. By default no limit."""
     start: str | None = None
     """Folder or name of a trained Transformers model to start from instead of random weights. Its
-    sizes and its tokenizer are used. A rotary model is converted if attention names a CoCA form; a
-    model that already has the attention is trained further."""
-    init: Initialisation = "fold"
-    """How the T projections are initialised when start is converted: fold (pair means of the key
-    projections), calibrated (fitted to the attention scores of start on some blocks of the text),
-    or random."""
+    sizes and its tokenizer are used. A rotary model is converted if attention names a CoCA form
+    (T projections begin as the pair means of its key projections); a model that already has the
+    attention is trained further."""
     teacher: str | None = None
     """Model that objectives other than next_token learn from; by default start."""
     interpolation: Annotated[float, Field(ge=1)] | None = None

@@ -142,7 +142,6 @@ def recipes(text_folder, tokenizer, tmp_path_factory):
             "model": {
                 "start": str(folder / "base"),
                 "attention": "slack",
-                "init": "calibrated",
             },
             "data": data,
             "training": {

@@ -233,12 +233,6 @@ def test_a_start_is_trained_further_without_stages(base, straight, text_folder, 
     assert changed(weights(base), weights(train(load_recipe(path), tmp_path / "b")))
 
 
-def test_a_start_is_calibrated_on_the_runs_own_blocks(base, straight, text_folder, tmp_path):
-    path = write_recipe(base, text_folder, tmp_path / "r.yaml", PAPER[:1], init="calibrated")
-    run = train(load_recipe(path), tmp_path / "run")
-    assert changed(weights(run), weights(straight[1] / "stages" / "first")) == {"t_proj"}
-
-
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
