@@ -103,14 +103,10 @@ def _item(block: np.ndarray, end: int | None) -> dict[str, Tensor]:
 
 
 def separate_documents(item: dict[str, Tensor], end: int) -> dict[str, Tensor]:
-    """Keep the documents of an item apart.
+    """Keep the documents of an item apart, which ``end`` follows.
 
     Positions restart in every document, which makes Transformers mask attention between documents.
     The end of a document has no target.
-
-    Args:
-        item: ``input_ids`` and ``shift_labels``, each (L,).
-        end: Token id that ends documents.
     """
     ended = item["input_ids"] == end
     steps = torch.arange(len(ended))

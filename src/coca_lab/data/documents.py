@@ -41,9 +41,7 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
     # Arrow's reader detects a truncated stream; zstandard's does not.
     ".zst": lambda path: pyarrow.input_stream(str(path), compression="zstd"),
 }
-SUFFIXES = tuple(kind + packed for kind in (".txt", ".jsonl") for packed in OPENERS)
-SUFFIXES = (*SUFFIXES, ".parquet")
-KNOWN = "known types: .txt and .jsonl, optionally with .gz, .xz or .zst, and .parquet"
+SUFFIXES = (*(kind + packed for kind in (".txt", ".jsonl") for packed in OPENERS), ".parquet")
 
 # Folders of the standard library with tests or tables of numbers, or missing on some systems:
 # without them, the text is nearly the same on every machine with the same Python.
@@ -65,29 +63,6 @@ class Document:
     text: str
 
 
-def read_documents(
-    source: str, *, text_field: str = "text", bad_lines: BadLines = "error"
-) -> Iterator[Document]:
-    """Documents of a source, in a fixed order, read lazily.
-
-    Args:
-        source: See the module's docstring.
-        text_field: Field with the text in JSON records, Parquet files and datasets.
-        bad_lines: Whether an invalid record of a file raises an error (``error``) or is skipped
-            with a warning (``skip``).
-
-    Raises:
-        DataError: If the source does not exist, or a file is empty, binary, truncated or malformed.
-            The message names the file and the line or row.
-    """
-    if source == "stdlib":
-        return _stdlib_documents()
-    if source.startswith("hf:"):
-        return _hub_documents(source, text_field)
-    files = source_files(source)
-    return chain.from_iterable(_file_documents(path, text_field, bad_lines) for path in files)
-
-
 @dataclass
 class SourceSettings:
     """Documents to read."""
@@ -103,6 +78,23 @@ class SourceSettings:
     def documents(self) -> Iterator[Document]:
         """`read_documents` with these settings."""
         return read_documents(self.source, text_field=self.text_field, bad_lines=self.bad_lines)
+
+
+def read_documents(
+    source: str, *, text_field: str = "text", bad_lines: BadLines = "error"
+) -> Iterator[Document]:
+    """Documents of a source, in a fixed order, read lazily; arguments as in `SourceSettings`.
+
+    Raises:
+        DataError: If the source does not exist, or a file is empty, binary, truncated or malformed.
+            The message names the file and the line or row.
+    """
+    if source == "stdlib":
+        return _stdlib_documents()
+    if source.startswith("hf:"):
+        return _hub_documents(source, text_field)
+    files = source_files(source)
+    return chain.from_iterable(_file_documents(path, text_field, bad_lines) for path in files)
 
 
 def held_out(document: Document, share: float) -> bool:
@@ -141,15 +133,16 @@ def source_files(source: str) -> list[Path]:
             if not match.is_file():
                 raise DataError(f"{match}: a broken link, a pipe or a device, not a file")
             files.setdefault(match.parent.resolve() / match.name, match)
-    if not files:
-        reason = "no such file, folder or glob"
-        if path.exists() or matches:
-            reason = "unknown file type" if path.is_file() else "no readable file there"
-        raise DataError(
-            f"{source}: {reason}; {KNOWN}. Use hf:NAME for a Hugging Face dataset, stdlib for the "
-            "text of Python's standard library"
-        )
-    return list(files.values())
+    if files:
+        return list(files.values())
+    reason = "no such file, folder or glob"
+    if path.exists() or matches:
+        reason = "unknown file type" if path.is_file() else "no readable file there"
+    raise DataError(
+        f"{source}: {reason}; known types: .txt and .jsonl, optionally with .gz, .xz or .zst, and "
+        ".parquet. Use hf:NAME for a Hugging Face dataset, stdlib for the text of Python's "
+        "standard library"
+    )
 
 
 def _file_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterator[Document]:
@@ -158,17 +151,16 @@ def _file_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterato
     if path.suffix == TOKENS:
         raise DataError(f"{path}: has token ids, which training alone reads")
     name = path.name.removesuffix(path.suffix if path.suffix in OPENERS else "")
-    if name.endswith(".txt"):
-        text = "".join(_lines(path))
-        if "\0" in text:
-            raise DataError(f"{path}: has a NUL byte; expected text, not binary data")
-        if not text.strip():
-            raise DataError(f"{path}: the file holds no text")
-        yield Document(str(path), text)
-    elif name.endswith(".jsonl"):
-        yield from _records(path, _lines(path), json.loads, text_field, bad_lines)
-    else:
-        yield from _records(path, _parquet_rows(path, text_field), dict, text_field, bad_lines)
+    if not name.endswith(".txt"):
+        rows = _lines(path) if name.endswith(".jsonl") else _parquet_rows(path, text_field)
+        yield from _records(path, rows, text_field, bad_lines)
+        return
+    text = "".join(_lines(path))
+    if "\0" in text:
+        raise DataError(f"{path}: has a NUL byte; expected text, not binary data")
+    if not text.strip():
+        raise DataError(f"{path}: the file holds no text")
+    yield Document(str(path), text)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -187,51 +179,48 @@ def _lines(path: Path) -> Iterator[str]:
 def _parquet_rows(path: Path, text_field: str) -> Iterator[dict[str, Any]]:
     try:
         table = pyarrow.parquet.ParquetFile(path)
-        names = table.schema_arrow.names
-        needed = [name for name in (text_field, "id") if name in names]
-        for batch in table.iter_batches(1000, columns=needed if text_field in names else None):
+        needed = [name for name in (text_field, "id") if name in table.schema_arrow.names]
+        for batch in table.iter_batches(1000, columns=needed if text_field in needed else None):
             yield from batch.to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 
 
 def _records(
-    path: Path,
-    rows: Iterator[Any],
-    parse: Callable[[Any], Any],
-    text_field: str,
-    bad_lines: BadLines,
+    path: Path, rows: Iterator[str | dict[str, Any]], text_field: str, bad_lines: BadLines
 ) -> Iterator[Document]:
     """Documents of a file with a record in each of its lines or rows; blank lines do not count."""
-    read = 0
+    count = 0
     for number, row in enumerate(rows, start=1):
         if isinstance(row, str) and not row.strip():
             continue
-        place = f"{path}:{number}"
         try:
-            document = _document(parse(row), text_field, place)
-        except (ValueError, RecursionError) as error:
-            message = str(error)
-            if not isinstance(error, DataError):
-                message = f"{place}: not valid JSON ({getattr(error, 'msg', error)})"
+            document = _document(row, text_field, f"{path}:{number}")
+        except DataError as error:
             if bad_lines == "error":
-                raise DataError(f"{message}; or skip such lines with bad_lines: skip") from error
-            warnings.warn(f"skipped {message}", stacklevel=2)
-            continue
-        read += 1
-        yield document
-    if not read:
+                raise DataError(f"{error}; or skip such lines with bad_lines: skip") from error
+            warnings.warn(f"skipped {error}", stacklevel=2)
+        else:
+            count += 1
+            yield document
+    if not count:
         raise DataError(f"{path}: no document in the file")
 
 
 def _document(record: Any, text_field: str, place: str) -> Document:
     """The text of a record, with its ``id`` or else its place; DataError if it has none."""
+    if isinstance(record, str):
+        try:
+            record = json.loads(record)
+        except (ValueError, RecursionError) as error:
+            message = f"{place}: not valid JSON ({getattr(error, 'msg', error)})"
+            raise DataError(message) from error
     if not isinstance(record, dict):
         raise DataError(f"{place}: expected a JSON object, got {type(record).__name__}")
     text = record.get(text_field)
     if not isinstance(text, str):
-        lengths = {name: len(value) for name, value in record.items() if isinstance(value, str)}
-        longest = max(lengths, key=lengths.__getitem__, default=None)
+        texts = {name: value for name, value in record.items() if isinstance(value, str)}
+        longest = max(texts, key=lambda name: len(texts[name]), default=None)
         hint = f": use --text-field {longest} (in a recipe data.text_field)" if longest else ""
         fields = ", ".join(map(repr, record))
         raise DataError(f"{place}: no text in field {text_field!r} (fields: {fields}){hint}")

@@ -52,28 +52,16 @@ def needle_text(
     count: int = 4,
     before: Sequence[int] = (),
 ) -> Prompt:
-    """A prompt of one kind, determined by the seed.
+    """A prompt of one kind and ``length`` tokens, ``before`` included, determined by the seed.
 
     ``single``: one fact. ``multi-key``: ``count`` facts about different names, one of which is
     requested. ``multi-value``: ``count`` facts about one name, all requested. ``variables``: a
     chain of ``count`` variables, each assigned from the previous one, all of which are requested,
     and between its links those of a second chain with another value.
 
-    Args:
-        encode: Text to token ids.
-        kind: One of `KINDS`.
-        length: Length of the prompt in tokens.
-        seed: Random seed of names, values and depths.
-        count: Number of facts, or of variables of a chain, at least 1.
-        before: Special tokens at the beginning; they count towards the length.
-
-    Returns:
-        The prompt, with the numbers or names ``expected`` of a complete answer, the ``needles`` in
-        its order, the share of the filler before each (``depths``), and the tokens between each and
-        its end (``distances``).
-
-    Raises:
-        UserError: If the length is too short; the message names the shortest possible one.
+    The prompt has the numbers or names ``expected`` of a complete answer, the ``needles`` in its
+    order, the share of the filler before each (``depths``), and the tokens between each and its end
+    (``distances``); UserError if the length is too short.
     """
     drawn = np.random.default_rng(list(seed))
     count = 1 if kind == "single" else count
@@ -116,18 +104,9 @@ def ask_for_needles(
     seed: int = 0,
     count: int = 4,
 ) -> list[Prompt]:
-    """Prompts of one kind and length.
+    """Prompts of one kind and length, which seed, kind, length and index determine.
 
-    Args:
-        tokenizer: Tokenizer of the model that will be asked.
-        kind: One of `KINDS`.
-        length: Tokens of a prompt.
-        indices: Numbers of the prompts, which with seed, kind and length determine them.
-        seed: Random seed.
-        count: Number of facts, or of variables of a chain, for every kind except ``single``.
-
-    Raises:
-        UserError: If the length is too short, or the tokenizer does not reproduce the needles.
+    UserError if the length is too short, or the tokenizer does not reproduce the needles.
     """
     encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
     prompts = []
@@ -144,12 +123,8 @@ def r_precision(answer: str, expected: list[str]) -> float:
     """Share of the requested numbers or names among the first ones of an answer.
 
     As many different ones count as were requested, so precision and recall are the same: a wrong
-    number or name takes the place of a right one, and what follows a complete answer is free.
-
-    Args:
-        answer: Numbers or names are its whole words of the form of those requested: as many
-            digits, or capital letters.
-        expected: Those requested.
+    number or name takes the place of a right one, and what follows a complete answer is free. They
+    are whole words of the form of those requested: as many digits, or capital letters.
     """
     alike = str.isdigit if expected[0].isdigit() else str.isupper
     given = [

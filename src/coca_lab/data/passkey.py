@@ -32,12 +32,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text that asks for something hidden in it.
-
-    Attributes:
-        ids: Token ids.
-        facts: What is known before it is answered: JSON values, the fields of its record.
-    """
+    """A text that asks for something hidden in it, and the fields of its record (JSON values)."""
 
     ids: list[int]
     facts: dict[str, Any]
@@ -73,22 +68,10 @@ def fill(
 ) -> tuple[list[int], list[float], list[int]]:
     """Hide needles in repeated filler, between a beginning and an end, in ``length`` tokens.
 
-    Needles are inserted between whole repetitions of the filler. The end of one more repetition,
-    right after the beginning, makes the length exact.
-
-    Args:
-        before: Tokens of the beginning.
-        filler: Tokens of one repetition.
-        needles: Tokens of every needle.
-        depths: For every needle, the share of the repetitions that come before it.
-        after: Tokens of the end.
-        length: Total number of tokens.
-
-    Returns:
-        The token ids; every needle's actual depth; and the number of tokens after every needle.
-
-    Raises:
-        UserError: If the length is too short even without filler.
+    A needle is inserted between whole repetitions of the filler, after ``depth`` of them, a share.
+    The end of one more repetition, right after the beginning, makes the length exact. Returns the
+    token ids, every needle's actual depth, and the number of tokens after every needle; UserError
+    if the length is too short even without filler.
     """
     needed = len(before) + sum(map(len, needles)) + len(after)
     if length < needed:
@@ -120,20 +103,10 @@ def draw_key(generator: np.random.Generator) -> tuple[int, float]:
 def passkey_text(
     encode: Encode, key: int, length: int | None, depth: float, *, before: Sequence[int] = ()
 ) -> Prompt:
-    """Listing 1 up to the question, as exactly ``length`` tokens.
+    """Listing 1 up to the question: a key after a share of the filler, in ``length`` tokens.
 
-    Args:
-        encode: Maps text to token ids.
-        key: Five digits.
-        length: Total number of tokens; None for no filler at all.
-        depth: Share of the filler before the key, 0 to 1.
-        before: Special tokens at the beginning, included in the length.
-
-    Returns:
-        The prompt, with its actual ``depth`` and the key's ``distance``, the tokens after its line.
-
-    Raises:
-        UserError: If the length is too short; the message states the shortest possible length.
+    Special tokens ``before`` are included in the length, which without filler is None. The prompt
+    has its actual ``depth`` and the key's ``distance``, the tokens after its line.
     """
     beginning, line = [*before, *encode(INTRODUCTION)], encode(KEY_LINE.format(key=key))
     question = encode(QUESTION)
@@ -151,18 +124,10 @@ def ask_for_passkeys(
     seed: int = 0,
     depths: int | None = None,
 ) -> list[Prompt]:
-    """Prompts of one length, each with a key of its own.
+    """Prompts of one length, each with a key of its own, which seed, length and index determine.
 
-    Args:
-        tokenizer: Tokenizer of the model that will be asked.
-        length: Tokens of a prompt.
-        indices: Numbers of the prompts; with seed and length they determine keys and depths.
-        seed: Random seed.
-        depths: Number of evenly spaced depths that the prompts cycle through; by default depths are
-            random.
-
-    Raises:
-        UserError: If the length is too short, or the tokenizer cannot write the key's digits.
+    They cycle through ``depths`` evenly spaced depths, which are random by default. UserError if
+    the length is too short, or the tokenizer cannot write the key's digits.
     """
     encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
     prompts = []
@@ -198,23 +163,12 @@ def vocabulary_text() -> str:
 
 
 def passkey_block(encode: Encode, end: int, length: int, seed: Sequence[int]) -> np.ndarray:
-    """A training block: passkey texts with their answers, one after another.
+    """A training block (length,), int64: passkey texts with answers, which the seed determines.
 
     Lengths, keys and depths are random, so that the question occurs at any position. Otherwise a
     model whose attention depends on absolute positions (CoCA's slack form) learns to answer at one
-    position only, and fails one token off. The last text is truncated at the end of the block.
-
-    Args:
-        encode: Maps text to token ids.
-        end: Token id of the end of text.
-        length: Total number of tokens.
-        seed: Numbers that determine lengths, keys and depths.
-
-    Returns:
-        (length,), int64.
-
-    Raises:
-        UserError: If no complete text fits.
+    position only, and fails one token off. The last text is truncated at the end of the block;
+    UserError if no complete text fits.
     """
     generator = np.random.default_rng(list(seed))
     block: list[int] = []

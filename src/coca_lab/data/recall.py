@@ -20,12 +20,9 @@ FEWEST_PAIRS, MOST_PAIRS = 4, 32
 
 @dataclass(frozen=True)
 class RecallText:
-    """A text and where its answers are.
+    """A text, the places of the values that follow a query, and how far they are from the pair's.
 
-    Attributes:
-        ids: Token ids, (length,), int64.
-        answers: Indices of the values that follow a query, ascending, (pairs,).
-        distances: For every answer, the tokens from the pair's value to it, (pairs,).
+    ids is (length,), int64; answers and distances, in the order of the text, are (pairs,).
     """
 
     ids: np.ndarray
@@ -38,15 +35,9 @@ def recall_text(
 ) -> RecallText:
     """A text of exactly ``length`` tokens that asks for every pair once.
 
-    Args:
-        vocabulary: Token ids. Keys are drawn from the first half, without repetition, values from
-            the second; other tokens are drawn from all but the keys of the text.
-        pairs: Number of pairs.
-        length: Tokens.
-        generator: Source of randomness.
-
-    Raises:
-        UserError: If there are too few tokens in the text, or in the vocabulary.
+    Keys are drawn from the first half of the vocabulary, without repetition, values from the
+    second; other tokens are drawn from all but the keys of the text. UserError if there are too
+    few tokens in the text, or in the vocabulary.
     """
     half = len(vocabulary) // 2
     if pairs < 1 or length < 4 * pairs or half < pairs:
@@ -71,16 +62,9 @@ def recall_text(
 def recall_block(
     vocabulary: Sequence[int] | np.ndarray, end: int, length: int, seed: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A training block: recall texts of random lengths and loads, one after another.
+    """A training block: recall texts of random lengths and loads, with the end of text after each.
 
-    Args:
-        vocabulary: As for `recall_text`, without the end of text.
-        end: Token id of the end of text, which follows every text.
-        length: Total number of tokens.
-        seed: Numbers that determine the block.
-
-    Returns:
-        The tokens, (length,), int64, and whether each is an answer, (length,), bool.
+    Returns the tokens, (length,), int64, and whether each is an answer, (length,), bool.
     """
     generator = np.random.default_rng(list(seed))
     block, is_answer = np.full(length, end, dtype=np.int64), np.zeros(length, dtype=bool)

@@ -3,10 +3,10 @@
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from coca_lab.data.documents import (
     held_out,
     source_files,
 )
-from coca_lab.files import replace
+from coca_lab.files import writing
 
 Item = TypeVar("Item")
 END_OF_TEXT = "<|endoftext|>"
@@ -38,10 +38,14 @@ SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 10_000_000
 
 @dataclass(frozen=True)
 class TokenText:
-    """Token ids, 1-D uint16 or uint32, in memory or mapped, and the SHA-256 of their bytes."""
+    """Token ids, 1-D uint16 or uint32, in memory or mapped."""
 
     tokens: np.ndarray
-    sha256: str
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of their bytes."""
+        return hashlib.sha256(self.tokens.data).hexdigest()
 
 
 def train_tokenizer(
@@ -110,10 +114,8 @@ def load_or_train_tokenizer(
     folder = Path(folder)
     if not folder.is_dir():
         tokenizer = train_tokenizer(documents(), vocab_size, split_digits=split_digits)
-        partial = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        tokenizer.save_pretrained(partial)
-        replace(partial, folder)
+        with writing(folder) as partial:
+            tokenizer.save_pretrained(partial)
     return load_tokenizer(folder)
 
 
@@ -192,16 +194,10 @@ def _token_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
 
 
 def cache_folder(setting: str | None) -> Path | None:
-    """The folder of the caches, or None for no caches.
-
-    Args:
-        setting: A folder; ``auto`` for the user's cache (XDG_CACHE_HOME, or ``~/.cache``); or None.
-    """
-    if setting != "auto":
-        return None if setting is None else Path(setting).expanduser()
-    # XDG rules: an empty or relative path is ignored.
-    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (home if home.is_absolute() else Path.home() / ".cache") / "coca-attention"
+    """The folder of the caches: the setting, or the user's for ``auto``; None for no caches."""
+    if setting == "auto":
+        setting = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/coca-attention"
+    return None if setting is None else Path(setting).expanduser()
 
 
 def tokenise(
@@ -237,27 +233,23 @@ def tokenise(
     if source.source.endswith(TOKENS):
         if share or from_held_out:
             raise UserError(f"{source.source} {NO_DOCUMENTS}")
-        return _text(_read_tokens(source.source, tokenizer, max_tokens))
+        return TokenText(_read_tokens(source.source, tokenizer, max_tokens))
     documents = (d for d in source.documents() if held_out(d, share) == from_held_out)
     if folder is None:
-        return _text(token_array(documents, tokenizer, max_tokens=max_tokens))
+        return TokenText(token_array(documents, tokenizer, max_tokens=max_tokens))
     state, dtype = _state(source.source), _token_type(tokenizer)
     settings = [source.source, source.text_field, source.bad_lines, share, from_held_out]
     key = f"{settings} {max_tokens} {dtype} {state} {tokenizer_fingerprint(tokenizer)}"
     path = folder / "tokens" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.bin"
-    partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
+        with FileLock(path.with_suffix(".lock")):  # waits for a process that writes the same
             if not path.is_file():
-                try:
+                with writing(path) as partial:
                     _write(partial, _token_arrays(documents, tokenizer, max_tokens), source.source)
                     if _state(source.source) != state:
                         raise DataError(f"{source.source}: changed while it was being read")
-                    replace(partial, path)
-                finally:
-                    partial.unlink(missing_ok=True)
-        return _text(np.memmap(path, dtype, mode="r"))
+        return TokenText(np.memmap(path, dtype, mode="r"))
     except OSError as error:
         raise UserError(
             f"{path.parent}: tokenised text cannot be stored here: {error.strerror or error}; free "
@@ -294,24 +286,19 @@ def _read_tokens(path: str, tokenizer: PreTrainedTokenizerBase, most: int | None
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of everything that determines a tokenizer's ids, independent of its folder."""
-    found = hashlib.sha256(f"{end_of_text(tokenizer)} {type(tokenizer).__name__}".encode())
+    digest = hashlib.sha256(f"{end_of_text(tokenizer)} {type(tokenizer).__name__}".encode())
     if tokenizer.is_fast:
         backend: Any = tokenizer
         rules = json.loads(backend.backend_tokenizer.to_str())
-        # State of the last call, not a property of the tokenizer.
-        del rules["truncation"], rules["padding"]
-        found.update(json.dumps(rules).encode())
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            for path in sorted(Path(folder).iterdir()):
-                if path.name != "tokenizer_config.json":  # contains the folder
-                    found.update(path.read_bytes())
-    return found.hexdigest()
-
-
-def _text(tokens: np.ndarray) -> TokenText:
-    return TokenText(tokens, hashlib.sha256(tokens.data).hexdigest())
+        del rules["truncation"], rules["padding"]  # state of the last call
+        digest.update(json.dumps(rules).encode())
+        return digest.hexdigest()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(Path(folder).iterdir()):
+            if path.name != "tokenizer_config.json":  # contains the folder
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _write(path: Path, arrays: Iterator[np.ndarray], source: str) -> None:
@@ -325,9 +312,5 @@ def _state(source: str) -> list[Any]:
 
     Unlike the modification time, the time of the last status change (ctime) cannot be set back.
     """
-    found = []
-    for path in source_files(source):
-        status = path.stat()
-        times = (status.st_mtime_ns, status.st_ctime_ns)
-        found.append((os.path.abspath(path), status.st_size, *times))
-    return found
+    files = [(os.path.abspath(path), path.stat()) for path in source_files(source)]
+    return [(path, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for path, x in files]
