@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 
+import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from coca_attention.errors import WRITER, TemporaryError, known_problem
-from coca_lab.training.sharding import first_failure
+from coca_attention.errors import WRITER, TemporaryError, UserError, known_problem
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def catch_write_errors(folder: Path, describe_saved: Callable[[], str]) -> Itera
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
-        cause = first_failure(error) if isinstance(error, CheckpointException) else error
+        cause = _first_failure(error)
         if isinstance(cause, RuntimeError) and not re.search(WRITER, str(cause)):
             raise
         text = " ".join(str(cause).split())[:200]
@@ -38,6 +39,30 @@ def catch_write_errors(folder: Path, describe_saved: Callable[[], str]) -> Itera
         raise TemporaryError(
             f"{folder} cannot be written: training stopped, {describe_saved()}. {problem}"
         ) from error
+
+
+@contextmanager
+def catch_read_errors(checkpoint: Path) -> Iterator[None]:
+    """Turn errors in reading a checkpoint into a UserError."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        cause = _first_failure(error)
+        # What PyTorch says of a damaged file is advice to run code in it.
+        safe = not isinstance(cause, UnpicklingError)
+        reason = f" ({' '.join(str(cause).split())[:500]})" if safe else ""
+        raise UserError(
+            f"{checkpoint} cannot be read{reason}: restore its files, or remove the folder to "
+            "resume from the previous checkpoint"
+        ) from error
+
+
+def _first_failure(error: BaseException) -> BaseException:
+    """What failed first: under FSDP, all processes raise the failures of all."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return next(iter(failures.values()))[0] if failures else error
 
 
 def sorted_checkpoints(folder: Path) -> list[Path]:

@@ -28,7 +28,12 @@ from transformers.trainer_callback import ProgressCallback
 from coca_attention.errors import Interrupted, UserError
 from coca_lab.files import replace
 from coca_lab.loading import load_model, no_progress_bars
-from coca_lab.training.checkpoints import STATE_FILE, catch_write_errors, last_checkpoint
+from coca_lab.training.checkpoints import (
+    STATE_FILE,
+    catch_read_errors,
+    catch_write_errors,
+    last_checkpoint,
+)
 from coca_lab.training.data import TrainingData
 from coca_lab.training.interrupts import StopOnSignal
 from coca_lab.training.model import (
@@ -42,7 +47,7 @@ from coca_lab.training.objectives import teacher_loss
 from coca_lab.training.recipe import Recipe
 from coca_lab.training.retrieval import Retrieval
 from coca_lab.training.sections import StageRecipe, TrainingRecipe
-from coca_lab.training.sharding import catch_read_errors, check_kind
+from coca_lab.training.sharding import check_kind
 from coca_lab.training.throughput import device_name, peak_flops, training_flops
 from coca_lab.training.trainer import RecipeTrainer, training_arguments
 
@@ -188,7 +193,7 @@ def _trainer(
     except (ValueError, ImportError, RuntimeError) as error:
         raise UserError(f"the Trainer rejects these settings: {error}") from error
     if resume is not None:
-        check_kind(resume, sharded=trainer.shards is not None)
+        check_kind(resume, sharded=trainer.is_fsdp_enabled)
     return trainer
 
 
@@ -318,6 +323,7 @@ def measure(run: Run, model: PreTrainedModel) -> dict[str, Any]:
     trainer = RecipeTrainer(
         settings, retrieval=retrieval, model=model, args=arguments, eval_dataset=run.data.validation
     )
+    trainer.is_fsdp_enabled = False  # a whole model, which is read alone
     return measured(trainer.evaluate(), retrieval)
 
 
@@ -349,9 +355,6 @@ def save_trained(
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     if hasattr(model, "merge_and_unload"):
         model = trainer.model = model.merge_and_unload()
-    if trainer.shards is not None:
-        # The process that writes gathers all weights.
-        trainer.shards.set_state_dict_type("FULL_STATE_DICT")
     trainer.saved_dtype = dtype
     with no_progress_bars(), catch_write_errors(folder, trainer.describe_saved):
         trainer.save_model(str(partial))

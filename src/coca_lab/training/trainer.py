@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
 from coca_lab.files import sync, sync_folder
 from coca_lab.training.checkpoints import (
+    catch_read_errors,
     catch_write_errors,
     last_checkpoint,
     sorted_checkpoints,
@@ -28,16 +29,7 @@ from coca_lab.training.chunks import chunk_loss
 from coca_lab.training.objectives import Loss, without_adapters
 from coca_lab.training.retrieval import Retrieval
 from coca_lab.training.sections import TrainingRecipe
-from coca_lab.training.sharding import (
-    catch_read_errors,
-    check_layers,
-    check_parallelism,
-    is_sharded,
-    load_optimizer_parts,
-    load_parts,
-    own_part,
-    prepare_sharding,
-)
+from coca_lab.training.sharding import check_parallelism, prepare_sharding
 
 
 class TrainingDiverged(UserError):
@@ -158,8 +150,6 @@ class RecipeTrainer(Trainer):
         self.settings, self.loss, self.retrieval = settings, loss, retrieval
         self.saved_dtype: torch.dtype | None = None  # by default that of the weights
         super().__init__(**kwargs)
-        if self.shards is not None:
-            check_layers(self.shards, kwargs["model"])
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
@@ -170,18 +160,14 @@ class RecipeTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         check_parallelism(self.accelerator.parallelism_config)
-        self.shards = prepare_sharding(self.accelerator, self.args)
-        self.is_fsdp_enabled = self.shards is not None
+        prepare_sharding(self.accelerator, self.args)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        if self.shards is not None and not self.accelerator._models:
+        if training and self.is_fsdp_enabled:
             # Adds autocast only, which Accelerate would leave to FSDP.
             model = self.accelerator.prepare_model(
                 model, device_placement=False, evaluation_mode=True
             )
-            if not training:
-                # Accelerate shards a model only together with an optimizer, also for evaluation.
-                model, _ = self.accelerator.prepare(model, SGD(model.parameters()))
         return super()._wrap_model(model, training, dataloader)
 
     def create_scheduler(
@@ -247,15 +233,19 @@ class RecipeTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # After a step with a finite loss, weights can still have overflowed.
         assert self.model is not None  # given to __init__
-        bad = [
-            name
+        parts = {
+            name: weight.to_local() if isinstance(weight, DTensor) else weight
             for name, weight in self.model.named_parameters()
-            if not torch.isfinite(own_part(weight)).all()
-        ]
+        }
+        bad = [name for name, part in parts.items() if not torch.isfinite(part).all()]
         # Each process checks its own part, but all of them have to stop.
         for name in gather_object(bad)[:1]:
             raise self._diverged(f"{name} has values that are not finite")
-        super().save_model(output_dir, _internal_call)
+        if self.is_fsdp_enabled and not _internal_call:
+            # Not a checkpoint: the process that writes gathers all weights.
+            self._save(output_dir, self.accelerator.get_state_dict(self.model))
+        else:
+            super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.saved_dtype is not None and self.args.should_save:
@@ -268,12 +258,8 @@ class RecipeTrainer(Trainer):
         super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        checkpoint = Path(resume_from_checkpoint)
-        with catch_read_errors(checkpoint):
-            if self.shards is None and is_sharded(checkpoint):
-                load_parts(self.accelerator, self.model if model is None else model, checkpoint)
-            else:
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with catch_read_errors(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # Tied weights are saved once, so the others of their names are always missing.
@@ -285,15 +271,8 @@ class RecipeTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder = Path(checkpoint)
-        with catch_read_errors(folder):
-            if self.shards is not None or not is_sharded(folder):
-                super()._load_optimizer_and_scheduler(checkpoint)
-            else:
-                assert self.optimizer is not None and self.lr_scheduler is not None  # made before
-                load_optimizer_parts(self.accelerator, self.optimizer, self.model, folder)
-                state = torch.load(folder / SCHEDULER_NAME, weights_only=True)
-                self.lr_scheduler.load_state_dict(state)
+        with catch_read_errors(Path(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)
         optimizer: Any = self.optimizer
         if isinstance(scheduler := self.lr_scheduler, LambdaLR) and optimizer is not None:
             # A run that is extended goes on at the rate of the longer schedule.

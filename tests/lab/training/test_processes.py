@@ -1,7 +1,7 @@
-"""Many processes: FSDP2 and DDP compute what one process does and resume each other's runs.
+"""Many processes: FSDP2 and DDP compute what one process does, and resume their own runs.
 
-Two CPU processes with gloo, started as users start them. Most tests share one launch, which takes
-as long as importing everything twice.
+Two CPU processes with gloo, started by the recipe for GPUs. Most tests share one launch, which
+takes as long as importing everything twice.
 """
 
 import os
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from errno import ENOSPC
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,11 +32,16 @@ from coca_lab.training import (
     retrieval,
     train,
 )
-from coca_lab.training.checkpoints import catch_write_errors
+from coca_lab.training.checkpoints import catch_read_errors, catch_write_errors
 from coca_lab.training.sections import TrainingRecipe
-from coca_lab.training.sharding import check_layers, check_options, check_parallelism
+from coca_lab.training.sharding import (
+    check_kind,
+    check_options,
+    check_parallelism,
+    prepare_sharding,
+)
 from coca_lab.training.trainer import training_arguments
-from conftest import VOCABULARY, tiny_model
+from conftest import VOCABULARY
 from families import FAMILIES, vanilla
 
 CONFIGURATIONS = Path(__file__).parents[3] / "recipes" / "accelerate"
@@ -65,6 +71,9 @@ STAGES = [
 # The command line, for several runs in one launch, with faults in the second process.
 COMMANDS = """
 import os, signal, sys, time
+from accelerate import DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from transformers import Trainer
 from coca_lab.cli import main
 from coca_lab.training import retrieval
 from coca_lab.training.trainer import RecipeTrainer
@@ -73,6 +82,19 @@ retrieval.ANSWER = 4  # tokens; longer answers only take longer
 
 fault, *words = sys.argv[1:]
 kind, _, step = fault.partition(" ")
+
+create = Trainer.create_accelerator_and_postprocess
+def with_shards(self):
+    # Accelerate leaves FSDP out on CPUs, where PyTorch computes it as on GPUs.
+    create(self)
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        state = self.accelerator.state
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            state.fsdp_plugin = FullyShardedDataParallelPlugin()
+            state.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        self.is_fsdp_enabled = True
+Trainer.create_accelerator_and_postprocess = with_shards
 
 def wrong(trainer):
     return trainer.args.process_index == 1 and str(trainer.state.global_step) == step
@@ -116,7 +138,7 @@ def fsdp2(processes=2):
     return [
         "accelerate.commands.launch",
         "--config_file",
-        CONFIGURATIONS / "2-cpu-fsdp2.yaml",
+        CONFIGURATIONS / "8-gpus-fsdp2.yaml",
         "--num_processes",
         processes,
     ]
@@ -139,10 +161,7 @@ def recipes(text_folder, tokenizer, tmp_path_factory):
             "training": TRAINING,
         },
         "staged": {
-            "model": {
-                "start": str(folder / "base"),
-                "attention": "slack",
-            },
+            "model": {"start": str(folder / "base"), "attention": "slack"},
             "data": data,
             "training": {
                 **TRAINING,
@@ -263,20 +282,14 @@ def unfinished(run, output, step):
     return output
 
 
-def test_one_process_resumes_a_checkpoint_of_two(runs, recipes, tmp_path):
-    """A single process without FSDP; an incomplete checkpoint is skipped."""
+def test_a_run_is_resumed_as_it_was_written(runs, recipes, tmp_path):
     output = unfinished(runs / "two-scratch", tmp_path / "run", 20)
-    assert last_checkpoint(output / "checkpoints") == output / "checkpoints" / "checkpoint-10"
-    train(load_recipe(recipes / "scratch.yaml"), output)
-    assert_the_same(output, runs / "one-scratch", TRAINING["steps"])
-
-
-def test_a_missing_part_is_named(runs, recipes, tmp_path):
-    output = unfinished(runs / "two-scratch", tmp_path / "run", 20)
-    checkpoint = output / "checkpoints" / "checkpoint-10"
-    (checkpoint / "optimizer_0" / "__1_0.distcp").unlink()
-    with pytest.raises(UserError, match=r"checkpoint-10 cannot be read .*__1_0.distcp.*the folder"):
+    with pytest.raises(UserError, match=r"checkpoint-10 was written with FSDP, .* is without it"):
         train(load_recipe(recipes / "scratch.yaml"), output)
+    checkpoints = [runs / f"{n}-scratch" / "checkpoints" / "checkpoint-20" for n in ("two", "one")]
+    check_kind(checkpoints[0], sharded=True)
+    with pytest.raises(UserError, match="was written without FSDP, and this run is with it"):
+        check_kind(checkpoints[1], sharded=True)
 
 
 @pytest.mark.slow
@@ -331,16 +344,10 @@ def test_a_value_that_is_not_finite_in_one_part_stops_all(recipes, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_teacher_beside_unsharded_processes_and_no_way_from_them_to_shards(
-    runs, recipes, tmp_path
-):
-    done = started(tmp_path, DDP, [(recipes / f"{n}.yaml", tmp_path / n) for n in ("staged",)])
+def test_a_teacher_beside_unsharded_processes(runs, recipes, tmp_path):
+    done = started(tmp_path, DDP, [(recipes / "staged.yaml", tmp_path / "staged")])
     assert done.returncode == 0, done.stderr
     assert_the_same(tmp_path / "staged", runs / "one-staged", 4 * len(STAGES))
-    output = unfinished(runs / "one-scratch", tmp_path / "run", 20)
-    refused = started(tmp_path, fsdp2(), [(recipes / "scratch.yaml", output)])
-    assert refused.returncode
-    assert "checkpoint-10 was written without FSDP, and this run is sharded" in refused.stderr
 
 
 def plugin(monkeypatch, **options):
@@ -370,31 +377,25 @@ def test_every_process_is_a_replica():
             check_parallelism(ParallelismConfig(**{name: 2}))
 
 
-def test_layers_to_gather_must_be_known(monkeypatch):
-    model = tiny_model("slack")
-    check_layers(plugin(monkeypatch), model)
-    for options, message in (
-        ({"auto_wrap_policy": "no_wrap"}, "set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
-        ({"transformer_cls_names_to_wrap": ["Layer"]}, "has no layers called Layer"),
-    ):
-        with pytest.raises(UserError, match=message):
-            check_layers(plugin(monkeypatch, **options), model)
-    monkeypatch.setattr(model, "_no_split_modules", None)
-    with pytest.raises(UserError, match=r"names no layers .*set fsdp_transformer_layer"):
-        check_layers(plugin(monkeypatch), model)
-
-
 def test_fsdp_without_processes_is_rejected(recipes, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UserError, match="there is no process group: start with accelerate launch"):
+    with pytest.raises(UserError, match="no process per GPU: start with accelerate launch"):
         train(load_recipe(recipes / "scratch.yaml"), tmp_path / "run")
 
 
-def test_fsdp_and_compilation_are_not_combined(recipes, tmp_path, monkeypatch):
+def test_fsdp_and_compilation_are_not_combined(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    recipe = load_recipe(recipes / "scratch.yaml", ["--training.compile", "true"])
+    state = SimpleNamespace(fsdp_plugin=plugin(monkeypatch))
+    arguments = SimpleNamespace(torch_compile=True, fsdp_plugin_args=None)
     with pytest.raises(UserError, match=r"training\.compile cannot be combined with FSDP"):
-        train(recipe, tmp_path / "run")
+        prepare_sharding(SimpleNamespace(state=state), arguments)  # pyright: ignore
+
+
+def test_a_missing_part_is_named(tmp_path):
+    failed = CheckpointException("read", {1: (FileNotFoundError("__1_0.distcp"), None)})  # pyright: ignore
+    said = r"checkpoint-10 cannot be read \(__1_0.distcp\): restore its files, or remove"
+    with pytest.raises(UserError, match=said), catch_read_errors(tmp_path / "checkpoint-10"):
+        raise failed
 
 
 def test_a_full_disk_of_one_process_is_reported_in_one_line(tmp_path):
@@ -415,7 +416,7 @@ def test_the_recipe_controls_precision(monkeypatch, tmp_path):
 
 def test_every_configuration_names_the_version_and_leaves_the_precision_to_the_recipe():
     paths = sorted(CONFIGURATIONS.glob("*.yaml"))
-    assert len(paths) == 4
+    assert len(paths) == 3
     for path in paths:
         content = yaml.safe_load(path.read_text())
         assert "mixed_precision" not in content
