@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,9 +21,11 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with naming(path):
-            partial.write_text(text, encoding="utf-8")
-            replace(partial, path)
+        partial.write_text(text, encoding="utf-8")
+        replace(partial, path)
+    except OSError as error:
+        error.filename = str(path)  # a full disk comes without
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -35,11 +36,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file that this package wrote.
-
-    Raises:
-        UserError: If it is missing or damaged.
-    """
+    """The content of a JSON file that this package wrote; UserError if missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -50,38 +47,21 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Put the file's name into errors in writing it; a full disk comes without."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(path)
-        raise
-
-
 def replace(partial: Path, path: Path) -> None:
     """Move a finished file or folder to its place, on the disk before and after."""
-    _share_weights(partial)
+    mask = os.umask(0o022)
+    os.umask(mask)
+    for weights in [partial, *partial.rglob("*.safetensors")]:
+        if weights.suffix == ".safetensors":  # written for the user alone by its library
+            weights.chmod(0o666 & ~mask)
     sync(partial)
     os.replace(partial, path)
     sync_folder(path.parent)
 
 
-def _share_weights(path: Path) -> None:
-    """Give weights, which safetensors writes for the user alone, the mode of any new file."""
-    weights = [path] if path.suffix == ".safetensors" else [*path.rglob("*.safetensors")]
-    if weights:
-        with tempfile.TemporaryDirectory() as folder:
-            probe = Path(folder) / "probe"
-            probe.touch()
-            for file in weights:
-                file.chmod(probe.stat().st_mode)
-
-
 def sync(path: Path) -> None:
     """Wait until a file, or a folder and everything in it, is on the disk."""
-    for each in [*path.rglob("*"), path] if path.is_dir() else [path]:
+    for each in [*path.rglob("*"), path]:
         if each.is_dir():
             sync_folder(each)
         else:
@@ -103,13 +83,8 @@ def sync_folder(path: Path) -> None:
 def writing(target: Path) -> Iterator[Path]:
     """A path beside a new file or folder, which takes the target's place when the block ends.
 
-    Only one process at a time writes a target; an interruption leaves nothing of it.
-
-    Args:
-        target: Must not exist, or be an empty folder.
-
-    Raises:
-        UserError: If the target exists, or another process writes it.
+    Only one process at a time writes a target, and an interruption leaves nothing of it. UserError
+    if the target exists, unless as an empty folder, or if another process writes it.
     """
     partial = target.with_name(f".{target.name}.coca-partial")
 
@@ -128,16 +103,10 @@ def writing(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def hold(path: Path, what: Path | None = None) -> Iterator[None]:
-    """Keep other processes from what a lock file stands for, in the ``with`` block.
+    """Keep other processes from what a lock file stands for, by default its folder.
 
-    The lock ends with the process, however it ends.
-
-    Args:
-        path: The lock file, which is removed at the end.
-        what: What it stands for; by default its folder.
-
-    Raises:
-        TemporaryError: If another process holds it.
+    The lock ends with the process, however it ends; the file is removed at the end of the block.
+    UserError if another process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=0)
@@ -167,10 +136,7 @@ def check_new(target: Path) -> None:
 def keep_other_results(path: Path, field: str, value: Any) -> None:
     """Before a result file is written: move one of another measurement to a free name beside it.
 
-    Args:
-        path: The file that will be written.
-        field: Field of its content that says what was measured.
-        value: The field's new value; a file with the same one may be replaced.
+    The ``field`` of its content says what was measured; one with the same ``value`` stays.
     """
     if not path.is_file():
         return
@@ -180,18 +146,14 @@ def keep_other_results(path: Path, field: str, value: Any) -> None:
     except (ValueError, LookupError, TypeError, RecursionError):
         pass  # of an earlier version, or changed since `check_results`
     number = 1
-    while (kept := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+    while (free := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
-    path.rename(kept)
-    log.warning("%s held another measurement, which is now %s", path, kept)
+    path.rename(free)
+    log.warning("%s held another measurement, which is now %s", path, free)
 
 
 def check_writable(path: Path) -> None:
-    """Check before long work that a file can be written, and create its folder.
-
-    Raises:
-        UserError: If the path is a folder, or the file's folder cannot be created or written to.
-    """
+    """Create the folder of a file; UserError unless it, or the file, can be written."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; choose a file to write")
     try:
@@ -203,15 +165,9 @@ def check_writable(path: Path) -> None:
 
 
 def check_output(path: Path, what: str, is_one: Callable[[str], bool]) -> None:
-    """Check before long work that a file can be written, and replaces only one of its own kind.
+    """Before long work: `check_writable`, and UserError if a file is there that is no ``what``.
 
-    Args:
-        path: The file.
-        what: What it will be, for the message.
-        is_one: Whether a file with this text is one; ValueError counts as no.
-
-    Raises:
-        UserError: As `check_writable`, or if there is something else.
+    ``is_one`` says whether a text is one; ValueError counts as no.
     """
     check_writable(path)
     if not path.exists():

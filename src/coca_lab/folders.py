@@ -28,20 +28,16 @@ def convert_folder(
 ) -> PreTrainedModel:
     """`convert` or `load_original` from folder to folder, including tokenizer and model card.
 
-    The result is written to a temporary folder next to the target, which is renamed when complete,
-    so an interruption leaves no partial model. The source is not changed.
+    The target, which must not exist or be empty, is written whole or not at all.
 
     Args:
         source: Folder of a Transformers model (or its name), or of an original checkpoint.
-        target: Folder to write; must not exist or be empty.
+        target: Folder to write.
         form: Name of the score form, or a `Conversion`.
         from_original: Whether the source is in the format of the paper's authors.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
         report: What the model card says of how the limit of distances was chosen, in Markdown.
         **settings: Fields of `Conversion`.
-
-    Returns:
-        The converted model.
 
     Raises:
         UserError: If the source cannot be loaded or converted, or the target cannot be written.

@@ -25,14 +25,8 @@ def rotary_scaling_for(
 ) -> Iterator[dict[str, Any] | None]:
     """Apply a rotary scaling inside the ``with`` block and restore the model afterwards.
 
-    Args:
-        model: The model.
-        kind: ``none`` changes nothing; ``ntk`` computes the base from the length.
-        factor: Factor of the scaling.
-        length: Tokens of each text, generated ones included.
-
-    Yields:
-        The rotary parameters in effect.
+    ``none`` changes nothing; ``ntk`` computes the base from the length in tokens of each text,
+    generated ones included. Yields the rotary parameters in effect.
     """
     config = model.config.get_text_config()
     with rotary_restored(model):
@@ -87,12 +81,6 @@ def greedy_answers(
         use_cache: Whether to decode with a key/value cache.
         together: Whether all processes of a group call this at the same time and make the same
             number of forward passes, as a model whose weights they share requires.
-
-    Returns:
-        B texts without special tokens.
-
-    Raises:
-        UserError: If the model cannot read that many tokens.
     """
     ends = model.generation_config.eos_token_id if model.generation_config else None
     ends = ends if ends is not None else tokenizer.eos_token_id

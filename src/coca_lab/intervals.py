@@ -36,13 +36,7 @@ def perplexity_interval(scores: Sequence[DocumentScore]) -> tuple[float, float] 
     interval with the jackknife's error: the nats per token without each document in turn. Its
     degrees of freedom are those of Kish's effective number of documents, which is smaller than
     their number if a few have most of the tokens. scripts/interval_coverage.py measures how often
-    it contains the truth.
-
-    Args:
-        scores: One score per document.
-
-    Returns:
-        Lower and upper end, or None for fewer than two documents or infinite nats.
+    it contains the truth. None for fewer than two documents or infinite nats.
     """
     return _ratio_interval([score.nats for score in scores], [score.tokens for score in scores])
 
@@ -53,17 +47,8 @@ def paired_ratio_interval(
     """95 % interval of the ratio of two perplexities on the same documents.
 
     It is `perplexity_interval` of the differences in nats. What makes a document hard for every
-    model cancels, so the interval is far narrower than those of the two perplexities.
-
-    Args:
-        first: Scores of the numerator.
-        second: Scores of the denominator, for the same documents in the same order.
-
-    Returns:
-        Lower and upper end, or None for fewer than two documents or infinite nats.
-
-    Raises:
-        ValueError: If the documents or their numbers of scored tokens differ.
+    model cancels, so the interval is far narrower than those of the two perplexities. ValueError
+    if the documents, in their order, or their numbers of scored tokens differ.
     """
     if [(s.id, s.tokens) for s in first] != [(s.id, s.tokens) for s in second]:
         raise ValueError("a paired interval needs the same scored tokens of the same documents")
@@ -98,11 +83,8 @@ def wilson_interval(hits: int, trials: int) -> tuple[float, float] | None:
 class PowerLaw:
     """y = a x^b, fitted to log y by least squares.
 
-    Attributes:
-        exponent: b.
-        half: Half the width of the exponent's 95 % interval.
-        centre: Mean of log x and of log y.
-        half_at_centre: Half the width of the interval of log y at the centre.
+    ``exponent`` is b, ``half`` half the width of its 95 % interval; ``centre`` the mean of log x
+    and of log y, ``half_at_centre`` half the width of the interval of log y there.
     """
 
     exponent: float

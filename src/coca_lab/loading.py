@@ -94,11 +94,7 @@ def load_model(
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of a name.
-
-    Raises:
-        UserError: If there is none, or nothing can be put on it.
-    """
+    """The device of a name; UserError if there is none, or nothing can be put on it."""
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -110,10 +106,7 @@ def model_without_weights(
 ) -> PreTrainedModel:
     """A model on the meta device, to find out in a moment whether it can be loaded and used.
 
-    Arguments as for `load_model`.
-
-    Raises:
-        UserError: As `load_model`, except for what only reading the weights shows.
+    Arguments and errors are those of `load_model`, except for what only the weights show.
     """
     path = str(path)
     with _naming(path):
