@@ -48,7 +48,6 @@ from coca_lab.training.recipe import Recipe
 from coca_lab.training.retrieval import Retrieval
 from coca_lab.training.sections import StageRecipe, TrainingRecipe
 from coca_lab.training.sharding import check_kind
-from coca_lab.training.throughput import device_name, peak_flops, training_flops
 from coca_lab.training.trainer import RecipeTrainer, training_arguments
 
 log = logging.getLogger(__name__)
@@ -106,7 +105,6 @@ def fit(
     if PartialState().is_main_process:
         _announce(settings, folder, model, 0 if state is None else state.global_step)
     trained, parameters = parameter_counts(model)
-    flops = training_flops(model, run.recipe.data.block_length)
     make_loss = nullcontext()
     if stage.objective != "next_token":
         make_loss = teacher_loss(load_teacher(run.recipe), model, stage.objective)
@@ -125,7 +123,7 @@ def fit(
         "trained": trained,
         "trained_share": trained / parameters,
         "seconds": seconds if resume is None else None,  # of the whole stage
-        "throughput": _throughput(trainer, steps * tokens / seconds, flops) if seconds else None,
+        "throughput": {"tokens_per_second": steps * tokens / seconds} if seconds else None,
         "curve": curve(trainer),
         "validation": validation_curve(trainer),
     }
@@ -248,24 +246,6 @@ def _announce(settings: TrainingRecipe, folder: Path, model: PreTrainedModel, st
         f"{settings.global_batch_size:,}",
         f"resuming from step {step:,}" if step else "from the first step",
     )
-
-
-def _throughput(trainer: RecipeTrainer, rate: float, flops: float | None) -> dict[str, float]:
-    """Speed over a whole stage, with its validation and checkpoints.
-
-    Args:
-        trainer: The trainer.
-        rate: Tokens per second.
-        flops: Floating-point operations per token, or None.
-    """
-    figures = {"tokens_per_second": rate}
-    if flops is not None:
-        figures["flops_per_second"] = rate * flops
-        peak = peak_flops(device_name(trainer.args.device), trainer.settings.precision)
-        if peak is not None:
-            devices = trainer.accelerator.num_processes
-            figures["utilization"] = rate * flops / (peak * devices)
-    return figures
 
 
 class Bar(ProgressCallback):

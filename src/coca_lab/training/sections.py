@@ -335,9 +335,6 @@ class TrainingRecipe:
     """Autocast dtype of the forward and backward pass; weights stay in float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
-    loss_chunk: Count | None = None
-    """Compute the next-token loss from the logits of this many tokens at a time, which saves memory
-    with a large vocabulary; by default from those of a micro-batch."""
     compile: bool = False
     """Compile the model with torch.compile; the first step then takes half a minute or more. Not
     with FSDP."""

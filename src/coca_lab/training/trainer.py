@@ -25,8 +25,7 @@ from coca_lab.training.checkpoints import (
     last_checkpoint,
     sorted_checkpoints,
 )
-from coca_lab.training.chunks import chunk_loss
-from coca_lab.training.objectives import Loss, without_adapters
+from coca_lab.training.objectives import Loss
 from coca_lab.training.retrieval import Retrieval
 from coca_lab.training.sections import TrainingRecipe
 from coca_lab.training.sharding import check_parallelism, prepare_sharding
@@ -153,8 +152,6 @@ class RecipeTrainer(Trainer):
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
-        if settings.loss_chunk is not None and loss is None:
-            chunk_loss(without_adapters(kwargs["model"]), settings.loss_chunk)
         self.remove_callback(ProgressCallback)
 
     def create_accelerator_and_postprocess(self) -> None:
