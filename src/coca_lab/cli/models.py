@@ -14,7 +14,6 @@ from coca_attention.models.configuration import rotation
 from coca_attention.models.conversion import Conversion, convert
 from coca_attention.models.fields import original_length, rope_parameters, training_length
 from coca_attention.models.hub import check_name
-from coca_lab.arguments import SettingsParser
 from coca_lab.cli.console import (
     Progress,
     parse,
@@ -88,20 +87,9 @@ class FolderSettings:
 def run_train(words: list[str]) -> None:
     """Train a model from a recipe (YAML); resumes when run again."""
     usage = "coca train RECIPE.yaml [--training.steps 100 …]"
-
-    def parser() -> SettingsParser:
-        parser = recipe_parser()
-        parser.add_argument(
-            "--extend",
-            action="store_true",
-            help="Train the run in the output folder further, to more training.steps.",
-        )
-        return parser
-
-    others = [word for word in words if word != "--extend"]
-    recipe, overrides, folder = parse_file(others, run_train, parser, "recipe", usage)
+    recipe, overrides, folder = parse_file(words, run_train, recipe_parser, "recipe", usage)
     settings = load_recipe(recipe, overrides)
-    summary = read_summary(train(settings, folder, extend="--extend" in words))
+    summary = read_summary(train(settings, folder))
     if not PartialState().is_main_process:
         return
     curve = summary["validation"]

@@ -20,7 +20,7 @@ from coca_lab.data.passkey import vocabulary_text
 from coca_lab.environment import describe_environment
 from coca_lab.files import check_writable, hold, read_json, write_json, write_text
 from coca_lab.loading import load_model, model_without_weights
-from coca_lab.training.checkpoints import catch_write_errors, last_checkpoint
+from coca_lab.training.checkpoints import catch_write_errors
 from coca_lab.training.data import check_sources, load_data, training_documents
 from coca_lab.training.fit import Run, measure, save_trained
 from coca_lab.training.model import own_device, start_sizes
@@ -36,15 +36,12 @@ RECIPE_FILE = "recipe.yaml"
 SUMMARY_FILE = "training.json"
 # While a process trains.
 LOCK_FILE = ".lock"
-# The steps that the run had before each extension.
-EXTENDED_FILE = "extended.json"
 
 
 def train(
     recipe: Recipe,
     output: str | Path,
     *,
-    extend: bool = False,
     may_change: Collection[str] = (),
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Path:
@@ -55,9 +52,6 @@ def train(
         output: Folder of the run. At the end it holds the model, the tokenizer, the recipe with
             all defaults, and ``training.json`` (curves, tokens, seconds, recipe, versions,
             hardware, stages).
-        extend: Whether the recipe has more steps than the run in the folder, which then goes on
-            from its last checkpoint. The learning rate continues at the value that the longer
-            schedule has for the next step.
         may_change: Fields of the recipe, such as ``data.source``, that may differ from those of an
             unfinished run in the folder. The text is compared in any case.
         callbacks: Further Trainer callbacks.
@@ -74,7 +68,7 @@ def train(
     output = Path(output)
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; choose another --output")
-    if is_finished(output) and not extend:
+    if is_finished(output):
         claim_folder(recipe, output)
         return output
     check_sources(recipe)
@@ -84,8 +78,8 @@ def train(
         with state.main_process_first():
             if state.is_main_process:
                 _check_before_reading(recipe, output, stack)
-            before = claim_folder(recipe, output, extend=extend, may_change=may_change, sizes=sizes)
-            if is_finished(output) and before is None:
+            claim_folder(recipe, output, may_change=may_change, sizes=sizes)
+            if is_finished(output):
                 return output
             tokenizer = _load_tokenizer(recipe, output)
         run = Run(recipe, output, tokenizer, load_data(recipe, tokenizer), callbacks)
@@ -93,8 +87,6 @@ def train(
             log.info("%s: %s", output, run.data.describe())
         with state.main_process_first():
             check_same_text(run.data.fingerprint, output)
-            if before is not None and state.is_main_process:
-                _extend(recipe, output, before, sizes)
         start = _measure_start(run)
         trainer, stages = train_stages(run)
         model = save_trained(trainer, tokenizer, output, dtype)
@@ -147,25 +139,19 @@ def claim_folder(
     recipe: Recipe,
     output: Path,
     *,
-    extend: bool = False,
     may_change: Collection[str] = (),
     sizes: dict[str, Any] | None = None,
-) -> int | None:
+) -> None:
     """Write the recipe into a run folder, or compare it with the one there.
 
     Args:
         recipe: The run.
         output: Its folder.
-        extend: As for `train`.
         may_change: As for `train`.
         sizes: Those of the model to start from, if there is one.
 
-    Returns:
-        The steps of the run there if it is to be extended, which `_extend` does, or None.
-
     Raises:
-        UserError: If the folder belongs to another recipe or to something else, or cannot be
-            extended.
+        UserError: If the folder belongs to another recipe or to something else.
     """
     path = output / RECIPE_FILE
     if path.is_file():
@@ -175,22 +161,6 @@ def claim_folder(
         ignored = {"data.cache"}
         updated = set() if is_finished(output) else {"model.dtype", *may_change}
         changed = [name for name in different if name not in ignored | updated]
-        before, after = found.training.steps, recipe.training.steps
-        if changed == ["training.steps"] and before < after and not recipe.stages:
-            if extend:
-                _check_extendable(recipe, output)
-                return before
-            raise UserError(
-                f"{output} holds a run of {before:,} steps: add --extend to train it to {after:,}, "
-                "or choose another --output"
-            )
-        # After an extension, the same command again has nothing left to do.
-        extended = (output / EXTENDED_FILE).is_file()
-        if extend and not changed and not extended and is_finished(output):
-            raise UserError(
-                f"{output} holds a finished run of {after:,} steps: to extend it, ask for more by "
-                "--training.steps"
-            )
         if changed:
             raise UserError(
                 f"{output} holds a run of another recipe (different: {', '.join(changed)}); choose "
@@ -198,37 +168,13 @@ def claim_folder(
             )
         if not updated.isdisjoint(different):
             write_text(path, as_yaml(recipe, sizes))
-        return None
+        return
     # A start that was killed may have left partial files.
     there = output.iterdir() if output.is_dir() else []
     others = [p for p in there if not p.name.endswith(".partial") and p.name != LOCK_FILE]
     if others or (output.exists() and not output.is_dir()):
         raise UserError(f"{output} exists and is not a run folder; choose another --output")
     write_text(path, as_yaml(recipe, sizes))
-    return None
-
-
-def _check_extendable(recipe: Recipe, output: Path) -> None:
-    if any(s.source.startswith("hf:") and not s.max_tokens for s in recipe.data.mixture.values()):
-        raise UserError(
-            f"{output} cannot be extended: of a stream in a mixture only what the run needs is "
-            "read. Start a new run from its model (model.start)"
-        )
-    if last_checkpoint(output / "checkpoints") is None:
-        raise UserError(
-            f"{output} has no whole checkpoint to go on from: start a new run from its model "
-            "(model.start)"
-        )
-
-
-def _extend(recipe: Recipe, output: Path, before: int, sizes: dict[str, Any] | None) -> None:
-    """Make a run of so many steps, finished or not, the unfinished run of a longer recipe."""
-    path = output / EXTENDED_FILE
-    earlier = read_json(path) if path.is_file() else []
-    write_json(path, [*(steps for steps in earlier if steps < before), before])
-    if is_finished(output):
-        (output / SUMMARY_FILE).rename(output / f"training-{before}.json")
-    write_text(output / RECIPE_FILE, as_yaml(recipe, sizes))
 
 
 def is_finished(output: str | Path) -> bool:
@@ -309,8 +255,6 @@ def _summarise(
         summary["retrieval"] = data.retrieval.describe()
     if recipe.stages:
         summary["stages"] = [{k: stage[k] for k in stage if k not in curves} for stage in stages]
-    if (run.output / EXTENDED_FILE).is_file():
-        summary["extended_from"] = read_json(run.output / EXTENDED_FILE)
     write_card(
         run.output,
         model.config,

@@ -270,12 +270,6 @@ class RecipeTrainer(Trainer):
             return
         with catch_read_errors(Path(checkpoint)):
             super()._load_optimizer_and_scheduler(checkpoint)
-        optimizer: Any = self.optimizer
-        if isinstance(scheduler := self.lr_scheduler, LambdaLR) and optimizer is not None:
-            # A run that is extended goes on at the rate of the longer schedule.
-            share = learning_rate_share(scheduler.last_epoch, self.settings)
-            for group, peak in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
-                group["lr"] = peak * share
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with catch_read_errors(Path(checkpoint or "")):

@@ -48,7 +48,7 @@ def test_without_the_extra_one_line_says_what_to_install():
     ("words", "options"),
     [
         (["quickstart"], ["--output", "--sizes.steps", "Optimizer steps of each model"]),
-        (["train"], ["--training.steps", "AdamW's weight decay", "--extend", "RECIPE", "--output"]),
+        (["train"], ["--training.steps", "AdamW's weight decay", "RECIPE", "--output"]),
         (["train", "--stages.help"], ["Rank of the adapters of lora"]),
         (["eval", "perplexity"], ["--windows", "--attend-last", "Tokens scored in one pass"]),
         (["eval", "suite"], ["SUITE", "--ray", "--passkey"]),

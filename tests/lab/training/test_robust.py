@@ -1,6 +1,5 @@
-"""Damaged checkpoints, extended runs, and two processes on one folder."""
+"""Damaged checkpoints, signals, and two processes on one folder."""
 
-import json
 import logging
 import math
 import os
@@ -24,7 +23,6 @@ from coca_lab.training import (
     is_finished,
     last_checkpoint,
     load_recipe,
-    read_summary,
     train,
 )
 
@@ -147,78 +145,16 @@ def test_resuming_prints_no_warning_about_tied_weights(text_folder, tmp_path, ca
     assert "missing keys" not in captured.out + captured.err
 
 
-def test_a_finished_run_is_extended(text_folder, tmp_path, straight):
-    """From its last checkpoint, with the next blocks, at the rates of the longer schedule."""
-    folder = train(recipe(text_folder), tmp_path)
-    longer = recipe(text_folder, training__steps=16)
-    with pytest.raises(UserError, match="holds a run of 12 steps: add --extend to train it to 16"):
-        train(longer, tmp_path)
-    seen, whole = Record(), Record()
-    train(longer, folder, extend=True, callbacks=[seen])
-    train(longer, folder, extend=True)  # the same command again
-    fresh = train(longer, tmp_path / "fresh", callbacks=[whole])
-    assert seen.rates == {step: whole.rates[step] for step in (13, 14, 15, 16)}
-    ours, theirs = read_summary(folder), read_summary(fresh)
-    assert ours["steps"] == 16 and ours["tokens"] == theirs["tokens"]
-    assert ours["extended_from"] == [12] and "extended_from" not in theirs
-    assert [c["step"] for c in ours["curve"]] == [c["step"] for c in theirs["curve"]]
-    assert json.loads((folder / "training-12.json").read_text())["steps"] == 12
-    old, new = (load_file(path / "model.safetensors") for path in (straight, folder))
-    assert any(not torch.equal(weight, new[name]) for name, weight in old.items())
-
-
 def test_a_model_with_several_chat_templates_is_saved_again(text_folder, tmp_path, straight):
     """They lie in a folder beside the weights, which a second save finds there."""
     tokenizer = AutoTokenizer.from_pretrained(straight)
     tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    options = {"data__tokenizer": str(tmp_path / "tokenizer")}
-    folder = train(recipe(text_folder, **options), tmp_path / "run")
-    train(recipe(text_folder, training__steps=14, **options), folder, extend=True)
+    chosen = recipe(text_folder, data__tokenizer=str(tmp_path / "tokenizer"))
+    folder = train(chosen, tmp_path / "run")
+    (folder / "training.json").unlink()  # as after a kill
+    train(chosen, folder)
     assert is_finished(folder) and (folder / "additional_chat_templates" / "tools.jinja").is_file()
-
-
-def test_an_extension_that_was_interrupted_resumes(text_folder, tmp_path):
-    train(recipe(text_folder), tmp_path)
-    longer = recipe(text_folder, training__steps=20)
-    with pytest.raises(KeyboardInterrupt):
-        train(longer, tmp_path, extend=True, callbacks=[Stop(18)])
-    assert not is_finished(tmp_path)
-    seen = Record()
-    train(longer, tmp_path, callbacks=[seen])
-    assert list(seen.rates) == [17, 18, 19, 20]
-    assert read_summary(tmp_path)["extended_from"] == [12]
-
-
-def test_only_a_longer_recipe_extends(text_folder, tmp_path):
-    train(recipe(text_folder), tmp_path)
-    with pytest.raises(UserError, match="finished run of 12 steps: to extend it, ask for more"):
-        train(recipe(text_folder), tmp_path, extend=True)
-    for changes in ({"training__steps": 8}, {"training__steps": 16, "training__seed": 3}):
-        with pytest.raises(UserError, match="another recipe"):
-            train(recipe(text_folder, **changes), tmp_path, extend=True)
-    assert is_finished(tmp_path)
-    for path in (tmp_path / "checkpoints").iterdir():
-        garbage(path / "trainer_state.json")
-    with pytest.raises(UserError, match="no whole checkpoint to go on from"):
-        train(recipe(text_folder, training__steps=16), tmp_path, extend=True)
-    assert is_finished(tmp_path)
-
-
-def test_a_run_whose_text_has_changed_stays_finished(text_folder, tmp_path):
-    own = tmp_path / "text"
-    shutil.copytree(text_folder, own)
-    folder = train(recipe(own), tmp_path / "run")
-    longer = recipe(own, training__steps=16)
-    with next(path for path in own.rglob("*") if path.is_file()).open("a") as file:
-        file.write("Another sentence, and one more, and others.\n" * 20)
-    with pytest.raises(UserError, match="text has changed"):
-        train(longer, folder, extend=True)
-    assert is_finished(folder) and read_summary(folder)["steps"] == 12
-    shutil.rmtree(own)
-    with pytest.raises(UserError):
-        train(longer, folder, extend=True)
-    assert is_finished(folder)
 
 
 def test_two_processes_on_one_folder(text_folder, tmp_path):
