@@ -12,7 +12,6 @@ from coca_lab.data.tokens import (
     encode_documents,
     load_or_train_tokenizer,
     load_tokenizer,
-    token_array,
     tokenise,
     train_tokenizer,
 )
@@ -30,7 +29,6 @@ __all__ = [
     "load_tokenizer",
     "mixture_order",
     "read_documents",
-    "token_array",
     "tokenise",
     "train_tokenizer",
 ]

@@ -152,29 +152,6 @@ def encode_documents(
         yield from zip(chunk, ids["input_ids"], strict=True)
 
 
-def token_array(
-    documents: Iterable[Document],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_tokens: int | None = None,
-) -> np.ndarray:
-    """All documents as one array of token ids, each document followed by the end of text.
-
-    Args:
-        documents: Documents.
-        tokenizer: Tokenizer with an ``eos_token``.
-        max_tokens: Stop reading after this many tokens; required for endless streams.
-
-    Returns:
-        1-D, uint16 if the vocabulary is small enough, otherwise uint32.
-
-    Raises:
-        UserError: If the tokenizer has no end of text.
-        DataError: If there are no tokens.
-    """
-    return np.concatenate(list(_token_arrays(documents, tokenizer, max_tokens)))
-
-
 def _token_arrays(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None
 ) -> Iterator[np.ndarray]:
@@ -209,7 +186,7 @@ def tokenise(
     max_tokens: int | None = None,
     folder: Path | None = None,
 ) -> TokenText:
-    """Tokenise the training or the held-out documents of a source, as `token_array` does.
+    """The training or the held-out documents as token ids, each followed by the end of text.
 
     With a folder, the tokens are in a file there, which is written once and memory-mapped, so
     memory does not grow with the text. Its name is a hash of everything that the tokens depend on:
@@ -222,12 +199,12 @@ def tokenise(
         tokenizer: Tokenizer with an ``eos_token``.
         share: Share of documents that are held out.
         from_held_out: Whether to tokenise the held-out documents instead of the others.
-        max_tokens: Stop reading after this many tokens.
+        max_tokens: Stop reading after this many tokens; required for endless streams.
         folder: Folder of the caches; None keeps the tokens in memory.
 
     Raises:
-        UserError: If the cache cannot be written, or if documents of a file of token ids are to be
-            held out.
+        UserError: If the tokenizer has no end of text, the cache cannot be written, or documents of
+            a file of token ids are to be held out.
         DataError: If the source cannot be read, is empty, or changes while it is read.
     """
     if source.source.endswith(TOKENS):
@@ -236,7 +213,7 @@ def tokenise(
         return TokenText(_read_tokens(source.source, tokenizer, max_tokens))
     documents = (d for d in source.documents() if held_out(d, share) == from_held_out)
     if folder is None:
-        return TokenText(token_array(documents, tokenizer, max_tokens=max_tokens))
+        return TokenText(np.concatenate([*_token_arrays(documents, tokenizer, max_tokens)]))
     state, dtype = _state(source.source), _token_type(tokenizer)
     settings = [source.source, source.text_field, source.bad_lines, share, from_held_out]
     key = f"{settings} {max_tokens} {dtype} {state} {tokenizer_fingerprint(tokenizer)}"

@@ -20,7 +20,6 @@ from coca_lab.data import (
     SourceSettings,
     load_or_train_tokenizer,
     load_tokenizer,
-    token_array,
     tokenise,
     train_tokenizer,
 )
@@ -34,6 +33,14 @@ FORK = multiprocessing.get_context("fork")
 def test_any_text_survives_the_tokenizer(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == text
+
+
+class Given(SourceSettings):
+    """Documents that are in no file."""
+
+    def __init__(self, documents):
+        self.documents = lambda: iter(documents)
+        super().__init__()
 
 
 def endless():
@@ -71,15 +78,15 @@ def test_no_tokenizer_and_too_small_a_vocabulary_are_rejected(tmp_path):
 
 
 def test_documents_are_joined_by_the_end_of_text(tokenizer):
-    array = token_array([Document("a", "alpha"), Document("b", "beta")], tokenizer)
+    array = tokenise(Given([Document("a", "alpha"), Document("b", "beta")]), tokenizer).tokens
     ends = np.flatnonzero(array == tokenizer.eos_token_id)
     assert len(ends) == 2 and ends[-1] == len(array) - 1
     assert tokenizer.decode(array[: ends[0]]) == "alpha"
     assert tokenizer.decode(array[ends[0] + 1 : ends[1]]) == "beta"
     assert array.dtype == np.uint16
-    assert len(token_array(endless(), tokenizer, max_tokens=1000)) == 1000
+    assert len(tokenise(Given(endless()), tokenizer, max_tokens=1000).tokens) == 1000
     with pytest.raises(DataError, match="no documents"):
-        token_array([], tokenizer)
+        tokenise(Given([]), tokenizer)
 
 
 @pytest.fixture
@@ -103,12 +110,11 @@ def files(tmp_path) -> list[str]:
 
 
 def test_a_cache_is_written_once_and_has_the_tokens_in_memory(source, tokenizer, tmp_path):
-    expected = token_array(source.documents(), tokenizer)
+    expected = tokenise(source, tokenizer).tokens
     for _ in range(2):
         text = tokenise(source, tokenizer, folder=tmp_path / "cache")
         assert isinstance(text.tokens, np.memmap) and text.tokens.dtype == np.uint16
         assert np.array_equal(text.tokens, expected)
-        assert text.sha256 == tokenise(source, tokenizer).sha256
         assert files(tmp_path) == [".bin"]
 
 
@@ -241,7 +247,7 @@ def test_a_dataset_of_hugging_face_is_streamed_into_the_cache_offline(tokenizer,
     lines = [json.dumps({"content": text}) for text in texts]
     (folder / "train.jsonl").write_text("\n".join(lines))
     source = SourceSettings(source=f"hf:{folder}", text_field="content")
-    expected = token_array((Document("", text) for text in texts), tokenizer)
+    expected = tokenise(Given([Document("", text) for text in texts]), tokenizer).tokens
     for limit in (None, 100, None, 100):
         text = tokenise(source, tokenizer, max_tokens=limit, folder=tmp_path / "cache")
         assert np.array_equal(text.tokens, expected[:limit])

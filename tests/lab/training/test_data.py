@@ -11,7 +11,7 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import DataLoader
 
 from coca_attention.errors import UserError
-from coca_lab.data import BlockDataset, DataError, TaskBlocks, read_documents, token_array
+from coca_lab.data import BlockDataset, DataError, SourceSettings, TaskBlocks, tokenise
 from coca_lab.training import load_recipe
 from coca_lab.training.data import check_sources, load_data, training_documents
 from coca_lab.training.model import check_separable
@@ -47,7 +47,7 @@ def recipe(mixture=None, **changes):
 
 def test_one_source_gives_consecutive_blocks_in_whole_batches(text_folder, tokenizer, tmp_path):
     """With and without a cache."""
-    tokens = token_array(read_documents(str(text_folder)), tokenizer)
+    tokens = tokenise(SourceSettings(str(text_folder)), tokenizer).tokens
     expected = BlockDataset(tokens, 16)
     for cache in (str(tmp_path), "null"):
         chosen = recipe(data__source=text_folder, data__cache=cache)
