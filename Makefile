@@ -47,7 +47,7 @@ test-lowest:
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check uv
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
-		-e '.[data,completion]' 'pytest>=8' $(HIGHER)
+		-e '.[lab]' 'pytest>=8' $(HIGHER)
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/lab/cli tests/test_layer.py tests/lab/report \
 		tests/lab/test_bad_inputs.py tests/lab/training/test_robust.py tests/lab/training/test_train.py
 

@@ -34,7 +34,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "look": {
         "report": ("look", "Turn result files, or folders of runs, into one page."),
         "info": ("look", "Print versions and hardware, or the configuration of a model."),
-        "completion": ("completion", "Print a script that completes commands in a shell."),
     },
 }
 """By group and name: the module here whose function ``run_NAME`` it is, and a line of help."""

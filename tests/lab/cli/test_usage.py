@@ -1,4 +1,4 @@
-"""Help, usage errors, completion and unexpected ends of the command."""
+"""Help, usage errors and unexpected ends of the command."""
 
 import os
 import subprocess
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coca_lab.cli import COMMANDS, completion, load, main, studies
-from coca_lab.cli.evaluation import task_commands
+from coca_lab.cli import COMMANDS, load, main, studies
 from commands import run
 
 
@@ -112,18 +111,6 @@ def test_a_defect_and_an_interrupt_are_one_line_too(capsys, monkeypatch, error, 
     monkeypatch.setattr(studies, "run_search", broken)
     ended, _, err = run(capsys, "search")
     assert ended == code and err.startswith(message) and err.count("\n") == 1
-
-
-def test_completion_knows_commands_options_and_values(capsys):
-    names = {name for table in COMMANDS.values() for name in table} - {"eval", "serve"}
-    for command in [*map(load, names), *task_commands().values()]:
-        assert completion.options_of(command) or command in map(load, ("info", "completion"))
-    code, out, err = run(capsys, "completion", "bash")
-    assert code == 0, err
-    for word in ("perplexity", "--model.body", "--attend-last", "float16", "--output"):
-        assert word in out
-    assert run(capsys, "completion", "zsh")[0] == 0
-    assert "completion is for bash" in run(capsys, "completion", "fish")[2]
 
 
 def test_a_terminal_without_unicode_gets_help_all_the_same():
