@@ -1,138 +1,124 @@
-"""Settings from YAML files and command lines: documented dataclasses, read by jsonargparse."""
+"""Settings from YAML files and command lines: documented dataclasses, checked by pydantic."""
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+import ast
+import inspect
+import textwrap
+from argparse import SUPPRESS, ArgumentParser, HelpFormatter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
-from types import UnionType
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from coca_attention.errors import UserError, did_you_mean
+from coca_attention.errors import UserError, did_you_mean, error_prefix
 
 Settings = TypeVar("Settings")
+Sections = Mapping[str, tuple[type, str]]
+"""Optional sections of a YAML file by name: the dataclass of their fields, and a line of help."""
+TASKS = "tasks"
+"""The field of a dataclass that holds the sections that are set."""
 MOST_VALUES = 100_000
 """Of a YAML file: a few lines of aliases of aliases can stand for billions."""
 
 
 class SettingsParser(ArgumentParser):
-    """jsonargparse's parser, for words as people type them, with errors as UserError.
+    """argparse with an option for every field of documented dataclasses, and errors as UserError.
 
-    Options can be written with hyphens, flags without a value, and lists as ``1,2``.
+    Options can be written with underscores, flags without a value, and lists as ``1,2``.
 
-    Attributes:
-        types: Types of all options by their names with underscores.
+    Args:
+        program: The command, for messages and help.
+        shown: Fields in the help, a sentence each; by default all, with all that is documented.
+        options: Those of `ArgumentParser`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        set_parsing_settings(docstring_parse_attribute_docstrings=True)
-        self.types: dict[str, Any] = {}
-        # jsonargparse makes parsers of this class for nested settings, with arguments of its own.
-        defaults: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
-        super().__init__(*args, **defaults | kwargs)
+    def __init__(self, program: str, shown: Collection[str] = (), **options: Any) -> None:
+        layout: Any = partial(HelpFormatter, width=80, max_help_position=36)
+        super().__init__(program, allow_abbrev=False, formatter_class=layout, **options)
+        self.shown, self.types = shown, dict[str, Any]()
 
-    def add_class_arguments(self, theclass: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in jsonargparse; records the types of the options."""
-        self.types |= option_types(theclass, f"{args[0]}." if args else "")
-        return super().add_class_arguments(theclass, *args, **kwargs)
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError in place of printing the usage."""
+        raise UserError(f"{message} (see {self.prog} --help)")
 
-    def add_section(self, name: str, theclass: type, summary: str) -> None:
-        """Add an optional section: a dataclass whose options are ``--name.field``."""
-        self.types |= {name: theclass | None} | option_types(theclass, f"{name}.")
-        self.add_argument(f"--{name}", type=theclass | None, default=None, help=summary)
+    def add_settings(self, theclass: Any, prefix: str = "", title: str = "") -> None:
+        """Add the fields of a dataclass, those of nested ones as ``section.field``."""
+        docs, types = field_docs(theclass), get_type_hints(theclass)
+        group = self.add_argument_group((title or theclass.__doc__).partition(".")[0])
+        for item in fields(theclass):
+            name, kind, text = prefix + item.name, types[item.name], docs.get(item.name, "")
+            if nested := [one for one in _members(kind) if is_dataclass(one)]:
+                self.add_settings(nested[0], f"{name}.", text)
+            if nested or name == TASKS:
+                continue
+            self.types[name] = kind
+            for each in filter(is_dataclass, get_args(kind)):
+                text += " Fields: " + " ".join(f"{n}: {doc}" for n, doc in field_docs(each).items())
+            text = self._help(name, text, item.default)
+            options: Any = {"dest": name, "default": SUPPRESS, "metavar": _metavar(kind)}
+            group.add_argument(_option(name), help=text, **options)
 
-    def format_help(self) -> str:
-        """jsonargparse's help, with hyphens in the names of options."""
-        return re.sub(r"--\w[\w.]*", lambda found: hyphens(found[0]), super().format_help())
+    def _help(self, name: str, text: str, default: Any) -> str:
+        if self.shown:
+            text = text.partition(". ")[0] if name in self.shown else SUPPRESS
+        if text != SUPPRESS and default not in (MISSING, None, False, ""):
+            text = f"{text.rstrip('.')} (default: {default})"
+        return text.replace("%", "%%")
 
-    def read(self, words: Sequence[str]) -> Any:
-        """A namespace of the strings and dataclasses that words of a command line say.
+    def read(self, words: Sequence[str]) -> dict[str, Any]:
+        """The values that words of a command line set, by dotted names, before they are checked.
 
         Raises:
-            UserError: If an option is unknown or a value is invalid, in one line.
+            UserError: If an option is unknown or has no value.
             SystemExit: After printing help.
         """
+        found, unknown = self.parse_known_args(list(self._spelled(words)))
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            hint = did_you_mean(word, map(_option, self.types))
+            self.error(f"unrecognized arguments: {word}{hint}")
+        return {name: self._value(name, value) for name, value in vars(found).items()}
+
+    def _spelled(self, words: Sequence[str]) -> Iterator[str]:
+        """Words as argparse takes them: options with hyphens, flags with a value."""
+        for word, following in pairwise([*words, ""]):
+            option, equals, value = word.partition("=")
+            name = option[2:].replace("-", "_")
+            if not word.startswith("--") or name not in self.types:
+                yield word
+            elif self.types[name] is bool and not equals and following not in ("true", "false"):
+                yield f"{_option(name)}=true"
+            else:
+                yield f"{_option(name)}{equals}{value}"
+
+    def _value(self, name: str, text: Any) -> Any:
+        """A word as pydantic takes it: text where a field takes text, else YAML."""
+        kinds = _members(self.types.get(name, str))
+        if text != "null" and any(one is str or get_origin(one) is Literal for one in kinds):
+            return text
+        if text[:1] != "[" and text != "null" and any(get_origin(one) is list for one in kinds):
+            text = f"[{text}]"
         try:
-            read = self.instantiate(self.parse_args(self._typed(list(words))))
-        except (ArgumentError, ValueError) as error:  # the latter from nested dataclasses
-            self._explain(" ".join(str(error).split()), error)
-        _refuse_null(read, self.types)
-        return read
-
-    def _explain(self, text: str, cause: Exception) -> NoReturn:
-        """Raise UserError with the message of jsonargparse, and the option that was meant."""
-        if wrong := re.search(
-            r"(Input should .*?) \[type=\w+, input_value=(.*?), input_type", text
-        ):
-            # pydantic's message, inside those of jsonargparse
-            path = ".".join(re.findall(r'[Kk]ey "([^"]*)"', text))
-            raise UserError(f"{path}: {wrong[1]}, got {wrong[2]} (see {self.prog} --help)")
-        text = re.sub(r"<class '(\w+)'>|typing\.", lambda found: found[1] or "", text)
-        if unknown := re.search(r"unrecognized arguments: (--[^\s=]+)", text):
-            known = [hyphens(f"--{name}") for name in self.types]
-            word = hyphens(unknown[1])
-            text = f"unrecognized arguments: {word}{did_you_mean(word, known)}"
-        elif optional := re.search(r"Errors: - (.*) - Expected a NoneType", text):
-            text = optional[1]
-        elif choice := re.search(r"Literal\[(.*?)\].* [Vv]alue: (\S+)", text):
-            text += did_you_mean(choice[2], re.findall(r"'([^']*)'", choice[1]))
-        raise UserError(f"{text} (see {self.prog} --help)") from cause
-
-    def _typed(self, words: list[str]) -> list[str]:
-        """``--attend-last 8 --skip-short --windows 1,2`` as jsonargparse expects it.
-
-        That is ``--attend_last 8 --skip_short=true --windows=[1,2]``.
-        """
-        typed: list[str] = []
-        while words:
-            word = words.pop(0)
-            if not word.startswith("--"):
-                typed.append(word)
-                continue
-            name, equals, value = word[2:].partition("=")
-            name = self._field(name)
-            kind = self.types.get(name)
-            follows = bool(words) and not words[0].startswith("--")
-            if not equals and kind is bool and (not follows or words[0] not in ("true", "false")):
-                equals, value = "=", "true"
-            elif not equals and follows and _is_list(kind):
-                equals, value = "=", words.pop(0)
-            if equals and _is_list(kind) and value[:1] != "[" and value != "null":
-                value = f"[{value}]"
-            typed.append(f"--{name}{equals}{value}")
-        return typed
-
-    def _field(self, option: str) -> str:
-        """``data.held-out`` with underscores; the keys of a dictionary are as they are."""
-        parts: list[str] = []
-        for part in option.split("."):
-            kinds = _alternatives(self.types.get(".".join(parts)))
-            is_key = any(get_origin(kind) is dict for kind in kinds)
-            parts.append(part if is_key else part.replace("-", "_"))
-        return ".".join(parts)
+            return yaml.load(text, _Loader)
+        except (yaml.YAMLError, RecursionError) as error:
+            self.error(f"{_option(name)}: not readable: {' '.join(str(error).split())}")
 
 
 def settings_parser(
-    theclass: type,
-    program: str,
-    kind: str,
-    sections: Mapping[str, tuple[type, str]] | None = None,
+    theclass: type, program: str, sections: Sections | None = None, shown: Collection[str] = ()
 ) -> SettingsParser:
-    """The parser of YAML files and overrides, whose help comes from the documented fields.
-
-    Args:
-        theclass: The dataclass; with sections, one with a field ``tasks``.
-        program: The command, for messages and help.
-        kind: What such a file is called.
-        sections: Optional sections by name: the dataclass of their fields, and a line of help.
-    """
-    parser = SettingsParser(program)
-    parser.add_argument(f"--{kind}", action="config", help="YAML file; also the first argument.")
-    parser.add_class_arguments(theclass, skip=set() if sections is None else {"tasks"})
+    """The parser of the options that override a YAML file with the fields of a dataclass."""
+    parser = SettingsParser(program, shown)
+    parser.add_settings(theclass)
     for name, (section, summary) in (sections or {}).items():
-        parser.add_section(name, section, summary)
+        parser.add_settings(section, f"{name}.", summary)
     return parser
 
 
@@ -143,7 +129,7 @@ def read_settings(
     *,
     kind: str = "settings",
     program: str = "coca",
-    sections: Mapping[str, tuple[type, str]] | None = None,
+    sections: Sections | None = None,
 ) -> Settings:
     """An instance of a documented dataclass from a YAML file and words of a command line.
 
@@ -153,57 +139,67 @@ def read_settings(
         overrides: Words such as ``["--training.steps", "100"]``.
         kind: What such a file is called in messages.
         program: The command, for messages.
-        sections: As for `settings_parser`: those that are set become the field ``tasks``.
+        sections: Optional sections of the file: those that are set become the field `TASKS`.
 
     Raises:
-        UserError: If the file is missing or malformed, a key is unknown, or a value is invalid.
-            The message begins with the file's name unless the file alone is without error.
+        UserError: If the file is missing or malformed, a field is unknown, or a value is invalid.
     """
-    names = [item.name for item in fields(theclass)]  # pyright: ignore[reportArgumentType]
-    if sections is not None:
-        names.remove("tasks")
-
-    def make(words: list[str]) -> Settings:
-        read = settings_parser(theclass, program, kind, sections).read(words)
-        values = {name: read[name] for name in names}
+    changes = settings_parser(theclass, program, sections).read(overrides)
+    values = put(changes, {} if path is None else read_yaml(path, kind))
+    with nullcontext() if path is None else error_prefix(f"{path}: "):
         if sections is not None:
-            values["tasks"] = {name: read[name] for name in sections if read[name] is not None}
-        settings: Any = theclass(**values)
+            there = [name for name in sections if name in values]
+            tasks = {n: checked(sections[n][0], values.pop(n), f"{n}.") for n in there}
+            if TASKS in values:
+                raise UserError(f"{TASKS}: every task has a section of its name")
+            values[TASKS] = tasks
+        settings: Any = checked(theclass, values)
         if hasattr(settings, "check"):
             settings.check()
-        return settings
+    return settings
 
-    if path is None:
-        return make(list(overrides))
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such {kind}; the project's own are in its folders of YAML")
-    types = get_type_hints(theclass)
-    for name, value in read_yaml(path, kind, [*names, *(sections or ())]).items():
-        if is_dataclass(types.get(name)) and not isinstance(value, dict):
-            raise UserError(f"{path}: section {name} needs fields and values, got {value!r}")
-    file = [f"--{kind}={path}"]
+
+def put(changes: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested values with changes by their dotted names."""
+    values = deepcopy(dict(content))
+    for name, value in changes.items():
+        *path, last = name.split(".")
+        inner: Any = values
+        for part in path:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):  # if not, `checked` refuses what is there
+            inner[last] = value
+    return values
+
+
+def checked(theclass: type[Settings], values: Any, prefix: str = "") -> Settings:
+    """An instance of a dataclass from nested values.
+
+    Args:
+        theclass: A dataclass.
+        values: Its fields, as a YAML file or a command line has them.
+        prefix: What messages put before the names of fields.
+
+    Raises:
+        UserError: With the first error, if a field is unknown or missing, or a value is invalid.
+    """
+    fields_of: Any = dict[str, theclass]  # pyright: ignore[reportInvalidTypeForm]
+    adapter = TypeAdapter(fields_of, config=ConfigDict(extra="forbid"))
     try:
-        return make([*file, *overrides])
-    except UserError as error:
-        if overrides and _message(make, file) != str(error):
-            raise
-        raise type(error)(f"{path}: {error}") from error
-
-
-def _message(make: Any, words: list[str]) -> str | None:
-    """The message of the UserError that ``make`` raises."""
-    try:
-        make(words)
-    except UserError as error:
-        return str(error)
-    return None
+        return adapter.validate_python({"": values})[""]
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+    name = prefix + ".".join(str(part) for part in problem["loc"][1:] if part != "[key]")
+    cause = problem.get("ctx", {}).get("error")
+    text = f"{problem['msg']}, got {problem['input']!r}"
+    if problem["type"] == "unexpected_keyword_argument":
+        known = [prefix + field for field in settings_parser(theclass, "").types]
+        text = f"there is no such field{did_you_mean(name, known)}"
+    raise UserError(f"{name}: {cause or text}") from cause
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key may be given once, and aliases repeat values within reason.
-
-    Other loaders keep the last of several equal keys without a word.
-    """
+    """YAML in which a key may be given once, and aliases repeat values within reason."""
 
     def get_single_node(self) -> Any:
         root = super().get_single_node()
@@ -229,70 +225,58 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(path: str | Path, kind: str, known: list[str]) -> dict[str, Any]:
-    """The content of a YAML file whose sections are known.
+def read_yaml(path: str | Path, kind: str) -> dict[str, Any]:
+    """The content of a YAML file.
 
     Args:
         path: The file.
         kind: What to call it in messages.
-        known: Names of its sections.
 
     Raises:
-        UserError: If the file is not readable YAML, not a mapping, or has an unknown section.
+        UserError: If the file is missing, not readable YAML, or not a mapping.
     """
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such {kind}; the project's own are in its folders of YAML")
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a readable {kind}: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict) or not set(content) <= set(known):
-        there = ", ".join(map(str, content)) if isinstance(content, dict) else repr(content)
-        there = "an empty file" if content is None else there
-        raise UserError(f"{path}: a {kind} has the sections {', '.join(known)}; got {there}")
-    for name, value in content.items():
-        if value is None:
-            raise UserError(f"{path}: section {name} needs fields and values, got None")
+    if not isinstance(content, dict):
+        there = "an empty file" if content is None else repr(content)
+        raise UserError(f"{path}: a {kind} has sections with fields and values; got {there}")
     return content
 
 
-def hyphens(option: str) -> str:
-    """An option with hyphens instead of the underscores of field names."""
-    return option.replace("_", "-")
+@cache
+def field_docs(theclass: type) -> dict[str, str]:
+    """The docstrings below the fields of a dataclass, in one line each."""
+    docs = {}
+    for each in reversed(theclass.__mro__[:-1]):
+        tree: Any = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+        for item, text in pairwise(tree.body):
+            if isinstance(item, ast.AnnAssign) and isinstance(text, ast.Expr):
+                docs[ast.unparse(item.target)] = " ".join(ast.literal_eval(text.value).split())
+    return docs
 
 
-def option_types(theclass: Any, prefix: str = "") -> dict[str, Any]:
-    """Type of every option of a dataclass, those of nested dataclasses as ``section.field``."""
-    types: dict[str, Any] = {}
-    for name, annotation in get_type_hints(theclass).items():
-        types[prefix + name] = annotation
-        for kind in _alternatives(annotation):
-            if is_dataclass(kind):
-                types |= option_types(kind, f"{prefix}{name}.")
-    return types
+def _option(name: str) -> str:
+    """The option of a field, with hyphens."""
+    return f"--{name.replace('_', '-')}"
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
+def _members(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, or the type itself."""
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
-def _is_list(annotation: Any) -> bool:
-    """Whether a type is a list of numbers or words, which may be None."""
-    return any(
-        get_origin(kind) is list and not any(map(is_dataclass, get_args(kind)))
-        for kind in _alternatives(annotation)
-    )
-
-
-def _refuse_null(read: Any, types: dict[str, Any], prefix: str = "") -> None:
-    """Raise UserError for null where a value is needed; jsonargparse takes it in files."""
-    for name, value in vars(read).items():
-        kind = types.get(prefix + name, Any)
-        if value is None and kind is not Any and type(None) not in _alternatives(kind):
-            raise UserError(f"{prefix}{name} needs a value, got null")
-        for item in value if isinstance(value, list) else ():
-            if is_dataclass(item):
-                _refuse_null(item, option_types(type(item)))
-        if is_dataclass(value):
-            _refuse_null(value, types, f"{prefix}{name}.")
+def _metavar(annotation: Any) -> str:
+    """What the help shows as the value of an option."""
+    kind = next(one for one in _members(annotation) if one is not NoneType)
+    inner = get_args(kind)
+    if get_origin(kind) is Literal:
+        return f"{{{','.join(map(str, inner))}}}"
+    if get_origin(kind) is list and not is_dataclass(inner[0]):
+        return f"{_metavar(inner[0])},…"
+    return "" if kind is bool else "YAML" if inner else kind.__name__.upper()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coca_attention.errors import UserError
-from coca_lab.arguments import SettingsParser
+from coca_lab.arguments import SettingsParser, checked, put
 from coca_lab.cli import Run
 
 log = logging.getLogger(__name__)
@@ -21,19 +21,10 @@ POSITIONALS = {
     "model?": "Folder or name of a model; without one, this machine is described.",
     "prompt": "Text to continue; - reads it from standard input.",
     "results+": "Result files (JSON), and folders of runs, suites and searches.",
-    "shell": "bash, zsh or tcsh.",
     "target": "Folder to write; it must not exist yet, or be empty.",
 }
 """Help of the words that are no options; a last ``?`` may be missing, a last ``+`` repeated."""
-DESCRIBE = "--describe"
-
-
-class Described(Exception):
-    """Raised for the word `DESCRIBE`: carries a command's parser to what completes its options."""
-
-    def __init__(self, parser: SettingsParser) -> None:
-        super().__init__(parser)
-        self.parser = parser
+EVERYTHING = "--help-all"
 
 
 def parse(
@@ -58,29 +49,30 @@ def parse(
         UserError: If a word is unknown or a value is invalid.
         SystemExit: After printing help.
     """
-    names = [name.rstrip("?+") for name in positionals]
     usage = " ".join([program, *(name.upper() for name in positionals), "[options]"])
     parser = SettingsParser(program, usage=usage, description=command.__doc__, epilog=epilog)
-    for name in positionals:
-        many: Any = {"nargs": name[-1]} if name[-1] in "?+" else {}
-        parser.add_argument(name.rstrip("?+"), type=str, help=POSITIONALS[name], **many)
+    names = [name.rstrip("?+") for name in positionals]
+    for name, positional in zip(names, positionals, strict=True):
+        many: Any = {"nargs": positional[-1]} if positional != name else {}
+        parser.add_argument(name, help=POSITIONALS[positional], **many)
     for section in sections:
-        parser.add_class_arguments(section)
-    if DESCRIBE in words:
-        raise Described(parser)
-    read = parser.read(words)
-    values: list[Any] = [read[name] for name in names]
+        parser.add_settings(section)
+    read = put(parser.read(words), {})
+    values: list[Any] = [read.pop(name) for name in names]
     for section in sections:
-        values.append(section(**{name: read[name] for name in section.__dataclass_fields__}))
+        values.append(
+            checked(section, {n: v for n, v in read.items() if n in section.__dataclass_fields__})
+        )
     return values
 
 
 def parse_file(
     words: list[str],
     command: Run,
-    make_parser: Callable[[], SettingsParser],
+    make_parser: Callable[..., SettingsParser],
     kind: str,
     usage: str,
+    shown: Sequence[str] = (),
 ) -> tuple[str, list[str], Path]:
     """Split the words of a command that takes a YAML file and overrides of it.
 
@@ -90,6 +82,7 @@ def parse_file(
         make_parser: Makes the parser of the file, for the help.
         kind: What such a file is called.
         usage: An example, for the help, and for the message if the file is not the first word.
+        shown: Fields of the file in the help; ``--help-all`` shows all. By default all.
 
     Returns:
         The file, the overrides and the output folder, by default ``runs/`` and the file's name.
@@ -98,27 +91,19 @@ def parse_file(
         UserError: If the first word is an option.
         SystemExit: After printing help.
     """
-    asked = [w for w in words if w in ("-h", DESCRIBE) or w.partition("=")[0].endswith("help")]
-    if asked:
-        parser = make_parser()
+    if {"-h", "--help", EVERYTHING} & set(words):
+        parser = make_parser(shown=() if EVERYTHING in words else shown)
         parser.usage, parser.description = usage, command.__doc__
         parser.add_argument("--output", help="Folder; by default runs/NAME for NAME.yaml.")
-        if DESCRIBE in asked:
-            raise Described(parser)
-        parser.read(asked[:1])
+        if parser.shown:
+            parser.epilog = f"{parser.prog} {EVERYTHING} shows all fields of a {kind}."
+        parser.parse_args(["--help"])
     if not words or words[0].startswith("-"):
         raise UserError(f"the {kind} comes first: {usage}")
-    path, *overrides = words
-    output = str(Path("runs") / Path(path).stem)
-    for index, word in enumerate(overrides):
-        if word.startswith("--output="):
-            output = overrides.pop(index).partition("=")[2]
-            break
-        if word == "--output" and index + 1 < len(overrides):
-            output = overrides.pop(index + 1)
-            overrides.pop(index)
-            break
-    return path, overrides, Path(output)
+    options = SettingsParser(usage, add_help=False)
+    options.add_argument("--output", default=str(Path("runs") / Path(words[0]).stem))
+    found, overrides = options.parse_known_args(words[1:])
+    return words[0], overrides, Path(found.output)
 
 
 class Progress:

@@ -1,6 +1,7 @@
 """Commands that evaluate a model."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -107,8 +108,8 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
 run_analyze = task_command(ANALYSIS, "coca")
 
 
-def _suite_parser() -> SettingsParser:
-    parser = suites.suite_parser()
+def _suite_parser(shown: Sequence[str] = ()) -> SettingsParser:
+    parser = suites.suite_parser(shown)
     parser.add_argument("--ray", help=RAY_HELP)
     return parser
 

@@ -33,6 +33,15 @@ from coca_lab.training.run import what_was_kept
 Dtype = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=1)]
 
+SHOWN = (
+    "model.attention", "model.hidden_size", "model.num_layers", "model.num_heads", "model.layers",
+    "model.start", "data.source", "data.block_length", "data.held_out", "data.max_tokens",
+    "data.passkey_share", "validation.every", "validation.passkeys",
+    "training.steps", "training.global_batch_size", "training.micro_batch_size",
+    "training.learning_rate", "training.precision", "training.seed", "training.save_every",
+)  # fmt: skip
+"""Fields of a recipe in the short help."""
+
 # Logits divided by less than this may overflow.
 COLDEST = 1e-3
 
@@ -87,7 +96,7 @@ class FolderSettings:
 def run_train(words: list[str]) -> None:
     """Train a model from a recipe (YAML); resumes when run again."""
     usage = "coca train RECIPE.yaml [--training.steps 100 …]"
-    recipe, overrides, folder = parse_file(words, run_train, recipe_parser, "recipe", usage)
+    recipe, overrides, folder = parse_file(words, run_train, recipe_parser, "recipe", usage, SHOWN)
     settings = load_recipe(recipe, overrides)
     summary = read_summary(train(settings, folder))
     if not PartialState().is_main_process:

@@ -95,9 +95,9 @@ def task_sections() -> dict[str, tuple[type, str]]:
     return {task.name: (task.settings, task.summary) for task in TASKS.values()}
 
 
-def suite_parser() -> SettingsParser:
+def suite_parser(shown: Sequence[str] = ()) -> SettingsParser:
     """The parser of suite files and overrides; its help comes from the documented fields."""
-    return settings_parser(Suite, "coca eval suite", "suite", task_sections())
+    return settings_parser(Suite, "coca eval suite", task_sections(), shown)
 
 
 def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> Suite:

@@ -182,9 +182,9 @@ class Search:
                 raise UserError(f"rank: {task} is evaluated at {measured}; got {sizes}")
 
 
-def search_parser() -> SettingsParser:
+def search_parser(shown: Sequence[str] = ()) -> SettingsParser:
     """The parser of search files and overrides; its help comes from the documented fields."""
-    return settings_parser(Search, "coca search", "search", task_sections())
+    return settings_parser(Search, "coca search", task_sections(), shown)
 
 
 def load_search(path: str | Path, overrides: Sequence[str] = ()) -> Search:

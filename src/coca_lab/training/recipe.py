@@ -1,5 +1,6 @@
 """A whole recipe: its sections, the checks across them, YAML files and command-line overrides."""
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -149,9 +150,9 @@ def load_recipe(path: str | Path | None = None, overrides: list[str] | None = No
     return read_settings(Recipe, path, overrides or (), kind="recipe", program="coca train")
 
 
-def recipe_parser() -> SettingsParser:
-    """The parser of recipe files and overrides; its help comes from the fields' docstrings."""
-    return settings_parser(Recipe, "coca train", "recipe")
+def recipe_parser(shown: Collection[str] = ()) -> SettingsParser:
+    """The parser of recipe files and overrides; ``shown`` as for `SettingsParser`."""
+    return settings_parser(Recipe, "coca train", shown=shown)
 
 
 def differences(first: Recipe, second: Recipe) -> list[str]:

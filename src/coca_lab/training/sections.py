@@ -73,8 +73,8 @@ class ModelRecipe:
     """The model."""
 
     attention: str = "slack"
-    """A CoCA score form (slack, strict, magnitude, or one that your code registers), or a baseline:
-    rope (RoFormer) or alibi; own with another body, which has an attention of its own."""
+    """slack, strict or magnitude (CoCA), rope (RoFormer) or alibi. Also a form that your code
+    registers; own with another body, which has an attention of its own."""
     body: str = "gpt_neox"
     """Architecture around the attention: gpt_neox or llama, or another model_type of Transformers,
     such as baseline_llama; alibi requires gpt_neox."""
@@ -95,9 +95,9 @@ class ModelRecipe:
     tie_embeddings: bool = True
     """Whether the input and output embeddings share one matrix."""
     layers: str = ""
-    """Roles of the layers, a letter each, repeated over all layers: l (local: attention over the
-    last window tokens) and g (global: dot products without positions over the whole text, with a
-    temperature and a decay). By default all layers apply attention to the whole text."""
+    """Roles of the layers, such as llg, repeated over all layers. l is local: attention over the
+    last window tokens; g is global: dot products without positions over the whole text, with a
+    temperature and a decay. By default all layers apply attention to the whole text."""
     window: Count | None = None
     """Tokens that a local layer sees; by default an eighth of the training length."""
     turning_pairs: NonNegativeInt | None = None
@@ -117,7 +117,7 @@ class ModelRecipe:
     start says of texts up to this long does not change. Less than its training length may lose
     passkeys within it, which coca convert --check measures. By default no limit."""
     start: str | None = None
-    """Folder or name of a trained Transformers model to start from instead of random weights. Its
+    """Folder or name of a trained model to start from, instead of random weights. Its
     sizes and its tokenizer are used. A rotary model is converted if attention names a CoCA form
     (T projections begin as the pair means of its key projections); a model that already has the
     attention is trained further."""
@@ -209,9 +209,9 @@ class DataRecipe(SourceSettings):
     """Several sources by name in place of source, such as {text: {source: BOOKS, weight: 0.75},
     code: {source: CODE, weight: 0.25}}. A source that is too short for its share is repeated."""
     held_out: PartialShare = 0.05
-    """Share of documents, chosen by a hash of their text, that are excluded from training."""
+    """Share of documents excluded from training. A hash of their text chooses them."""
     max_tokens: Count | None = None
-    """Maximum number of training tokens to read; required for endless streams."""
+    """Maximum number of training tokens to read. Required for endless streams."""
     tokenizer: str | None = None
     """Folder or name of a Transformers tokenizer. By default the tokenizer of model.start is used;
     without a start, a byte-level BPE is trained."""
@@ -222,7 +222,7 @@ class DataRecipe(SourceSettings):
     block_length: Count = 512
     """Training length in tokens."""
     passkey_share: PartialShare = 0.0
-    """Share of the blocks that are passkey texts with answers, each with a different key."""
+    """Share of the blocks that are passkey texts with answers. Each has a different key."""
     tasks: dict[Literal["recall"], TaskShare] = field(default_factory=dict)
     """Shares of the blocks with texts of further tasks, such as {recall: 0.3}: associative recall
     of random tokens, of which the answers alone are trained."""
@@ -274,8 +274,8 @@ class ValidationRecipe:
     """Perplexity on text that is not trained on, passkeys and needles, measured during training."""
 
     every: Count | None = None
-    """Optimizer steps between measurements, which also take place before the first step and after
-    the last; by default nothing is measured."""
+    """Optimizer steps between measurements; by default nothing is measured. They also take place
+    before the first step and after the last."""
     source: str | None = None
     """Text to measure on, with the same values as data.source; data.text_field and data.bad_lines
     also apply. By default the documents of data.held_out are used."""
@@ -283,7 +283,7 @@ class ValidationRecipe:
     """Global batches to measure on, made of blocks spread evenly over the text; each takes about a
     third of the time of an optimizer step."""
     passkeys: NonNegativeInt = 0
-    """Passkeys to ask for at every measurement and length, as coca eval passkey does."""
+    """Passkeys to ask for at every measurement and length. It is done as by coca eval passkey."""
     needles: NonNegativeInt = 0
     """Prompts with one fact, and as many with four of which one is asked for, at every measurement
     and length, as coca eval needles does."""
@@ -310,11 +310,11 @@ class TrainingRecipe:
     """The optimisation."""
 
     steps: Count = 10000
-    """Optimizer steps; with stages, the steps of every stage that sets none itself."""
+    """Optimizer steps. With stages, those of every stage that sets none itself."""
     global_batch_size: Count = 256
     """Blocks per optimizer step over all processes."""
     micro_batch_size: Count = 16
-    """Blocks per process and forward pass; gradients accumulate up to the global batch."""
+    """Blocks per process and forward pass. Gradients accumulate up to the global batch."""
     learning_rate: Positive = 1e-4
     """Peak learning rate."""
     warmup_share: Share = 0.01
@@ -332,7 +332,7 @@ class TrainingRecipe:
     max_grad_norm: NonNegative = 1.0
     """Maximum norm of the gradients; larger gradients are scaled down."""
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Autocast dtype of the forward and backward pass; weights stay in float32."""
+    """Autocast dtype of forward and backward pass. Weights stay in float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False

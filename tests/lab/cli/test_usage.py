@@ -26,7 +26,7 @@ def test_the_overview_lists_every_command_in_groups(capsys):
 def test_the_overview_imports_no_command():
     program = (
         "import sys; from coca_lab.cli import main; main(['--help']); "
-        "print([m for m in sys.modules if m.split('.')[0] in ('jsonargparse', 'torch', "
+        "print([m for m in sys.modules if m.split('.')[0] in ('pydantic', 'torch', "
         "'rich') or m.startswith('coca_lab.cli.')])"
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -35,20 +35,20 @@ def test_the_overview_imports_no_command():
 
 def test_without_the_extra_one_line_says_what_to_install():
     program = (
-        "import sys; sys.modules['jsonargparse'] = None; from coca_lab import main; "
+        "import sys; sys.modules['pydantic'] = None; from coca_lab import main; "
         "sys.argv[1:] = ['train', 'recipe.yaml']; sys.exit(main())"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
-    assert "jsonargparse" in ended.stderr and "coca-attention[lab]" in ended.stderr
+    assert "pydantic" in ended.stderr and "coca-attention[lab]" in ended.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "options"),
     [
         (["quickstart"], ["--output", "--sizes.steps", "Optimizer steps of each model"]),
-        (["train"], ["--training.steps", "AdamW's weight decay", "RECIPE", "--output"]),
-        (["train", "--stages.help"], ["Rank of the adapters of lora"]),
+        (["train"], ["--training.steps", "Peak learning rate", "RECIPE", "--output"]),
+        (["train", "--help-all"], ["AdamW's weight decay", "Rank of the adapters of lora"]),
         (["eval", "perplexity"], ["--windows", "--attend-last", "Tokens scored in one pass"]),
         (["eval", "suite"], ["SUITE", "--ray", "--passkey"]),
         (["generate"], ["--max-new-tokens", "PROMPT", "Tokens to generate at most"]),
@@ -57,8 +57,11 @@ def test_without_the_extra_one_line_says_what_to_install():
 )
 def test_help_comes_from_the_fields(capsys, words, options):
     with pytest.raises(SystemExit) as stop:
-        main(words if words[-1].endswith("help") else [*words, "--help"])
-    out = " ".join(capsys.readouterr().out.split())
+        main(words if "--help-all" in words else [*words, "--help"])
+    out = " ".join((lines := capsys.readouterr().out).split())
+    assert "FieldInfo" not in out
+    if words == ["train"]:
+        assert lines.count("\n") <= 60 and max(map(len, lines.splitlines())) <= 80
     assert stop.value.code == 0
     for option in options:
         assert option in out

@@ -107,7 +107,7 @@ def test_recipes_mix_recall_into_their_text(tokenizer, tmp_path):
     ("tasks", "error"),
     [
         ("{recal: 0.1}", "data.tasks.recal: Input should be 'recall', got 'recal'"),
-        ("{recall: 1.0}", "data.tasks: Input should be less than 1, got 1.0"),
+        ("{recall: 1.0}", "data.tasks.recall: Input should be less than 1, got 1.0"),
         ("{recall: 0.6}", "must sum to less than 1"),
     ],
 )

@@ -287,7 +287,7 @@ def test_a_rung_keeps_a_share_or_a_number(keep, remaining):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"recipe": None}, "recipe needs fields and values"),
+        ({"recipe": None}, "recipe: Input should be a valid string"),
         ({"recipe": "nowhere.yaml"}, r"nowhere\.yaml: no such recipe"),
         ({"rungs": []}, "needs rungs"),
         ({"rank": {}}, "needs rank"),
@@ -299,8 +299,8 @@ def test_a_rung_keeps_a_share_or_a_number(keep, remaining):
         ({"rungs": [{"steps": 1, "keep": 1.5}, {"steps": 2}]}, "rung 1: keep must be a share"),
         ({"rungs": [{"steps": 1, "keep": 1}]}, "rung 1: the last rung keeps nothing"),
         ({"rungs": [{"steps": 1, "seeds": [1, 1]}]}, "rung 1: seeds must be different"),
-        ({"trials": {64: {}}}, "named by text, got 64"),
-        ({"sizes": {True: {}}}, "named by text, got True"),
+        ({"trials": {64: {}}}, "trials.64: Input should be a valid string"),
+        ({"sizes": {True: {}}}, "sizes.1: Input should be a valid string"),
         (
             {"perplexity": {"windows": [16, 32], "targets": "one-pass"}},
             r"perplexity is evaluated at \[32\]",
@@ -315,7 +315,7 @@ def test_a_rung_keeps_a_share_or_a_number(keep, remaining):
         ({"trials": {"a b": {}, "a/b": {}}}, "trials and values must differ .* a b, a/b"),
         ({"grid": {"model.window": [1, 1]}}, "trials and values must differ .* window=1"),
         ({"passkey": {"samples": 0}}, "samples must be at least 1"),
-        ({"runs": []}, "a search has the sections recipe, trials, grid"),
+        ({"runs": []}, "runs: there is no such field; did you mean rungs"),
     ],
 )
 def test_unfit_searches_are_refused(small, changed, message):
