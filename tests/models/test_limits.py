@@ -76,7 +76,9 @@ def test_the_training_length_can_be_set():
     roles = rotation(convert(vanilla("Llama"), "rope", roles=Roles("lg"), length=16).config)
     assert (roles.temperature, roles.decay_length) == (16, 2)
     for arguments, message in (
-        ({"length": 0}, "at least 1 token, got 0"),
+        ({"length": 0}, "length must be a whole number from 1, got 0"),
+        ({"length": 8.5}, "length must be a whole number from 1, got 8.5"),
+        ({"max_distance": 2.5}, "max_distance must be a whole number from 1, got 2.5"),
         ({"length": 8, "max_distance": 9}, "at most the training length of 8 tokens, got 9"),
         ({"length": 8, "form": "slack"}, "is for roles and limits of distances, got 8"),
     ):
@@ -234,7 +236,7 @@ def test_what_cannot_work_is_refused():
         limited("Llama", roles=Roles("lg"))
     with pytest.raises(UserError, match="all pairs are free with form rope"):
         limited("Llama", free_pairs=2)
-    with pytest.raises(UserError, match="max_distance must be at least 1 token, got 0"):
+    with pytest.raises(UserError, match=r"max_distance.* must be a whole number from 1, got 0"):
         limited("Llama", max_distance=0)
     with pytest.raises(UserError, match="at most the training length of 64 tokens, got 65"):
         limited("Llama", max_distance=65)

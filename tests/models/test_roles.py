@@ -301,10 +301,11 @@ def test_what_cannot_add_a_bias_is_refused():
     [
         ({"layers": "x"}, "letters l and g, got 'x'"),
         ({"window": 0}, "window must be a whole number from 1, got 0"),
+        ({"window": True}, "window must be a whole number from 1, got True"),
         ({"window": 5.5}, "window must be a whole number from 1, got 5.5"),
         ({"turning_pairs": -1}, "turning_pairs must be a whole number from 0"),
-        ({"decay": float("nan")}, "decay must be 0 or above, got nan"),
-        ({"decay_length": 0.0}, "decay_length must be above 0, got 0"),
+        ({"decay": float("nan")}, "decay must be a finite number from 0, got nan"),
+        ({"decay_length": 0.0}, "decay_length must be a finite number above 0, got 0"),
     ],
 )
 def test_roles_out_of_range_are_refused(fields, message):

@@ -326,8 +326,8 @@ def test_the_defaults_of_a_rule_are_saved(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kind": "linear", "factor": 0.0}, "at least 1"),
-        ({"kind": "ntk", "factor": -1.0}, "at least 1"),
+        ({"kind": "linear", "factor": 0.0}, "from 1"),
+        ({"kind": "ntk", "factor": -1.0}, "from 1"),
         ({"kind": "ntk", "factor": 2.0, "length": 31}, "shorter than the training length"),
         ({"kind": "cubic"}, "unknown rotary scaling"),
         (

@@ -176,5 +176,7 @@ def test_errors():
     for options in ({"window": 5}, {"is_causal": False}):
         with pytest.raises(ValueError, match="max_distance requires causal attention"):
             coca_attention(q, t, v, rotation=rotation, form="strict", **options)
-    with pytest.raises(ValueError, match="max_distance must be at least 1 token, got 0"):
+    with pytest.raises(
+        ValueError, match="max_distance, a number of tokens, must be a whole number from 1"
+    ):
         Rotation(WIDTH, max_distance=0)

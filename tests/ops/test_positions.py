@@ -197,11 +197,19 @@ def test_rotation_gives_the_scores_of_equation_2(pairs, interleaved, first, seed
     ("arguments", "message"),
     [
         ({"kind": "cubic"}, "unknown rotary scaling 'cubic'"),
-        ({"kind": "linear", "factor": 0.0}, "factor must be a number of at least 1"),
-        ({"kind": "linear", "factor": float("nan")}, "factor must be a number of at least 1"),
+        ({"kind": "linear", "factor": 0.0}, "factor must be a finite number from 1, got 0"),
+        (
+            {"kind": "linear", "factor": float("nan")},
+            "factor must be a finite number from 1, got nan",
+        ),
+        ({"kind": "linear", "factor": "2"}, "factor must be a finite number from 1, got '2'"),
         ({"kind": "dynamic", "factor": 2.0}, "needs training_length"),
         ({"kind": "ntk", "length": 64}, "needs training_length"),
-        ({"kind": "ntk", "length": 0, "training_length": 8}, "at least 1 token"),
+        (
+            {"kind": "ntk", "length": 0, "training_length": 8},
+            "must be a whole number from 1, got 0",
+        ),
+        ({"kind": "ntk", "length": "8", "training_length": 8}, "whole number from 1, got '8'"),
         ({"kind": "yarn", "training_length": 8, "beta_slow": 64.0}, "beta_fast > beta_slow"),
         ({"kind": "linear", "length": 8}, "'linear' does not take length; it takes factor"),
     ],
@@ -211,17 +219,17 @@ def test_bad_scaling_is_refused(arguments, message):
         make_rule(**arguments)
 
 
-@pytest.mark.parametrize("width", [0, 1, 7])
+@pytest.mark.parametrize("width", [0, 1, 7, 64.0, "8", True])
 def test_odd_width_is_refused(width):
     with pytest.raises(ValueError, match="must be even"):
         Rotation(width)
 
 
 def test_bad_base_and_dynamic_without_length_are_refused():
-    with pytest.raises(ValueError, match="base must be positive"):
+    with pytest.raises(ValueError, match="base must be a finite number above 0"):
         Rotation(8, base=0.0)
     for base in (-1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="rotary base must be positive and finite"):
+        with pytest.raises(ValueError, match="rotary base must be a finite number above 0"):
             Rotation(8, base=base)
     with pytest.raises(ValueError, match="needs the current length"):
         theta(8, DynamicNTK(2.0, training_length=8))
@@ -259,11 +267,14 @@ def test_names_of_rules_are_unique():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"turning": 5}, "between 0 and 4, .* got 5"),
-        ({"temperature": 0}, "at least 1 token, got 0"),
-        ({"decay": -1.0}, "decay must be 0 or above, got -1"),
-        ({"decay": float("nan")}, "decay must be 0 or above, got nan"),
-        ({"decay": 1.0, "decay_length": 0.0}, "above 0 tokens, got 0"),
+        ({"turning": 5}, "between 0 and 4, got 5"),
+        ({"temperature": 0}, "whole number from 1, got 0"),
+        ({"temperature": float("nan")}, "whole number from 1, got nan"),
+        ({"max_distance": 2.5}, "whole number from 1, got 2.5"),
+        ({"max_distance": float("nan")}, "whole number from 1, got nan"),
+        ({"decay": -1.0}, "decay must be a finite number from 0, got -1"),
+        ({"decay": float("nan")}, "decay must be a finite number from 0, got nan"),
+        ({"decay": 1.0, "decay_length": 0.0}, "above 0, got 0"),
     ],
 )
 def test_bad_rotations_are_refused(arguments, message):

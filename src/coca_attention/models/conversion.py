@@ -34,6 +34,7 @@ from coca_attention.models.fields import GLOBAL, head_width, rope_parameters, tr
 from coca_attention.models.projections import AttentionLayout
 from coca_attention.models.roles import Roles, rotation_fields
 from coca_attention.ops import FORMS
+from coca_attention.ops.positions import check_whole
 
 DECAY = 0.5
 """Exponent of the decay beyond ``max_distance``, with a decay length of L / 8."""
@@ -81,8 +82,9 @@ class Conversion:
             raise UserError("all pairs are free with form rope: leave out free_pairs")
         if self.max_distance is not None and self.roles is not None:
             raise UserError("roles determine the largest distance: set max_distance there")
-        if self.length is not None and self.length < 1:
-            raise UserError(f"the training length must be at least 1 token, got {self.length}")
+        for name in ("length", "max_distance"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), error=UserError)
         if self.length is not None and self.roles is None and not self.limits_distances:
             raise UserError(f"a length is for roles and limits of distances, got {self.length}")
 

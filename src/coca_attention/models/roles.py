@@ -1,11 +1,11 @@
 """Roles for layers: what reads far beyond the training length (docs/long-context.md)."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from coca_attention.errors import UserError
 from coca_attention.models.fields import GLOBAL, LOCAL
+from coca_attention.ops.positions import check_real, check_whole
 
 LETTERS = {"l": LOCAL, "g": GLOBAL}
 
@@ -45,12 +45,11 @@ class Roles:
             raise UserError(f"layers must consist of the letters l and g, got {self.layers!r}")
         for name, smallest in (("window", 1), ("turning_pairs", 0), ("max_distance", 1)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < smallest):
-                raise UserError(f"{name} must be a whole number from {smallest}, got {value}")
-        if not 0 <= self.decay < math.inf:
-            raise UserError(f"decay must be 0 or above, got {self.decay}")
-        if self.decay_length is not None and not 0 < self.decay_length < math.inf:
-            raise UserError(f"decay_length must be above 0, got {self.decay_length}")
+            if value is not None:
+                check_whole(name, value, smallest, error=UserError)
+        check_real("decay", self.decay, error=UserError)
+        if self.decay_length is not None:
+            check_real("decay_length", self.decay_length, above=True, error=UserError)
 
     def fields(
         self,

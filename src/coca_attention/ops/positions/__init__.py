@@ -1,12 +1,16 @@
 """Positions: rotary pairs, rules for their frequencies, and tables of cos and sin."""
 
+from coca_attention.ops.positions.checks import (
+    check_positions,
+    check_real,
+    check_whole,
+    check_width,
+)
 from coca_attention.ops.positions.rotation import (
     Decay,
     Rotation,
     Table,
     apply_rotary,
-    check_positions,
-    check_width,
     join_pairs,
     split_pairs,
 )
@@ -39,6 +43,8 @@ __all__ = [
     "YaRN",
     "apply_rotary",
     "check_positions",
+    "check_real",
+    "check_whole",
     "check_width",
     "join_pairs",
     "make_rule",

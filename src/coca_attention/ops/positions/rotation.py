@@ -12,26 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from coca_attention.ops.positions.checks import check_real, check_whole, check_width
 from coca_attention.ops.positions.rules import UNSCALED, Rule
 
 NO_FLOAT64 = ("mps",)
 Table = tuple[Tensor, Tensor]
 """cos and sin of the angles of every rotated pair, each (..., T, R/2)."""
-
-
-def check_width(width: int, what: str = "head width") -> None:
-    """Raise ValueError unless ``width`` can be split into rotary pairs."""
-    if width < 2 or width % 2:
-        raise ValueError(f"{what} must be even and at least 2, to form rotary pairs; got {width}")
-
-
-def check_positions(name: str, positions: Tensor, batch: int, length: int) -> None:
-    """Raise ValueError unless positions have shape (length,) or (batch, length)."""
-    if tuple(positions.shape) not in ((length,), (batch, length)):
-        raise ValueError(
-            f"{name} must have shape ({length},) or ({batch}, {length}), got "
-            f"{tuple(positions.shape)}"
-        )
 
 
 def split_pairs(
@@ -173,24 +159,17 @@ class Rotation:
 
     def __post_init__(self) -> None:
         check_width(self.width, "rotary width")
-        if not 0 < self.base < math.inf:
-            raise ValueError(f"rotary base must be positive and finite, got {self.base}")
-        pairs = self.width // 2
-        if self.turning is not None and not 0 <= self.turning <= pairs:
-            raise ValueError(
-                f"turning must be between 0 and {pairs}, the number of rotary pairs; got "
-                f"{self.turning}"
-            )
-        if self.temperature is not None and self.temperature < 1:
-            raise ValueError(f"temperature must be at least 1 token, got {self.temperature}")
-        if self.decay == 0:
-            object.__setattr__(self, "decay", None)
-        if self.decay is not None and not 0 < self.decay < math.inf:
-            raise ValueError(f"decay must be 0 or above, got {self.decay}")
-        if not 0 < self.decay_length < math.inf:
-            raise ValueError(f"decay_length must be above 0 tokens, got {self.decay_length}")
-        if self.max_distance is not None and self.max_distance < 1:
-            raise ValueError(f"max_distance must be at least 1 token, got {self.max_distance}")
+        check_real("rotary base", self.base, above=True)
+        check_real("decay_length", self.decay_length, above=True)
+        if self.turning is not None:
+            check_whole("turning", self.turning, 0, self.width // 2)
+        if self.temperature is not None:
+            check_whole("temperature, a number of tokens,", self.temperature)
+        if self.max_distance is not None:
+            check_whole("max_distance, a number of tokens,", self.max_distance)
+        if self.decay is not None:
+            check_real("decay", self.decay)
+            object.__setattr__(self, "decay", self.decay or None)
         if (self.max_distance or math.inf) <= (getattr(self.rule, "training_length", None) or 0):
             # No distance is longer than in training, however long the text.
             object.__setattr__(self, "rule", self.rule.for_length(1))

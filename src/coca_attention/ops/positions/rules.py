@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
+from coca_attention.ops.positions.checks import check_real, check_whole
+
 
 def unscaled_frequencies(width: int, base: float) -> Tensor:
     """theta_j = base ** (-2 j / D) (CoCA paper, Eq. 1): (P,), float64, in radians per token."""
@@ -36,12 +38,11 @@ class Rule:
 
     def __post_init__(self) -> None:
         factor = getattr(self, "factor", 1.0)
-        if not factor >= 1.0 or math.isinf(factor):
-            raise ValueError(f"rotary scaling factor must be a number of at least 1, got {factor}")
+        check_real("rotary scaling factor", factor, 1)
         for name in ("training_length", "length"):
             tokens = getattr(self, name, None)
-            if tokens is not None and tokens < 1:
-                raise ValueError(f"rotary scaling {name} must be at least 1 token, got {tokens}")
+            if tokens is not None:
+                check_whole(f"rotary scaling {name}, a number of tokens,", tokens)
 
     def frequencies(self, width: int, base: float) -> Tensor:
         """theta of shape (P,), float64, in radians per token.
