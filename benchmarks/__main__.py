@@ -56,10 +56,10 @@ def measure(name: str, length: int, settings: Namespace) -> dict[str, Any]:
                 f" to the largest exact value (allowed: {allowed:g}); wrong results are not timed"
             )
     if name == "memory":
-        found = {variant.name: {"peak_megabytes": variant.run()} for variant in variants}
+        measured = {variant.name: {"peak_megabytes": variant.run()} for variant in variants}
     else:
         times = interleaved(variants, settings)
-        found = {v.name: times[v.name] | {"error": v.error, **v.facts} for v in variants}
+        measured = {v.name: times[v.name] | {"error": v.error, **v.facts} for v in variants}
     return {
         "task": "bench",
         "case": name,
@@ -68,7 +68,7 @@ def measure(name: str, length: int, settings: Namespace) -> dict[str, Any]:
         "measure": "memory" if name == "memory" else "ratio",
         "length": length,
         "sizes": {size: getattr(settings, size) for size in case.sizes},
-        "variants": found,
+        "variants": measured,
         **{field: getattr(settings, field) for field in ("dtype", "device", "batch")},
     }
 

@@ -59,11 +59,11 @@ def interleaved(variants: Sequence[Variant], settings: Namespace) -> dict[str, d
         gc.enable()
     times = {name: np.array(each[1:]) for name, each in durations.items()}
     base, results = times[variants[0].name], {}
-    for name, found in times.items():
-        low, middle, high = np.quantile(1e3 * found, QUARTILES).tolist()
-        low_ratio, ratio, high_ratio = np.quantile(found / base, QUARTILES).tolist()
+    for name, series in times.items():
+        low, middle, high = np.quantile(1e3 * series, QUARTILES).tolist()
+        low_ratio, ratio, high_ratio = np.quantile(series / base, QUARTILES).tolist()
         results[name] = {
-            "rounds": len(found),
+            "rounds": len(series),
             "median_ms": middle,
             "quartiles_ms": [low, high],
             "ratio": ratio,

@@ -15,7 +15,7 @@ PACKAGES = ("coca-attention", "torch", "transformers", "tokenizers", "accelerate
 
 def describe_environment() -> dict[str, Any]:
     """Versions, processor, threads, GPUs and command line, as JSON values."""
-    installed = {found.name: found.version for found in distributions()}
+    installed = {each.name: each.version for each in distributions()}
     versions = {name: installed[name] for name in PACKAGES if name in installed}
     return {
         "versions": {"python": platform.python_version(), **versions},

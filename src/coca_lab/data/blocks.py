@@ -135,10 +135,10 @@ def apportion(weights: list[float], batch: int, steps: int) -> np.ndarray:
     for step in range(1, steps + 1):
         due = shares * step * batch
         # Start safely below what is due, then give each missing block to the largest deficit.
-        given = np.maximum(read[step - 1], np.floor(due).astype(np.int64) - len(shares))
-        for _ in range(step * batch - int(given.sum())):
-            given[np.argmax(due - given)] += 1
-        read[step] = given
+        counts = np.maximum(read[step - 1], np.floor(due).astype(np.int64) - len(shares))
+        for _ in range(step * batch - int(counts.sum())):
+            counts[np.argmax(due - counts)] += 1
+        read[step] = counts
     return read
 
 

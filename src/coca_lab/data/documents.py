@@ -1,6 +1,6 @@
 """Documents from Python's standard library, from files, or from Hugging Face datasets.
 
-A source is given as a string:
+A source is a string:
 
 - ``stdlib``: source code and documentation of the running Python: real text without a download;
 - a file, a folder or a glob of ``.txt``, ``.jsonl`` and ``.parquet`` files; texts and JSON lines

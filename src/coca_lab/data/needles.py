@@ -1,6 +1,6 @@
 """Needle prompts of RULER's kinds (arXiv 2404.06654), of an exact length in tokens.
 
-The wording is our own: facts ("needles") inside a repeated filler, then the question.
+The wording is ours: facts ("needles") inside a repeated filler, then the question.
 """
 
 import re
@@ -78,11 +78,11 @@ def needle_text(
         names = [NAMES[i] for i in drawn.choice(len(NAMES), count, replace=count > len(NAMES))]
         if kind == "multi-value":
             names = [names[0]] * count
-        asked = int(drawn.integers(count))
+        chosen = int(drawn.integers(count))
         needles = [FACT.format(name=n, value=v) for n, v in zip(names, values, strict=True)]
         depths = drawn.random(count).tolist()
-        question = QUESTIONS[kind].format(name=names[asked])
-        expected = values if kind == "multi-value" else [values[asked]]
+        question = QUESTIONS[kind].format(name=names[chosen])
+        expected = values if kind == "multi-value" else [values[chosen]]
     ids, reached, distances = fill(
         [*before, *encode(INTRODUCTION)],
         encode(FILLER),
@@ -127,10 +127,10 @@ def r_precision(answer: str, expected: list[str]) -> float:
     are whole words of the form of those requested: as many digits, or capital letters.
     """
     alike = str.isdigit if expected[0].isdigit() else str.isupper
-    given = [
+    words = [
         word for word in re.findall(WORD, answer) if len(word) == len(expected[0]) and alike(word)
     ]
-    first = list(dict.fromkeys(given))[: len(expected)]
+    first = list(dict.fromkeys(words))[: len(expected)]
     return sum(item in expected for item in first) / len(expected)
 
 

@@ -101,8 +101,8 @@ def test_a_broken_line_is_named_and_fatal_or_skipped(tmp_path):
     with pytest.raises(DataError, match=r"books\.jsonl:3: not valid JSON.*bad_lines: skip"):
         read(path)
     with pytest.warns(UserWarning, match=r"skipped .*:3: not valid JSON"):
-        found = read(path, bad_lines="skip")
-    assert found == [Document(f"{path}:1", "one"), Document("0", "three")]
+        documents = read(path, bad_lines="skip")
+    assert documents == [Document(f"{path}:1", "one"), Document("0", "three")]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_any_text_survives_the_tokenizer(tokenizer, text):
     assert tokenizer.decode(ids) == text
 
 
-class Given(SourceSettings):
+class InMemory(SourceSettings):
     """Documents that are in no file."""
 
     def __init__(self, documents):
@@ -78,15 +78,15 @@ def test_no_tokenizer_and_too_small_a_vocabulary_are_rejected(tmp_path):
 
 
 def test_documents_are_joined_by_the_end_of_text(tokenizer):
-    array = tokenise(Given([Document("a", "alpha"), Document("b", "beta")]), tokenizer).tokens
+    array = tokenise(InMemory([Document("a", "alpha"), Document("b", "beta")]), tokenizer).tokens
     ends = np.flatnonzero(array == tokenizer.eos_token_id)
     assert len(ends) == 2 and ends[-1] == len(array) - 1
     assert tokenizer.decode(array[: ends[0]]) == "alpha"
     assert tokenizer.decode(array[ends[0] + 1 : ends[1]]) == "beta"
     assert array.dtype == np.uint16
-    assert len(tokenise(Given(endless()), tokenizer, max_tokens=1000).tokens) == 1000
+    assert len(tokenise(InMemory(endless()), tokenizer, max_tokens=1000).tokens) == 1000
     with pytest.raises(DataError, match="no documents"):
-        tokenise(Given([]), tokenizer)
+        tokenise(InMemory([]), tokenizer)
 
 
 @pytest.fixture
@@ -218,11 +218,11 @@ def test_concurrent_processes_write_one_cache(source, tokenizer, tmp_path):
     processes = [FORK.Process(target=_ask, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
-    found = [answers.get(timeout=60) for _ in processes]
+    answered = [answers.get(timeout=60) for _ in processes]
     for process in processes:
         process.join()
-    assert sum(made for made, _ in found) == 1
-    assert {sha256 for _, sha256 in found} == {tokenise(source, tokenizer).sha256}
+    assert sum(made for made, _ in answered) == 1
+    assert {sha256 for _, sha256 in answered} == {tokenise(source, tokenizer).sha256}
 
 
 def test_an_endless_source_is_read_only_as_far_as_needed(tokenizer, tmp_path):
@@ -247,7 +247,7 @@ def test_a_dataset_of_hugging_face_is_streamed_into_the_cache_offline(tokenizer,
     lines = [json.dumps({"content": text}) for text in texts]
     (folder / "train.jsonl").write_text("\n".join(lines))
     source = SourceSettings(source=f"hf:{folder}", text_field="content")
-    expected = tokenise(Given([Document("", text) for text in texts]), tokenizer).tokens
+    expected = tokenise(InMemory([Document("", text) for text in texts]), tokenizer).tokens
     for limit in (None, 100, None, 100):
         text = tokenise(source, tokenizer, max_tokens=limit, folder=tmp_path / "cache")
         assert np.array_equal(text.tokens, expected[:limit])
