@@ -1,9 +1,13 @@
 """Angles between queries and keys in the report, from the results of ``coca analyze``."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from coca_lab.report.charts import Ends, HeatMap, Line, LineChart
+import numpy as np
+import pandas as pd
+
+from coca_lab.report.charts import HeatMap, Line, LineChart
 from coca_lab.report.results import Cell
 from coca_lab.report.section import Section, Table, mean, signed
 
@@ -12,6 +16,12 @@ ROUND_OFF = 1e-9
 """Relative change of float64 scores that round-off explains."""
 SMALLEST = 1e-17
 """A logarithmic axis cannot show 0."""
+CHECKS = {"eq19": "Eq. 19", "eq20": "Eq. 20, at angles of 0", "eq21": "Eq. 21"}
+BOUNDS = {
+    "score": ("score", ()),
+    "eq19": ("bound for any angles (Eq. 19)", (6, 3)),
+    "eq20": ("bound for angles of 0 (Eq. 20)", (9, 3, 2, 3)),
+}
 
 
 def angle_sections(cells: Sequence[Cell]) -> list[Section]:
@@ -19,32 +29,26 @@ def angle_sections(cells: Sequence[Cell]) -> list[Section]:
     # Without angles, all would be in one bin.
     sections = [_histogram_section(cell) for cell in cells if not without_angles(cell)]
     sections.append(_anomaly_section(cells, drawn=bool(sections)))
-    for cell in cells:
-        title = f"Score and bounds by distance: {cell['model']}"
-        sections.append(Section(title, text=_decay_text(cell), chart=decay_chart(cell)))
+    sections += map(_decay_section, cells)
     shifted = [cell for cell in cells if cell["shifts"]]
     if shifted:
-        text, chart = _shift_text(shifted), shift_chart(shifted)
-        sections.append(Section("All positions moved", text=text, chart=chart))
+        lead, *others = map(_shift_sentence, shifted)
+        text = " ".join([lead, *others])
+        sections.append(Section("All positions moved", lead, text, shift_chart(shifted)))
     return sections
 
 
 def angle_table(cells: Sequence[Cell]) -> Table:
     """A column per model: a row would be too long for a terminal."""
-    columns = [_measures(cell) for cell in cells]
-    names = dict.fromkeys(name for column in columns for name in column)
-    rows = [[name, *(column.get(name, "–") for column in columns)] for name in names]
-    return ["angles", *(cell["model"] for cell in cells)], rows
+    measures = pd.DataFrame({cell["model"]: pd.Series(_measures(cell)) for cell in cells})
+    measures = measures.reindex(dict.fromkeys(n for cell in cells for n in _measures(cell)))
+    rows = [[*row] for row in measures.fillna("–").itertuples()]
+    return ["angles", *measures.columns], rows
 
 
 def seen_angles(layer: dict[str, Any]) -> dict[str, Any]:
     """The angles that a layer's scores have: in the slack form those at the key's position."""
     return layer["effective_angles"] or layer["angles"]
-
-
-def form_label(cell: Cell) -> str:
-    """The name of the cell's score form."""
-    return "rotary attention" if cell["form"] == "vanilla" else f"CoCA, {cell['form']} form"
 
 
 def at_key_position(cell: Cell) -> bool:
@@ -90,93 +94,72 @@ def anomaly_chart(cells: Sequence[Cell]) -> LineChart:
     lines = []
     for cell in cells:
         for index, length in shown_lengths(cell):
-            share = [100 * value for value in _share(cell, index)]
-            label = f"{cell['model']}, {length:,} tokens"
-            dash = DASHES[index % len(DASHES)]
-            x = list(range(len(share)))
-            lines.append(Line(label, x, share, None, cell["model"], dash, dotted=False))
+            share = 100 * _shares(cell, index)
+            label, dash = f"{cell['model']}, {length:,} tokens", DASHES[index % len(DASHES)]
+            main = index == len(shown_lengths(cell)) - 1
+            line = Line(label, [*range(len(share))], [*share], None, cell["model"], dash)
+            lines.append(replace(line, dotted=False, main=main))
     x, y = "rotary pair, from fast to slow", "anomalous (query, key) pairs (%)"
     return LineChart(lines, x, y)
 
 
 def decay_chart(cell: Cell) -> LineChart:
     """Scores and the bounds of Eq. 19 and 20 against the distance, averaged over layers."""
-    lines = (
-        ("score", "score", ()),
-        ("eq19", "bound for any angles (Eq. 19)", (6, 3)),
-        ("eq20", "bound for angles of 0 (Eq. 20)", (9, 3, 2, 3)),
-    )
-    drawn = []
-    for key, label, dash in lines:
-        found: dict[int, list[float]] = {}
-        for layer in cell["layers"]:
-            for row in layer["decay"]["by_distance"]:
-                if row[key]:
-                    found.setdefault(row["distance"], []).append(row[key])
-        distances = sorted(found)
-        drawn.append(Line(label, distances, [mean(found[d]) for d in distances], dash=dash))
-    ticks = sorted({x for line in drawn for x in line.x}) or [1]
+    means = _decay(cell)
+    lines = []
+    for name, (label, dash) in BOUNDS.items():
+        known = means[name].dropna()
+        lines.append(Line(label, [*known.index], [*known], dash=dash))
     y = "share of the sum of |q||k|"
-    return LineChart(drawn, "distance m − n (tokens)", y, ticks=ticks, log_y=True)
+    return LineChart(lines, "distance m − n (tokens)", y, ticks=[*means.index] or [1], log_y=True)
 
 
 def shift_chart(cells: Sequence[Cell]) -> LineChart:
     """Change of attention scores when all positions move: mean and range over the layers."""
     lines = []
     for cell in cells:
-        found = {e["shift"]: _score_changes(cell, i) for i, e in enumerate(cell["shifts"])}
-        found = {s: [max(c, SMALLEST) for c in changes] for s, changes in found.items() if changes}
-        ends: list[Ends | None] = [(min(changes), max(changes)) for changes in found.values()]
-        means = [mean(changes) for changes in found.values()]
-        lines.append(Line(cell["model"], list(found), means, ends))
+        changes = _score_changes(cell).clip(lower=SMALLEST)
+        ends = [*zip(changes.min(), changes.max(), strict=True)]
+        lines.append(Line(cell["model"], [*changes.columns], [*changes.mean()], ends))
     ticks = sorted({entry["shift"] for cell in cells for entry in cell["shifts"]})
     x, y = "all positions moved by (tokens)", "change of scores over their spread"
     return LineChart(lines, x, y, ticks=ticks, log_y=True)
 
 
 def _measures(cell: Cell) -> dict[str, str]:
-    found = {
-        "attention": form_label(cell),
-        "Θ > π": _percent(mean(seen_angles(layer)["cases"]["d"] for layer in cell["layers"])),
-    }
+    found = {"attention": _form(cell), "Θ > π": _percent(_above(cell))}
     for index, length in shown_lengths(cell):
-        found[f"anomalous at {length:,} tokens"] = _percent(mean(_share(cell, index)))
-    for check, name in (("eq19", "Eq. 19"), ("eq20", "Eq. 20"), ("eq21", "Eq. 21")):
+        found[f"anomalous at {length:,} tokens"] = _percent(_shares(cell, index).mean())
+    for check in CHECKS:
+        name = CHECKS[check].partition(",")[0]
         found[f"violations of {name}"] = f"{_total(cell, check, 'violations'):,}"
     if cell["shifts"]:
-        change, shift = max(
-            (mean(_score_changes(cell, index)) or 0.0, entry["shift"])
-            for index, entry in enumerate(cell["shifts"])
-        )
-        found["score change when moved"] = f"{change:.2g} (by {shift:,})"
+        changes = _score_changes(cell).mean().fillna(0.0)
+        found["score change when moved"] = f"{changes.max():.2g} (by {changes.idxmax():,})"
         worst = max(cell["shifts"], key=lambda entry: abs(_nats_change(entry)))
         found["nats when moved"] = f"{_nats(_nats_change(worst))} (by {worst['shift']:,})"
     return found
 
 
 def _histogram_section(cell: Cell) -> Section:
-    above = mean(seen_angles(layer)["cases"]["d"] for layer in cell["layers"])
+    above = _percent(_above(cell))
     text = (
-        f"{cell['model']} ({form_label(cell)}), {cell['tokens']:,} tokens of "
-        f"{cell['documents']} documents: in {_percent(above)} of all (query, key, rotary pair) "
-        "triples Θ > π, so that the score of the nearest tokens rises with distance."
+        f"{cell['model']} ({_form(cell)}), {cell['tokens']:,} tokens of {cell['documents']} "
+        f"documents: in {above} of all (query, key, rotary pair) triples Θ > π, so that the score "
+        "of the nearest tokens rises with distance."
     )
     if at_key_position(cell):
         text += (
             f" Before rotation all angles are 0 (largest measured: {_largest(cell)} radians); "
             f"the figure shows those that the {cell['form']} form gives to keys at their positions."
         )
-    lead = f"{cell['model']}: {_percent(above)} of the angles between query and key exceed π."
-    return Section(
-        f"Angle between query and key: {cell['model']}", lead, text, chart=histogram(cell)
-    )
+    lead = f"{cell['model']}: {above} of the angles between query and key exceed π."
+    title = f"Angle between query and key: {cell['model']}"
+    return Section(title, lead, text, chart=histogram(cell))
 
 
 def _anomaly_section(cells: Sequence[Cell], drawn: bool) -> Section:
-    sentences = [
-        "A (query, key) pair is anomalous in a rotary pair if Θ > π and the key is nearer than "
-        "τ = (2π − Θ)/θ: its score then rises with distance."
-    ]
+    sentences = []
     for cell in cells:
         if without_angles(cell):
             sentences.append(
@@ -185,30 +168,28 @@ def _anomaly_section(cells: Sequence[Cell], drawn: bool) -> Section:
             )
             continue
         shares = [
-            f"{_percent(mean(_share(cell, index)))} at {length:,} tokens"
+            f"{_percent(_shares(cell, index).mean())} at {length:,} tokens"
             for index, length in shown_lengths(cell)
         ]
         sentences.append(f"{cell['model']}: {', '.join(shares)}, over all layers and pairs.")
-    return Section(
-        "Anomalous tokens by rotary pair",
-        lead="" if drawn else sentences[1],
-        text=" ".join(sentences),
-        chart=anomaly_chart(cells) if drawn else None,
+    text = (
+        "A (query, key) pair is anomalous in a rotary pair if Θ > π and the key is nearer than "
+        f"τ = (2π − Θ)/θ: its score then rises with distance. {' '.join(sentences)}"
     )
+    lead = f"Anomalous tokens of {sentences[0]}"
+    chart = anomaly_chart(cells) if drawn else None
+    return Section("Anomalous tokens by rotary pair", lead, text, chart)
 
 
-def _decay_text(cell: Cell) -> str:
+def _decay_section(cell: Cell) -> Section:
+    """The inequalities that were checked, and how scores fall with distance."""
     sentences = []
-    names = {"eq19": "Eq. 19", "eq20": "Eq. 20, at angles of 0", "eq21": "Eq. 21"}
-    for key, what in names.items():
+    for key, what in CHECKS.items():
         count, violations = _total(cell, key, "checked"), _total(cell, key, "violations")
-        ratios = (layer["decay"][key]["largest_ratio"] for layer in cell["layers"])
-        ratio = max((value for value in ratios if value is not None), default=None)
-        sentences.append(
-            f"{what}: {violations:,} violations in {count:,} comparisons"
-            + (f", the left side at most {ratio:.3g} of the right" if ratio is not None else "")
-            + "."
-        )
+        ratios = [layer["decay"][key]["largest_ratio"] for layer in cell["layers"]]
+        known = [ratio for ratio in ratios if ratio is not None]
+        most = f", the left side at most {max(known):.3g} of the right" if known else ""
+        sentences.append(f"{what}: {violations:,} violations in {count:,} comparisons{most}.")
     if not without_angles(cell):
         count = _total(cell, "score_against_eq20", "checked")
         above = _total(cell, "score_against_eq20", "violations")
@@ -217,50 +198,62 @@ def _decay_text(cell: Cell) -> str:
             f"{above:,} of {count:,} comparisons."
         )
     sentences.append("A bound above a share of 1 is weaker than |cos| ≤ 1.")
-    return " ".join(sentences)
+    score, lead = _decay(cell)["score"].dropna(), ""
+    if len(score):
+        ends = [f"{score[d]:.2g} at distance {d:,}" for d in (score.index[0], score.index[-1])]
+        lead = f"{cell['model']}: the mean score is {' and '.join(ends)}, as a share of |q||k|."
+    title = f"Score and bounds by distance: {cell['model']}"
+    return Section(title, lead, " ".join(sentences), decay_chart(cell))
 
 
-def _shift_text(cells: Sequence[Cell]) -> str:
-    sentences = []
-    for cell in cells:
-        last = cell["shifts"][-1]
-        change = mean(_score_changes(cell, len(cell["shifts"]) - 1)) or 0.0
-        how = (
-            "scores do not change beyond round-off"
-            if change < ROUND_OFF
-            else f"scores change by {change:.2g} of their spread"
-        )
-        share = mean(layer.get("absolute_share") for layer in cell["layers"])
-        sentences.append(
-            f"{cell['model']}, moved by {last['shift']:,} tokens: {how}; loss "
-            f"{_nats(_nats_change(last))} nats a token"
-            + (f"; {_percent(share)} of its scores depends on m + n." if share else ".")
-        )
-    return " ".join(sentences)
+def _shift_sentence(cell: Cell) -> str:
+    last = cell["shifts"][-1]
+    change = _score_changes(cell).mean().fillna(0.0).iloc[-1]
+    how = f"scores change by {change:.2g} of their spread"
+    if change < ROUND_OFF:
+        how = "scores do not change beyond round-off"
+    share = mean(layer.get("absolute_share") for layer in cell["layers"])
+    depends = f"; {_percent(share)} of its scores depends on m + n." if share else "."
+    return (
+        f"{cell['model']}, moved by {last['shift']:,} tokens: {how}; loss "
+        f"{_nats(_nats_change(last))} nats a token{depends}"
+    )
+
+
+def _form(cell: Cell) -> str:
+    return "rotary attention" if cell["form"] == "vanilla" else f"CoCA, {cell['form']} form"
+
+
+def _above(cell: Cell) -> float | None:
+    """Share of angles above π."""
+    return mean(seen_angles(layer)["cases"]["d"] for layer in cell["layers"])
 
 
 def _layer_histogram(angles: dict[str, Any]) -> list[float]:
     """Shares of the bins over all pairs, each pair weighted by its number of angles."""
-    weights = [1 - (share or 0.0) for share in angles["zero_share"]]
-    rows = angles["histogram"]
-    total = sum(weights) or 1.0
-    return [
-        sum(weight * (row[index] or 0.0) for weight, row in zip(weights, rows, strict=True)) / total
-        for index in range(len(rows[0]))
-    ]
+    weights = 1 - np.array(angles["zero_share"], dtype=float)
+    rows = np.nan_to_num(np.array(angles["histogram"], dtype=float))
+    return (weights @ rows / (weights.sum() or 1.0)).tolist()
 
 
-def _share(cell: Cell, index: int) -> list[float]:
+def _shares(cell: Cell, index: int) -> pd.Series:
     """Anomalous share of every rotary pair at one of the lengths, averaged over layers."""
     layers = [seen_angles(layer)["lengths"][index]["anomalous_share"] for layer in cell["layers"]]
-    pairs = max(len(layer) for layer in layers)
-    columns = ([layer[pair] for layer in layers if pair < len(layer)] for pair in range(pairs))
-    return [mean(column) or 0.0 for column in columns]
+    return pd.DataFrame(layers, dtype=float).mean().fillna(0.0)
 
 
-def _score_changes(cell: Cell, index: int) -> list[float]:
-    found = (layer["shifts"][index]["score_change"] for layer in cell["layers"])
-    return [value for value in found if value is not None]
+def _decay(cell: Cell) -> pd.DataFrame:
+    """Score and bounds by distance, averaged over layers; 0 counts as unknown."""
+    rows = [row for layer in cell["layers"] for row in layer["decay"]["by_distance"]]
+    frame = pd.DataFrame(rows, columns=["distance", *BOUNDS]).set_index("distance").astype(float)
+    means = frame.replace(0.0, np.nan).groupby("distance").mean()
+    return means.dropna(how="all")
+
+
+def _score_changes(cell: Cell) -> pd.DataFrame:
+    """A row for every layer, a column for every shift."""
+    rows = [[entry["score_change"] for entry in layer["shifts"]] for layer in cell["layers"]]
+    return pd.DataFrame(rows, columns=[entry["shift"] for entry in cell["shifts"]], dtype=float)
 
 
 def _nats_change(entry: dict[str, Any]) -> float:

@@ -1,9 +1,11 @@
 """Passkeys and needles in the report, passkeys in the layouts of the paper."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
+
+import pandas as pd
 
 from coca_lab.intervals import wilson_interval
 from coca_lab.report.charts import LineChart
@@ -24,7 +26,6 @@ METRICS = {
     "R-precision": "Mean share of the requested facts among as many that the answer gives first",
     "recall": "Mean share of the requested facts anywhere in the answer, among whatever others",
 }
-Keep = Callable[[dict[str, Any]], bool]
 
 
 def prompt_facts(cell: Cell) -> dict[Any, Any]:
@@ -47,19 +48,18 @@ def passkey_sections(cells: Sequence[Cell]) -> list[Section]:
     if not any(cell["accuracy"] for cell in cells):
         return [Section(title, found[0], header=header, rows=rows, note=note)]
     chart = _share_chart(lines, "accuracy", "share of passkeys found")
-    sections = [Section(title, _lead(lines), " ".join(found), chart, header, rows, note)]
-    if trained := training_length(lines):
-        sections += _distance_sections(lines, trained)
-    quarters = ["first quarter", "second", "third", "last quarter"]
-    keeps = [lambda r, q=q: min(int(4 * r["depth"]), 3) == q for q in range(4)]
-    sections.append(
+    sections = [
         Section(
-            "Passkeys found, by depth",
-            header=["depth in the prompt", *quarters],
-            rows=_share_rows(lines, keeps),
-            note="All prompt lengths together.",
+            title,
+            _lead(lines, "accuracy", "of the passkeys"),
+            " ".join(found),
+            chart,
+            header,
+            rows,
+            note,
         )
-    )
+    ]
+    sections += _sample_sections(_samples(lines), training_length(lines))
     title = "Strict minus slack: passkeys found"
     return sections + strict_minus_slack(cells, "accuracy", "length", title)
 
@@ -74,7 +74,7 @@ def passkey_findings(cells: Sequence[Cell]) -> list[str]:
     """Who finds most, then the others: at the shortest length, and at the longest with a find."""
     lines = by_line(cells)
     lengths = _lengths(lines)
-    last = _longest_found(lines)
+    last = _longest_found(lines, "accuracy")
     if last is None:
         return ["No passkey was found at any length."]
     sentences = [_ranking(lines, n) for n in dict.fromkeys((lengths[0], last))]
@@ -88,12 +88,15 @@ def needle_sections(cells: Sequence[Cell]) -> list[Section]:
     sections, metric = [], cells[0]["metric"]
     for kind, lines in _kinds(cells).items():
         columns, rows = length_table(lines, lambda cell: f"{cell['recall']:.2f}")
-        found = any(cell["recall"] for line in lines.values() for cell in line.values())
+        lead, chart = f"Needles, {kind}: nothing was found at any length.", None
+        if _longest_found(lines, "recall"):
+            lead = _lead(lines, "recall", f"of the facts ({kind})")
+            chart = _share_chart(lines, "recall", f"mean {metric}")
         sections.append(
             Section(
                 f"Needles: {kind}",
-                lead="" if found else f"Needles, {kind}: nothing was found at any length.",
-                chart=_share_chart(lines, "recall", f"mean {metric}") if found else None,
+                lead=lead,
+                chart=chart,
                 header=["prompt length in tokens", *columns],
                 rows=rows,
                 note=f"{METRICS[metric]}{_prompt_counts(lines)}.",
@@ -111,9 +114,8 @@ def needle_tables(cells: Sequence[Cell]) -> list[Table]:
     return tables
 
 
-def distance_edges(lines: Lines, trained: int) -> list[int]:
+def distance_edges(longest: int, trained: int) -> list[int]:
     """Edges of four ranges: up to the training length, then three with equal ratios."""
-    longest = max(record["distance"] for line in lines.values() for record in _samples(line))
     if longest <= trained:
         return [0, longest]
     ratio = (longest / trained) ** (1 / 3)
@@ -136,9 +138,9 @@ def _lengths(lines: Lines) -> list[int]:
     return sorted({length for line in lines.values() for length in line})
 
 
-def _longest_found(lines: Lines) -> int | None:
-    """The longest prompts in which a passkey was found."""
-    found = {n for line in lines.values() for n, cell in line.items() if cell["accuracy"]}
+def _longest_found(lines: Lines, value: str) -> int | None:
+    """The longest prompts in which something was found."""
+    found = {n for line in lines.values() for n, cell in line.items() if cell[value]}
     return max(found, default=None)
 
 
@@ -160,32 +162,30 @@ def _share_chart(lines: Lines, value: str, label: str) -> LineChart:
     )
 
 
-def _ranked(lines: Lines, length: int) -> list[tuple[Cell, list[str]]]:
-    """The best line of every model at a length, those with most passkeys first."""
+def _ranked(lines: Lines, length: int, value: str) -> list[tuple[Cell, list[str]]]:
+    """The best line of every model at a length, those that find most first."""
     best: dict[str, tuple[str, Cell]] = {}
     for key, line in lines.items():
-        if length in line and (
-            key[0] not in best or line[length]["accuracy"] > best[key[0]][1]["accuracy"]
-        ):
+        if length in line and (key[0] not in best or line[length][value] > best[key[0]][1][value]):
             best[key[0]] = line_label(key), line[length]
     shares: dict[float, tuple[Cell, list[str]]] = {}
     for label, cell in best.values():
-        shares.setdefault(cell["accuracy"], (cell, []))[1].append(label)
+        shares.setdefault(cell[value], (cell, []))[1].append(label)
     return [shares[share] for share in sorted(shares, reverse=True)]
 
 
-def _lead(lines: Lines) -> str:
-    last = _longest_found(lines)
-    assert last is not None
-    cell, labels = _ranked(lines, last)[0]
+def _lead(lines: Lines, value: str, what: str) -> str:
+    """Who finds most in the longest prompts in which something was found."""
+    last = _longest_found(lines, value) or 0
+    cell, labels = _ranked(lines, last, value)[0]
     finds = "find" if len(labels) > 1 else "finds"
     where = f"At {last:,} tokens{times_trained(lines, last)}"
-    most = f" {finds} {cell['accuracy']:.0%} of the passkeys"
-    return f"{where} {enumeration(labels)}{most}{', the most' if len(lines) > 1 else ''}."
+    most = ", the most" if len(lines) > 1 else ""
+    return f"{where} {enumeration(labels)} {finds} {cell[value]:.0%} {what}{most}."
 
 
 def _ranking(lines: Lines, length: int) -> str:
-    ranked = _ranked(lines, length)
+    ranked = _ranked(lines, length, "accuracy")
     parts = [f"{enumeration(labels)} {cell['accuracy']:.2f}" for cell, labels in ranked]
     low, high = ranked[0][0]["wilson95"]
     where = f"At {length:,} tokens{times_trained(lines, length)}"
@@ -199,68 +199,61 @@ def _accuracy(cell: Cell) -> Entry:
     return Entry(f"{cell['accuracy']:.2f}", f"{hits} of {trials}; {low:.2f}–{high:.2f}")
 
 
-def _distance_sections(lines: Lines, trained: int) -> list[Section]:
-    """The layouts of the paper's Figures 4 and 5."""
-    conditions: dict[str, Keep] = {
-        "at most": lambda r: r["distance"] <= trained,
-        "more than": lambda r: r["distance"] > trained,
-    }
-    sections = []
-    for where, keep in conditions.items():
-        rows = {
-            key: {n: s for n, cell in line.items() if (s := _share(cell["samples"], keep))}
+def _samples(lines: Lines) -> pd.DataFrame:
+    """A row for every prompt, with the label of its line and its length."""
+    return pd.DataFrame(
+        [
+            {"line": line_label(key), "length": length, **record}
             for key, line in lines.items()
-        }
-        lengths = sorted({n for line in rows.values() for n in line})
-        if lengths:
-            sections.append(
-                Section(
-                    f"Passkeys {where} {trained:,} tokens from the end",
-                    text="The layout of the paper’s Figure 4: keys within and beyond the training "
-                    "length, counted from the end of the prompt.",
-                    header=["prompt length in tokens", *(f"{n:,}" for n in lengths)],
-                    rows=[
-                        [line_label(key), *(_share_text(line.get(n)) for n in lengths)]
-                        for key, line in rows.items()
-                    ],
-                )
-            )
-    ranges = list(pairwise(distance_edges(lines, trained)))
-    keeps = [lambda r, a=a, b=b: a < r["distance"] <= b for a, b in ranges]
-    sections.append(
-        Section(
-            "Passkeys found, by distance",
-            text="The layout of the paper’s Figure 5: all prompt lengths together, by the "
-            "number of tokens between the key and the end of the prompt.",
-            header=["distance in tokens", *(f"{low + 1:,} to {high:,}" for low, high in ranges)],
-            rows=_share_rows(lines, keeps),
-            note="Hits out of trials in each range, with Wilson’s 95 % interval.",
-        )
+            for length, cell in line.items()
+            for record in cell["samples"]
+        ]
     )
-    return sections
 
 
-def _samples(line: dict[int, Cell]) -> list[dict[str, Any]]:
-    return [record for cell in line.values() for record in cell["samples"]]
+def _sample_sections(samples: pd.DataFrame, trained: int | None) -> list[Section]:
+    """The layouts of the paper's Figures 4 and 5, and the depth in the prompt."""
+    sections, note = [], "Hits out of trials, with Wilson’s 95 % interval."
+    if trained:
+        text = (
+            "The layout of the paper’s Figure 4: keys within and beyond the training length, "
+            "counted from the end of the prompt."
+        )
+        near = samples["distance"] <= trained
+        for where, some in (("at most", samples[near]), ("more than", samples[~near])):
+            if len(some):
+                lengths = some["length"].astype("category").cat.rename_categories("{:,}".format)
+                header, rows = _shares(some, lengths, "prompt length in tokens")
+                title = f"Passkeys {where} {trained:,} tokens from the end"
+                sections.append(Section(title, "", text, None, header, rows, note))
+        text = (
+            "The layout of the paper’s Figure 5: all prompt lengths together, by the number of "
+            "tokens between the key and the end of the prompt."
+        )
+        edges = distance_edges(samples["distance"].max(), trained)
+        names = [f"{low + 1:,} to {high:,}" for low, high in pairwise(edges)]
+        ranges = pd.cut(samples["distance"], edges, labels=names)
+        header, rows = _shares(samples, ranges, "distance in tokens")
+        sections.append(Section("Passkeys found, by distance", "", text, None, header, rows, note))
+    quarters = ["first quarter", "second", "third", "last quarter"]
+    edges = [0, 0.25, 0.5, 0.75, math.inf]
+    depths = pd.cut(samples["depth"], edges, right=False, labels=quarters)
+    header, rows = _shares(samples, depths, "depth in the prompt")
+    title, text = "Passkeys found, by depth", "All prompt lengths together."
+    return [*sections, Section(title, "", text, None, header, rows, note)]
 
 
-def _share_rows(lines: Lines, keeps: Sequence[Keep]) -> list[list[str]]:
-    """One row per line, one column per condition, from the samples of all prompt lengths."""
-    return [
-        [line_label(key), *(_share_text(_share(_samples(line), keep)) for keep in keeps)]
-        for key, line in lines.items()
-    ]
+def _shares(samples: pd.DataFrame, columns: pd.Series, title: str) -> Table:
+    """Share of hits with its interval: a row for every line, a column for every category."""
+    table = samples.assign(column=columns).pivot_table(
+        "hit", "line", "column", aggfunc=_share_text, sort=False, observed=True
+    )
+    names = [name for name in columns.cat.categories if name in table]
+    rows = [[line, *row] for line, *row in table[names].fillna("–").itertuples()]
+    return [title, *names], rows
 
 
-def _share(records: Sequence[dict[str, Any]], keep: Keep) -> tuple[int, int] | None:
-    """Hits and trials of the samples that satisfy a condition; None without any."""
-    hits = [record["hit"] for record in records if keep(record)]
-    return (sum(hits), len(hits)) if hits else None
-
-
-def _share_text(share: tuple[int, int] | None) -> str:
-    if share is None:
-        return "–"
-    hits, trials = share
-    low, high = wilson_interval(hits, trials) or (math.nan, math.nan)
-    return f"{hits / trials:.2f} ({hits}/{trials}; {low:.2f}–{high:.2f})"
+def _share_text(hits: pd.Series) -> str:
+    found, trials = int(hits.sum()), len(hits)
+    low, high = wilson_interval(found, trials) or (math.nan, math.nan)
+    return f"{found / trials:.2f} ({found}/{trials}; {low:.2f}–{high:.2f})"
