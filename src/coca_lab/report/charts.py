@@ -6,7 +6,7 @@ variables of the page's style sheet, since they depend on whether the page is li
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,11 @@ DARK = (
 """The same colours on a dark page."""
 TURNS = ((1, 0), (6, 3), (2, 3), (9, 3, 2, 3))
 """Dashes of lines without dashes of their own, by how often the colours have been used up."""
-WIDTH, HEIGHT, ROW = 660, 300, 18
+ENTRIES = 8
+"""Names in a legend, at most; the lines of all others are drawn on demand."""
+SPAN = 1.2
+"""A vertical axis of one model reaches from a value to so many times it, at least."""
+WIDTH, HEIGHT = 660, 300
 FONT = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
 STYLE = {
     "background": "transparent",
@@ -59,6 +63,7 @@ STYLE = {
     },
 }
 
+ENDS = ("y", "low", "high")
 Palette = dict[str, int]
 """The place of every name's colour, so that a model has one colour on a page."""
 Ends = tuple[float, float]
@@ -77,6 +82,8 @@ class Line:
         dash: Lengths of dashes and gaps; by default as often as the colours repeat.
         joined: Whether the points are joined.
         dotted: Whether the points are shown.
+        main: Whether it goes before others where there are too many.
+        named: Whether it stands in the legend; if not, it comes and goes with its colour.
     """
 
     label: str
@@ -87,6 +94,13 @@ class Line:
     dash: Sequence[int] = ()
     joined: bool = True
     dotted: bool = True
+    main: bool = True
+    named: bool = True
+
+    @property
+    def hue(self) -> str:
+        """The name that its colour belongs to."""
+        return self.colour or self.label
 
     def points(self) -> list[dict[str, Any]]:
         """The finite points as rows of data."""
@@ -132,9 +146,17 @@ class LineChart:
     bars: bool = True
 
     @property
+    def legend(self) -> list[str]:
+        """The names that are shown at first."""
+        named = [line for line in self.lines if line.named]
+        if len({line.label for line in named}) > ENTRIES:
+            named = [line for line in named if line.main]
+        return list(dict.fromkeys(line.label for line in named))[:ENTRIES]
+
+    @property
     def rows(self) -> int:
         """Entries of the legend."""
-        return len({line.label for line in self.lines})
+        return len(self.legend)
 
     def words(self) -> str:
         """What the chart shows, for screen readers: its axes, and the ends of every line."""
@@ -148,24 +170,37 @@ class LineChart:
         return f"Lines of {self.y} against {self.x}. {'; '.join(parts)}."
 
     def specification(self, palette: Palette) -> dict[str, Any]:
-        """The Vega-Lite specification; ``usermeta.log`` says whether the axis can be switched."""
+        """The Vega-Lite specification, and in ``usermeta`` what the page's script may change.
+
+        ``log``: whether the vertical axis is logarithmic, if it can be switched. ``hidden``: how
+        many lines are filtered out at first.
+        """
+        names = self.legend
+        hues = {line.hue for line in self.lines if line.label in names}
+        drawn = [line.label in names if line.named else line.hue in hues for line in self.lines]
         looks = {line.label: _look(line, palette) for line in self.lines}
-        domain = list(looks)
-        colours, dashes = zip(*looks.values(), strict=True)
+        seen = [line for line in self.lines if line.label in names]
+        widths = {line.label: _width(line, seen) for line in self.lines}
         shown = alt.selection_point(name="shown", fields=["line"], bind="legend", toggle="true")
         zoom = alt.selection_interval(name="zoom", bind="scales", zoom="wheel![event.shiftKey]")
-        legend = alt.Legend(title=None, symbolType="stroke")
-        base = alt.Chart(
-            alt.InlineData(values=[point for line in self.lines for point in line.points()])
-        ).encode(
+        legend = alt.Legend(title=None, symbolType="stroke", values=names)
+
+        def by_line(values: Iterable[Any]) -> dict[str, Any]:
+            scale = alt.Scale(type="ordinal", domain=[*looks], range=[*values])
+            return {"scale": scale, "legend": legend}
+
+        points = [
+            point | {"first": first}
+            for line, first in zip(self.lines, drawn, strict=True)
+            for point in line.points()
+        ]
+        base = alt.Chart(alt.InlineData(values=points)).transform_filter("all || datum.first")
+        base = base.encode(
             x=alt.X("x:Q", title=self.x, scale=self._scale_x(), axis=self._axis_x()),
             y=alt.Y("y:Q", title=self.y, scale=self._scale_y(), axis=alt.Axis(format=",~g")),
-            color=alt.Color(
-                "line:N", scale=alt.Scale(domain=domain, range=list(colours)), legend=legend
-            ),
-            strokeDash=alt.StrokeDash(
-                "line:N", scale=alt.Scale(domain=domain, range=list(dashes)), legend=legend
-            ),
+            color=alt.Color("line:N", **by_line(colour for colour, _ in looks.values())),
+            strokeDash=alt.StrokeDash("line:N", **by_line(dash for _, dash in looks.values())),
+            strokeWidth=alt.StrokeWidth("line:N", **by_line(widths.values())),
             opacity=alt.condition(shown, alt.value(1), alt.value(0.1)),
             tooltip=[
                 alt.Tooltip("line:N", title="line"),
@@ -174,19 +209,24 @@ class LineChart:
                 alt.Tooltip("interval:N", title="95 % interval"),
             ],
         )
-        layers: list[Any] = [base.transform_filter("datum.joined").mark_line(strokeWidth=2)]
+        layers: list[Any] = [base.transform_filter("datum.joined").mark_line()]
         # Named, as names that Altair gives differ from call to call.
         layers[0] = layers[0].add_params(shown, zoom).properties(name="lines")
         layers.append(base.transform_filter("datum.dotted").mark_circle(size=45))
         if self.bars and any(line.ends for line in self.lines):
             bars = base.transform_filter("isValid(datum.low)")
-            layers.append(bars.mark_rule(strokeWidth=1.2).encode(y="low:Q", y2="high:Q"))
+            ends = {"y": "low:Q", "y2": "high:Q", "strokeWidth": alt.value(1.2)}
+            layers.append(bars.mark_rule().encode(**ends))
         layers += self._marks()
         chart = alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
         made = _styled(chart)
         made["padding"] = {"top": 5, "left": 5, "bottom": 5, "right": 25}
+        made["params"] = [{"name": "all", "value": False}, *made["params"]]
+        made["usermeta"] = {
+            "hidden": len({line.label for line in self.lines if line.named}) - len(names)
+        }
         if self.log_y is not None:
-            made["usermeta"] = {"log": self.log_y}
+            made["usermeta"]["log"] = self.log_y
         return made
 
     def _scale_x(self) -> alt.Scale:
@@ -200,11 +240,18 @@ class LineChart:
         return alt.Axis(format=",~g")
 
     def _scale_y(self) -> alt.Scale:
-        if self.log_y:
-            return alt.Scale(type="log", nice=False, padding=8)
         if self.top is not None:
-            return alt.Scale(domain=[0, self.top])
-        return alt.Scale(zero=self.log_y is None)
+            return alt.Scale(domain=[-0.02 * self.top, 1.06 * self.top], nice=False)
+        domain: Any = alt.Undefined
+        values = [p[n] for line in self.lines for p in line.points() for n in ENDS if n in p]
+        if self.log_y is not None and len({line.hue for line in self.lines}) == 1 and values:
+            low, high = min(values), max(values)
+            if 0 < low <= high < SPAN * low:
+                middle, reach = math.sqrt(low * high), math.sqrt(SPAN)
+                domain = [float(f"{end:.4g}") for end in (middle / reach, middle * reach)]
+        if self.log_y:
+            return alt.Scale(type="log", nice=False, padding=8, domain=domain)
+        return alt.Scale(zero=self.log_y is None, domain=domain)
 
     def _marks(self) -> list[Any]:
         """The marked place and level."""
@@ -302,6 +349,20 @@ def _styled(chart: Any) -> dict[str, Any]:
 
 
 def _look(line: Line, palette: Palette) -> tuple[str, list[int]]:
-    place = palette.setdefault(line.colour or line.label, len(palette))
+    place = palette.setdefault(line.hue, len(palette))
     turn = place // len(COLOURS)
     return f"var(--c{place % len(COLOURS)})", list(line.dash or TURNS[turn % len(TURNS)])
+
+
+def _width(line: Line, seen: Sequence[Line]) -> int:
+    """Width of a line: what later ones would cover stays visible at their sides."""
+    if line not in seen:
+        return 2
+    every = [point["y"] for each in seen for point in each.points()]
+    near = 0.01 * (max(every) - min(every)) if every else 0.0
+    points = {point["x"]: point["y"] for point in line.points()}
+    covers = 0
+    for later in seen[seen.index(line) + 1 :]:
+        apart = [abs(p["y"] - points[p["x"]]) for p in later.points() if p["x"] in points]
+        covers += 2 * sum(each <= near for each in apart) > len(points) > 1
+    return 2 + 4 * min(covers, 2)

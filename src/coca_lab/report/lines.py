@@ -76,6 +76,7 @@ def curves(
             [interval(cell) for cell in line.values()],
             colour=key[0],
             dash=DASHES.get(key[1], (6, 3)),
+            main=key[1] == "none",
         )
         for key, line in lines.items()
     ]

@@ -17,20 +17,26 @@ from coca_attention.errors import UserError
 from coca_lab.files import check_output, write_text
 from coca_lab.report.charts import COLOURS, DARK, Palette, static_svg
 from coca_lab.report.results import (
+    Cell,
     all_cells,
     claimed_twice,
+    naming_files,
     read_results,
     short_names,
     without_copies,
 )
 from coca_lab.report.section import Section
 from coca_lab.report.tasks import REPORTS, by_task
-from coca_lab.report.training import training_sections
+from coca_lab.report.training import Run, training_sections
 
 MARK = "--page: #fff; --text: #1b1b1b;"
 """In the style of every page, those of earlier versions included."""
 TALL = 3000
 """Pixels of charts on a phone; what comes after them is folded away."""
+
+
+Tasks = dict[str, list[list[Cell]]]
+"""By the name of a task, groups of comparable cells."""
 
 
 @dataclass(frozen=True)
@@ -84,33 +90,8 @@ def build_report(
     Raises:
         UserError: If there is nothing to show, or a result lacks a required field.
     """
-    try:
-        return _render(contents, title, paper)
-    except KeyError as error:
-        raise UserError(
-            f"a result lacks the field {error}; was the file written by this version of coca eval?"
-        ) from error
-
-
-def _render(contents: Sequence[dict[str, Any]], title: str | None, paper: bool) -> str:
-    cells = all_cells(contents)
-    runs = without_copies(
-        [{"file": c.get("file"), **run} for c in contents for run in c.get("training", [])]
-    )
-    tasks = by_task(cells)
-    _tell_apart([group for groups in tasks.values() for group in groups], cells, runs)
-    sections: list[Section] = []
-    groups_told = []
-    for name, groups in tasks.items():
-        report = REPORTS[name]
-        for number, group in enumerate(groups, 1):
-            found = [*report.sections(group), *report.paper(group, paper)]
-            if len(groups) > 1:
-                which = f"{report.noun} {number}"
-                found = [_of_group(section, which) for section in found]
-                groups_told.append(f"{_capital(which)}: {_members(group)}")
-            sections += found
-    sections += training_sections(runs)
+    tasks, runs = tasks_and_runs(contents)
+    sections = page_sections(tasks, runs, paper)
     if not sections:
         raise UserError("the result files hold neither results nor training curves")
     environments = [
@@ -124,7 +105,7 @@ def _render(contents: Sequence[dict[str, Any]], title: str | None, paper: bool) 
     return template.from_string(source).render(
         title=title or _title(list(tasks)),
         palettes={"light": COLOURS, "dark": DARK},
-        groups=groups_told,
+        groups=_groups(tasks),
         first=shown[:open_count],
         more=shown[open_count:],
         library=_library() if any(each.svg for each in shown) else "",
@@ -135,6 +116,44 @@ def _render(contents: Sequence[dict[str, Any]], title: str | None, paper: bool) 
         },
         environments=_unique(environments),
     )
+
+
+def tasks_and_runs(contents: Sequence[dict[str, Any]]) -> tuple[Tasks, list[Run]]:
+    """What result files hold; names that mean two models are told apart by their files."""
+    cells = all_cells(contents)
+    runs = without_copies(
+        [{"file": c.get("file"), **run} for c in contents for run in c.get("training", [])]
+    )
+    with naming_files(cells):
+        tasks = by_task(cells)
+    _tell_apart([group for groups in tasks.values() for group in groups], cells, runs)
+    return tasks, runs
+
+
+def page_sections(tasks: Tasks, runs: Sequence[Run], paper: bool) -> list[Section]:
+    """The sections of a page in order; the first one has a chart, if any has."""
+    sections: list[Section] = []
+    for name, groups in tasks.items():
+        report = REPORTS[name]
+        for number, group in enumerate(groups, 1):
+            with naming_files(group):
+                found = [*report.sections(group), *report.paper(group, paper)]
+            which = f"{report.noun} {number}"
+            sections += [_of_group(s, which) for s in found] if len(groups) > 1 else found
+    with naming_files(runs):
+        sections += training_sections(runs)
+    drawn = [section for section in sections if section.chart]
+    return sorted(sections, key=lambda section: section not in drawn[:1])
+
+
+def _groups(tasks: Tasks) -> list[str]:
+    """Of tasks whose results are not all comparable, what every group has."""
+    return [
+        f"{_capital(REPORTS[name].noun)} {number}: {_members(group)}"
+        for name, groups in tasks.items()
+        if len(groups) > 1
+        for number, group in enumerate(groups, 1)
+    ]
 
 
 def _library() -> str:

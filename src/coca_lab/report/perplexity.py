@@ -39,7 +39,7 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
             text=" ".join(found),
             chart=LineChart(
                 _curves(lines, windows),
-                "window: tokens read at once",
+                f"window: tokens read at once{' (dotted: the last ones only)' if short else ''}",
                 "perplexity (lower is better)",
                 ticks=windows,
                 log_y=True,
@@ -156,8 +156,9 @@ def _plain(lines: Lines) -> Lines:
 
 def _curves(lines: Lines, windows: Sequence[int]) -> list[Line]:
     found = curves(_plain(lines), _value, lambda cell: cell.get("ci95"))
+    ends = [windows[0], windows[-1]]
     return found + [
-        Line(line_label(key), [windows[0], windows[-1]], 2 * [_value(cell)], None, key[0], (2, 3))
+        Line(line_label(key), ends, 2 * [_value(cell)], None, key[0], (2, 3), named=False)
         for key, line in lines.items()
         if key[1] == "attend-last"
         for cell in line.values()

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,9 @@ def _read(path: Path) -> dict[str, Any]:
         )
     if "lm_eval_version" in content:
         content = {"results": _harness_cells(content)}
+    cells = content.get("results", [])
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
+        raise UserError(f"{path}: not a result file: results must be a list of objects")
     if "curve" in content:
         # A copy of a run's training.json takes the run's name from the name of the file.
         name = path.resolve().parent.name if path.name == "training.json" else path.stem
@@ -99,6 +103,20 @@ def _harness_cells(content: dict[str, Any]) -> list[Cell]:
         {**about, "name": name, "metrics": {n: v for n, v in metrics.items() if "," in n}}
         for name, metrics in content["results"].items()
     ]
+
+
+@contextmanager
+def naming_files(cells: Sequence[Cell]) -> Iterator[None]:
+    """Turn a missing field of cells, or runs, into a UserError that names their files."""
+    try:
+        yield
+    except KeyError as error:
+        files = [cell.get("file") for cell in cells if error.args[0] not in cell]
+        named = ", ".join(dict.fromkeys(file for file in files if file))
+        raise UserError(
+            f"{named or 'the results'}: a result lacks the field {error}; write the file again "
+            "with this version of the command"
+        ) from error
 
 
 def all_cells(contents: Sequence[dict[str, Any]]) -> list[Cell]:

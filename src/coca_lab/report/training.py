@@ -13,11 +13,11 @@ UNITS = {
     "attention": "attention outputs: share of the teacher’s variance not explained",
 }
 MEASURES = {
-    "learning_rate": ("Learning rate", "learning rate"),
-    "grad_norm": ("Gradient norm", "gradient norm before clipping"),
-    "tokens_per_second": ("Throughput", "tokens per second"),
+    "learning_rate": ("Learning rate", "learning rate", "Largest learning rate"),
+    "grad_norm": ("Gradient norm", "gradient norm before clipping", "Largest gradient norm"),
+    "tokens_per_second": ("Throughput", "tokens per second", "Most tokens per second"),
 }
-"""Fields of a curve besides the loss: title and axis."""
+"""Fields of a curve besides the loss: title, axis, and what the lead says."""
 TOKENS = "tokens trained on (millions)"
 # A converted model has recovered at 1 % and 0.5 % more perplexity than its start.
 NEAR = (0.01, 0.005)
@@ -115,8 +115,10 @@ def _retrieval(runs: Sequence[Run]) -> list[Section]:
     if not any(value for line in lines for value in line.y):
         lead = "No passkey or needle was found in training."
         return [Section(title, lead, text, None, header, rows)]
+    last = {line.label: line.y[-1] for line in lines}
+    lead = _extreme("Largest share found at the end", last, max)
     return [
-        Section(title, "", text, LineChart(lines, TOKENS, "share found", top=1.0), header, rows)
+        Section(title, lead, text, LineChart(lines, TOKENS, "share found", top=1.0), header, rows)
     ]
 
 
@@ -141,14 +143,16 @@ def _losses(runs: Sequence[Run]) -> list[Section]:
         ]
         if lines:
             title = "Training" if objective == "next_token" else f"Training: {objective}"
-            sections.append(Section(title, chart=LineChart(lines, TOKENS, unit, log_y=False)))
+            last = {line.label: line.y[-1] for line in lines}
+            lead = _extreme("Lowest training loss at the end", last, min)
+            sections.append(Section(title, lead, chart=LineChart(lines, TOKENS, unit, log_y=False)))
     return sections
 
 
 def _measures(runs: Sequence[Run]) -> list[Section]:
     """Learning rate, gradient norm and throughput, of the runs that recorded them."""
     sections = []
-    for name, (title, unit) in MEASURES.items():
+    for name, (title, unit, what) in MEASURES.items():
         lines = [
             _curve(run, part, lambda entry, name=name: entry[name])
             for run in runs
@@ -156,8 +160,15 @@ def _measures(runs: Sequence[Run]) -> list[Section]:
         ]
         if lines:
             chart = LineChart(lines, TOKENS, unit, log_y=False)
-            sections.append(Section(f"{title} in training", chart=chart))
+            most = {line.label: max(y for y in line.y if y is not None) for line in lines}
+            sections.append(Section(f"{title} in training", _extreme(what, most, max), chart=chart))
     return sections
+
+
+def _extreme(what: str, values: dict[str, Any], choose: Callable[..., float]) -> str:
+    """The lowest or largest of the runs' values, and whose it is."""
+    best = choose(values.values())
+    return f"{what}: {best:,.4g}, of {enumeration([n for n, v in values.items() if v == best])}."
 
 
 def _objective(run: Run, entry: dict[str, Any]) -> str:

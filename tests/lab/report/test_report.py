@@ -3,13 +3,24 @@
 import json
 import math
 import re
+from collections import Counter
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import vl_convert
 
-from coca_lab.report import Entry, Section, build_report, printed_tables, write_report
+from coca_lab.report import (
+    Entry,
+    Line,
+    LineChart,
+    Section,
+    build_report,
+    printed_tables,
+    write_report,
+)
 from coca_lab.report.lines import by_line
+from coca_lab.report.page import page_sections, tasks_and_runs
 from coca_lab.report.perplexity import (
     perplexity_findings,
     perplexity_sections,
@@ -18,6 +29,8 @@ from coca_lab.report.perplexity import (
 )
 from coca_lab.report.results import all_cells, read_results
 from coca_lab.report.tasks import by_task
+
+RESULTS = Path(__file__).parents[3] / "results"
 
 
 def passkey(model: str, length: int, hits: int) -> dict:
@@ -129,8 +142,8 @@ def test_a_chart_is_drawn_from_one_specification_with_and_without_scripts(html):
     ]
     assert html.count('role="img"') == len(specifications) == html.count('class="marks"') == 2
     perplexity = specifications[0]
-    assert {param["name"] for param in perplexity["params"]} == {"shown", "zoom"}
-    assert perplexity["usermeta"] == {"log": True}
+    assert {param["name"] for param in perplexity["params"]} == {"all", "shown", "zoom"}
+    assert perplexity["usermeta"] == {"log": True, "hidden": 0}
     points = [point for data in perplexity["datasets"].values() for point in data]
     drawn = {(point["line"], point["x"]): point["y"] for point in points if "line" in point}
     assert drawn["RoFormer + NTK (4)", 128] == 60.0
@@ -290,7 +303,13 @@ def test_a_run_is_called_by_its_folder_and_a_copy_of_its_file_by_its_name(tmp_pa
         ('{"a": 1}', "expected an object with results"),
         ('{"results": []}', "neither results nor training curves"),
         ('{"results": [{"task": "poetry", "model": "m"}]}', "neither results nor training"),
-        ('{"results": [{"task": "perplexity", "model": "m"}]}', "lacks the field 'scaling'"),
+        (
+            '{"results": [{"task": "perplexity", "model": "m"}]}',
+            "r.json: a result lacks .*'scaling'",
+        ),
+        ('{"results": [{}]}', "r.json: a result lacks the field 'task'"),
+        ('{"results": [3]}', "r.json: not a result file: results must be a list of objects"),
+        ('{"curve": [{"step": 1, "loss": 2.0}]}', "r.json: a result lacks the field 'tokens'"),
     ],
 )
 def test_unfit_result_files_are_refused(tmp_path, content, message):
@@ -402,6 +421,50 @@ def test_folders_are_read_for_what_is_in_them(tmp_path):
         read_results([tmp_path / "empty"])
 
 
+HOSTILE = """</title></script></svg><script>alert(1)</script><img src=x onerror='alert(2)'>"""
+
+
+def test_hostile_names_and_titles_of_documents_are_text():
+    """Of a model, a document, a run and the page: no element of theirs is in the page."""
+    documents = [{"id": HOSTILE, "nats": 350.0, "tokens": 1000}]
+    cells = [cell(HOSTILE, window, 40.0, documents=documents) for window in (64, 128)]
+    cells += [{**passkey(HOSTILE, 64, 3), "machine": HOSTILE}]
+    recipe = {"data": {"source": HOSTILE}}
+    environment = {**ENVIRONMENT, "processor": HOSTILE, "command": HOSTILE}
+    run = {**TRAINING, "name": HOSTILE, "recipe": recipe}
+
+    def elements(html):
+        page = Elements()
+        page.feed(html.replace(vl_convert.javascript_bundle(), ""))
+        return page.found
+
+    found = elements(
+        build_report(
+            [{"results": cells, "training": [run], "environment": environment, "file": HOSTILE}],
+            title=HOSTILE,
+        )
+    )
+    plain = json.loads(json.dumps([cells, run]).replace(json.dumps(HOSTILE)[1:-1], "x"))
+    expected = elements(
+        build_report(
+            [{"results": plain[0], "training": [plain[1]], "environment": ENVIRONMENT}], title="x"
+        )
+    )
+    assert found["script"] == expected["script"] > 2 and found["svg"] == expected["svg"] > 0
+    assert found["img"] == 0 and not found["onerror"]
+
+
+class Elements(HTMLParser):
+    """How often a page has every element and attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def handle_starttag(self, tag, attrs):
+        self.found.update([tag, *(name for name, _ in attrs)])
+
+
 NAMES = ['$\\frac{x}$ <b>&amp; "q" --> $', "_" + "W" * 150, "stroke: #d55e00", "模型 $x$", "a$"]
 
 
@@ -428,12 +491,14 @@ def test_a_model_has_one_colour_on_a_page():
 
 
 def test_a_long_page_is_folded_and_every_table_is_there_as_csv():
-    runs = [{**TRAINING, "name": f"run {i}"} for i in range(60)]
+    rates = {"learning_rate": 0.1, "grad_norm": 2.0, "tokens_per_second": 9.0}
+    curve = [{**point, **rates} for point in TRAINING["curve"]]
+    runs = [{**TRAINING, "name": f"run {i}", "curve": curve} for i in range(60)]
     content = {**CONTENT, "results": [*CELLS, passkey("a", 64, 2)], "training": runs}
     page = build_report([content])
     first, more = page.split('<details class="more"><summary>', 1)
     assert "Passkeys found, by prompt length" in first and "Passkeys found, by depth" in page
-    assert "training loss" in more and "figures and tables</summary>" in more
+    assert "Throughput in training" in more and "figures and tables</summary>" in more
     assert page.count('.csv" href="data:text/csv') == page.count("<table>\n") > 5
 
 
@@ -527,3 +592,76 @@ def test_positions():
     (placed,) = sections[1:]
     assert placed.header == ["tokens read before", "1 to 4", "5 to 8"]
     assert placed.rows == [["a", "7.4", "–"]]
+
+
+def specification(lines, **options):
+    return LineChart(lines, "x", "y", **options).specification({})
+
+
+def test_the_axis_of_one_model_is_wide_enough_that_noise_is_no_trend():
+    """A line from 251.1 to 251.75 fills 2 % of the axis, not all of it."""
+    flat = Line("a", [1, 2, 3], [251.1, 251.75, 251.4])
+    for log_y in (True, False):
+        made = specification([flat], log_y=log_y)
+        low, high = made["layer"][0]["encoding"]["y"]["scale"]["domain"]
+        assert low < 240 and high > 265
+        other = Line("b", [1, 2, 3], [250.0, 251.0, 252.0])
+        made = specification([flat, other], log_y=log_y)
+        assert "domain" not in made["layer"][0]["encoding"]["y"]["scale"]  # a comparison
+    wide = specification([Line("a", [1, 2], [100.0, 130.0])], log_y=True)
+    assert "domain" not in wide["layer"][0]["encoding"]["y"]["scale"]
+
+
+def test_a_legend_has_at_most_eight_names_and_the_others_come_on_demand():
+    models = [Line(f"m{i}", [1, 2], [i, i + 0.5], colour=f"m{i}") for i in range(5)]
+    scaled = [Line(f"m{i} + NTK", [1, 2], [9, 9], colour=f"m{i}", main=False) for i in range(5)]
+    last = [Line(f"m{i}, last", [1, 2], [5, 5], colour=f"m{i}", named=False) for i in range(5)]
+
+    def shown(lines):
+        made = specification(lines)
+        points = [point for rows in made["datasets"].values() for point in rows]
+        names = made["layer"][0]["encoding"]["color"]["legend"]["values"]
+        return names, {p["line"] for p in points if p["first"]}, made["usermeta"]["hidden"]
+
+    names = [line.label for line in models]
+    assert shown([*models, *scaled[:3], *last]) == (
+        [*names, *(line.label for line in scaled[:3])],
+        {line.label for line in [*models, *scaled[:3], *last]},
+        0,
+    )
+    assert shown([*models, *scaled, *last]) == (
+        names, {*names, *(line.label for line in last)}, 5,
+    )  # fmt: skip
+    many = [Line(f"m{i}", [1, 2], [i, i]) for i in range(12)]
+    assert shown(many)[0] == [f"m{i}" for i in range(8)] and shown(many)[2] == 4
+
+
+def test_a_line_under_another_is_wider_than_it():
+    """Two models that find every passkey are both to be seen."""
+    found = Line("a", [1, 2, 4], [1.0, 1.0, 1.0]), Line("b", [1, 2, 4], [1.0, 1.0, 0.999])
+    apart = Line("c", [1, 2, 4], [1.0, 0.5, 0.0])
+    scale = specification([*found, apart])["layer"][0]["encoding"]["strokeWidth"]["scale"]
+    widths = dict(zip(scale["domain"], scale["range"], strict=True))
+    assert widths["a"] > widths["b"] == widths["c"]
+
+
+@pytest.mark.parametrize("folder", sorted(p for p in RESULTS.iterdir() if any(p.glob("*.json"))))
+def test_a_published_study_shows_a_chart_first(folder):
+    sections = page_sections(*tasks_and_runs(read_results([folder])), False)
+    assert sections[0].chart and sections[0].title
+
+
+def test_titles_of_charts_are_findings():
+    cells = [*CELLS, passkey("a", 64, 2)]
+    needle = {"task": "needles", "kind": "single", "length": 512, "scaling": "none", "samples": []}
+    needle |= {"model": "a", "recall": 0.5, "metric": "R-precision", "training_length": 64}
+    html = build_report([{"results": [*cells, needle], "training": [TRAINING]}])
+    charts, titles = (
+        html.count('<div class="chart">'),
+        re.findall(r'<p class="kicker">.*</p>\s*<h2>(.*)</h2>', html),
+    )
+    assert len(titles) == charts == 4
+    assert titles[2] == (
+        "At 512 tokens (8 × the training length) a finds 50% of the facts (single)."
+    )
+    assert titles[3] == "Lowest training loss at the end: 4, of RoFormer."
