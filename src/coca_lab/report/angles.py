@@ -245,7 +245,9 @@ def _shares(cell: Cell, index: int) -> pd.Series:
 def _decay(cell: Cell) -> pd.DataFrame:
     """Score and bounds by distance, averaged over layers; 0 counts as unknown."""
     rows = [row for layer in cell["layers"] for row in layer["decay"]["by_distance"]]
-    frame = pd.DataFrame(rows, columns=["distance", *BOUNDS]).set_index("distance").astype(float)
+    frame: Any = (
+        pd.DataFrame(rows, columns=["distance", *BOUNDS]).set_index("distance").astype(float)
+    )
     means = frame.replace(0.0, np.nan).groupby("distance").mean()
     return means.dropna(how="all")
 

@@ -27,45 +27,32 @@ NAMED = 8
 def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
     """By window, paired differences, positions, copies, and the forms."""
     lines = by_line(cells, "window")
-    found = perplexity_findings(cells)
-    trained = training_length(lines)
-    windows = _windows(lines)
+    trained, windows = training_length(lines), _windows(lines)
     columns = [Entry(f"{w:,}", f"{w / trained:g} ×" if trained else "") for w in windows]
     short = any(key[1] == "attend-last" for key in lines)
+    chart = LineChart(
+        _curves(lines, windows),
+        f"window: tokens read at once{' (dotted: the last ones only)' if short else ''}",
+        "perplexity (lower is better)",
+        ticks=windows,
+        log_y=True,
+        mark=(trained, "training length") if trained else None,
+        bars=False,  # paired differences have far narrower intervals
+    )
     sections = [
         Section(
             "Perplexity against the length read at once",
             lead=_lead(_plain(lines)),
-            text=" ".join(found),
-            chart=LineChart(
-                _curves(lines, windows),
-                f"window: tokens read at once{' (dotted: the last ones only)' if short else ''}",
-                "perplexity (lower is better)",
-                ticks=windows,
-                log_y=True,
-                mark=(trained, "training length") if trained else None,
-                bars=False,  # paired differences have far narrower intervals
-            ),
+            text=" ".join(perplexity_findings(cells)),
+            chart=chart,
             header=["Tokens read at once", *columns],
             rows=_rows(lines, windows),
             muted=[i for i, key in enumerate(lines) if key[1] == "attend-last"],
-            note=("Bold: the lowest of a column. " if len(lines) > 1 else "")
-            + "Below each figure its 95 % interval over documents. "
-            + "; ".join(_settings(cells))
-            + "."
-            + _about_context(cells)
-            + (
-                " A row “last n tokens only” shows the perplexity of the model without any text "
-                "before these: long windows are useful only if they improve on it."
-                if short
-                else ""
-            )
-            + _about_few(cells),
+            note=_note(cells, several=len(lines) > 1, short=short),
         ),
         *_differences(lines),
     ]
-    placed = [cell for cell in cells if cell.get("by_position")]
-    for alike in _by_ranges(placed):
+    for alike in _by_ranges([cell for cell in cells if cell.get("by_position")]):
         header, rows = _position_table(alike)
         title = f"Perplexity by position, window {alike[0]['window']:,}"
         sections.append(Section(title, header=header, rows=rows))
@@ -73,9 +60,8 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
         "Targets that end an n-gram which stands earlier in the document, but only farther back "
         "than the short context, and all others."
     )
-    for header, rows in repeat_tables(cells):
-        title = "Copied from far back, and the rest"
-        sections.append(Section(title, text=text, header=header, rows=rows))
+    title = "Copied from far back, and the rest"
+    sections += [Section(title, "", text, None, *table) for table in repeat_tables(cells)]
     title = "Strict minus slack: perplexity"
     return sections + strict_minus_slack(cells, "perplexity", "window", title)
 
@@ -103,7 +89,7 @@ def perplexity_tables(cells: Sequence[Cell]) -> list[Table]:
     tables += [_position_table(cells) for cells in _by_ranges(once)]
     tables += repeat_tables(cells)
     few = _about_few(cells)
-    return [*tables, ([few.strip()], [])] if few else tables
+    return [*tables, ([few], [])] if few else tables
 
 
 def perplexity_findings(cells: Sequence[Cell]) -> list[str]:
@@ -203,17 +189,40 @@ def _differences(lines: Lines) -> list[Section]:
     return [Section("Perplexity: paired differences", lead, text, chart)]
 
 
-def _about_context(cells: Sequence[Cell]) -> str:
-    """How many tokens the targets of a column have before them; empty where strides differ."""
+def _note(cells: Sequence[Cell], *, several: bool, short: bool) -> str:
+    """How to read the table, and what was scored."""
     plain = [cell for cell in cells if cell["scaling"] != "attend-last"]
-    strides = {cell["stride"] for cell in plain}
-    if {cell["targets"] for cell in plain} != {"shared"} or len(strides) > 1:
-        return ""
-    stride, window = strides.pop(), min(cell["window"] for cell in plain)
-    return (
-        f" Windows move by {stride:,} tokens: a target in column W has W − {stride - 1:,} to W "
-        f"tokens before it, at {window:,} tokens {window - stride + 1:,} to {window:,}."
+    targets, strides, tokens = (
+        sorted({cell[name] for cell in plain}) for name in ("targets", "stride", "tokens")
     )
+    ids = [str(document["id"]) for document in cells[0]["documents"]]
+    named = "" if ids[0].isdigit() else f" ({', '.join(ids[:3])}{', …' if len(ids) > 3 else ''})"
+    facts = [
+        f"Targets: {enumeration(targets)}",
+        f"stride: {_span(strides)} tokens",
+        f"tokens scored at every window: {_span(tokens)}",
+        f"documents: {len(ids)}{named}",
+    ]
+    sentences = [
+        "Bold: the lowest of a column." if several else "",
+        f"Below each figure its 95 % interval over documents. {'; '.join(facts)}.",
+    ]
+    if targets == ["shared"] and len(strides) == 1:
+        stride, window = strides[0], min(cell["window"] for cell in plain)
+        sentences.append(
+            f"Windows move by {stride:,} tokens: a target in column W has W − {stride - 1:,} to W "
+            f"tokens before it, at {window:,} tokens {window - stride + 1:,} to {window:,}."
+        )
+    if short:
+        sentences.append(
+            "A row “last n tokens only” shows the perplexity of the model without any text before "
+            "these: long windows are useful only if they improve on it."
+        )
+    return " ".join(filter(None, [*sentences, _about_few(cells)]))
+
+
+def _span(values: Sequence[int]) -> str:
+    return " to ".join(dict.fromkeys(f"{value:,}" for value in (values[0], values[-1])))
 
 
 def _about_few(cells: Sequence[Cell]) -> str:
@@ -223,7 +232,7 @@ def _about_few(cells: Sequence[Cell]) -> str:
         return ""
     plural = "" if count == 1 else "s"
     return (
-        f" {count} document{plural}: below {FEW_DOCUMENTS}, one unusual document "
+        f"{count} document{plural}: below {FEW_DOCUMENTS}, one unusual document "
         "makes intervals unreliable."
     )
 
@@ -352,31 +361,6 @@ def _rows(lines: Lines, windows: Sequence[int]) -> list[list[str | Entry]]:
             interval = " to ".join(map(number, cell.get("ci95") or ()))
             row.append(Entry(_shown(cell), interval, _shown(cell) == best))
     return rows
-
-
-def _settings(cells: Sequence[Cell]) -> list[str]:
-    """Stride, targets, tokens and documents: a value where all cells agree, else the range."""
-    facts = []
-    plain = [cell for cell in cells if cell["scaling"] != "attend-last"]
-    for name, words in (
-        ("targets", "Targets: {}"),
-        ("stride", "stride: {} tokens"),
-        ("tokens", "tokens scored at every window: {:,}"),
-    ):
-        values = list(dict.fromkeys(cell[name] for cell in plain))
-        if len(values) == 1:
-            facts.append(words.format(values[0]))
-        elif name == "targets":
-            facts.append(f"Targets: {' and '.join(values)}")
-        elif values:
-            facts.append(f"{name}: {min(values):,} to {max(values):,}")
-    counts = {len(cell["documents"]) for cell in cells}
-    if len(counts) == 1:
-        names = [str(document["id"]) for document in cells[0]["documents"]]
-        first = ", ".join([*names[:3], *(["…"] if len(names) > 3 else [])])
-        named = "" if names[0].isdigit() else f" ({first})"
-        facts.append(f"documents: {counts.pop()}{named}")
-    return facts
 
 
 def _repeat_table(n: int, beyond: int, cells: Sequence[Cell]) -> Table:

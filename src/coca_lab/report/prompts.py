@@ -211,7 +211,7 @@ def _samples(lines: Lines) -> pd.DataFrame:
     )
 
 
-def _sample_sections(samples: pd.DataFrame, trained: int | None) -> list[Section]:
+def _sample_sections(samples: Any, trained: int | None) -> list[Section]:
     """The layouts of the paper's Figures 4 and 5, and the depth in the prompt."""
     sections, note = [], "Hits out of trials, with Wilson’s 95 % interval."
     if trained:
@@ -243,7 +243,7 @@ def _sample_sections(samples: pd.DataFrame, trained: int | None) -> list[Section
     return [*sections, Section(title, "", text, None, header, rows, note)]
 
 
-def _shares(samples: pd.DataFrame, columns: pd.Series, title: str) -> Table:
+def _shares(samples: pd.DataFrame, columns: Any, title: str) -> Table:
     """Share of hits with its interval: a row for every line, a column for every category."""
     table = samples.assign(column=columns).pivot_table(
         "hit", "line", "column", aggfunc=_share_text, sort=False, observed=True
