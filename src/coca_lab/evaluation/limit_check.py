@@ -58,19 +58,14 @@ class LimitCheckSettings:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a model does with one limit, by length in tokens.
-
-    Attributes:
-        max_distance: W; None for the model as it was.
-        scores: Nats of every document.
-        perplexity: Infinity where it overflows.
-        hits: Passkeys found.
-    """
+    """What a model does with one limit W, None for the model as it was, by length in tokens."""
 
     max_distance: int | None
     scores: dict[int, list[DocumentScore]]
     perplexity: dict[int, float]
+    """Infinity where it overflows."""
     hits: dict[int, int]
+    """Passkeys found."""
 
     def lost(self, base: "Measured", length: int) -> list[str]:
         """What is lost in texts of up to L tokens (`RULE`): perplexity, passkeys, or nothing."""
@@ -91,14 +86,7 @@ def _is_worse(scores: list[DocumentScore], base: list[DocumentScore]) -> bool:
 
 @dataclass(frozen=True)
 class LimitCheck:
-    """Measurements of a model as it was, and with every limit, the first of which is L.
-
-    Attributes:
-        length: L.
-        base: The model as it was.
-        limited: With limits.
-        about: What it was measured on.
-    """
+    """Measurements of a model as it was, and with every limit, the first of which is L."""
 
     length: int
     base: Measured
@@ -156,17 +144,7 @@ def check_limits(
     *,
     length: int,
 ) -> LimitCheck:
-    """Measure a rotary model as it is and with distances limited, which converts it in place.
-
-    Args:
-        model: A rotary model with its weights that `convert` takes.
-        settings: Text, lengths and prompts.
-        engine: Keeps the values.
-        length: L, the training length in tokens.
-
-    Raises:
-        UserError: If no document is long enough, or L too short for a passkey text.
-    """
+    """Measure a rotary model as it is and with distances limited, which converts it in place."""
     check_at_least(settings, 1, "check_samples")
     lengths = sorted({length, *(settings.check_lengths or (2 * length, 4 * length))})
     if lengths[0] <= ANSWER:

@@ -55,20 +55,10 @@ def measure_prompts(
     about: dict[str, Any],
     scaling: RotaryScaling,
 ) -> Measurement:
-    """The work of answering all prompts of one kind and length, a batch an item, and its cell.
+    """All prompts of one kind and length, a batch an item, and their cell with its ``samples``.
 
-    Args:
-        model: The model.
-        length: Tokens of a prompt.
-        make: From indices of samples to their prompts.
-        score: From an answer and its prompt to further fields of its record.
-        statistics: From the records of all samples to further fields of the cell.
-        settings: Samples, answer length and batch size.
-        about: Fields of the cell that identify these prompts (task, length, seed, …).
-        scaling: ``ntk`` computes the base from the length of prompt and answer together.
-
-    Returns:
-        The work; its cell has one record per prompt in ``samples``.
+    ``make`` makes the prompts of some indices; ``score`` and ``statistics`` add fields to the
+    record of an answer and, from all records, to the cell, which ``about`` identifies.
     """
     make([0])  # UserError if it does not fit
     about = {**about, "max_new_tokens": settings.max_new_tokens}

@@ -20,23 +20,9 @@ def measure_recall(
     seed: int,
     batch_tokens: int = 8192,
 ) -> dict[str, Any]:
-    """Ask a model for every pair of some texts.
+    """Answers asked and right, also by octave of their distance from their pair in tokens.
 
-    Answers of one token are read in one pass: what the model says at one does not depend on others.
-
-    Args:
-        model: A causal language model in evaluation mode.
-        vocabulary: Token ids of the texts, see `recall_text`.
-        length: Tokens of a text.
-        pairs: Pairs of a text.
-        texts: Number of texts.
-        seed: Seed of the texts; a text depends on it, the length, the pairs and its number alone.
-        batch_tokens: Tokens read at once; a batch has at least one text.
-
-    Returns:
-        ``length``, ``pairs``, ``asked``, ``right``, and ``octaves``: for every power of two up to
-        the distance of an answer from its pair, the answers up to the next power that were asked
-        and that were right.
+    A text is read in one pass: what the model says at one answer does not depend on the others.
     """
     every = [
         recall_text(vocabulary, pairs, length, np.random.default_rng([seed, length, pairs, index]))

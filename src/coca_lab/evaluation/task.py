@@ -125,16 +125,7 @@ def open_model(
 
 
 def fingerprint(path: str | Path) -> str:
-    """Identifies a model, so that results of one that was replaced or updated are not reused.
-
-    Args:
-        path: A folder: a hash of the names, sizes and times of the model's files and of its
-            configuration. Or a name on the Hub: with the commit that is loaded, which the Hub is
-            asked for if it answers.
-
-    Raises:
-        UserError: If the name leads nowhere.
-    """
+    """Identifies the files of a folder, or the commit of a name on the Hub that is loaded."""
     folder = Path(path)
     if not folder.is_dir():
         check_name(str(path))
@@ -174,16 +165,11 @@ class RotaryScaling:
 
 
 class Measurement(NamedTuple):
-    """Work that becomes cells.
-
-    Attributes:
-        items: Items of work.
-        cells: From the values of all their keys, in order, and the seconds they took to the cells.
-            It needs no weights.
-    """
+    """Items of work that become cells."""
 
     items: list[Item]
     cells: Callable[[list[Any], float], list[Cell]]
+    """From the values of all keys and the seconds they took to the cells, without weights."""
 
 
 def finish(measurements: Sequence[Measurement], engine: Engine) -> list[Cell]:

@@ -39,11 +39,7 @@ def needle_prompts(
     length: int,
     indices: Sequence[int] | None = None,
 ) -> list[Prompt]:
-    """The prompts of one kind and length, or some; tokenizer, settings and seed determine them.
-
-    Raises:
-        UserError: If the length is too short, or the tokenizer does not reproduce the needles.
-    """
+    """The prompts of one kind and length, or some; tokenizer, settings and seed determine them."""
     chosen = range(settings.samples) if indices is None else indices
     return ask_for_needles(
         tokenizer, kind, length, chosen, seed=settings.seed, count=settings.count
@@ -66,11 +62,7 @@ def check_settings(settings: NeedleSettings) -> None:
 def measure_needles(
     model: Model, settings: NeedleSettings, scaling: RotaryScaling
 ) -> list[Measurement]:
-    """Share of facts found, for every kind and prompt length.
-
-    A cell has the mean ``recall`` (`r_precision`), the share of complete answers with its Wilson
-    interval, and the record of every sample. Errors as for `measure_passkeys`.
-    """
+    """Mean `r_precision` and share of complete answers: a cell for every kind and length."""
 
     def measure(kind: Kind, length: int) -> Measurement:
         about = {

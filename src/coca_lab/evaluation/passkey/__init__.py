@@ -25,11 +25,7 @@ def passkey_prompts(
     length: int,
     indices: Sequence[int] | None = None,
 ) -> list[Prompt]:
-    """The prompts of one length, or some; tokenizer, settings and seed determine them.
-
-    Raises:
-        UserError: If the length is too short, or the tokenizer cannot write the key's digits.
-    """
+    """The prompts of one length, or some; tokenizer, settings and seed determine them."""
     chosen = range(settings.samples) if indices is None else indices
     return ask_for_passkeys(tokenizer, length, chosen, seed=settings.seed, depths=settings.depths)
 
@@ -43,12 +39,7 @@ def check_settings(settings: PasskeySettings) -> None:
 def measure_passkeys(
     model: Model, settings: PasskeySettings, scaling: RotaryScaling
 ) -> list[Measurement]:
-    """Share of keys found at every prompt length: a cell each, with the record of every sample.
-
-    Raises:
-        UserError: If a prompt does not fit, or the model does not support the scaling or cannot
-            read that many tokens.
-    """
+    """Share of keys found at every prompt length: a cell each, with the record of every sample."""
 
     def measure(length: int) -> Measurement:
         about = {

@@ -1,10 +1,9 @@
 """Sliding windows, and the negative log-likelihood of documents under them, in nats."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +16,7 @@ from coca_lab.intervals import DocumentScore
 
 @dataclass(frozen=True)
 class Window:
-    """One forward pass over tokens[start:stop] that scores tokens[first_target:stop + 1].
-
-    Token i is predicted from the tokens before it, so the last input, stop - 1, predicts token
-    stop.
-    """
+    """One forward pass over tokens[start:stop] that scores tokens[first_target:stop + 1]."""
 
     start: int
     stop: int
@@ -43,19 +38,9 @@ def sliding_windows(
 ) -> Iterator[Window]:
     """Windows that together score every token from ``first_target`` on exactly once.
 
-    The targets are split into runs of ``stride`` tokens; the last run can be shorter. Each run is
-    predicted from the ``window`` tokens that end just before its last target, or from fewer at the
-    beginning of the document. A target with enough text before it therefore has between
-    window - stride + 1 and window tokens of context.
-
-    Args:
-        length: Tokens in the document.
-        window: Maximum number of tokens read in one pass.
-        stride: Targets of one pass.
-        first_target: Index of the first target, at least 1: token 0 has no context.
-
-    Raises:
-        UserError: If a size is out of range.
+    A run of ``stride`` targets is predicted from the ``window`` tokens that end just before its
+    last one, or from fewer at the beginning of the document: a target with enough text before it
+    has between window - stride + 1 and window tokens of context.
     """
     check_sizes(window, stride)
     if first_target < 1:
@@ -92,16 +77,13 @@ class TokenDocument:
 
 
 class TokenScores:
-    """The score of every token of one document, and the number of tokens read before it.
-
-    Attributes:
-        nats: (length,), float32; NaN where a token was not scored.
-        read: (length,), int64; 0 where a token was not scored.
-    """
+    """The score of every token of one document, and the number of tokens read before it."""
 
     def __init__(self, length: int) -> None:
         self.nats = torch.full((length,), float("nan"))
+        """(length,), float32; NaN where a token was not scored."""
         self.read = torch.zeros(length, dtype=torch.long)
+        """(length,), int64; 0 where a token was not scored."""
 
     def summed(self, chosen: Tensor) -> tuple[float, int]:
         """Nats and number of the scored tokens among some chosen ones, (length,), bool."""
@@ -115,12 +97,7 @@ def equal_ranges(window: int, ranges: int) -> list[int]:
 
 
 def by_tokens_read(scores: Sequence[TokenScores], edges: Sequence[int]) -> list[tuple[float, int]]:
-    """Nats and token counts by the number of tokens read before.
-
-    Args:
-        scores: As filled in by `score_documents`.
-        edges: Increasing numbers of tokens; a range ends at each but the first, inclusive.
-    """
+    """Nats and tokens by the number of tokens read before; ranges end at ``edges``, inclusive."""
     found = []
     for low, high in pairwise(edges):
         parts = [score.summed((score.read > low) & (score.read <= high)) for score in scores]
@@ -137,30 +114,12 @@ def score_documents(
     first_target: int = 1,
     batch_tokens: int = 8192,
     per_token: Sequence[TokenScores] | None = None,
-    progress: Callable[[int], Any] | None = None,
     part: slice = slice(None),
 ) -> list[DocumentScore]:
-    """Nats of every document under a sliding window.
+    """Nats of every document in some of `windows_of` them, and in ``per_token`` of every token.
 
     Windows of equal length are batched across documents, logits are computed only where a token
     is scored, and nats are summed in float64.
-
-    Args:
-        model: A causal language model whose call returns ``logits``.
-        documents: Token documents.
-        window: Maximum number of tokens read in one pass.
-        stride: Tokens scored in one pass.
-        first_target: Index of the first scored token of each document.
-        batch_tokens: Tokens per batch; a batch has at least one window.
-        per_token: One per document, filled in here; by default only the sums are kept.
-        progress: Called with the number of tokens read after every batch.
-        part: Which of `windows_of` to score; by default all.
-
-    Returns:
-        One score per document, in their order.
-
-    Raises:
-        UserError: If the model returns NaN, or cannot read that many tokens.
     """
     nats = torch.zeros(len(documents), dtype=torch.float64)
     counts = [0] * len(documents)
@@ -198,8 +157,6 @@ def score_documents(
                 f"the model returns NaN for document {worst!r}: its weights are damaged, or its "
                 "precision overflows (try float32)"
             )
-        if progress is not None:
-            progress(inputs.numel())
     return [
         DocumentScore(document.id, float(nats[d]), counts[d])
         for d, document in enumerate(documents)
@@ -209,14 +166,7 @@ def score_documents(
 def windows_of(
     lengths: Sequence[int], window: int, stride: int, first_target: int
 ) -> list[tuple[int, Window]]:
-    """Windows of all documents with the document's index, the shortest first.
-
-    Args:
-        lengths: Tokens of every document.
-        window: As for `score_documents`, and so the others.
-        stride: Tokens scored in one pass.
-        first_target: Index of the first scored token of each document.
-    """
+    """Windows of all documents with the document's index, the shortest first."""
     every = [
         (index, each)
         for index, length in enumerate(lengths)

@@ -177,16 +177,7 @@ def check_settings(settings: WindowSettings) -> None:
 
 
 def distant_repeats(tokens: Tensor, n: int, beyond: int) -> Tensor:
-    """Which tokens end an n-gram that stands earlier in the document, but only far back.
-
-    Args:
-        tokens: (length,), int64.
-        n: Length of the n-gram, the token itself included.
-        beyond: The latest earlier n-gram ends more than this many tokens before the token.
-
-    Returns:
-        (length,), bool.
-    """
+    """Which tokens (length,) end an n-gram whose latest earlier one ends further back, bool."""
     ids, last = tokens.tolist(), {}
     found = torch.zeros(len(ids), dtype=torch.bool)
     for index in range(n - 1, len(ids)):
@@ -204,26 +195,19 @@ def text_hash(documents: Sequence[TokenDocument]) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the documents are read for one cell.
-
-    Attributes:
-        window: Tokens read at once.
-        stride: Tokens scored at once.
-        first: Index of the first target of a document.
-        kind: Kind of the rotary scaling, or `ATTEND_LAST`.
-        scaling: The rotary scaling.
-        edges: Where the ranges of ``by_position`` end, if there are any.
-        repeats: For every document the targets that are scored separately too, (length,), bool.
-        batch_tokens: Tokens per batch.
-    """
+    """How the documents are read for one cell."""
 
     window: int
     stride: int
     first: int
+    """Index of the first target of a document."""
     kind: str
+    """Kind of the rotary scaling, or `ATTEND_LAST`."""
     scaling: RotaryScaling
     edges: list[int] | None
+    """Where the ranges of ``by_position`` end, if there are any."""
     repeats: list[Tensor] | None
+    """For every document the targets that are scored separately too, (length,), bool."""
     batch_tokens: int
 
 
@@ -274,14 +258,13 @@ def _readings(
         repeats = [distant_repeats(d.tokens, settings.repeats, settings.near) for d in documents]
     rest = {"repeats": repeats, "batch_tokens": settings.batch_tokens}
     if settings.targets == "one-pass":
-        edges = [0, *sorted(set(windows))]
-        readings = [Reading(edges[-1], edges[-1], 1, scaling.kind, scaling, edges, **rest)]
+        edges, longest = [0, *sorted(set(windows))], max(windows)
+        readings = [Reading(longest, longest, 1, scaling.kind, scaling, edges, **rest)]
     else:
-        readings = [
-            Reading(window, stride, first, scaling.kind, scaling, edges, **rest)
-            for window in windows
-            for edges in [None if positions is None else equal_ranges(window, positions)]
-        ]
+        readings = []
+        for window in windows:
+            edges = None if positions is None else equal_ranges(window, positions)
+            readings.append(Reading(window, stride, first, scaling.kind, scaling, edges, **rest))
     last = settings.attend_last
     if last is not None:
         # With a stride of an eighth, every token has at least 7/8 of the window before it.
@@ -414,12 +397,7 @@ def _added(tallies: Sequence[dict[str, Any]], name: str, size: int) -> list[tupl
 
 
 def cut(costs: Sequence[int], most: int | None = None) -> list[tuple[int, int]]:
-    """Starts and ends of ranges of at most ``most`` tokens together, or of one entry.
-
-    Args:
-        costs: Tokens of every entry.
-        most: Tokens of a range; by default `ITEM_TOKENS`.
-    """
+    """Starts and ends of ranges of at most ``most`` (`ITEM_TOKENS`) together, or of one entry."""
     ranges, start, tokens = [], 0, 0
     for index, cost in enumerate(costs):
         if index > start and tokens + cost > (most or ITEM_TOKENS):
