@@ -39,11 +39,12 @@ LABORATORY = {
     "evaluation": {*LOOSE, "data", "generation"},
     "analysis": {*LOOSE, "data", "evaluation"},
     "report": LOOSE,
+    "export": {*LOOSE, "folders", "data", "evaluation"},
     "studies": {*LOOSE, "extensions", "data", "training", "evaluation", "report"},
     "registry": {"evaluation", "report", "studies"},
     "cli": {
         *LOOSE, "extensions", "info", "generation", "folders", "data", "training",
-        "evaluation", "analysis", "report", "studies",
+        "evaluation", "analysis", "export", "report", "studies",
     },
 }  # fmt: skip
 OUTSIDE = {

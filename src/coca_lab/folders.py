@@ -55,7 +55,7 @@ def convert_folder(
     else:
         model = load_model(source, dtype=dtype, device="cpu", any_head=True)
         model = convert(model, wanted)
-    with _writing(model, source, target) as folder:
+    with writing_model(model, source, target) as folder:
         write_card(
             folder,
             model.config,
@@ -81,7 +81,7 @@ def new_folder(source: str | Path, target: str | Path) -> Path:
 
 
 @contextmanager
-def _writing(model: Any, source: str | Path, target: Path) -> Iterator[Path]:
+def writing_model(model: Any, source: str | Path, target: Path) -> Iterator[Path]:
     """A temporary folder with the model and its tokenizer, which becomes the target on leaving."""
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():

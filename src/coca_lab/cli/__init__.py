@@ -28,6 +28,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "convert and serve": {
         "convert": ("models", "Turn a vanilla model's folder into the CoCA model of its family."),
+        "export": ("export", "Write a model with layers with roles for vLLM, SGLang or llama.cpp."),
         "generate": ("models", "Continue a prompt with a causal language model."),
         "serve": ("serve", "Serve models behind an interface like OpenAI's."),
     },

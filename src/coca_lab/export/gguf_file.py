@@ -1,0 +1,183 @@
+"""A GraniteSWA as a GGUF file with its tokenizer, for llama.cpp.
+
+Fields and tensors are those of llama.cpp's own converter. The package gguf 0.19 does not know the
+architecture, so its names are written here.
+"""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GraniteSWAForCausalLM
+
+from coca_attention.errors import UserError, install
+from coca_attention.models.fields import LOCAL
+from coca_lab.data import load_tokenizer
+
+ARCHITECTURE = "granite_swa"
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn": "attn_sinks",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+PRE_TOKENIZERS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
+"""llama.cpp's names for the splits of byte-level tokenizers, with GPT-2's regular expression."""
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
+
+
+def write_gguf(model: GraniteSWAForCausalLM, source: str | Path, path: Path) -> None:
+    """Write a model and its tokenizer: matrices in the model's dtype, vectors in float32.
+
+    Args:
+        model: The model.
+        source: Folder (or name) of the tokenizer.
+        path: File to write.
+
+    Raises:
+        UserError: As `check_tokenizer`, or if the model has something that llama.cpp has not.
+    """
+    gguf = _package()
+    config: Any = model.config
+    if len({theta for theta in config.layer_rope_theta if theta}) > 1:
+        raise UserError("llama.cpp has one rotary base for all layers; layer_rope_theta has more")
+    writer = gguf.GGUFWriter(path, ARCHITECTURE)
+    writer.add_name(path.stem)
+    _add_settings(writer, config)
+    _add_tokenizer(writer, source, config.vocab_size)
+    _add_tensors(gguf, writer, model)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def check_tokenizer(source: str | Path) -> None:
+    """Raise UserError unless the package gguf is there, and llama.cpp has the tokenizer."""
+    _package()
+    _pre_tokenizer(load_tokenizer(source))
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise UserError(f"--gguf needs the package gguf: {install('gguf')}") from error
+
+
+def _add_settings(writer: Any, config: Any) -> None:
+    local = [kind == LOCAL for kind in config.layer_types]
+    (base,) = {theta for theta in config.layer_rope_theta if theta} or {10000.0}
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(base)
+    writer.add_logit_scale(config.logits_scaling)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(local)
+    rotary = [bool(theta) for theta in config.layer_rope_theta]
+    writer.add_array(f"{ARCHITECTURE}.attention.rope_pattern", rotary)
+    # Layers that take in an image: none.
+    writer.add_array(f"{ARCHITECTURE}.deepstack_mapping", [-1] * config.num_hidden_layers)
+
+
+def _add_tensors(gguf: Any, writer: Any, model: GraniteSWAForCausalLM) -> None:
+    config: Any = model.config
+    types = gguf.GGMLQuantizationType
+    kind_of = {torch.float32: types.F32, torch.float16: types.F16, torch.bfloat16: types.BF16}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        if name.startswith("lm_head.") and config.tie_word_embeddings:
+            continue
+        stem, _, part = name.rpartition(".")
+        wide, prefix = tensor.float(), ""
+        if stem.startswith("model.layers."):
+            index, _, stem = stem.removeprefix("model.layers.").partition(".")
+            prefix = f"blk.{index}."
+            count = heads.get(stem.removeprefix("self_attn."))
+            if count is not None and config.layer_rope_theta[int(index)]:
+                wide = _interleaved(wide, count)
+        part = "weight" if part == "sinks" else part
+        kind = kind_of[tensor.dtype] if wide.dim() == 2 else types.F32
+        data = gguf.quants.quantize(wide.contiguous().numpy(), kind)
+        writer.add_tensor(f"{prefix}{NAMES[stem]}.{part}", data, raw_dtype=kind)
+
+
+def _interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Rows (j, j + D / 2) of every head, which turn together, as rows (2j, 2j + 1)."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
+def _add_tokenizer(writer: Any, source: str | Path, entries: int) -> None:
+    """Add the tokenizer, with unused tokens up to the number of the model's embeddings."""
+    tokenizer: Any = load_tokenizer(source)
+    pre_tokenizer, state = _pre_tokenizer(tokenizer), _state(tokenizer)
+    known = {i: (name, NORMAL) for name, i in state["model"]["vocab"].items()}
+    for added in state["added_tokens"]:
+        kind = CONTROL if added["special"] else USER_DEFINED
+        known[added["id"]] = added["content"], kind
+    tokens = [known.get(i, (f"[PAD{i}]", UNUSED)) for i in range(entries)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list([name for name, _ in tokens])
+    writer.add_token_types([kind for _, kind in tokens])
+    merges = [m if isinstance(m, str) else " ".join(m) for m in state["model"]["merges"]]
+    writer.add_token_merges(merges)
+    for role in ("bos", "eos", "pad"):
+        index = getattr(tokenizer, f"{role}_token_id")
+        if index is not None:
+            getattr(writer, f"add_{role}_token_id")(index)
+    begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    writer.add_add_bos_token(begins)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _state(tokenizer: Any) -> dict[str, Any]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return {} if backend is None else json.loads(backend.to_str())
+
+
+def _pre_tokenizer(tokenizer: Any) -> str:
+    """llama.cpp's name for how a tokenizer splits text; UserError if it is of another kind."""
+    state = _state(tokenizer)
+    model = state.get("model", {})
+    split = state.get("pre_tokenizer") or {}
+    steps = split.get("pretokenizers", [split])
+    plain = all(
+        step.get("use_regex", True)
+        and not step.get("add_prefix_space")
+        and step.get("individual_digits", True)
+        for step in steps
+    )
+    name = PRE_TOKENIZERS.get(tuple(step.get("type") for step in steps))
+    plain = plain and model.get("type") == "BPE" and not model.get("byte_fallback")
+    if name is None or not plain or state.get("normalizer") is not None:
+        raise UserError(
+            "--gguf takes byte-level BPE tokenizers with GPT-2's splits, such as coca train makes: "
+            "export without --gguf, and convert the folder with llama.cpp's convert_hf_to_gguf.py"
+        )
+    return name

@@ -1,0 +1,162 @@
+"""Layers with roles as GraniteSWA: the same logits without this package, and in llama.cpp."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteSWAForCausalLM
+
+from coca_attention import convert
+from coca_attention.errors import UserError
+from coca_attention.models import Roles
+from coca_attention.testing import difference, logits, some_tokens
+from coca_lab.cli import main
+from coca_lab.data import Document, train_tokenizer
+from coca_lab.export import as_native, fold_context
+from coca_lab.loading import load_model
+from conftest import some_text
+from families import vanilla
+
+LENGTH = 64
+ROLES = Roles("llg", window=6, temperature=False, decay=0.0)
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+
+
+def roles(**changes):
+    """A Llama with roles whose vocabulary is that of the folder's tokenizer."""
+    llama = vanilla("Llama", num_hidden_layers=3, vocab_size=300, **changes)
+    return convert(llama, "rope", roles=ROLES)
+
+
+@pytest.fixture(scope="module", params=["roles", "roles with biases", "granite with sinks"])
+def folder(request, tmp_path_factory):
+    """A model's folder with a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    biased = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    model = roles(**(biased if "biases" in request.param else {}))
+    if "granite" in request.param:
+        model = as_native(model)
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    model.save_pretrained(folder)
+    text = some_text(3000) + " 12345 ünï,  '' \n\n\t don't 7"
+    train_tokenizer([Document("a", text)], 300, split_digits=True).save_pretrained(folder)
+    return folder
+
+
+def exported(folder, target, *options):
+    assert main(["export", str(folder), str(target), *options]) == 0
+    return target
+
+
+def in_python(program, *words):
+    """Run a program in a process in which this package cannot be imported."""
+    block = "import sys; sys.modules.update({'coca_attention': None, 'coca_lab': None})\n"
+    done = subprocess.run(
+        [sys.executable, "-c", block + program, *map(str, words)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_folder_needs_transformers_alone(folder, tmp_path):
+    target = exported(folder, tmp_path / "native")
+    ours = load_model(folder)
+    ids = some_tokens(ours, length=40)
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    in_python(
+        "import numpy, torch; from transformers import AutoModelForCausalLM as A\n"
+        "m = A.from_pretrained(sys.argv[1]).eval(); ids = torch.tensor(numpy.load(sys.argv[2]))\n"
+        "assert type(m).__name__ == 'GraniteSWAForCausalLM'\n"
+        "numpy.save(sys.argv[3], m(ids).logits.detach().numpy())",
+        target,
+        tmp_path / "ids.npy",
+        tmp_path / "logits.npy",
+    )
+    theirs = torch.tensor(np.load(tmp_path / "logits.npy"))
+    assert difference(theirs, logits(ours, ids)) < 1e-5
+    assert AutoTokenizer.from_pretrained(target)("a1").input_ids
+    assert json.loads((target / "config.json").read_text())["no_rope_layers"] == [1, 1, 0]
+
+
+def test_sinks_of_zero_would_be_wrong(tmp_path):
+    """The control: with the class's own sinks, logits differ."""
+    model = roles()
+    native, ids = as_native(model), some_tokens(model, length=40)
+    assert difference(logits(native, ids), logits(model, ids)) < 1e-5
+    for layer in native.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.sinks)
+    assert difference(logits(native, ids), logits(model, ids)) > 1e-2
+
+
+def test_context_is_folded_into_global_scores():
+    native, scaled = as_native(roles()), as_native(roles())
+    factor = fold_context(native, 4 * LENGTH)
+    assert factor == math.log(4 * LENGTH + 1) / math.log(LENGTH + 1)
+    ids = some_tokens(native, length=40)
+    scaled.model.layers[2].self_attn.scaling *= factor
+    assert difference(logits(native, ids), logits(scaled, ids)) < 1e-5
+    assert difference(logits(native, ids), logits(as_native(roles()), ids)) > 1e-3
+    assert native.config.max_position_embeddings == 4 * LENGTH
+    # Once more, from the context that it has now.
+    fold_context(native, 16 * LENGTH)
+    scaled.model.layers[2].self_attn.scaling *= math.log(16 * LENGTH + 1) / math.log(4 * LENGTH + 1)
+    assert difference(logits(native, ids), logits(scaled, ids)) < 1e-5
+    with pytest.raises(UserError, match="at least"):
+        fold_context(native, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: convert(vanilla("Llama"), "rope", roles=Roles("lg", decay=0.0)), "a temperature"),
+        (lambda: convert(vanilla("Llama"), "rope", roles=Roles("lg", temperature=False)), "decay"),
+        (lambda: convert(vanilla("Llama"), roles=Roles("lg", decay=0.0)), "strict|slack"),
+        (lambda: convert(vanilla("Llama"), "rope"), "local and global layers"),
+        (lambda: vanilla("Llama"), "local and global layers"),
+    ],
+)
+def test_others_are_refused(model, reason):
+    with pytest.raises(UserError, match=reason):
+        as_native(model())
+
+
+def test_cost_is_measured(folder, text_folder, tmp_path, capsys):
+    exported(folder, tmp_path / "to", "--context", "1024", "--source", f"{text_folder}/*.txt")
+    printed = capsys.readouterr().out
+    assert "for 1,024 tokens: perplexity within 64" in printed
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "to")
+    assert isinstance(model, GraniteSWAForCausalLM)
+    assert model.config.max_position_embeddings == 1024
+    exported(folder, tmp_path / "other", "--context", "1024")
+    assert "not measured" in capsys.readouterr().out
+
+
+def test_file_has_settings_tensors_and_tokenizer(folder, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    target = exported(folder, tmp_path / "native", "--gguf", "--context", "256")
+    reader = gguf.GGUFReader(target / "native.gguf")
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {t.name: torch.tensor(t.data) for t in reader.tensors}
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert fields["general.architecture"] == "granite_swa"
+    assert fields["granite_swa.attention.rope_pattern"] == [True, True, False]
+    assert fields["granite_swa.attention.sliding_window_pattern"] == [True, True, False]
+    assert fields["granite_swa.context_length"] == 256
+    layers = model.model.layers
+    assert torch.equal(tensors["blk.2.attn_q.weight"], layers[2].self_attn.q_proj.weight)
+    assert torch.equal(tensors["blk.1.attn_sinks.weight"], layers[1].self_attn.sinks)
+    # Rows that turn together are neighbours: 0 and 4 of the first head of width 8.
+    local, ours = tensors["blk.0.attn_k.weight"], layers[0].self_attn.k_proj.weight
+    assert torch.equal(local[:2], ours[[0, 4]])
+    assert not torch.equal(local, ours)
+    vocabulary = AutoTokenizer.from_pretrained(target).get_vocab()
+    assert [vocabulary[token] for token in fields["tokenizer.ggml.tokens"]] == list(range(300))
+    assert fields["tokenizer.ggml.pre"] == "smollm"
+    expected = sum(1 for name, _ in model.named_parameters() if name != "lm_head.weight")
+    expected += not model.config.tie_word_embeddings
+    assert len(tensors) == expected
