@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import urllib.request
 
 import numpy as np
 import pytest
@@ -23,7 +24,6 @@ from families import vanilla
 
 LENGTH = 64
 ROLES = Roles("llg", window=6, temperature=False, decay=0.0)
-LLAMA_CPP = "llama-cpp-python==0.3.36"
 
 
 def roles(**changes):
@@ -160,3 +160,67 @@ def test_file_has_settings_tensors_and_tokenizer(folder, tmp_path):
     expected = sum(1 for name, _ in model.named_parameters() if name != "lm_head.weight")
     expected += not model.config.tie_word_embeddings
     assert len(tensors) == expected
+
+
+def post(server, path, content):
+    """The answer of a server to a JSON request."""
+    request = urllib.request.Request(
+        f"{server.listening_address}/{path}",
+        json.dumps(content).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+@pytest.fixture
+def llama_cpp(folder, tmp_path):
+    """The folder's model in llama.cpp, and in Transformers, for texts of 1,024 tokens."""
+    pytest.importorskip("gguf")
+    engine = pytest.importorskip("xllamacpp", reason="llama.cpp as its authors publish it")
+    target = exported(folder, tmp_path / "native", "--gguf", "--context", "1024")
+    parameters = engine.CommonParams()
+    parameters.model.path = str(target / "native.gguf")
+    parameters.n_ctx, parameters.n_parallel, parameters.warmup = 1024, 1, False
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
+    parameters.cache_type_k = parameters.cache_type_v = engine.ggml_type.GGML_TYPE_F32
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    return engine.Server(parameters), model, AutoTokenizer.from_pretrained(target)
+
+
+def test_llama_cpp_computes_the_same(llama_cpp):
+    server, model, tokenizer = llama_cpp
+    compared = 0
+    for length in (5, 6, 7, 40, 100, 600):
+        (ids,) = some_tokens(model, batch=1, length=length).tolist()
+        asked = {"prompt": ids, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        # Tokens that end within a character have no entry among the probabilities.
+        (choice,) = server.handle_completions(asked | {"n_predict": 1, "n_probs": 300})["choices"]
+        for token in (choice["logprobs"] or {}).get("content", []):
+            expected = logits(model, torch.tensor([ids]))[0, -1]
+            found = torch.zeros_like(expected)
+            for each in token["top_logprobs"]:
+                found[each["id"]] = each["logprob"]
+            assert difference(found, expected.log_softmax(-1)) < 1e-3
+            compared += 1
+        asked |= {"n_predict": 20, "return_tokens": True}
+        answer = post(server, "completion", asked)["tokens"]
+        read = logits(model, torch.tensor([ids + answer]))[0, length - 1 : -1]
+        read[:, tokenizer.eos_token_id] = -torch.inf  # ignored
+        chosen = read.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert len(answer) == 20
+        assert (read.max(1).values - chosen).max() < 1e-3 * read.max()
+    assert compared >= 2
+
+
+def test_llama_cpp_splits_text_alike(llama_cpp):
+    server, _, tokenizer = llama_cpp
+    texts = [
+        "alpha1 beta23  gamma\n\n\tdelta 2024.",
+        "don't I'll x=-1.5e-3; ünïcödé ½ ² ١٢٣ 漢字 🙂 ",
+        some_text(50),
+        tokenizer.eos_token + "a" + tokenizer.eos_token,
+    ]
+    for text in texts:
+        found = post(server, "tokenize", {"content": text, "parse_special": True})["tokens"]
+        assert found == tokenizer(text).input_ids, text
