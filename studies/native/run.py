@@ -45,6 +45,9 @@ TEXTS = {4096: ([256, 1024, 4096], 4608), 16384: ([256, 4096, 16384], 16640)}
 PASSKEYS = {256: 50, 512: 50, 1024: 50, 4096: 50, 16384: 20}
 PASSKEY_SEED = 1
 ANSWER = 32
+FOUND = 0.95
+"""Share of passkeys at L from which on a run has learned to retrieve."""
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 FOLDED = (4, 16, 64)
 """Contexts, in training lengths, whose factor is folded into trained queries."""
 
@@ -181,6 +184,79 @@ def _passkeys(model: Any, tokenizer: Any) -> dict[int, list[bool]]:
     return found
 
 
+def table() -> None:
+    """Write the table of the page from the trials' files."""
+    trials: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(TRIALS.glob("*.json")):
+        trial = read_json(path)
+        trials.setdefault(trial["arm"], []).append(trial)
+    header = [
+        "",
+        "seeds",
+        "learned to retrieve",
+        "begins at step",
+        "perplexity 256",
+        "1,024",
+        "4,096",
+    ]
+    header += ["16,384 (longer documents)", *(f"passkeys {n:,}" for n in PASSKEYS)]
+    lines = [header, ["---"] * len(header)]
+    for arm in read_arms():
+        for variant in trials[arm][0]["measured"] if arm in trials else ():
+            lines.append(_row(arm, variant, trials[arm]))
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    page = TRIALS.parent / "README.md"
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def _row(arm: str, variant: str, trials: list[dict[str, Any]]) -> list[str]:
+    """Means over seeds; the passkeys of every seed."""
+    name = arm if variant == "as trained" else f"{arm}, {variant}"
+    measured = [trial["measured"][variant] for trial in trials]
+    learned = sum(_share(each["passkeys"]["256"]) >= FOUND for each in measured)
+    places = [(4096, 256), (4096, 1024), (4096, 4096), (16384, 16384)]
+    steps = ", ".join(str(begins(trial["validation"]) or "never") for trial in trials)
+    found = [
+        ", ".join(f"{_share(each['passkeys'][str(length)]):.2f}" for each in measured)
+        for length in PASSKEYS
+    ]
+    return [
+        name,
+        ", ".join(str(trial["seed"]) for trial in trials),
+        f"{learned} of {len(trials)}",
+        steps,
+        *(_perplexity(measured, *place) for place in places),
+        *found,
+    ]
+
+
+def begins(validation: list[dict[str, Any]]) -> int | None:
+    """The first step from which on at least half of the passkeys are found at every measurement."""
+    first = None
+    for entry in validation:
+        found = entry["retrieval"][f"passkey_{LENGTH}"] >= 0.5
+        first = (first or entry["step"]) if found else None
+    return first
+
+
+def _share(hits: list[bool]) -> float:
+    return sum(hits) / len(hits)
+
+
+def _perplexity(measured: list[dict[str, Any]], longest: int, window: int) -> str:
+    """exp of the mean over seeds of nats per token; empty where it was not measured."""
+    cells = [
+        cell
+        for each in measured
+        for cell in each["text"]
+        if (cell["longest"], cell["window"]) == (longest, window)
+    ]
+    means = [sum(cell["nats"]) / sum(cell["tokens"]) for cell in cells]
+    return f"{math.exp(sum(means) / len(means)):.2f}" if means else ""
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"run": run}[sys.argv[1]]()
+    {"run": run, "table": table}[sys.argv[1]]()

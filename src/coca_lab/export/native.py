@@ -77,22 +77,24 @@ def as_native(model: PreTrainedModel) -> GraniteSWAForCausalLM:
         "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act", "initializer_range",
         "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
-    native = GraniteSWAForCausalLM(
+    # `head_dim` is read by the model, but no declared field of the configuration.
+    same = {name: getattr(config, name) for name in names} | {"head_dim": head_width(config)}
+    native: Any = GraniteSWAForCausalLM(
         GraniteSWAConfig(
-            **{name: getattr(config, name) for name in names},
-            head_dim=head_width(config),
+            **same,
             attention_multiplier=head_width(config) ** -0.5,
             layer_types=kinds,
             layer_rope_theta=[base if kind == LOCAL else 0 for kind in kinds],
             rope_parameters={"rope_type": "default", "rope_theta": base},
         )
-    ).to(model.dtype)
+    )
     weights = {name.replace(".t_proj.", ".k_proj."): w for name, w in model.state_dict().items()}
     for index in range(len(kinds)):
         sinks = torch.full((config.num_attention_heads,), NO_SINK)
         weights[f"model.layers.{index}.self_attn.sinks"] = sinks
     native.load_state_dict(weights)
-    return use_fused_attention(native).eval()
+    use_fused_attention(native)
+    return native.to(model.dtype).eval()
 
 
 def _check_supported(model: PreTrainedModel) -> None:
