@@ -183,6 +183,8 @@ def llama_cpp(folder, tmp_path):
     parameters.model.path = str(target / "native.gguf")
     parameters.n_ctx, parameters.n_parallel, parameters.warmup = 1024, 1, False
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
+    # Its flash attention is less exact on a CPU (docs/integrations.md).
+    parameters.flash_attn_type = engine.llama_flash_attn_type(0)
     parameters.cache_type_k = parameters.cache_type_v = engine.ggml_type.GGML_TYPE_F32
     model = AutoModelForCausalLM.from_pretrained(target).eval()
     return engine.Server(parameters), model, AutoTokenizer.from_pretrained(target)

@@ -78,7 +78,8 @@ def as_native(model: PreTrainedModel) -> GraniteSWAForCausalLM:
         "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
     # `head_dim` is read by the model, but no declared field of the configuration.
-    same = {name: getattr(config, name) for name in names} | {"head_dim": head_width(config)}
+    same: dict[str, Any] = {name: getattr(config, name) for name in names}
+    same["head_dim"] = head_width(config)
     native: Any = GraniteSWAForCausalLM(
         GraniteSWAConfig(
             **same,
@@ -218,7 +219,7 @@ def _card(name: str, length: int, context: int | None, gguf: bool) -> str:
     folded = ""
     if context is not None and context != length:
         folded = f", with queries of its global layers scaled for texts of {context:,} tokens"
-    llama_cpp = f"\n```sh\nllama-cli -m {name}.gguf -c {context or length} -p 'Once'\n```\n"
+    llama_cpp = f"\n```sh\nllama-cli -m {name}.gguf -c {context or length} -fa off -p 'Once'\n```\n"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
