@@ -152,6 +152,14 @@ def keep_other_results(path: Path, field: str, value: Any) -> None:
     log.warning("%s held another measurement, which is now %s", path, free)
 
 
+def check_name(name: str) -> None:
+    """Raise UserError for a folder that is not there, before its name is looked up on the Hub."""
+    path = Path(name)
+    has_parent = path.parent != Path() and path.parent.is_dir()
+    if not path.is_dir() and (has_parent or path.is_absolute() or path.is_file()):
+        raise UserError(f"{name}: there is no such folder; check the path (here: {Path.cwd()})")
+
+
 def check_writable(path: Path) -> None:
     """Create the folder of a file; UserError unless it, or the file, can be written."""
     if path.is_dir():

@@ -19,8 +19,8 @@ from transformers.utils import logging as transformers_logging
 
 import coca_lab.baselines  # noqa: F401 (registers them with Transformers)
 from coca_attention.errors import UserError
-from coca_attention.models.hub import check_name
 from coca_attention.models.sinks import use_fused_attention
+from coca_lab.files import check_name
 
 log = logging.getLogger(__name__)
 

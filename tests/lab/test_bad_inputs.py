@@ -7,14 +7,12 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from coca_attention.models import hub
 from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
 from conftest import some_text, tiny_model
@@ -218,7 +216,7 @@ CASES = {
     "tokenizer of a run": (resumed(tokenizer__tokenizer_json=b"{"), "no tokenizer could be loaded"),
     # Models.
     "no model": (perplexity(lambda p: "/nowhere/m"), "there is no such folder"),
-    "file": (perplexity(lambda p: p.file("x")), "it is a file"),
+    "file": (perplexity(lambda p: p.file("x")), "there is no such folder"),
     "no name": (perplexity(lambda p: ""), "no config.json"),
     "weights": (perplexity(lambda p: p.copy("llama-rope", **{"model.safetensors": b""})),
                 "damaged"),
@@ -258,7 +256,7 @@ CASES = {
     "bytes": (generate("\udcff"), "not valid UTF-8"),
     "empty prompt": (generate(""), "the prompt has no tokens"),
     # Suites.
-    "missing model": (suite(models={"a": "/nowhere/b"}), "model a: /nowhere/b: no"),
+    "missing model": (suite(models={"a": "/nowhere/b"}), "model a: /nowhere/b: there is no"),
     "number": (suite(models={5: "x"}), "models.5: Input should be a valid string"),
     "null model": (suite(models={"a": None}), "models"),
     "factor 0": (suite(scalings=[{"kind": "ntk", "factor": 0}]), "at least 1, got 0"),
@@ -366,54 +364,16 @@ def test_a_suite_reads_no_weights_before_everything_is_checked(place, monkeypatc
         assert re.search(message, capsys.readouterr().err)
 
 
-def test_names_that_look_like_paths_never_go_to_the_hub(place, monkeypatch):
-    def refuse():
-        raise AssertionError("asked the Hub")
-
-    monkeypatch.setattr(hub, "go_online", refuse)
-    for name in ("/x", "./x", "../x/y", "~/x", "a/b/c", "text/x", "C:\\x", "a b"):
-        with pytest.raises(ValueError, match="there is no such folder"):
-            hub.check_name(name)
-    for name in ("gpt2", "org/gpt2"):
-        with pytest.raises(AssertionError):
-            hub.check_name(name)
-
-
-def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setattr(hub, "_answered", None)
-    began = time.monotonic()
-    with pytest.raises(ValueError, match="offline"):
-        hub.check_name("org/nowhere")
-    assert time.monotonic() - began < hub.SECONDS + 1
-    with pytest.raises(ValueError, match="me/model cannot be uploaded: the Hub does not answer"):
-        tiny_model("slack").push_to_hub("me/model")
-
-
-def test_a_slow_hub_is_online_and_a_silent_one_is_asked_again(monkeypatch):
-    import huggingface_hub
-
-    class Session:
-        seconds = 4
-
-        def head(self, url, timeout):
-            if timeout < self.seconds:
-                raise TimeoutError
-
-    now = [0.0]
-    monkeypatch.setattr(huggingface_hub, "get_session", Session)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "_answered", None)
-    monkeypatch.setattr(hub.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(Session, "seconds", 1000)
-    assert not hub.go_online()
-    monkeypatch.setattr(Session, "seconds", 4)
-    assert not hub.go_online()
-    now[0] += 60
-    assert hub.go_online() and not huggingface_hub.constants.HF_HUB_OFFLINE
+def test_paths_never_go_to_the_hub_and_its_own_error_is_passed_on(place, capsys):
+    for name, message in (
+        (str(place.folder / "nowhere"), "there is no such folder"),
+        (str(place.text / "0.txt"), "there is no such folder"),
+        ("./x", "Repo id must"),
+        ("a/b/c", "Repo id must"),
+        ("org/nowhere", "couldn't connect"),
+    ):
+        assert main(["generate", name, "alpha1"]) == 2
+        assert message in capsys.readouterr().err
 
 
 def limited(words, size):

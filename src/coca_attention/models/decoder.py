@@ -24,7 +24,6 @@ from coca_attention.models.configuration import (
     rotation,
 )
 from coca_attention.models.fields import GLOBAL, LOCAL, rope_parameters
-from coca_attention.models.hub import check_online
 from coca_attention.models.key_positions import KeyPositions
 from coca_attention.models.projections import (
     FoldedLinear,
@@ -69,8 +68,7 @@ class CollinearPreTrained:
     """What decoder and language model share: initialization of weights, and the model card."""
 
     def push_to_hub(self: Any, repo_id: str, **kwargs: Any) -> str:
-        """As in Transformers, with the card of the model's folder; UserError without a Hub."""
-        check_online(repo_id)
+        """As in Transformers, with the card of the model's folder."""
         push_card(self, repo_id, token=kwargs.get("token"), private=kwargs.get("private"))
         return super().push_to_hub(repo_id, **kwargs)  # pyright: ignore
 

@@ -140,7 +140,7 @@ class Progress:
             self.bar.stop()
 
     def __exit__(self, *_: Any) -> None:
-        self.bar.stop()
+        self.bar.live.stop()  # the bar's own method prints an empty line into files
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:

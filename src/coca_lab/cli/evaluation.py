@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from coca_attention.models.hub import check_name
 from coca_lab.analysis.task import TASK as ANALYSIS
 from coca_lab.arguments import SettingsParser
 from coca_lab.cli import Run, choose
@@ -84,13 +83,13 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
         file = f"{plain}-{loading.scaling}-{task.name}.json"
     output = Path(loading.output or Path("runs", "eval", file))
     check_results(output)
-    check_name(path)
+    identity = fingerprint(path)
     suite = suites.Suite({name: path}, [scaling], dtype=loading.dtype, device=loading.device)
     with Store(output.with_suffix(".values.sqlite")) as store, Progress() as progress:
         engine = Engine(store, progress)
         cells = suites.evaluate(suite, [(task, settings)], engine)
         measured = {
-            "model": [name, path, fingerprint(path), loading.dtype],
+            "model": [name, path, identity, loading.dtype],
             "scaling": [*scaling.facts.values()],
             task.name: asdict(settings),
         }

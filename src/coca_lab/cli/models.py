@@ -13,7 +13,6 @@ from coca_attention.models import set_rotary_scaling
 from coca_attention.models.configuration import rotation
 from coca_attention.models.conversion import Conversion, convert
 from coca_attention.models.fields import original_length, rope_parameters, training_length
-from coca_attention.models.hub import check_name
 from coca_lab.cli.console import (
     Progress,
     parse,
@@ -121,7 +120,6 @@ def run_generate(words: list[str]) -> None:
     path, prompt, settings = parse(
         "coca generate", run_generate, words, [GenerateSettings], positionals
     )
-    check_name(path)
     if prompt == "-":
         prompt = _standard_input()
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
@@ -189,7 +187,6 @@ def run_convert(words: list[str]) -> None:
             "--check measures which limit of distances loses nothing: it is for --form rope "
             "without --roles, --max-distance and --from-original"
         )
-    check_name(path)
     report = ""
     if check.check:
         measured = _check_limits(path, target, wanted, folder.dtype, check)

@@ -1,7 +1,7 @@
 """The command ``coca serve``: Transformers' own server, which loads the models of this package."""
 
 from coca_attention.errors import UserError
-from coca_attention.models.hub import check_name
+from coca_lab.files import check_name
 
 
 def run_serve(words: list[str]) -> None:

@@ -27,7 +27,6 @@ import pyarrow
 import pyarrow.parquet
 
 from coca_attention.errors import UserError
-from coca_attention.models.hub import go_online
 
 BadLines = Literal["error", "skip"]
 
@@ -240,8 +239,6 @@ def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
         raise DataError(f"{source}: expected hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
     config = parts[1] if len(parts) == 3 else None
     split = parts[-1] if len(parts) > 1 else "train"
-    if not Path(parts[0]).is_dir():
-        go_online()
     number = 0
     try:
         for row in datasets.load_dataset(parts[0], config, split=split, streaming=True):

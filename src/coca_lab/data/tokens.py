@@ -18,7 +18,6 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coca_attention.errors import UserError
-from coca_attention.models.hub import check_name
 from coca_lab.data.documents import (
     TOKENS,
     DataError,
@@ -27,7 +26,7 @@ from coca_lab.data.documents import (
     held_out,
     source_files,
 )
-from coca_lab.files import writing
+from coca_lab.files import check_name, writing
 
 Item = TypeVar("Item")
 END_OF_TEXT = "<|endoftext|>"
@@ -125,7 +124,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         UserError: If it cannot be loaded.
     """
-    check_name(str(path), "tokenizer")
+    check_name(str(path))
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # a damaged file raises a plain Exception, among others

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ from transformers.utils import cached_file
 from coca_attention.errors import UserError
 from coca_attention.models import training_length
 from coca_attention.models.fields import attention_of
-from coca_attention.models.hub import check_name
 from coca_lab.data import load_tokenizer
 from coca_lab.engine import Engine, Item
+from coca_lab.files import check_name
 from coca_lab.generation import rotary_scaling_for
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
 from coca_lab.settings import Scaling
@@ -129,10 +129,11 @@ def fingerprint(path: str | Path) -> str:
     folder = Path(path)
     if not folder.is_dir():
         check_name(str(path))
-        with suppress(OSError):
+        try:
             config = cached_file(str(path), "config.json")
-            return f"{path} {Path(str(config)).parent.name}"
-        return str(path)
+        except OSError as error:
+            raise UserError(f"{path}: no model could be loaded: {error}") from error
+        return f"{path} {Path(str(config)).parent.name}"
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.suffix in (".safetensors", ".json") and file.is_file():

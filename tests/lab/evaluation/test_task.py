@@ -142,5 +142,5 @@ def test_an_updated_repository_of_the_hub_is_another_model(tmp_path, monkeypatch
         (cache / "refs" / "main").write_text(commit)
         found.append(fingerprint("owner/name"))
     assert found == [f"owner/name {commit * 40}" for commit in "ab"]
-    with pytest.raises(ValueError, match=r"no/where: .* \(offline\)"):
+    with pytest.raises(ValueError, match=r"no/where: .* connect"):
         fingerprint("no/where")
