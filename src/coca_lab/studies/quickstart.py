@@ -25,7 +25,7 @@ from coca_lab.files import read_json, write_json
 from coca_lab.report import write_report
 from coca_lab.training import Recipe, read_summary, train
 from coca_lab.training.data import load_data
-from coca_lab.training.sections import Count, DataRecipe, ModelRecipe, TrainingRecipe
+from coca_lab.training.recipe import Count, DataRecipe, ModelRecipe, TrainingRecipe
 
 # Fields of the model's recipe: the models of the paper by their names there, and layers with roles.
 MODELS: dict[str, dict[str, Any]] = {

@@ -27,9 +27,8 @@ from coca_lab.data.tokens import (
     end_of_text,
     up_to,
 )
-from coca_lab.training.recipe import Recipe
+from coca_lab.training.recipe import TEXT, DataRecipe, Recipe
 from coca_lab.training.retrieval import Retrieval, load_retrieval
-from coca_lab.training.sections import TEXT, DataRecipe
 
 VALIDATION = "validation"
 

@@ -44,9 +44,8 @@ from coca_lab.training.model import (
     parameter_counts,
 )
 from coca_lab.training.objectives import teacher_loss
-from coca_lab.training.recipe import Recipe
+from coca_lab.training.recipe import Recipe, StageRecipe, TrainingRecipe
 from coca_lab.training.retrieval import Retrieval
-from coca_lab.training.sections import StageRecipe, TrainingRecipe
 from coca_lab.training.sharding import check_kind
 from coca_lab.training.trainer import RecipeTrainer, training_arguments
 

@@ -1,28 +1,398 @@
-"""A whole recipe: its sections, the checks across them, YAML files and command-line overrides."""
+"""Recipes: what their YAML may say, with the paper's settings (§3.3) as defaults.
 
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+Types say which values a field can have; `check` looks for settings that contradict each other.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import Field, TypeAdapter, ValidationError
 
-from coca_attention.errors import UserError, error_prefix
+from coca_attention.errors import UserError, did_you_mean, error_prefix, install
 from coca_attention.ops import FORMS
 from coca_lab.arguments import SettingsParser, read_settings, settings_parser
+from coca_lab.data import SourceSettings
 from coca_lab.data.documents import TOKENS
-from coca_lab.data.tokens import NO_DOCUMENTS
-from coca_lab.training.sections import (
-    SCHEDULE,
-    SIZES,
-    DataRecipe,
-    ModelRecipe,
-    StageRecipe,
-    TrainingRecipe,
-    ValidationRecipe,
-    check_types,
-    refuse,
-)
+from coca_lab.data.tokens import LARGEST_VOCABULARY, NO_DOCUMENTS, SMALLEST_VOCABULARY
+
+# Names of the only source of a recipe without a mixture, and of the blocks of `passkey_share`.
+TEXT = "text"
+PASSKEY = "passkey"
+
+BODIES = ("gpt_neox", "llama")
+OWN = "own"
+BASELINES = ("rope", "alibi", OWN)
+SIZES = (
+    "body", "hidden_size", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
+    "rope_base", "tie_embeddings", "layers", "window", "turning_pairs", "temperature", "decay",
+    "decay_length",
+)  # fmt: skip
+
+# What a stage may set of the section training.
+SCHEDULE = ("steps", "learning_rate", "warmup_share", "final_share")
+
+Count = Annotated[int, Field(ge=1, le=2**40)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=2**40)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PartialShare = Annotated[float, Field(ge=0, lt=1)]
+TaskShare = Annotated[float, Field(gt=0, lt=1)]
+Objective = Literal["next_token", "attention", "logits", "hidden_states"]
+Trained = Literal["t", "qt", "qtv", "all", "lora"]
+
+
+def refuse(problems: Mapping[str, Any]) -> None:
+    """Raise UserError with the first message whose condition holds."""
+    for message, holds in problems.items():
+        if holds:
+            raise UserError(message)
+
+
+def check_types(recipe: "Recipe") -> None:
+    """Raise UserError if a field has a value that its type excludes, as one set in Python may."""
+    try:
+        TypeAdapter(Recipe).validate_python(asdict(recipe))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(str(part) for part in problem["loc"] if part != "[key]")
+        raise UserError(f"{name}: {problem['msg']}, got {problem['input']!r}") from error
+
+
+@dataclass
+class ModelRecipe:
+    """The model."""
+
+    attention: str = "slack"
+    """slack, strict or magnitude (CoCA), rope (RoFormer) or alibi. Also a form that your code
+    registers; own with another body, which has an attention of its own."""
+    body: str = "gpt_neox"
+    """Architecture around the attention: gpt_neox or llama, or another model_type of Transformers,
+    such as baseline_llama; alibi requires gpt_neox."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the configuration of another body."""
+    hidden_size: Count = 1024
+    """Width of the residual stream."""
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 24
+    """Number of decoder layers."""
+    num_heads: Count = 16
+    """Number of query heads."""
+    num_key_value_heads: Count | None = None
+    """Number of key/value heads (llama only); by default as many as query heads."""
+    intermediate_size: Count | None = None
+    """Width of the feed-forward layers; by default 4 x hidden_size."""
+    rope_base: Positive = 10000.0
+    """Base of the rotary frequencies."""
+    tie_embeddings: bool = True
+    """Whether the input and output embeddings share one matrix."""
+    layers: str = ""
+    """Roles of the layers, such as llg, repeated over all layers. l is local: attention over the
+    last window tokens; g is global: dot products without positions over the whole text, with a
+    temperature and a decay. By default all layers apply attention to the whole text."""
+    window: Count | None = None
+    """Tokens that a local layer sees; by default an eighth of the training length."""
+    turning_pairs: NonNegativeInt | None = None
+    """Rotary pairs that turn in layers that see the whole text; by default 0 with layers, and all
+    without."""
+    temperature: bool | None = None
+    """Whether queries grow with the logarithm of the tokens in sight in layers that see the whole
+    text, beginning from the training length; by default true with layers, and false without."""
+    decay: NonNegative | None = None
+    """Exponent of a power law by which attention decays with the distance in layers that see the
+    whole text; 0 is none. By default 1 with layers, and 0 without."""
+    decay_length: Positive | None = None
+    """Distance in tokens at which it begins; by default an eighth of the training length."""
+    max_distance: Count | None = None
+    """Keys farther back than this many tokens are scored as if this far back, in layers that see
+    the whole text; a decay begins there, and a temperature makes no query smaller: what a rotary
+    start says of texts up to this long does not change. Less than its training length may lose
+    passkeys within it, which coca convert --check measures. By default no limit."""
+    start: str | None = None
+    """Folder or name of a trained model to start from, instead of random weights. Its
+    sizes and its tokenizer are used. A rotary model is converted if attention names a CoCA form
+    (T projections begin as the pair means of its key projections); a model that already has the
+    attention is trained further."""
+    teacher: str | None = None
+    """Model that objectives other than next_token learn from; by default start."""
+    interpolation: Annotated[float, Field(ge=1)] | None = None
+    """Factor of position interpolation; the model is trained with it and saved with it."""
+    scaling: Literal["linear", "ntk", "dynamic", "yarn", "llama3"] = "linear"
+    """Rule by which positions are scaled by the factor interpolation: linear is PI."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision in which the trained model is saved; auto is that of start, or float32 without one.
+    Training itself keeps weights in float32."""
+
+    def check(self) -> None:
+        """Raise UserError if settings contradict each other."""
+        known, is_alibi = (*FORMS, *BASELINES), self.attention == "alibi"
+        rotary = "layers", "turning_pairs", "temperature", "decay", "max_distance", "interpolation"
+        extra = [name for name in rotary if getattr(self, name)]
+        default = ModelRecipe()
+        sizes = [name for name in SIZES if getattr(self, name) != getattr(default, name)]
+        head_width, rest = divmod(self.hidden_size, self.num_heads)
+        refuse(
+            {
+                f"attention must be one of {', '.join(known)}, got {self.attention!r}"
+                f"{did_you_mean(self.attention, known)}": self.attention not in known,
+                f"attention alibi has no {', '.join(extra)}: leave it out": is_alibi and extra,
+                f"body must be gpt_neox for attention alibi, got {self.body}": (
+                    is_alibi and self.body != "gpt_neox"
+                ),
+                f"a body other than {' or '.join(BODIES)} has attention {OWN}, and no other body "
+                f"has; got attention {self.attention} with body {self.body}": (
+                    (self.attention == OWN) == (self.body in BODIES)
+                ),
+                f"options are for other bodies than {self.body}: leave them out": (
+                    self.options and self.body in BODIES
+                ),
+                f"layers must consist of the letters l and g, at most num_layers of them, got "
+                f"{self.layers!r} for {self.num_layers} layers": (
+                    set(self.layers) - set("lg") or len(self.layers) > self.num_layers
+                ),
+                "max_distance needs scores that depend on the distance of rotary pairs alone, got "
+                f"attention {self.attention}: use rope, strict or magnitude": (
+                    self.max_distance and self.attention == "slack" and not self.layers
+                ),
+                "window is for local layers: set layers": self.window and not self.layers,
+                f"decay_length {self.decay_length} requires a decay": self.decay_length
+                and (self.decay == 0 or (self.decay is None and not self.layers)),
+                f"hidden_size must be a multiple of num_heads, got {self.hidden_size} and "
+                f"{self.num_heads}": rest,
+                f"hidden_size / num_heads must be even, got {head_width}": head_width % 2,
+                f"turning_pairs must be at most {head_width // 2}, the number of pairs per head; "
+                f"got {self.turning_pairs}": (self.turning_pairs or 0) > head_width // 2,
+                f"num_key_value_heads requires body llama, got {self.body}": (
+                    self.body == "gpt_neox" and self.num_key_value_heads
+                ),
+                f"num_key_value_heads must divide num_heads, got {self.num_key_value_heads} and "
+                f"{self.num_heads}": self.num_heads % (self.num_key_value_heads or self.num_heads),
+                f"start determines the model's sizes: leave out {', '.join(sizes)}": (
+                    self.start is not None and sizes
+                ),
+            }
+        )
+
+
+@dataclass
+class WeightedSource(SourceSettings):
+    """A source of a mixture."""
+
+    source: str = ""
+    """Same values as data.source."""
+    weight: Positive = 0.0
+    """Share of the training tokens; the weights of a mixture sum to 1."""
+    max_tokens: Count | None = None
+    """Maximum number of training tokens to read; by default a stream is read as far as needed."""
+
+
+@dataclass
+class DataRecipe(SourceSettings):
+    """The text."""
+
+    mixture: dict[str, WeightedSource] = field(default_factory=dict)
+    """Several sources by name in place of source, such as {text: {source: BOOKS, weight: 0.75},
+    code: {source: CODE, weight: 0.25}}. A source that is too short for its share is repeated."""
+    held_out: PartialShare = 0.05
+    """Share of documents excluded from training. A hash of their text chooses them."""
+    max_tokens: Count | None = None
+    """Maximum number of training tokens to read. Required for endless streams."""
+    tokenizer: str | None = None
+    """Folder or name of a Transformers tokenizer. By default the tokenizer of model.start is used;
+    without a start, a byte-level BPE is trained."""
+    vocab_size: Annotated[int, Field(ge=SMALLEST_VOCABULARY, le=LARGEST_VOCABULARY)] = 32768
+    """Vocabulary size of a newly trained tokenizer."""
+    split_digits: bool = False
+    """Whether a newly trained tokenizer encodes every digit as a token of its own."""
+    block_length: Count = 512
+    """Training length in tokens."""
+    passkey_share: PartialShare = 0.0
+    """Share of the blocks that are passkey texts with answers. Each has a different key."""
+    tasks: dict[Literal["recall"], TaskShare] = field(default_factory=dict)
+    """Shares of the blocks with texts of further tasks, such as {recall: 0.3}: associative recall
+    of random tokens, of which the answers alone are trained."""
+    separate_documents: bool = False
+    """Whether documents in the same block are separated: attention does not cross document
+    boundaries, and positions restart in each document."""
+    cache: str | None = "auto"
+    """Folder for tokenised text, which later runs reuse; auto means coca-attention in the user's
+    cache (XDG_CACHE_HOME, or ~/.cache), null keeps the tokens in memory."""
+
+    @property
+    def task_shares(self) -> dict[str, float]:
+        """Shares of the blocks by task, passkeys included."""
+        return ({PASSKEY: self.passkey_share} if self.passkey_share else {}) | self.tasks
+
+    @property
+    def sources(self) -> "Mapping[str, DataRecipe | WeightedSource]":
+        """The sources by name: those of the mixture, or the only one."""
+        return self.mixture or {TEXT: self}
+
+    def check(self) -> None:
+        """Raise UserError if settings contradict each other."""
+        shares = self.task_shares
+        default = DataRecipe()
+        names = ("source", "text_field", "bad_lines", "max_tokens")
+        given = [name for name in names if getattr(self, name) != getattr(default, name)]
+        weights = [source.weight for source in self.mixture.values()]
+        unnamed = [name for name, source in self.mixture.items() if not source.source]
+        unweighted = [name for name, source in self.mixture.items() if not source.weight]
+        refuse(
+            {
+                f"the shares of tasks and passkey_share must sum to less than 1, got {shares}": (
+                    sum(shares.values()) >= 1
+                ),
+                f"{', '.join(given)} cannot be combined with data.mixture: leave it out, or set it "
+                "for each source of the mixture": self.mixture and given,
+                f"mixture.{', '.join(unnamed)}.source is missing: name the text to read": unnamed,
+                f"mixture.{', '.join(unweighted)}.weight is missing": unweighted,
+                f"mixture needs weights that sum to 1, got {' + '.join(map(str, weights))} = "
+                f"{sum(weights):g}": weights and abs(sum(weights) - 1) > 1e-6,
+                "a source of the mixture has the name of a task whose texts are mixed in: rename "
+                "it": shares.keys() & self.mixture.keys(),
+            }
+        )
+
+
+@dataclass
+class ValidationRecipe:
+    """Perplexity on text that is not trained on, passkeys and needles, measured during training."""
+
+    every: Count | None = None
+    """Optimizer steps between measurements; by default nothing is measured. They also take place
+    before the first step and after the last."""
+    source: str | None = None
+    """Text to measure on, with the same values as data.source; data.text_field and data.bad_lines
+    also apply. By default the documents of data.held_out are used."""
+    batches: Count = 4
+    """Global batches to measure on, made of blocks spread evenly over the text; each takes about a
+    third of the time of an optimizer step."""
+    passkeys: NonNegativeInt = 0
+    """Passkeys to ask for at every measurement and length. It is done as by coca eval passkey."""
+    needles: NonNegativeInt = 0
+    """Prompts with one fact, and as many with four of which one is asked for, at every measurement
+    and length, as coca eval needles does."""
+    lengths: list[Count] = field(default_factory=list)
+    """Tokens of the prompts with passkeys and needles; by default data.block_length."""
+
+    def check(self) -> None:
+        """Raise UserError if settings contradict each other."""
+        prompts = self.passkeys or self.needles
+        refuse(
+            {
+                "passkeys and needles are asked for in validation: set validation.every": (
+                    prompts and self.every is None
+                ),
+                "lengths are those of prompts: set validation.passkeys or needles": (
+                    self.lengths and not prompts
+                ),
+            }
+        )
+
+
+@dataclass
+class TrainingRecipe:
+    """The optimisation."""
+
+    steps: Count = 10000
+    """Optimizer steps. With stages, those of every stage that sets none itself."""
+    global_batch_size: Count = 256
+    """Blocks per optimizer step over all processes."""
+    micro_batch_size: Count = 16
+    """Blocks per process and forward pass. Gradients accumulate up to the global batch."""
+    learning_rate: Positive = 1e-4
+    """Peak learning rate."""
+    warmup_share: Share = 0.01
+    """Share of the steps over which the learning rate rises linearly."""
+    initial_learning_rate: NonNegative = 1e-7
+    """Learning rate at the start of the warm-up."""
+    final_share: Share = 0.1
+    """Learning rate at the end of the linear decay, as a share of the peak."""
+    beta1: PartialShare = 0.9
+    """AdamW's first moment decay."""
+    beta2: PartialShare = 0.95
+    """AdamW's second moment decay."""
+    weight_decay: NonNegative = 0.1
+    """AdamW's weight decay."""
+    max_grad_norm: NonNegative = 1.0
+    """Maximum norm of the gradients; larger gradients are scaled down."""
+    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Autocast dtype of forward and backward pass. Weights stay in float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    compile: bool = False
+    """Compile the model with torch.compile; the first step then takes half a minute or more. Not
+    with FSDP."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of the initial weights and of the order of the blocks."""
+    save_every: Count = 500
+    """Steps between checkpoints."""
+    keep_checkpoints: Count = 2
+    """Number of checkpoints to keep; older ones are deleted."""
+    log_every: Count = 10
+    """Steps between entries of the training curve."""
+    report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Loggers that also receive the curves, by their names in Transformers, such as tensorboard or
+    wandb."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Transformers' TrainingArguments, for example fsdp."""
+
+
+@dataclass
+class StageRecipe:
+    """One of several stages of a run; what it leaves out is taken from the section training."""
+
+    name: str
+    """Name of the stage and of its folder."""
+    train: Trained = "all"
+    """Parameters to train: t (the T projections), qt (also the query projections), qtv (also the
+    value projections), all, or lora (adapters on every linear layer, merged into the weights at the
+    end of the stage)."""
+    objective: Objective = "next_token"
+    """Loss to minimise: next_token; attention, the distance of every attention layer's output from
+    the teacher's, given the teacher's input; logits, the KL divergence from the teacher's
+    prediction; or hidden_states, logits plus the distance of every layer's output."""
+    steps: Count | None = None
+    """Optimizer steps."""
+    learning_rate: Positive | None = None
+    """Peak learning rate."""
+    warmup_share: Share | None = None
+    """Share of the stage's steps over which the learning rate rises."""
+    final_share: Share | None = None
+    """Learning rate at the end of the stage, as a share of the peak."""
+    lora_rank: Count = 16
+    """Rank of the adapters of lora; they are scaled by 2."""
+
+    def settings(self, training: TrainingRecipe) -> TrainingRecipe:
+        """The section training with this stage's own values."""
+        own = {name: getattr(self, name) for name in SCHEDULE}
+        return replace(training, **{n: value for n, value in own.items() if value is not None})
+
+    def check(self, model: ModelRecipe) -> None:
+        """Raise UserError if settings contradict each other or the model, or peft is missing."""
+        refuse(
+            {
+                "name is also a folder's name: use letters, digits, . _ and -": not re.fullmatch(
+                    r"[A-Za-z0-9_][A-Za-z0-9._-]*", self.name
+                ),
+                f"lora needs peft: {install('lora')}": (
+                    self.train == "lora" and find_spec("peft") is None
+                ),
+                "objective attention trains attention layers only: set train to t, qt or qtv, got "
+                f"{self.train}": (self.objective == "attention" and self.train in ("all", "lora")),
+                f"train {self.train} needs T projections, which attention {model.attention} does "
+                f"not have: train all, or choose one of {', '.join(FORMS)}": (
+                    self.train in ("t", "qt", "qtv") and model.attention not in FORMS
+                ),
+                f"objective {self.objective} needs a teacher: set model.start or model.teacher": (
+                    self.objective != "next_token" and not (model.teacher or model.start)
+                ),
+            }
+        )
 
 
 @dataclass
@@ -63,9 +433,7 @@ class Recipe:
 
     def check(self) -> None:
         """Raise UserError if settings contradict each other."""
-        for name in ("model", "data", "validation", "training"):
-            with error_prefix(f"{name}."):
-                check_types(getattr(self, name))
+        check_types(self)
         for name in ("model", "data", "validation"):
             with error_prefix(f"{name}."):
                 getattr(self, name).check()
@@ -95,24 +463,7 @@ class Recipe:
         )
         for stage in self.stages:
             with error_prefix(f"stage {stage.name!r}: "):
-                check_types(stage)
-                stage.check()
-                self._check_stage(stage)
-
-    def _check_stage(self, stage: StageRecipe) -> None:
-        """Raise UserError if a stage does not fit the model."""
-        model = self.model
-        refuse(
-            {
-                f"train {stage.train} needs T projections, which attention {model.attention} does "
-                f"not have: train all, or choose one of {', '.join(FORMS)}": (
-                    stage.train in ("t", "qt", "qtv") and model.attention not in FORMS
-                ),
-                f"objective {stage.objective} needs a teacher: set model.start or model.teacher": (
-                    stage.objective != "next_token" and not (model.teacher or model.start)
-                ),
-            }
-        )
+                stage.check(self.model)
 
 
 def as_yaml(recipe: Recipe, start: dict[str, Any] | None = None) -> str:
@@ -157,15 +508,12 @@ def recipe_parser(shown: Collection[str] = ()) -> SettingsParser:
 
 def differences(first: Recipe, second: Recipe) -> list[str]:
     """Dotted names of the fields in which two recipes differ."""
-
-    def walk(left: Any, right: Any, prefix: str) -> list[str]:
-        names = []
-        for item in fields(left):
-            a, b = getattr(left, item.name), getattr(right, item.name)
-            if is_dataclass(a):
-                names += walk(a, b, f"{prefix}{item.name}.")
-            elif a != b:
-                names.append(prefix + item.name)
-        return names
-
-    return walk(first, second, "")
+    names = []
+    left, right = asdict(first.resolved()), asdict(second.resolved())
+    for section, ours in left.items():
+        theirs = right[section]
+        if isinstance(ours, dict):
+            names += [f"{section}.{name}" for name in ours if ours[name] != theirs[name]]
+        elif ours != theirs:
+            names.append(section)
+    return names

@@ -24,8 +24,7 @@ from coca_lab.training.checkpoints import catch_write_errors
 from coca_lab.training.data import check_sources, load_data, training_documents
 from coca_lab.training.fit import Run, measure, save_trained
 from coca_lab.training.model import own_device, start_sizes
-from coca_lab.training.recipe import Recipe, as_yaml, differences, load_recipe
-from coca_lab.training.sections import TEXT
+from coca_lab.training.recipe import TEXT, Recipe, as_yaml, differences, load_recipe
 from coca_lab.training.stages import join_curves, train_stages
 from coca_lab.training.trainer import training_arguments
 

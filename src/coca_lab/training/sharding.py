@@ -10,7 +10,7 @@ from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers import TrainingArguments
 
 from coca_attention.errors import UserError
-from coca_lab.training.sections import refuse
+from coca_lab.training.recipe import refuse
 
 
 def prepare_sharding(accelerator: Accelerator, arguments: TrainingArguments) -> None:

@@ -26,8 +26,8 @@ from coca_lab.training.checkpoints import (
     sorted_checkpoints,
 )
 from coca_lab.training.objectives import Loss
+from coca_lab.training.recipe import TrainingRecipe
 from coca_lab.training.retrieval import Retrieval
-from coca_lab.training.sections import TrainingRecipe
 from coca_lab.training.sharding import check_parallelism, prepare_sharding
 
 

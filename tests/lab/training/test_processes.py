@@ -33,7 +33,7 @@ from coca_lab.training import (
     train,
 )
 from coca_lab.training.checkpoints import catch_read_errors, catch_write_errors
-from coca_lab.training.sections import TrainingRecipe
+from coca_lab.training.recipe import TrainingRecipe
 from coca_lab.training.sharding import (
     check_kind,
     check_options,

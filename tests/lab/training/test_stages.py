@@ -14,10 +14,10 @@ from coca_attention.errors import UserError
 from coca_attention.models import CoCALlamaConfig
 from coca_lab.data import load_tokenizer
 from coca_lab.loading import load_model
-from coca_lab.training import load_recipe, read_summary, sections, train
+from coca_lab.training import load_recipe, read_summary, recipe, train
 from coca_lab.training.data import load_data
 from coca_lab.training.model import choose_parameters, parameter_counts
-from coca_lab.training.sections import StageRecipe
+from coca_lab.training.recipe import StageRecipe
 from coca_lab.training.stages import block_order, stage_blocks
 from families import vanilla
 from stage_runs import PAPER, TEACHER, TRAINING, changed, weights, write_recipe
@@ -267,7 +267,7 @@ def test_a_stage_whose_parameters_the_model_lacks_is_rejected(base):
 
 
 def test_lora_without_peft_is_rejected(monkeypatch):
-    monkeypatch.setattr(sections, "find_spec", lambda name: None)
+    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="stage 'x': lora needs peft"):
         load_recipe(None, ["--stages", '[{"name": "x", "train": "lora"}]'])
 

@@ -19,7 +19,7 @@ from coca_lab.studies.quickstart import SCALED
 from coca_lab.studies.reproduce.settings import MODELS, ReproduceSettings
 from coca_lab.training import Recipe
 from coca_lab.training.model import model_config
-from coca_lab.training.sections import DataRecipe, ModelRecipe, TrainingRecipe
+from coca_lab.training.recipe import DataRecipe, ModelRecipe, TrainingRecipe
 
 PLAN_FILE = "plan.json"
 # Learning rates are those of this width, times this width / the model's (docs/reproduce.md).
