@@ -7,7 +7,6 @@ from pydantic import Field
 
 from coca_attention.errors import UserError
 from coca_attention.models.fields import training_length
-from coca_attention.models.hub import check_name
 from coca_lab.cli.console import parse
 from coca_lab.data import load_tokenizer
 from coca_lab.evaluation.perplexity import TextSettings, load_text
@@ -45,7 +44,6 @@ def run_export(words: list[str]) -> None:
     path, target, wanted, text = parse(
         "coca export", run_export, words, [ExportSettings, CostSettings], ["model", "target"]
     )
-    check_name(path)
     if text.source and wanted.context is None:
         raise UserError("--source is the text on which the cost of --context is measured")
     documents = []
