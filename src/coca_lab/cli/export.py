@@ -11,7 +11,6 @@ from coca_lab.cli.console import parse
 from coca_lab.data import load_tokenizer
 from coca_lab.evaluation.perplexity import TextSettings, load_text
 from coca_lab.export import Cost, export_native
-from coca_lab.files import check_name
 from coca_lab.loading import model_without_weights
 
 
