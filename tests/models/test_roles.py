@@ -135,6 +135,20 @@ def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, ca
     assert len(windows) == 10 and difference(*gradients) < 1e-12
 
 
+def test_a_boolean_mask_hides_alike_in_every_implementation():
+    """(B, 1, T, S), as for packed documents; without a window, which the caller's mask contains."""
+    model = with_roles("Llama")
+    ids = some_tokens(model, batch=2, length=20)
+    mask = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
+    mask[:, :, 9:, :9] = False
+    found = {}
+    for name in ("sdpa", "eager"):
+        model.set_attn_implementation(name)
+        found[name] = logits(model, ids, attention_mask=mask)
+    assert difference(found["eager"], found["sdpa"]) < 1e-12
+    assert difference(found["eager"][:, 9:], logits(model, ids)[:, 9:]) > 1e-3
+
+
 @pytest.mark.parametrize("case", ["eager", "static"])
 def test_other_masks_of_local_layers_are_made(case, monkeypatch):
     model = with_roles("Llama")

@@ -51,7 +51,7 @@ def eager_attention(
         query: (B, H, T, D).
         key: (B, G, S, D).
         value: (B, G, S, D).
-        attention_mask: Additive, broadcastable to (B, H, T, S).
+        attention_mask: Boolean (True = may attend) or additive, broadcastable to (B, H, T, S).
         scaling: Multiplies the scores.
         dropout: Probability of dropping an attention weight.
 
@@ -63,8 +63,9 @@ def eager_attention(
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     scores = query.to(wide) @ key.to(wide).transpose(-2, -1) * scaling
     if attention_mask is not None:
-        lowest = torch.finfo(wide).min
-        scores = (scores + attention_mask).masked_fill(hidden_by(attention_mask), lowest)
+        if attention_mask.dtype != torch.bool:
+            scores = scores + attention_mask
+        scores = scores.masked_fill(hidden_by(attention_mask), torch.finfo(wide).min)
     weights = scores.softmax(-1).to(value.dtype)
     output = F.dropout(weights, p=dropout, training=module.training) @ value
     return output.transpose(1, 2).contiguous(), weights

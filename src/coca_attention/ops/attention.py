@@ -341,11 +341,13 @@ def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
 
 
 def hidden_by(mask: Tensor) -> Tensor:
-    """Where an additive mask hides a key.
+    """Where a mask hides a key.
 
-    Masks hide by -inf or by the lowest number of their dtype, and that of float16 is not low enough
-    for scores in float32.
+    Additive masks hide by -inf or by the lowest number of their dtype, and that of float16 is not
+    low enough for scores in float32.
     """
+    if mask.dtype == torch.bool:
+        return ~mask
     return mask <= torch.finfo(mask.dtype).min / 2
 
 
