@@ -189,7 +189,7 @@ def test_bfloat16_autocast_stays_near_float32(kind):
         ({"coca_form": "loose"}, "unknown score form"),
         ({"rotary_pct": 0.29}, "an even rotary width between 2 and"),
         ({"kv_cache": "third"}, "kv_cache must be one of full, half"),
-        ({"rope_parameters": {"rope_type": "ntk", "factor": 0.5}}, "at least 1"),
+        ({"rope_parameters": {"rope_type": "ntk", "factor": 0.5}}, "number from 1, got 0.5"),
         ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "not supported"),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}},

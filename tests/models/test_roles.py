@@ -121,14 +121,14 @@ def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, ca
     without = [way() for way in ways]
     # The local layer in one pass each, then in every piece of several tokens.
     assert windows == [WINDOW] * 9
-    made, by_layers = lambda *_: None, type(model.base_model)._segments
-    monkeypatch.setattr(type(model.base_model), "_segments", made)
+    made, by_layers = lambda *_: None, type(model.base_model)._band
+    monkeypatch.setattr(type(model.base_model), "_band", made)
     dense = logits(model, ids)
     assert len(windows) == 9
     assert all(difference(found, dense) < 1e-12 for found in without)
     gradients = []
     for masks in (by_layers, made):
-        monkeypatch.setattr(type(model.base_model), "_segments", masks)
+        monkeypatch.setattr(type(model.base_model), "_band", masks)
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
         gradients.append(torch.cat([w.grad.flatten() for w in model.parameters()]))

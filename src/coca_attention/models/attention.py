@@ -11,7 +11,6 @@ The cache stores K' after rotation, of the usual width D (``kv_cache="full"``), 
 before rotation, of width P + F (``"half"``, and with limited distances).
 """
 
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,14 +19,13 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layer import project_collinear
-from coca_attention.models.key_positions import KeyPositions
-from coca_attention.models.layer_pass import LayerPass, Limit
+from coca_attention.models.layer_pass import Pass
 from coca_attention.models.projections import (
     AttentionLayout,
     head_norm,
     replace_key_projection,
 )
-from coca_attention.models.rotary import Far
+from coca_attention.models.rotary import Angles
 from coca_attention.ops import hidden_by, key_map, query_map, score_scale
 
 
@@ -99,15 +97,28 @@ class CollinearAttention(nn.Module):
             t_norm=head_norm(self, "t_norm", self.layout),
         )
 
+    def map_query(self: Any, projected: Tensor, angles: Angles, cos: Tensor, sin: Tensor) -> Tensor:
+        """Q' of q before rotation, both (B, H, T, D), with these tables and the angles' factor."""
+        return query_map(
+            projected,
+            cos,
+            sin,
+            form=self.config.coca_form,
+            scale=self.scaling / self.kernel_scale,
+            factor=angles.factor,
+            interleaved=self.layout.interleaved,
+            free_pairs=self.free_pairs,
+            parameters=getattr(self, "form_parameters", None),
+        )
+
     def forward(
         self: Any,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor, Tensor | None, Any, Far | None] | None = None,
+        attention_mask: Any = None,
+        position_embeddings: Angles | None = None,
         past_key_values: Any = None,
         layer_past: Any = None,
-        key_positions: KeyPositions | None = None,
-        roles: dict[str, tuple[Any, Any]] | None = None,
+        decoder_pass: Pass = Pass(),  # noqa: B008 (it is immutable)
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """One attention layer.
@@ -118,68 +129,36 @@ class CollinearAttention(nn.Module):
             position_embeddings: From `CoCARotary`.
             past_key_values: Cache, as most families name it.
             layer_past: Cache, as GPT-NeoX names it.
-            key_positions: With a half cache, a decay or limited distances, the positions of the
-                tokens in the cache and of this pass, from `CollinearModel`.
-            roles: Where one set of rotary parameters serves local and global layers, the mask and
-                the position embeddings of each layer type, from `CollinearModel`.
+            decoder_pass: From `CollinearModel`.
             **kwargs: Passed to the attention implementation.
 
         Returns:
             (B, T, hidden), and the attention weights if the implementation returns them.
         """
-        if roles is not None:
-            attention_mask, position_embeddings = roles[self.layer_type]
-        assert position_embeddings is not None  # always passed by the decoder
-        cos, sin, factor, bias, far = position_embeddings
-        config, length = self.config, hidden_states.shape[1]
+        cache = layer_past if past_key_values is None else past_key_values
         projected, coefficients, value = self.project(hidden_states)
-        query_at = partial(
-            query_map,
-            projected,
-            form=config.coca_form,
-            scale=self.scaling / self.kernel_scale,
-            factor=factor,
-            interleaved=self.layout.interleaved,
-            free_pairs=self.free_pairs,
-            parameters=getattr(self, "form_parameters", None),
+        layer = decoder_pass.layer(
+            self, attention_mask, position_embeddings, cache, hidden_states.shape[1]
         )
-        query = query_at(cos, sin)
-
-        cache: Any = past_key_values if past_key_values is not None else layer_past
-        half = cache is not None and (config.kv_cache == "half" or far is not None)
-        first = 0
-        if cache is not None and key_positions is not None:
-            _, first = cache.get_mask_sizes(length, self.layer_idx)
+        half = self.config.kv_cache == "half" or layer.angles.far is not None
         if half:
             coefficients, value = self._cached(cache, coefficients, value)
-        keys = coefficients.shape[-2]
-        layer = LayerPass(self, attention_mask, bias, key_positions, first)
-        if far is not None:
-            beyond = min(keys, layer.window or keys) > far.max_distance
-            layer.check_limits(beyond=beyond)
-            if not beyond:
-                far, layer = None, layer._replace(bias=None)  # both begin farther away
-        limit = None if far is None else Limit(query_at(*far.tables), far.max_distance)
-
+        layer = layer.within_limits(coefficients.shape[-2])
+        query = self.map_query(projected, layer.angles, layer.angles.cos, layer.angles.sin)
         output, weights = None, None
-        if half and key_positions is not None:
-            # Without key_positions Transformers has created the cache, which was empty before.
-            if limit is None and layer.decodes(query):
-                output = layer.attend_half(query, coefficients, value)
-            if output is None and keys != length:
-                cos, sin = layer.tables(keys)
-        if output is None and limit is not None:
-            output, weights = layer.attend_far(query, limit, coefficients, value, (cos, sin))
+        if half:
+            output, weights = layer.attend_coefficients(projected, query, coefficients, value)
         if output is not None:
             return self._projected(output, hidden_states), weights
-
-        key = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
-        if cache is not None and not half:
+        tables = layer.key_tables(coefficients.shape[-2])
+        key = key_map(coefficients, *tables, free_pairs=self.free_pairs)
+        if not half:
             key, value = self._cached(cache, key, value)
         output = layer.attend_keys(query, key, value)
         if output is None:
+            # Here, because vLLM looks for the call and its scaling in the source of `forward`.
             attention = ALL_ATTENTION_FUNCTIONS.get_interface(
-                config._attn_implementation, eager_attention
+                self.config._attn_implementation, eager_attention
             )
             output, weights = attention(
                 self,
@@ -200,7 +179,9 @@ class CollinearAttention(nn.Module):
         return self.get_submodule(self.layout.output_name)(output)
 
     def _cached(self: Any, cache: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of this layer, those of this pass added."""
+        """All keys and values of this layer, those of this pass added; without a cache, these."""
+        if cache is None:
+            return key, value
         check_cache_width(cache, self.layer_idx, key.shape[-1])
         return cache.update(key, value, self.layer_idx)
 

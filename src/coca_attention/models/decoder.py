@@ -25,12 +25,13 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.fields import GLOBAL, LOCAL, rope_parameters
 from coca_attention.models.key_positions import KeyPositions
+from coca_attention.models.layer_pass import Band, Pass
 from coca_attention.models.projections import (
     FoldedLinear,
     initial_form_parameters,
     replace_key_projection,
 )
-from coca_attention.models.rotary import CoCARotary
+from coca_attention.models.rotary import Angles, CoCARotary
 from coca_attention.ops import compiling
 
 MASKS = {GLOBAL: create_causal_mask, LOCAL: create_sliding_window_causal_mask}
@@ -110,65 +111,60 @@ class CollinearModel(CollinearPreTrained):
     ) -> Any:
         """The forward pass of the family's decoder, with the same arguments."""
         check_cache_kind(self.config.kv_cache)
-        tokens = input_ids if input_ids is not None else inputs_embeds
+        forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        tokens, cache = input_ids if input_ids is not None else inputs_embeds, past_key_values
+        if tokens is None:
+            return forward(**kwargs)  # which says what is missing
         mask = attention_mask if isinstance(attention_mask, Tensor) else None
         mask = mask.long() if mask is not None and mask.dim() == 2 else None
-        if position_ids is None and tokens is not None and mask is not None:
+        if position_ids is None and mask is not None:
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        half = self.config.kv_cache == "half" and past_key_values is not None
-        own_roles, rope = has_own_roles(self.config), rope_parameters(self.config)
-        positioned = bool(rope.get("decay")) or rope.get("max_distance") is not None
-        if positioned and not getattr(self.config, "is_causal", True):
-            raise ValueError(
-                "a decay and max_distance are for causal models: leave them out of rope_parameters"
-            )
-        placed = half or positioned
-        given = (tokens, attention_mask, position_ids, past_key_values)
-        segments = None if tokens is None else self._segments(*given, kwargs.get("use_cache"))
-        if tokens is not None and (placed or own_roles):
+        band = self._band(tokens, attention_mask, position_ids, cache, kwargs.get("use_cache"))
+        has_roles, half = has_own_roles(self.config), self.config.kv_cache == "half"
+        placed = self._counts_distances() or (half and cache is not None)
+        shared = Pass(band=band)
+        if placed or has_roles:
             if position_ids is None:
-                past = 0 if past_key_values is None else past_key_values.get_seq_length()
-                steps = torch.arange(tokens.shape[1], device=tokens.device) + past
-                position_ids = steps.unsqueeze(0)
+                past = 0 if cache is None else cache.get_seq_length()
+                position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
             if placed:
-                kwargs["key_positions"] = KeyPositions(self, past_key_values, position_ids, mask)
-            if own_roles:
-                given = (tokens, attention_mask, position_ids, past_key_values)
-                kwargs["roles"] = self._roles(*given, segments)
-        if segments is not None or own_roles:
-            # Transformers makes no mask where it gets one; layers with roles have theirs already.
-            attention_mask = torch.empty(1, 1, 1, 0) if segments is None else segments
+                positions = KeyPositions(self, cache, position_ids, mask)
+                shared = shared._replace(positions=positions)
+            if has_roles:
+                roles = self._roles(tokens, attention_mask, position_ids, cache, band)
+                shared = shared._replace(roles=roles)
+        if band is not None or has_roles:
+            # Transformers makes no mask where it gets one.
+            attention_mask = torch.empty(1, 1, 1, 0, device=tokens.device)
         elif isinstance(attention_mask, dict) and len(attention_mask) == 1:
             # Families without layer types take no dictionary.
             attention_mask = next(iter(attention_mask.values()))
-        forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         return forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            past_key_values=cache,
             inputs_embeds=inputs_embeds,
+            decoder_pass=shared,
             **kwargs,
         )
 
-    def _segments(
+    def _counts_distances(self: Any) -> bool:
+        """Whether scores depend on distances beside the angles: a decay, or limited distances."""
+        rope = rope_parameters(self.config)
+        counts = bool(rope.get("decay")) or rope.get("max_distance") is not None
+        if counts and not getattr(self.config, "is_causal", True):
+            raise ValueError(
+                "a decay and max_distance are for causal models: leave them out of rope_parameters"
+            )
+        return counts
+
+    def _band(
         self: Any, tokens: Tensor, mask: Any, position_ids: Any, cache: Any, use_cache: bool | None
-    ) -> Tensor | None:
-        """What layers hide by themselves under SDPA, beside later tokens and those out of a window.
+    ) -> Band | None:
+        """What layers hide by themselves under SDPA; None leaves the masks to Transformers.
 
         Masks of all queries and keys are quadratic in the text; `attend` forms them in blocks.
-
-        Args:
-            tokens: Token ids or embeddings, (B, T, ...).
-            mask: As passed to the decoder.
-            position_ids: As passed to the decoder, or from the mask; (1 or B, T) or None.
-            cache: Cache as before this pass.
-            use_cache: As passed to the decoder.
-
-        Returns:
-            A number for every token so far, (B, 1, 1, S) int64, which sees those of the same number
-            alone: documents, or padding and text. Nothing else is hidden if there are none,
-            (1, 1, 1, 0). None if the masks are left to Transformers.
         """
         (batch, length), past = tokens.shape[:2], 0
         causal = self.attention_class.layout.modules(self)[0].is_causal
@@ -181,48 +177,34 @@ class CollinearModel(CollinearPreTrained):
                 sum(cache.get_mask_sizes(length, index)) != past + length for index in slots
             ):
                 return None
-        own_roles, none = has_own_roles(self.config), None
-        if own_roles or compiling():  # in graphs Transformers makes a mask even of nothing
-            none = torch.empty(1, 1, 1, 0, dtype=torch.long, device=tokens.device)
+        has_roles = has_own_roles(self.config)
+        # In graphs Transformers makes a mask even of nothing.
+        plain = Band() if has_roles or compiling() else None
         if mask is not None:
-            plain = isinstance(mask, Tensor) and mask.shape == (batch, past + length)
-            if not plain or torch.compiler.is_exporting():
+            fits = isinstance(mask, Tensor) and mask.shape == (batch, past + length)
+            if not fits or torch.compiler.is_exporting():
                 return None
-            if not compiling() and mask.all():
-                return none
-            return mask.bool().long()[:, None, None]
+            return plain if not compiling() and mask.all() else Band(mask.bool().long())
         caches = self.config.use_cache if use_cache is None else use_cache
-        if position_ids is None or cache is not None or (caches and not own_roles):
-            return none  # Transformers looks for documents where there is no cache
+        if position_ids is None or cache is not None or (caches and not has_roles):
+            return plain  # Transformers looks for documents where there is no cache
         if torch.compiler.is_exporting():
             return None
         segments = find_packed_sequence_indices(position_ids.expand(batch, -1))
-        return none if segments is None else segments[:, None, None]
+        return plain if segments is None else Band(segments)
 
     def _roles(
-        self: Any,
-        tokens: Tensor,
-        mask: Any,
-        position_ids: Tensor,
-        cache: Any,
-        segments: Tensor | None,
-    ) -> dict[str, tuple[Any, Any]]:
-        """Mask and position embeddings of local and of global layers.
-
-        Args:
-            tokens: Token ids or embeddings, (B, T, ...).
-            mask: As passed to the decoder; a dictionary if Transformers made one per layer type.
-            position_ids: (1 or B, T).
-            cache: Cache as before this pass.
-            segments: See `_segments`.
-        """
+        self: Any, tokens: Tensor, mask: Any, position_ids: Tensor, cache: Any, band: Band | None
+    ) -> dict[str, tuple[Any, Angles]]:
+        """Mask, unless layers form it, and angles of local and of global layers."""
         like = torch.empty(*tokens.shape[:2], 0, dtype=self.dtype, device=tokens.device)
-        arguments: Any = (self.config, like, mask, cache, position_ids)
 
         def mask_of(kind: str) -> Any:
-            if segments is not None:
-                return segments
-            return mask[kind] if isinstance(mask, dict) else MASKS[kind](*arguments)
+            if band is not None:
+                return None
+            if isinstance(mask, dict):  # that Transformers made per layer type
+                return mask[kind]
+            return MASKS[kind](self.config, like, mask, cache, position_ids)
 
         kinds = [kind for kind in MASKS if kind in self.config.layer_types]
         return {kind: (mask_of(kind), self.rotary_emb(like, position_ids, kind)) for kind in kinds}

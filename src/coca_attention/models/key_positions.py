@@ -1,6 +1,6 @@
 """Positions of cached tokens, for half caches (coefficients before rotation), decays and limits.
 
-Legend: B batch, T tokens of a pass, S slots of a cache.
+Legend: B batch, T tokens of a pass, S slots of a cache, R rotary width.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coca_attention.models.configuration import has_own_roles, rotation
+from coca_attention.models.configuration import rotation
 from coca_attention.models.fields import free_pairs, rope_parameters
 from coca_attention.ops import KeyFrames, compiling, key_frames
 
@@ -39,7 +39,8 @@ class KeyPositions:
     """
 
     def __init__(self, body: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> None:
-        self.body, self.position_ids = body, position_ids
+        self.config, self.position_ids = body.config, position_ids
+        self.dtype = torch.promote_types(body.dtype, torch.float32)
         device, length = position_ids.device, position_ids.shape[1]
         slots, start = length, 0
         if cache is not None:
@@ -49,7 +50,7 @@ class KeyPositions:
         # Whether this pass has the last slots, not so in static caches, and there is no padding
         # between real tokens. Only limits of distances ask.
         self.consecutive = isinstance(start, int) and slots == start + length
-        if mask is not None and rope_parameters(body.config).get("max_distance") is not None:
+        if mask is not None and rope_parameters(self.config).get("max_distance") is not None:
             begins = F.pad(mask, (1, 0)).diff(dim=-1) > 0
             whole = not compiling() and bool((begins.sum(-1) <= 1).all())
             self.consecutive = self.consecutive and whole
@@ -75,7 +76,7 @@ class KeyPositions:
             first = position_ids[:, 0] - start
             if mask is None or bool(((first[:, None] + slot == self.earlier) | (mask == 0)).all()):
                 self.first_position = first
-        self.tables: dict[Any, Any] = {}
+        self._tables: dict[Any, Any] = {}
 
     def places(self, first: int, keys: int) -> tuple[Tensor, Tensor]:
         """Positions of the tokens of this pass, and of slots first … first + keys - 1."""
@@ -86,55 +87,40 @@ class KeyPositions:
         given = self.position_ids[:, self.index_in_pass.clamp(0, self.position_ids.shape[1] - 1)]
         return torch.where(self.index_in_pass < 0, self.earlier, given).clamp(min=0)
 
-    def rotary(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
+    def tables(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
         """cos and sin of slots first … first + keys - 1, (1 or B, keys, R/2) each."""
-        config, kind = self.body.config, ("rotary", layer_type)
-        if kind not in self.tables:
-            like = torch.empty((), dtype=self.body.dtype, device=self.position_ids.device)
-            layer_type = layer_type if rotary_is_by_layer(config) else None
-            table = self.body.rotary_emb(like, self._slots(), layer_type)[:2]
+        if layer_type not in self._tables:
+            tables = rotation(self.config, layer_type).tables(self._slots(), self.dtype)
             if compiling():
-                table = tuple(materialized(x) for x in table)
-            self.tables[kind] = table
-        cos, sin = self.tables[kind]
+                tables = materialized(tables[0]), materialized(tables[1])
+            self._tables[layer_type] = tables
+        cos, sin = self._tables[layer_type]
         return cos[:, first : first + keys], sin[:, first : first + keys]
 
     def frames(
         self, layer_type: str | None, first: int, keys: int, pairs: int, tile: int
     ) -> KeyFrames | None:
-        """Tables for `attend_half` over these slots; None if positions are not consecutive.
+        """Tables of `attend_half` for these slots in tiles, of heads with so many rotary pairs.
 
-        Args:
-            layer_type: Type of the layer, for families with a different rotation per type.
-            first: First slot returned by the layer's cache.
-            keys: Number of slots returned.
-            pairs: Rotary pairs per head.
-            tile: Keys per tile.
+        None if positions are not consecutive, or the base depends on the largest.
         """
         if self.first_position is None:
             return None
-        kind = ("frames", layer_type, first, keys, pairs, tile)
-        if kind not in self.tables:
-            config = self.body.config
-            found = rotation(config, layer_type if rotary_is_by_layer(config) else None)
-            if found.follows_length:
-                return None  # the base depends on the largest position
-            self.tables[kind] = key_frames(
+        kind = (layer_type, first, keys, pairs, tile)
+        if kind not in self._tables:
+            turning = rotation(self.config, layer_type)
+            if turning.follows_length:
+                return None
+            self._tables[kind] = key_frames(
                 self.first_position + first,
                 keys,
-                found,
+                turning,
                 tile=tile,
                 pairs=pairs,
-                free_pairs=free_pairs(config, layer_type),
-                dtype=torch.promote_types(self.body.dtype, torch.float32),
+                free_pairs=free_pairs(self.config, layer_type),
+                dtype=self.dtype,
             )
-        return self.tables[kind]
-
-
-def rotary_is_by_layer(config: Any) -> bool:
-    """Whether the configuration has separate rotary parameters per layer type."""
-    nested = rope_parameters(config) is not (config.rope_parameters or {})
-    return nested or has_own_roles(config)
+        return self._tables[kind]
 
 
 def halve_static_keys(module: Any) -> Any:

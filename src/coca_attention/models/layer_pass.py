@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coca_attention.models.fields import window_of
 from coca_attention.models.key_positions import KeyPositions
+from coca_attention.models.rotary import Angles
 from coca_attention.ops import (
     attend,
     attend_clipped,
@@ -27,11 +28,39 @@ from coca_attention.ops import (
 )
 
 
-class Limit(NamedTuple):
-    """A largest distance W, and Q' there, (B, H, T, D)."""
+class Band(NamedTuple):
+    """A mask that layers form by themselves, in blocks: nothing later, nothing out of a window.
 
-    query: Tensor
-    max_distance: int
+    Nor tokens of other segments: a number for every token so far, (B, S) int64, such as its
+    document, or whether it is padding.
+    """
+
+    segments: Tensor | None = None
+
+
+class Pass(NamedTuple):
+    """What one forward pass of a decoder hands to all layers.
+
+    Attributes:
+        positions: With a half cache, a decay or limited distances, where tokens are.
+        band: In place of Transformers' masks, or None.
+        roles: Where one set of rotary parameters serves local and global layers, the mask and the
+            angles of each layer type.
+    """
+
+    positions: KeyPositions | None = None
+    band: Band | None = None
+    roles: dict[str, tuple[Any, Angles]] | None = None
+
+    def layer(self, module: Any, mask: Any, angles: Any, cache: Any, length: int) -> "LayerPass":
+        """What an attention module needs of it, given Transformers' mask and angles."""
+        if self.roles is not None:
+            mask, angles = self.roles[module.layer_type]
+        first = 0
+        if cache is not None and self.positions is not None:
+            _, first = cache.get_mask_sizes(length, module.layer_idx)
+        mask = mask if self.band is None else None
+        return LayerPass(module, mask, self.band, angles, self.positions, first)
 
 
 class LayerPass(NamedTuple):
@@ -41,38 +70,29 @@ class LayerPass(NamedTuple):
 
     Attributes:
         module: The attention module.
-        mask: In the format of the attention implementation, or from `CollinearModel._segments`.
-        bias: `Rotation.bias`, or None.
-        positions: With a half cache, a decay or limited distances, where tokens are.
+        mask: In the format of the attention implementation.
+        band: The mask that the layer forms itself in place of it, or None.
+        angles: Those of the tokens of this pass.
+        positions: See `Pass`.
         first: First slot that the layer's cache returns.
     """
 
     module: Any
     mask: Any
-    bias: Any
+    band: Band | None
+    angles: Angles
     positions: KeyPositions | None
     first: int
 
     @property
     def kind(self) -> str | None:
-        """Type of the layer, where one set of rotary parameters serves local and global ones."""
+        """Type of the layer, where families or roles have several."""
         return getattr(self.module, "layer_type", None)
 
     @property
     def window(self) -> int | None:
         """Tokens in sight, the query's own included; None for all."""
         return getattr(self.module, "sliding_window", window_of(self.module.config))
-
-    @property
-    def masks_itself(self) -> bool:
-        """Whether `CollinearModel` leaves causality and the window to the layer."""
-        return isinstance(self.mask, Tensor) and self.mask.dtype == torch.int64
-
-    def segments(self, keys: int) -> Tensor | None:
-        """Those of the last keys, (B, keys), see `CollinearModel`, or None."""
-        if not self.masks_itself or self.mask.shape[-1] == 0:
-            return None
-        return self.mask[:, 0, 0, self.mask.shape[-1] - keys :]
 
     @property
     def implementation(self) -> str:
@@ -85,19 +105,67 @@ class LayerPass(NamedTuple):
         return self.module.attention_dropout if self.module.training else 0.0
 
     @property
-    def _options(self) -> dict[str, Any]:
-        return {"scale": self.module.kernel_scale, "dropout": self.dropout, "bias": self.bias}
-
-    @property
     def _at(self) -> KeyPositions:
         assert self.positions is not None  # passed by the decoder wherever it is asked for
         return self.positions
 
-    def tables(self, keys: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of all keys, (1 or B, keys, R/2) each."""
-        return self._at.rotary(self.kind, self.first, keys)
+    def _options(self, keys: int) -> dict[str, Any]:
+        """Those of `attend` and `attend_clipped`, which hide the rest of this many keys."""
+        segments = None if self.band is None else self.band.segments
+        return {
+            "attention_mask": self.mask,
+            "is_causal": self.mask is None,
+            "window": None if self.band is None else self.window,
+            "segments": None if segments is None else segments[:, segments.shape[-1] - keys :],
+            "scale": self.module.kernel_scale,
+            "dropout": self.dropout,
+            "bias": self.angles.decay,
+        }
 
-    def decodes(self, query: Tensor) -> bool:
+    def _begins(self, query: Tensor) -> bool:
+        """Whether these are the first queries of an empty cache, which may have more slots."""
+        return self.mask is None and self.band is None and query.shape[-2] > 1
+
+    def within_limits(self, keys: int) -> "LayerPass":
+        """The same without a largest distance, and the decay from there on, if no key is beyond.
+
+        Raises:
+            ValueError: If the attention function cannot attend with a largest distance.
+        """
+        if self.angles.far is None:
+            return self
+        beyond = min(keys, self.window or keys) > self.angles.far.max_distance
+        self._check_limits(beyond)
+        return self if beyond else self._replace(angles=self.angles._replace(decay=None, far=None))
+
+    def key_tables(self, keys: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of all keys, (1 or B, keys, R/2) each, where the cache has none of them."""
+        if self.positions is None or keys == self.angles.cos.shape[-2]:
+            # Without positions Transformers has created the cache, which was empty before.
+            return self.angles.cos, self.angles.sin
+        return self.positions.tables(self.kind, self.first, keys)
+
+    def attend_coefficients(
+        self, projected: Tensor, query: Tensor, coefficients: Tensor, value: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Attention over all coefficients (B, G, S, P + F) and values, where keys do not suffice.
+
+        Args:
+            projected: q before rotation, (B, H, T, D).
+            query: Q', (B, H, T, D).
+            coefficients: Of all tokens, (B, G, S, P + F).
+            value: (B, G, S, D).
+
+        Returns:
+            The output, or None if keys do; and the attention weights of eager attention, or None.
+        """
+        if self.angles.far is not None:
+            return self._attend_far(projected, query, coefficients, value)
+        if self.positions is None or not self._decodes(query):
+            return None, None
+        return self._attend_half(query, coefficients, value), None
+
+    def _decodes(self, query: Tensor) -> bool:
         """Whether `attend_half` takes the place of ``scaled_dot_product_attention``."""
         mask = self.mask
         return (
@@ -107,23 +175,14 @@ class LayerPass(NamedTuple):
             and not (self.module.training or torch.is_grad_enabled())
         )
 
-    def attend_half(self, query: Tensor, coefficients: Tensor, value: Tensor) -> Tensor | None:
-        """One token over a half cache, without keys.
-
-        Args:
-            query: Q', (B, H, 1, D).
-            coefficients: (B, G, S, P + F).
-            value: (B, G, S, D).
-
-        Returns:
-            None if the tokens are not at consecutive positions, unless compiled.
-        """
+    def _attend_half(self, query: Tensor, coefficients: Tensor, value: Tensor) -> Tensor | None:
+        """One token over a half cache; None if tokens are not consecutive, unless compiled."""
         keys = coefficients.shape[-2]
-        mask = self.mask if self.bias is None else self._biased_mask(query, keys)
+        mask = self.mask if self.angles.decay is None else self._with_decay(query, keys)
         options: dict[str, Any] = {"attention_mask": mask, "scale": self.module.kernel_scale}
         if compiling():
-            output = attend_half_at(query, coefficients, value, *self.tables(keys), **options)
-            return output.transpose(1, 2)
+            tables = self._at.tables(self.kind, self.first, keys)
+            return attend_half_at(query, coefficients, value, *tables, **options).transpose(1, 2)
         if self._at.first_position is None:
             return None
         tile, pairs = tile_length(coefficients, query.shape[1]), self.module.head_dim // 2
@@ -132,100 +191,62 @@ class LayerPass(NamedTuple):
             return None
         return attend_half(query, coefficients, value, frames, **options).transpose(1, 2)
 
-    def attend_far(
-        self,
-        query: Tensor,
-        limit: Limit,
-        coefficients: Tensor,
-        value: Tensor,
-        tables: tuple[Tensor, Tensor],
+    def _attend_far(
+        self, projected: Tensor, query: Tensor, coefficients: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Limited distances, see `attend_clipped`.
-
-        Args:
-            query: Q' at the positions of the tokens, (B, H, T, D).
-            limit: The largest distance, which some keys lie beyond.
-            coefficients: All keys before rotation, (B, G, S, P + F).
-            value: (B, G, S, D).
-            tables: cos and sin of the keys, (1 or B, S, R/2).
-
-        Returns:
-            The output, and the attention weights of eager attention or None.
-        """
-        length, free_pairs = query.shape[2], self.module.free_pairs
-        consecutive, mask = self._at.consecutive, None if self.masks_itself else self.mask
-        if self.mask is None and not consecutive and length > 1:
-            # The first queries of an empty cache with more slots.
-            coefficients, value = coefficients[..., :length, :], value[..., :length, :]
+        """Limited distances, see `attend_clipped`."""
+        far, length = self.angles.far, query.shape[2]
+        assert far is not None
+        free_pairs, keys = self.module.free_pairs, coefficients.shape[-2]
+        consecutive, (cos, sin) = self._at.consecutive, self.key_tables(keys)
+        if self._begins(query) and not consecutive:
+            coefficients, value, keys = (
+                coefficients[..., :length, :],
+                value[..., :length, :],
+                length,
+            )
             consecutive = True
-        keys = coefficients.shape[-2]
-        near = max(0, keys - length - limit.max_distance + 1) if consecutive else 0
-        cos, sin = (x[:, near:keys] for x in tables)
+        near = max(0, keys - length - far.max_distance + 1) if consecutive else 0
+        cos, sin = cos[:, near:keys], sin[:, near:keys]
+        far_query = self.module.map_query(projected, self.angles, *far.tables)
         output, weights = attend_clipped(
             query,
             key_map(coefficients[..., near:, :], cos, sin, free_pairs=free_pairs),
-            far_query_map(limit.query, free_pairs),
+            far_query_map(far_query, free_pairs),
             coefficients,
             value,
-            attention_mask=mask,
-            is_causal=mask is None,
-            max_distance=limit.max_distance,
+            max_distance=far.max_distance,
             positions=self._at.places(self.first, keys),
             consecutive=consecutive,
-            window=self.window if self.masks_itself else None,
-            segments=self.segments(keys),
             with_weights=self.implementation == "eager",
-            **self._options,
+            **self._options(keys),
         )
         return output.transpose(1, 2), weights
 
     def attend_keys(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """Attention without a mask, or with a decay, in place of ``scaled_dot_product_attention``.
 
-        Never has all T * S elements of a mask or bias at once.
-
-        Args:
-            query: Q', (B, H, T, D).
-            key: K', (B, G, S, D).
-            value: (B, G, S, D).
-
-        Returns:
-            None if the attention function computes it.
+        Never has all T * S elements of a mask or bias at once. None if the attention function of
+        Transformers computes it.
         """
-        if self.implementation != "sdpa" or (self.bias is None and not self.masks_itself):
+        decay = self.angles.decay
+        if self.implementation != "sdpa" or (decay is None and self.band is None):
             return None
-        keys, length, places = key.shape[-2], query.shape[-2], None
-        if self.bias is not None:
-            places = self._at.places(self.first, keys)
-            if self.mask is None and length > 1:
-                # The first queries of an empty cache, which may have more slots.
+        length, places = query.shape[-2], None
+        if decay is not None:
+            if self._begins(query):
                 key, value = key[..., :length, :], value[..., :length, :]
-                places = places[0], places[1][:, :length]
-        mask = None if self.masks_itself else self.mask
-        output = attend(
-            query,
-            key,
-            value,
-            attention_mask=mask,
-            is_causal=mask is None,
-            window=self.window if self.masks_itself else None,
-            positions=places,
-            segments=self.segments(keys),
-            **self._options,
-        )
-        return output.transpose(1, 2)
+            places = self._at.places(self.first, key.shape[-2])
+        options = self._options(key.shape[-2])
+        return attend(query, key, value, positions=places, **options).transpose(1, 2)
 
     def mask_for(self, query: Tensor, keys: int) -> Any:
         """The mask for the configured attention function, with the decay added.
 
-        Args:
-            query: Q', (B, H, T, D).
-            keys: S.
-
         Raises:
             ValueError: If there is a decay and the attention function adds no bias to scores.
         """
-        if self.bias is None:
+        if self.angles.decay is None:
             return self.mask
         shape = self.mask.shape if isinstance(self.mask, Tensor) else ()
         dense = len(shape) == 4 and shape[-1] == keys
@@ -234,29 +255,28 @@ class LayerPass(NamedTuple):
                 "a model with a decay needs an attention function that adds a bias to the "
                 f"scores, sdpa or eager; got {self.implementation}"
             )
-        return self._biased_mask(query, keys).to(query.dtype)
+        return self._with_decay(query, keys).to(query.dtype)
 
-    def _biased_mask(self, query: Tensor, keys: int) -> Tensor:
+    def _with_decay(self, query: Tensor, keys: int) -> Tensor:
         """The mask with the decay added, in float32 or wider."""
+        assert self.angles.decay is not None
         wide = torch.promote_types(query.dtype, torch.float32)
         places = self._at.places(self.first, keys)
-        return with_bias(self.mask, self.bias(*places, wide).unsqueeze(1))
+        return with_bias(self.mask, self.angles.decay(*places, wide).unsqueeze(1))
 
-    def check_limits(self, *, beyond: bool) -> None:
+    def _check_limits(self, beyond: bool) -> None:
         """Raise ValueError if the attention function cannot attend with a largest distance.
 
-        Args:
-            beyond: Whether there are keys beyond the distance. Within it any function can attend
-                as usual that gets all keys, in training for example; serving engines keep keys
-                themselves.
+        If no key is beyond it, any function can that gets all keys, in training for example;
+        serving engines keep keys themselves.
         """
-        can = self.implementation in ("sdpa", "eager")
+        name = self.implementation
+        able = name in ("sdpa", "eager")
         if not beyond:
             known = ("flex_attention", "flash_attention_2", "flash_attention_3")
-            name = self.implementation
-            can = can or name in known or ("/" in name and not name.startswith("paged|"))
-        if not can:
+            able = able or name in known or ("/" in name and not name.startswith("paged|"))
+        if not able:
             raise ValueError(
                 "a model with max_distance has two scores for a query and a key, which needs the "
-                f"attention function sdpa or eager; got {self.implementation}"
+                f"attention function sdpa or eager; got {name}"
             )

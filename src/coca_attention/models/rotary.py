@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from coca_attention.models.configuration import rotation
 from coca_attention.models.fields import window_of
-from coca_attention.ops.positions import join_pairs
+from coca_attention.ops.positions import Decay, join_pairs
 
 
 class Far(NamedTuple):
@@ -15,6 +15,24 @@ class Far(NamedTuple):
 
     max_distance: int
     tables: tuple[Tensor, Tensor]
+
+
+class Angles(NamedTuple):
+    """How the positions of a pass act on the scores of layers of one type.
+
+    Attributes:
+        cos: (B, T, R/2) for a rotary width R.
+        sin: Like cos.
+        factor: On the queries, (B, T), or None.
+        decay: Addend of the scores, or None.
+        far: Where distances are limited, or None.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    factor: Tensor | None
+    decay: Decay | None
+    far: Far | None
 
 
 class CoCARotary(nn.Module):
@@ -32,21 +50,15 @@ class CoCARotary(nn.Module):
     @torch.no_grad()
     def forward(
         self, hidden_states: Tensor, position_ids: Tensor, layer_type: str | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Any, Far | None]:
-        """Tables for position_ids (B, T).
-
-        Returns:
-            cos and sin, each (B, T, R/2) for a rotary width R, the factor on the queries, (B, T),
-            or None, `Rotation.bias` if the rotation has a decay, or None, and `Far` if distances
-            are limited, or None.
-        """
-        found = rotation(self.config, layer_type)
+    ) -> Angles:
+        """`Angles` of position_ids (B, T), for the layers of a type."""
+        turning = rotation(self.config, layer_type)
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        factor = found.query_factor(position_ids, dtype, window_of(self.config, layer_type))
+        factor = turning.query_factor(position_ids, dtype, window_of(self.config, layer_type))
         far = None
-        if found.max_distance is not None:
-            far = Far(found.max_distance, found.far_tables(position_ids.device, dtype))
-        return *found.tables(position_ids, dtype), factor, found.bias, far
+        if turning.max_distance is not None:
+            far = Far(turning.max_distance, turning.far_tables(position_ids.device, dtype))
+        return Angles(*turning.tables(position_ids, dtype), factor, turning.bias, far)
 
 
 class VanillaRotary(CoCARotary):

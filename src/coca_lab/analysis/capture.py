@@ -168,7 +168,7 @@ def _captured(
             f"layer {index}: queries or keys are not finite; the model's weights are damaged, or "
             "its dtype overflows (try float32)"
         )
-    roles = kwargs.get("roles")
+    roles = getattr(kwargs.get("decoder_pass"), "roles", None)
     tables = kwargs.get("position_embeddings") if roles is None else roles[kind][1]
     if tables is not None:
         _check_tables(index, tables[:2], found)
