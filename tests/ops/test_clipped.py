@@ -8,6 +8,7 @@ import torch
 import oracle
 from coca_attention import coca_attention
 from coca_attention.ops import (
+    Clipping,
     Rotation,
     attend_clipped,
     clipped,
@@ -149,8 +150,9 @@ def test_masks_of_float16_hide_however_large_the_scores_are():
     def attended(t: torch.Tensor) -> torch.Tensor:
         query = query_map(30 * q, *tables, form="strict")
         key, far = key_map(t, *tables), far_query_map(query, 0)
-        options = {"max_distance": LIMIT, "positions": (places, places), "is_causal": False}
-        return attend_clipped(query, key, far, t, v, attention_mask=additive, **options)[0]
+        clipping = Clipping(LIMIT, is_causal=False)
+        options = {"positions": (places, places), "attention_mask": additive}
+        return attend_clipped(query, key, far, t, v, clipping, **options)[0]
 
     changed = t.clone()
     changed[..., -1, :] += 90  # scores beyond the range of float16

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coca_attention.ops import attend_clipped
+from coca_attention.ops import Clipping, attend_clipped
 from coca_attention.ops.parts import attend_parts, clipped_parts, document_parts
 
 SHAPES = [
@@ -63,9 +63,8 @@ def test_output_and_gradients_agree_with_attention_in_blocks(queries, keys, limi
             output = attend_parts(list(clipped_parts(queries, keys, limit)), *leaves, scale=0.3)
         else:
             places = torch.arange(keys - queries, keys), torch.arange(keys)
-            output, _ = attend_clipped(
-                *leaves, max_distance=limit, positions=places, consecutive=False, scale=0.3
-            )
+            clipping = Clipping(limit, consecutive=False, scale=0.3)
+            output, _ = attend_clipped(*leaves, clipping, positions=places)
         grads = torch.autograd.grad(output, leaves, gradient, materialize_grads=True)
         results.append((output, *grads))
     for ours, expected in zip(*results, strict=True):

@@ -16,6 +16,7 @@ from coca_attention.models.fields import window_of
 from coca_attention.models.key_positions import KeyPositions
 from coca_attention.models.rotary import Angles
 from coca_attention.ops import (
+    Clipping,
     attend,
     attend_clipped,
     attend_half,
@@ -110,16 +111,12 @@ class LayerPass(NamedTuple):
         return self.positions
 
     def _options(self, keys: int) -> dict[str, Any]:
-        """Those of `attend` and `attend_clipped`, which hide the rest of this many keys."""
+        """Those that `attend` and `attend_clipped` share, for the last so many keys."""
         segments = None if self.band is None else self.band.segments
         return {
             "attention_mask": self.mask,
-            "is_causal": self.mask is None,
-            "window": None if self.band is None else self.window,
             "segments": None if segments is None else segments[:, segments.shape[-1] - keys :],
-            "scale": self.module.kernel_scale,
             "dropout": self.dropout,
-            "bias": self.angles.decay,
         }
 
     def _begins(self, query: Tensor) -> bool:
@@ -215,9 +212,15 @@ class LayerPass(NamedTuple):
             far_query_map(far_query, free_pairs),
             coefficients,
             value,
-            max_distance=far.max_distance,
+            Clipping(
+                far.max_distance,
+                consecutive,
+                is_causal=self.mask is None,
+                window=None if self.band is None else self.window,
+                scale=self.module.kernel_scale,
+                decay=self.angles.decay,
+            ),
             positions=self._at.places(self.first, keys),
-            consecutive=consecutive,
             with_weights=self.implementation == "eager",
             **self._options(keys),
         )
@@ -237,8 +240,18 @@ class LayerPass(NamedTuple):
             if self._begins(query):
                 key, value = key[..., :length, :], value[..., :length, :]
             places = self._at.places(self.first, key.shape[-2])
-        options = self._options(key.shape[-2])
-        return attend(query, key, value, positions=places, **options).transpose(1, 2)
+        output = attend(
+            query,
+            key,
+            value,
+            is_causal=self.mask is None,
+            window=None if self.band is None else self.window,
+            scale=self.module.kernel_scale,
+            bias=decay,
+            positions=places,
+            **self._options(key.shape[-2]),
+        )
+        return output.transpose(1, 2)
 
     def mask_for(self, query: Tensor, keys: int) -> Any:
         """The mask for the configured attention function, with the decay added.

@@ -13,7 +13,7 @@
 """
 
 from coca_attention.ops.attention import attend, hidden_by, with_bias
-from coca_attention.ops.clipped import attend_clipped, check_clipped_form, far_query_map
+from coca_attention.ops.clipped import Clipping, attend_clipped, check_clipped_form, far_query_map
 from coca_attention.ops.collinear import coca_attention
 from coca_attention.ops.decoding import (
     KeyFrames,
@@ -40,6 +40,7 @@ __all__ = [
     "FORMS",
     "RULES",
     "UNSCALED",
+    "Clipping",
     "Decay",
     "KeyFrames",
     "Rotation",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coca_attention.ops.attention import attend, attend_blocks
-from coca_attention.ops.clipped import attend_clipped, check_clipped_form, far_query_map
+from coca_attention.ops.clipped import Clipping, attend_clipped, check_clipped_form, far_query_map
 from coca_attention.ops.forms import ScoreForm, get_form
 from coca_attention.ops.maps import key_map, query_map, score_scale
 from coca_attention.ops.positions import UNSCALED, Rotation, check_positions, check_width
@@ -142,12 +142,9 @@ def coca_attention(
                 far_query_map(far, free_pairs),
                 key_coefficients,
                 value,
-                max_distance=rotation.max_distance,
+                Clipping(rotation.max_distance, consecutive, scale=divisor, decay=bias),
                 positions=(query_positions, key_positions),
-                consecutive=consecutive,
                 attention_mask=attention_mask,
-                scale=divisor,
-                bias=bias,
             )[0]
         bias = None  # it begins farther away
     if block_mask is not None:
