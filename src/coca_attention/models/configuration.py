@@ -48,11 +48,7 @@ def has_own_roles(config: Any) -> bool:
 
 
 def rule_of(rope_type: str) -> type[Rule]:
-    """The rule of a ``rope_type``.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """The rule of a ``rope_type``; ValueError if there is none."""
     known = {rule.rope_type: rule for rule in RULES.values()}
     if rope_type not in known:
         raise ValueError(
@@ -63,19 +59,11 @@ def rule_of(rope_type: str) -> type[Rule]:
 
 
 def rotation(config: Any, layer_type: str | None = None) -> Rotation:
-    """The rotation described by a configuration's ``rope_parameters``.
+    """The rotation described by ``rope_parameters``; ValueError if one is out of range.
 
-    Args:
-        config: A Transformers configuration. Its rotary parameters may contain ``rope_type``,
-            ``rope_theta``, ``partial_rotary_factor``, the parameters of the rule (the fields of the
-            `Rule`; ``ntk`` and ``longrope`` have an optional target ``length`` in tokens), and
-            the names of `ROTATION_FIELDS` for the `Rotation`.
-        layer_type: See `rope_parameters`. With one set of parameters for all layers, the rule and
-            those of the `Rotation` apply to global layers alone: a local layer never sees far. A
-            rule that a converted model was trained with stays in its local layers (`LOCAL_RULE`).
-
-    Raises:
-        ValueError: If the type is unknown or a parameter is out of range.
+    With one set of parameters for all layers, the rule and `ROTATION_FIELDS` apply to global layers
+    alone: a local layer never sees far. A rule that a converted model was trained with stays in its
+    local layers (`LOCAL_RULE`).
     """
     rope = rope_parameters(config, layer_type)
     local = layer_type == LOCAL and has_own_roles(config)
@@ -108,12 +96,9 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
 def transformers_frequencies(
     config: Any, device: Any = None, seq_len: Any = None, layer_type: Any = None
 ) -> tuple[torch.Tensor, float]:
-    """Frequencies with the signature of the entries in Transformers' table of rope types.
+    """Frequencies (P,), float32, and the factor on cos and sin, as in Transformers' table.
 
     Without an entry there, Transformers cannot build a model whose configuration uses our rules.
-
-    Returns:
-        Frequencies (P,), float32, and the factor on cos and sin.
     """
     found = rotation(config, layer_type)
     if found.follows_length:
@@ -138,10 +123,7 @@ def check_cache_kind(kind: str) -> None:
 
 
 def check_continuous_batching(config: Any) -> None:
-    """Raise ValueError if the cache or the rotation of a CoCA model rules out continuous batching.
-
-    It stores keys and values in one pool and reads tokens of several texts in one pass.
-    """
+    """Raise ValueError if the cache or rotation of a CoCA model rules out continuous batching."""
     if not hasattr(config, "coca_form"):
         return
     found = rotation(config)

@@ -7,13 +7,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
-    """The rotary parameters of a configuration, for one layer type if they differ.
-
-    Args:
-        config: A Transformers configuration.
-        layer_type: For example ``full_attention``, for families with a different rotary embedding
-            per layer type (Gemma 3).
-    """
+    """The rotary parameters of a configuration, of one layer type if they differ (Gemma 3)."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope and all(value is None or isinstance(value, dict) for value in rope.values()):
         rope = rope.get(layer_type or GLOBAL) or {}
