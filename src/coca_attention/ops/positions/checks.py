@@ -10,7 +10,8 @@ from torch import Tensor
 
 def check_width(width: int, what: str = "head width") -> None:
     """Raise ValueError unless ``width`` can be split into rotary pairs."""
-    if not _is_whole(width) or width < 2 or width % 2:
+    whole = _is_whole(width) or torch.jit.is_tracing()  # which takes sizes for tensors
+    if not whole or width < 2 or width % 2:
         raise ValueError(f"{what} must be even and at least 2, to form rotary pairs; got {width}")
 
 
