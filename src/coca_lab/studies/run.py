@@ -16,6 +16,7 @@ from coca_lab.processes import ProcessEngine, listen
 from coca_lab.report import write_report
 from coca_lab.studies.study import Study
 from coca_lab.studies.trial import Trial
+from coca_lab.training import Recipe
 from coca_lab.training.run import load_run_tokenizer
 
 REPORT_FILE = "report.html"
@@ -99,18 +100,18 @@ def _with_tokenizer(trials: Sequence[Trial], output: Path) -> list[Trial]:
 
     Perplexities compare only what is split into the same tokens.
     """
-    alike: dict[str, list[Trial]] = {}
+    alike: dict[str, list[tuple[str, Recipe]]] = {}
     for trial in trials:
         if trial.recipe and not (trial.recipe.data.tokenizer or trial.recipe.model.start):
             data = trial.recipe.data
             texts = {name: (each.source, each.text_field) for name, each in data.sources.items()}
             about = (data.held_out, data.vocab_size, data.split_digits, bool(data.passkey_share))
-            alike.setdefault(repr((texts, about)), []).append(trial)
+            alike.setdefault(repr((texts, about)), []).append((trial.label, trial.recipe))
     folders = {}
     for number, group in enumerate(alike.values()):
         folder = output / "tokenizers" / str(number) if number else output
-        load_run_tokenizer(group[0].recipe, folder)
-        folders |= dict.fromkeys((trial.label for trial in group), folder / "tokenizer")
+        load_run_tokenizer(group[0][1], folder)
+        folders |= dict.fromkeys((label for label, _ in group), folder / "tokenizer")
     return [t.with_tokenizer(folders[t.label]) if t.label in folders else t for t in trials]
 
 
