@@ -27,12 +27,12 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: $(READY)
-	$(BIN)/coca quickstart
+	$(BIN)/coca study quickstart
 
 SIZE ?= 50m
-# OPTIONS: others of coca reproduce. The same command goes on where the last one ended.
+# OPTIONS: others of coca study. The same command resumes.
 reproduce: $(READY)
-	$(BIN)/coca reproduce --size $(SIZE) $(if $(HOURS),--hours $(HOURS)) $(if $(TEXT),--text '$(TEXT)') $(OPTIONS)
+	$(if $(HOURS),timeout --foreground -s INT $(HOURS)h) $(BIN)/coca study paper-$(SIZE) $(if $(TEXT),--text '$(TEXT)') $(OPTIONS)
 
 # One process a core, one thread each: the tests' tensors are too small to share.
 test: $(READY)

@@ -33,11 +33,13 @@ POPULATIONS: dict[str, tuple[str, str | None]] = {
     "13 files, 555 to 6,207 tokens": ("conversion/passkeys.json", None),
 }
 OUTLIER = {"8 files, one unlike the others": ("long-context/results.json", None)}
+OTHERS = {"long-context/results.json": "Roles, strict"}
+"""The model that another is compared with, where it is not the second."""
 Draw = Callable[[int], np.ndarray]
 
 
 def cells(content: Any) -> Iterator[dict[str, Any]]:
-    """The perplexity cells of a result file, those within searches too."""
+    """The perplexity cells of a result file, of all seeds."""
     if isinstance(content, dict):
         if content.get("task") == "perplexity" and content.get("documents"):
             yield content
@@ -51,9 +53,8 @@ def scores(file: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Nats per token of a model's documents, another model's against them, and the tokens."""
     found = list(cells(json.loads((RESULTS / file).read_text())))
     one, models = found[0], list(dict.fromkeys(cell["model"] for cell in found))
-    other = next(
-        cell for cell in found if cell["model"] == models[1] and cell["window"] == one["window"]
-    )
+    name = OTHERS.get(file, models[1])
+    other = next(c for c in found if c["model"] == name and c["window"] == one["window"])
     tokens = np.array([document["tokens"] for document in one["documents"]], dtype=float)
     own, others = (np.array([d["nats"] for d in c["documents"]]) / tokens for c in (one, other))
     return own, others - own, tokens

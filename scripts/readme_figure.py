@@ -12,7 +12,7 @@ import altair as alt
 import pandas as pd
 
 ROOT = Path(__file__).parents[1]
-MODELS = {  # trials of the search, their labels and colours (Okabe and Ito's)
+MODELS = {  # of the study, their labels and colours (Okabe and Ito's)
     "Roles, rotary": ("layers with roles", "#0072B2"),
     "ALiBi": ("ALiBi", "#E69F00"),
     "CoCA-Strict": ("CoCA (strict)", "#009E73"),
@@ -26,12 +26,10 @@ def figures() -> pd.DataFrame:
     """One row per model, seed, measure and length."""
     results = json.loads((ROOT / "results/long-context/results.json").read_text())["results"]
     rows = [
-        (MODELS[trial["model"]][0], cell["task"], cell.get("window", cell.get("length")),
+        (MODELS[cell["model"]][0], cell["task"], cell.get("window", cell.get("length")),
          cell.get("perplexity", cell.get("accuracy")))
-        for trial in results
-        if trial["model"] in MODELS
-        for cell in trial["cells"]
-        if cell["scaling"] == "none"
+        for cell in results
+        if cell["model"] in MODELS and cell["scaling"] == "none"
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=["model", "task", "tokens", "value"])
 

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,10 @@ from coca_attention.models import set_rotary_scaling
 from coca_attention.ops import FORMS, RULES
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from coca_lab.cli import main
+from coca_lab.engine import Item
 from coca_lab.evaluation import TASKS
+from coca_lab.processes import ProcessEngine
 from coca_lab.report import REPORTS
-from coca_lab.studies.quickstart import _watch_parent
 from conftest import some_text
 from families import vanilla
 
@@ -149,14 +148,15 @@ def test_the_task_is_a_command_a_section_of_suites_and_of_the_report(trained, tm
 
 
 def test_processes_of_a_command_know_what_was_added(extensions, monkeypatch):
-    """Those of the quickstart."""
+    """Those of a study."""
     monkeypatch.setenv("PYTHONPATH", str(extensions), prepend=os.pathsep)
     monkeypatch.setenv("COCA_IMPORT", "extensions")
-    context = get_context("spawn")
-    shared = context.Queue(), context.Event()
-    with ProcessPoolExecutor(1, context, _watch_parent, shared) as pool:
-        known = "[*__import__('coca_attention.ops').ops.FORMS]"
-        assert "phase" in pool.submit(eval, known).result()
+    item = Item(["forms"], forms, [None])
+    assert "phase" in ProcessEngine(processes=1).run([item])[0]
+
+
+def forms(_):
+    return [[*FORMS]]
 
 
 def test_a_module_that_is_missing_is_named(monkeypatch, capsys):

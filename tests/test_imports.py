@@ -17,10 +17,13 @@ LIBRARY = {
     "models": {"ops", "layer", "errors"},
     "testing": set(),
 }
-LOOSE = {"arguments", "engine", "environment", "files", "intervals", "lazy", "loading", "settings"}
+LOOSE = {
+    "arguments", "engine", "environment", "files", "intervals", "lazy", "loading", "settings",
+    "shipped",
+}  # fmt: skip
 LABORATORY = {
     "__init__": {"cli"},
-    "arguments": set(),
+    "arguments": {"shipped"},
     "engine": {"extensions"},
     "environment": {"files"},
     "files": set(),
@@ -28,7 +31,9 @@ LABORATORY = {
     "intervals": set(),
     "lazy": set(),
     "lm_eval": set(),
+    "processes": {"engine", "extensions"},
     "settings": set(),
+    "shipped": set(),
     "info": LOOSE,
     "baselines": set(),
     "loading": {*LOOSE, "baselines"},
@@ -40,8 +45,8 @@ LABORATORY = {
     "analysis": {*LOOSE, "data", "evaluation"},
     "report": LOOSE,
     "export": {*LOOSE, "folders", "data", "evaluation"},
-    "studies": {*LOOSE, "extensions", "data", "training", "evaluation", "report"},
-    "registry": {"evaluation", "report", "studies"},
+    "studies": {*LOOSE, "folders", "processes", "data", "training", "evaluation", "report"},
+    "registry": {"evaluation", "report"},
     "cli": {
         *LOOSE, "extensions", "info", "generation", "folders", "data", "training",
         "evaluation", "analysis", "export", "report", "studies",

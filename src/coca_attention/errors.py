@@ -16,10 +16,6 @@ class UserError(ValueError):
     """
 
 
-class TemporaryError(UserError):
-    """A failure that may pass, such as a full disk or a file in use: never the result of a run."""
-
-
 class Interrupted(KeyboardInterrupt):
     """A signal has ended the work; the message says what was saved.
 
@@ -62,13 +58,6 @@ def error_prefix(prefix: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise type(error)(f"{prefix}{error}") from error
-
-
-def may_pass(error: BaseException) -> bool:
-    """Whether the same work may succeed later: nothing is wrong with the work itself."""
-    if isinstance(error, UserError):
-        return isinstance(error, TemporaryError)
-    return known_problem(error) is not None
 
 
 # In the messages of PyTorch's file writer, which reports a full disk as a RuntimeError.

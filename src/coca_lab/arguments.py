@@ -18,6 +18,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from coca_attention.errors import UserError, did_you_mean, error_prefix
+from coca_lab.shipped import find_file
 
 Settings = TypeVar("Settings")
 Sections = Mapping[str, tuple[type, str]]
@@ -229,14 +230,13 @@ def read_yaml(path: str | Path, kind: str) -> dict[str, Any]:
     """The content of a YAML file.
 
     Args:
-        path: The file.
+        path: The file, or the name of one of the project's.
         kind: What to call it in messages.
 
     Raises:
         UserError: If the file is missing, not readable YAML, or not a mapping.
     """
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such {kind}; the project's own are in its folders of YAML")
+    path = find_file(path, kind)
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:

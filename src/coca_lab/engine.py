@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from coca_attention.errors import RESUMABLE, TemporaryError, UserError, install, known_problem
+from coca_attention.errors import RESUMABLE, UserError, install, known_problem
 from coca_lab.extensions import import_extensions
 
 Progress = Callable[[str, int, int], Any]
@@ -165,11 +165,11 @@ class Store:
             yield
         except sqlite3.OperationalError as error:
             if "locked" in str(error):
-                raise TemporaryError(
+                raise UserError(
                     f"{self.path} is in use by another process: wait until it ends, or choose "
                     "another --output"
                 ) from error
-            raise TemporaryError(f"{self.path}: {error}: {RESUMABLE}") from error
+            raise UserError(f"{self.path}: {error}: {RESUMABLE}") from error
         except sqlite3.DatabaseError as error:
             raise self._damaged(error) from error
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from coca_attention.errors import TemporaryError, UserError
+from coca_attention.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def hold(path: Path, what: Path | None = None) -> Iterator[None]:
     except Timeout as error:
         if not path.exists():  # filelock takes a folder without files, such as /proc, for busy
             raise UserError(f"{what or path.parent} cannot be written") from error
-        raise TemporaryError(
+        raise UserError(
             f"{what or path.parent} is in use by another process: wait until it ends, or write "
             "elsewhere"
         ) from error

@@ -262,7 +262,7 @@ CASES = {
     "factor 0": (suite(scalings=[{"kind": "ntk", "factor": 0}]), "at least 1, got 0"),
     "length 3": (suite(passkey={"lengths": [300, 3]}), "model a: passkey: "),
     "model twice": (lambda p: ["eval", "suite", p.file("models:\n  a: x\n  a: y")], "given twice"),
-    "search twice": (lambda p: ["search", p.file("recipe: a\nrecipe: b")], "given twice"),
+    "study twice": (lambda p: ["study", p.file("recipe: a\nrecipe: b")], "given twice"),
     # Texts.
     "content": (of_text('{"content": "hello there"}\n'), "use --text-field content"),
     "other field": (of_text('{"id": "a", "story": "long ago"}\n'), "use --text-field story"),

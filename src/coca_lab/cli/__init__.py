@@ -15,12 +15,11 @@ Run = Callable[[list[str]], None]
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "start here": {
-        "quickstart": ("studies", "Train five small models and compare them on long texts."),
-        "reproduce": ("studies", "Train the paper's models at a size, and evaluate them."),
+        "study": ("studies", "Train and evaluate several models, and draw a page."),
+        "recipes": ("studies", "List the project's recipes, studies and suites, or print one."),
     },
     "train": {
         "train": ("models", "Train a model from a recipe, or in the stages that it names."),
-        "search": ("studies", "Train and evaluate many variants of a recipe and keep the best."),
     },
     "evaluate": {
         "eval": ("evaluation", "Evaluate a model on one task, or models on a suite of them."),

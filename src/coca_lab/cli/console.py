@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ POSITIONALS = {
     "model": "Folder or name of a Transformers model.",
     "model?": "Folder or name of a model; without one, this machine is described.",
     "prompt": "Text to continue; - reads it from standard input.",
-    "results+": "Result files (JSON), and folders of runs, suites and searches.",
+    "recipe?": "Name of a recipe, study or suite, such as passkey-1m or studies/verdict.",
+    "results+": "Result files (JSON), and folders of runs, suites and studies.",
     "target": "Folder to write; it must not exist yet, or be empty.",
 }
 """Help of the words that are no options; a last ``?`` may be missing, a last ``+`` repeated."""
+MINUTE = 60.0
+"""Seconds between lines of progress."""
 EVERYTHING = "--help-all"
 
 
@@ -109,10 +113,8 @@ def parse_file(
 class Progress:
     """A progress bar, used as a function of (label, done, total).
 
-    Where the output is not a terminal, it is a line per label, and one for every minute.
+    Where the output is not a terminal, it is a line at most once a minute.
     """
-
-    said: tuple[str, float] = ("", 0.0)
 
     def __enter__(self) -> Callable[[str, int, int], None]:
         self.bar = progress.Progress(
@@ -124,20 +126,32 @@ class Progress:
             transient=True,
         )
         self.task = self.bar.add_task("")
+        self.said, self.first = -MINUTE, None
         return self.advance
 
     def advance(self, label: str, done: int, total: int) -> None:
         if not self.bar.console.is_terminal:
-            name, at = self.said
-            if label != name or time.monotonic() - at >= 60:
-                self.said = (label, time.monotonic())
-                log.info("%s: %s of %s", label, f"{done:,}", f"{total:,}")
+            self._say(label, done, total)
             return
         # Started here and not on entering: during training, Trainer shows a bar of its own.
         self.bar.start()
         self.bar.update(self.task, description=label, completed=done, total=total)
         if done >= total:
             self.bar.stop()
+
+    def _say(self, label: str, done: int, total: int) -> None:
+        """A line with the time and what is left, unless there was one within the last minute."""
+        now = time.monotonic()
+        begin, before = self.first = self.first or (now, done)
+        if now - self.said < (MINUTE if done < total else 1):
+            return
+        self.said = now
+        left = ""
+        if before < done < total:
+            seconds = round((now - begin) * (total - done) / (done - before))
+            left = f", {timedelta(seconds=seconds)} left"
+        share = 100 * done / max(total, 1)
+        log.info("%s %s: %.0f %%%s", time.strftime("%H:%M:%S"), label, share, left)
 
     def __exit__(self, *_: Any) -> None:
         self.bar.live.stop()  # the bar's own method prints an empty line into files

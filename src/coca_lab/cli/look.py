@@ -22,7 +22,7 @@ class ReportSettings:
 
 
 def run_report(words: list[str]) -> None:
-    """Turn result files, or folders of runs, suites and searches, into one self-contained page."""
+    """Turn result files, or folders of runs, suites and studies, into one self-contained page."""
     paths, settings = parse("coca report", run_report, words, [ReportSettings], ["results+"])
     output = Path(settings.output)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from coca_attention.errors import UserError
 
 IN_FOLDERS = ("training.json", "results.json")
-"""Of a run; of a suite, a search or the quickstart. Read first, and an error if damaged."""
+"""Of a run; of a suite or a study. Read first, and an error if damaged."""
 KINDS = {"results", "training", "curve"}
 PLACE = ("scaling", "factor", "window", "length", "kind", "name")
 """Fields that tell a model's cells of one task apart."""
@@ -24,8 +24,8 @@ def read_results(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
     """Read result files.
 
     Args:
-        paths: Result files; or folders: of a run, a suite, a search or the quickstart, or with
-            result files in them. A file that is named twice is read once. Numbered files beside
+        paths: Result files; or folders: of a run, a suite or a study, or with result
+            files in them. A file that is named twice is read once. Numbered files beside
             ``results.json`` and ``training.json``, of earlier measurements, are left out.
 
     Returns:
@@ -50,7 +50,7 @@ def _files(path: Path) -> list[Path]:
     if not found:
         raise UserError(
             f"{path}: this folder has neither results.json nor training.json nor other result "
-            "files; give what coca train, eval, analyze, search or quickstart has written"
+            "files; give what coca train, eval, analyze or study has written"
         )
     return found
 
@@ -206,9 +206,11 @@ def short_names(files: Sequence[str]) -> dict[str, str]:
 
 
 def without_copies(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs, each once where several files have it."""
+    """Runs, each once where several files have it; of a model with several seeds the first."""
     kept: list[dict[str, Any]] = []
     for run in runs:
-        if all(other["name"] != run["name"] or differ(other, run) for other in kept):
+        others = [other for other in kept if other["name"] == run["name"]]
+        seeds = [other for other in others if other["file"] == run["file"] and "seed" in run]
+        if not seeds and all(differ(other, run) for other in others):
             kept.append(run)
     return kept

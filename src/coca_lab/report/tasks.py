@@ -15,8 +15,8 @@ from coca_lab.report.prompts import (
     prompt_facts,
 )
 from coca_lab.report.results import Cell, Facts, all_cells, comparable
-from coca_lab.report.search import search_sections, search_tables
 from coca_lab.report.section import Section, Table
+from coca_lab.report.study import gather_seeds, study_sections, study_tables
 
 Cells = Sequence[Cell]
 
@@ -71,7 +71,7 @@ def _facts(*names: str) -> Callable[[Cell], Facts]:
 
 
 REPORTS: dict[str, TaskReport] = {
-    "search": TaskReport(search_sections, search_tables, "Search", _facts("file"), "search"),
+    "study": TaskReport(study_sections, study_tables, "Study", _facts("file"), "study"),
     "perplexity": TaskReport(
         perplexity_sections,
         perplexity_tables,
@@ -104,6 +104,7 @@ REPORTS: dict[str, TaskReport] = {
 
 def by_task(cells: Cells) -> dict[str, list[list[Cell]]]:
     """For every task that the report shows, in the order of the page, its comparable cells."""
+    gather_seeds(cells)
     groups: dict[str, list[list[Cell]]] = {}
     for name, report in REPORTS.items():
         found = [cell for cell in cells if cell["task"] == name]

@@ -26,7 +26,7 @@ from coca_lab.files import read_json, write_json
 from coca_lab.training import Recipe, load_recipe
 
 MODULE = "coca_lab.studies.verdict"
-SEARCH = "searches/verdict.yaml"
+SEARCH = "studies/verdict.yaml"
 TRIALS = "results/verdict/trials"
 RUNS = "runs/verdict"
 
@@ -67,7 +67,7 @@ class Trial:
         search, arms = read_search()
         if self.arm not in arms:
             raise UserError(f"no arm {self.arm}; known: {', '.join(arms)}")
-        options = search["trials"][arms[self.arm]] | {
+        options = search["models"][arms[self.arm]] | {
             "training.learning_rate": self.learning_rate,
             "training.seed": self.seed,
         }
@@ -78,7 +78,7 @@ class Trial:
 def read_search() -> tuple[dict[str, Any], dict[str, str]]:
     """The search file, and the names of its trials by their first word, that of the arm."""
     search = yaml.safe_load(Path(SEARCH).read_text(encoding="utf-8"))
-    return search, {name.split()[0]: name for name in search["trials"]}
+    return search, {name.split()[0]: name for name in search["models"]}
 
 
 def next_trial(folder: str | Path, arms: Iterable[str]) -> Trial | None:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from coca_attention.errors import WRITER, TemporaryError, UserError, known_problem
+from coca_attention.errors import WRITER, UserError, known_problem
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ STATE_FILE = "trainer_state.json"
 
 @contextmanager
 def catch_write_errors(folder: Path, describe_saved: Callable[[], str]) -> Iterator[None]:
-    """Turn errors in writing files, such as a full disk, into a TemporaryError.
+    """Turn errors in writing files, such as a full disk, into a UserError.
 
     Args:
         folder: The folder to write to.
@@ -36,7 +36,7 @@ def catch_write_errors(folder: Path, describe_saved: Callable[[], str]) -> Itera
             raise
         text = " ".join(str(cause).split())[:200]
         problem = known_problem(cause) or f"{text}: run the same command again to resume"
-        raise TemporaryError(
+        raise UserError(
             f"{folder} cannot be written: training stopped, {describe_saved()}. {problem}"
         ) from error
 

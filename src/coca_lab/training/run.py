@@ -80,7 +80,7 @@ def train(
             claim_folder(recipe, output, may_change=may_change, sizes=sizes)
             if is_finished(output):
                 return output
-            tokenizer = _load_tokenizer(recipe, output)
+            tokenizer = load_run_tokenizer(recipe, output)
         run = Run(recipe, output, tokenizer, load_data(recipe, tokenizer), callbacks)
         if state.is_main_process:
             log.info("%s: %s", output, run.data.describe())
@@ -186,7 +186,7 @@ def read_summary(output: str | Path) -> dict[str, Any]:
     return read_json(Path(output) / SUMMARY_FILE)
 
 
-def _load_tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
+def load_run_tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
     """The recipe's tokenizer; a newly trained one is kept in the run folder for later starts."""
     data = recipe.data
     named = data.tokenizer or recipe.model.start

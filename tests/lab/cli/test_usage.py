@@ -46,7 +46,7 @@ def test_without_the_extra_one_line_says_what_to_install():
 @pytest.mark.parametrize(
     ("words", "options"),
     [
-        (["quickstart"], ["--output", "--sizes.steps", "Optimizer steps of each model"]),
+        (["study"], ["--output", "--workers", "--ray", "Seeds of the training", "NAME|STUDY.yaml"]),
         (["train"], ["--training.steps", "Peak learning rate", "RECIPE", "--output"]),
         (["train", "--help-all"], ["AdamW's weight decay", "Rank of the adapters of lora"]),
         (["eval", "perplexity"], ["--windows", "--attend-last", "Tokens scored in one pass"]),
@@ -74,12 +74,12 @@ RECIPE = str(Path(__file__).parents[3] / "recipes" / "books-5m.yaml")
     ("words", "message"),
     [
         (["trian"], "coca has no command 'trian'; did you mean train?"),
-        (["summon"], "no command 'summon'; choose one of quickstart"),
+        (["summon"], "no command 'summon'; choose one of study"),
         (["eval", "vibes"], "coca eval has no command 'vibes'; choose one of perplexity"),
         (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe"),
         (["train", "--output", "x"], "the recipe comes first"),
         (["train", RECIPE, "--model.bdy", "llama"], "--model.bdy; did you mean --model.body?"),
-        (["quickstart", "--sizes.stepz", "3"], "--sizes.stepz; did you mean --sizes.steps?"),
+        (["study", "quickstart", "--seedz", "3"], "--seedz; did you mean --seeds?"),
         (["eval", "perplexity"], "arguments are required: model"),
         (["eval", "perplexity", "nowhere", "--windows", "64", "--stride", "65"], "not exceed"),
         (["eval", "perplexity", "nowhere"], "nowhere: no model could be loaded"),
@@ -111,8 +111,8 @@ def test_a_defect_and_an_interrupt_are_one_line_too(capsys, monkeypatch, error, 
     def broken(words):
         raise error
 
-    monkeypatch.setattr(studies, "run_search", broken)
-    ended, _, err = run(capsys, "search")
+    monkeypatch.setattr(studies, "run_study", broken)
+    ended, _, err = run(capsys, "study")
     assert ended == code and err.startswith(message) and err.count("\n") == 1
 
 

@@ -86,7 +86,7 @@ ENVIRONMENT = {
     "threads": 2,
     "gpus": [],
     "system": "Linux",
-    "command": "coca quickstart",
+    "command": "coca study quickstart",
 }
 CONTENT = {"results": CELLS, "training": [TRAINING], "environment": ENVIRONMENT}
 
@@ -159,7 +159,7 @@ def test_figures_tables_and_settings_are_there(html):
     text = Page(html).text
     for expected in (
         "A & B", "RoFormer + NTK (4)", "RoFormer, last 64 tokens only", "54.00", "48.60 to 59.40",
-        "training length", "12,345", "A <processor>", "coca quickstart",
+        "training length", "12,345", "A <processor>", "coca study quickstart",
         "perplexity (lower is better)", "Recipe of RoFormer", "learning_rate: 0.003",
         "training loss (nats per token)",
     ):  # fmt: skip

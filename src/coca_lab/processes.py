@@ -1,0 +1,159 @@
+"""An engine of several processes on this machine, and what a process says while it works."""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coca_attention.errors import UserError
+from coca_lab.engine import Engine, Item, Progress, Store, problem
+from coca_lab.extensions import import_extensions
+
+Part = Callable[[str, str, float], Any]
+"""Called with the label of an item, what is done with it, and the share of it that is done."""
+GRACE = 60.0
+"""Seconds in which a process that has to end can save what it is training."""
+
+_listener: Part | None = None
+
+
+def tell(label: str, text: str, share: float) -> None:
+    """Say from inside an item how far it is; on Ray nobody listens."""
+    if _listener is not None:
+        _listener(label, text, share)
+
+
+def listen(listener: Part | None) -> None:
+    """Choose who hears what is told in this process."""
+    global _listener
+    _listener = listener
+
+
+def log_to(path: Path) -> None:
+    """Append what this process prints to a file, if it works for a `ProcessEngine`."""
+    if parent_process() is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+
+
+class ProcessEngine(Engine):
+    """Computes items in processes of this machine, one item at a time in each.
+
+    An item has to be picklable. It has failed when its process is killed, and the next start
+    computes it again.
+
+    Args:
+        store: As for `Engine`.
+        progress: As for `Engine`.
+        processes: How many.
+        threads: Of PyTorch in each.
+    """
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        progress: Progress = lambda line, done, total: None,
+        *,
+        processes: int,
+        threads: int = 1,
+    ) -> None:
+        super().__init__(store, progress)
+        self.processes, self.threads = processes, threads
+
+    def _outcomes(self, items: Sequence[Item]) -> Iterator[tuple[Item, Any, float]]:
+        waiting, idle = deque(items), list[_Process]()
+        busy: dict[Any, tuple[_Process, Item]] = {}
+        try:
+            while waiting or busy:
+                while waiting and len(busy) < self.processes:
+                    process, item = (
+                        idle.pop() if idle else _Process(self.threads),
+                        waiting.popleft(),
+                    )
+                    process.connection.send((item.work, self._arguments(item)))
+                    busy[process.connection] = process, item
+                for ready in connection.wait([*busy]):
+                    process, item = busy[ready]
+                    try:
+                        kind, *content = process.connection.recv()
+                    except EOFError:
+                        del busy[ready]
+                        yield item, UserError(process.why_it_ended()), 0.0
+                        continue
+                    if kind == "part":
+                        tell(*content)
+                    else:
+                        del busy[ready]
+                        idle.append(process)
+                        yield item, *content
+        finally:
+            for process, _ in busy.values():
+                process.process.terminate()  # a training is saved first
+            for process in [*idle, *(process for process, _ in busy.values())]:
+                process.end()
+
+
+class _Process:
+    """A process that computes what comes through its connection."""
+
+    def __init__(self, threads: int) -> None:
+        context = get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other, threads))
+        self.process.start()
+        other.close()
+
+    def end(self) -> None:
+        """Send nothing more, and wait until it has ended."""
+        self.connection.close()
+        self.process.join(GRACE)
+        self.process.kill()
+        self.process.join()
+
+    def why_it_ended(self) -> str:
+        """Why there is no answer from it."""
+        self.process.join()
+        code = self.process.exitcode
+        killed = f" by signal {-code}, perhaps for lack of memory" if code and code < 0 else ""
+        return (
+            f"its process was ended{killed}: run the same command again to resume, if need be with "
+            "fewer --workers"
+        )
+
+
+def _serve(pipe: Any, threads: int) -> None:
+    """Compute items until nothing more comes, or the process that sends them is gone."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("coca_lab").setLevel(logging.INFO)
+    torch.set_num_threads(threads)
+    listen(lambda *part: pipe.send(("part", *part)))
+    try:
+        import_extensions()
+        while True:
+            work, arguments = pipe.recv()
+            started = time.perf_counter()
+            try:
+                values = work(arguments)
+            except Exception as error:  # perhaps one that cannot be pickled
+                values = UserError(problem(error))
+            pipe.send(("done", values, time.perf_counter() - started))
+    except (EOFError, KeyboardInterrupt):
+        pass
+
+
+def _end_with_parent() -> None:
+    """When the parent has been killed, nothing more may be written into its folders."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

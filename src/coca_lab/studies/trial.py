@@ -1,0 +1,192 @@
+"""A trial of a study: a model, trained, converted or as it is, and what is measured of it."""
+
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from transformers import TrainerCallback
+
+from coca_attention.errors import UserError
+from coca_attention.models.conversion import Conversion
+from coca_lab.engine import Engine, Item, Store
+from coca_lab.evaluation import TASKS
+from coca_lab.evaluation.suite import Suite, evaluate
+from coca_lab.evaluation.task import Cell
+from coca_lab.folders import convert_folder
+from coca_lab.processes import log_to, tell
+from coca_lab.training import Recipe, is_finished, load_recipe, read_summary, train
+from coca_lab.training.recipe import differences
+from coca_lab.training.run import RECIPE_FILE
+
+TRAINING = 0.75
+"""Share of the work that is training; the rest is evaluation. For the time left alone."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Called, it makes the model and evaluates it.
+
+    Attributes:
+        name: Of the model.
+        size: Name of its size, or empty.
+        output: Folder of the study.
+        suite: Tasks and scalings, without models.
+        recipe: How the model is trained, or None.
+        start: The model that it starts from, or that is evaluated.
+        conversion: What the start is converted to before it is evaluated.
+        seed: Of the training.
+        key: Everything that the values depend on, wherever the study is.
+        after: Label of the trial whose model this one starts from, or empty.
+    """
+
+    name: str
+    size: str
+    output: Path
+    suite: Suite
+    recipe: Recipe | None = None
+    start: str = ""
+    conversion: Conversion | None = None
+    seed: int = 0
+    key: Any = None
+    after: str = ""
+
+    def with_seed(self, seed: int) -> Self:
+        """The trial with a seed and its key."""
+        recipe, suite = self.recipe, self.suite
+        if recipe is not None:
+            recipe = replace(recipe, training=replace(recipe.training, seed=seed))
+        trial = replace(self, recipe=recipe, seed=seed)
+        start = recipe.model.start or "" if recipe else self.start
+        key = {
+            "model": [self.name, self.size, seed],
+            "recipe": recipe and asdict(recipe),
+            "start": start,
+            "conversion": self.conversion and asdict(self.conversion),
+            "tasks": {name: asdict(settings) for name, settings in suite.tasks.items()},
+            "scalings": [asdict(scaling) for scaling in suite.scalings],
+            "dtype": suite.dtype,
+        }
+        return replace(trial, start=start, key=key)
+
+    def starting_from(self, other: "Trial") -> Self:
+        """The trial with the model of another one as its start."""
+        start, recipe = str(other.model), self.recipe
+        if recipe is not None:
+            recipe = replace(recipe, model=replace(recipe.model, start=start))
+        return replace(self, recipe=recipe, start=start, after=other.label)
+
+    def with_tokenizer(self, folder: Path) -> Self:
+        """The trial with a tokenizer that other models have, too."""
+        assert self.recipe is not None
+        data = replace(self.recipe.data, tokenizer=str(folder))
+        return replace(self, recipe=replace(self.recipe, data=data))
+
+    @property
+    def of_size(self) -> str:
+        """Its name and size."""
+        return f"{self.name}, {self.size}" if self.size else self.name
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return f"{self.of_size}, seed {self.seed}" if self.seed else self.of_size
+
+    @property
+    def folder(self) -> str:
+        """Name of its folder."""
+        return re.sub(r"[^\w.=-]+", "-", self.label).strip("-.")
+
+    @property
+    def model(self) -> Path:
+        """Path of the model."""
+        ready = self.recipe is None and self.conversion is None
+        return Path(self.start) if ready else self.output / self.folder
+
+    @property
+    def cost(self) -> int:
+        """How much work it is, next to the others."""
+        if self.recipe is None:
+            return 1
+        training, data = self.recipe.training, self.recipe.data
+        width = self.recipe.model.hidden_size
+        return self.recipe.steps * training.global_batch_size * data.block_length * width
+
+    @property
+    def item(self) -> Item:
+        """The trial as work for an engine."""
+        return Item([self.key], self, [None], cost=self.cost, label=self.label, group=self.label)
+
+    @property
+    def may_change(self) -> set[str]:
+        """Fields of its recipe that depend on where the study is, and on the memory there."""
+        elsewhere = {"data.cache", "training.micro_batch_size"}
+        if self.after:
+            elsewhere.add("model.start")
+        if self.key["recipe"] and self.key["recipe"]["data"]["tokenizer"] is None:
+            elsewhere.add("data.tokenizer")
+        return elsewhere
+
+    def check_folder(self) -> None:
+        """Raise UserError if its folder has a run of another recipe."""
+        if self.recipe is None or not (self.model / RECIPE_FILE).is_file():
+            return
+        there = load_recipe(self.model / RECIPE_FILE).resolved()
+        changed = set(differences(there, self.recipe.resolved())) - self.may_change
+        if changed:
+            raise UserError(
+                f"{self.model} holds a run of another recipe (different: "
+                f"{', '.join(sorted(changed))}); choose another --output, or remove the folder"
+            )
+
+    def __call__(self, _: list[Any]) -> list[Any]:
+        """Its summary of the training, or None, and its cells."""
+        log_to(self.output / "logs" / f"{self.folder}.log")
+        summary = None
+        if self.recipe is not None:
+            summary = self._train(self.recipe)
+        elif self.conversion is not None and not self.model.is_dir():
+            convert_folder(self.start, self.model, self.conversion)
+
+        def show(line: str, done: int, total: int) -> None:
+            share = done / max(total, 1)
+            tell(self.label, f"evaluated {100 * share:.0f} %", TRAINING + (1 - TRAINING) * share)
+
+        suite = replace(self.suite, models={self.name: str(self.model)})
+        with Store(self.output / "evaluation" / f"{self.folder}.sqlite") as store:
+            tasks = [(TASKS[task], settings) for task, settings in suite.tasks.items()]
+            cells = evaluate(suite, tasks, Engine(store, show))
+        return [{"training": summary, "cells": [self._placed(cell, summary) for cell in cells]}]
+
+    def _placed(self, cell: Cell, summary: dict[str, Any] | None) -> Cell:
+        """A cell with its place in the study."""
+        parameters = summary["parameters"] if summary else None
+        place = {"training_seed": self.seed, "size": self.size}
+        return {**cell, **place, "parameters": parameters}
+
+    def _train(self, recipe: Recipe) -> dict[str, Any]:
+        """Train unless it is done; by smaller parts of a batch where memory does not suffice."""
+        while not is_finished(self.model):
+            try:
+                steps = [Steps(self.label)]
+                train(recipe, self.model, may_change=self.may_change, callbacks=steps)
+            except torch.OutOfMemoryError:
+                training = recipe.training
+                if training.micro_batch_size == 1:
+                    raise
+                training = replace(training, micro_batch_size=training.micro_batch_size // 2)
+                recipe = replace(recipe, training=training)
+        return read_summary(self.model)
+
+
+class Steps(TrainerCallback):
+    """Tells every tenth step of a training."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        step, steps = state.global_step, state.max_steps
+        if step % 10 == 0:
+            tell(self.label, f"step {step:,} of {steps:,}", TRAINING * step / steps)
