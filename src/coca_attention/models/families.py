@@ -331,5 +331,7 @@ def register(config: Any, classes: Iterable[tuple[Any, type]]) -> None:
 
 
 def register_family(family: Family) -> None:
-    """Register the CoCA classes of a family."""
+    """Make a family known to `convert` and its CoCA classes to Transformers."""
+    if family not in FAMILIES:
+        FAMILIES.append(family)
     register(family.config, [(auto, made) for auto, _, made in family.classes])
