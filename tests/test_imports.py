@@ -17,12 +17,16 @@ LIBRARY = {
     "models": {"ops", "layer", "errors"},
     "testing": set(),
 }
-LOOSE = {"arguments", "engine", "environment", "files", "intervals", "lazy", "loading", "settings"}
+LOOSE = {
+    "arguments", "cards", "engine", "environment", "files", "intervals", "lazy", "loading",
+    "settings",
+}  # fmt: skip
 LABORATORY = {
     "__init__": {"cli"},
     "arguments": set(),
     "engine": {"extensions"},
     "environment": {"files"},
+    "cards": set(),
     "files": set(),
     "extensions": set(),
     "intervals": set(),
