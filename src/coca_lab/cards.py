@@ -121,8 +121,10 @@ def _inherited(source: str | Path | None, theirs: Path | None) -> dict[str, Any]
 
 def _folder(source: str | Path | None) -> Path | None:
     """A folder with the card and the licenses of a model, None if there is none to be had."""
-    if source is None or Path(source).is_dir():
-        return source and Path(source)
+    if source is None:
+        return None
+    if Path(source).is_dir():
+        return Path(source)
     with suppress(OSError, ValueError):
         return Path(snapshot_download(str(source), allow_patterns=[CARD, *LICENSES]))
     return None
