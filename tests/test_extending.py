@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import ArceeConfig, ArceeForCausalLM, AutoModelForCausalLM
 
 import oracle
-from coca_attention import Rotation, coca_attention
+from coca_attention import Rotation, coca_attention, convert
 from coca_attention.models import set_rotary_scaling
+from coca_attention.models.families import FAMILIES
 from coca_attention.ops import FORMS, RULES
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from coca_lab.cli import main
@@ -23,7 +24,7 @@ from coca_lab.evaluation import TASKS
 from coca_lab.processes import ProcessEngine
 from coca_lab.report import REPORTS
 from conftest import some_text
-from families import vanilla
+from families import SIZES, vanilla
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 ADDED = {"phase": FORMS, "slowed": RULES, "repeats": TASKS}
@@ -42,6 +43,7 @@ def extensions(tmp_path_factory):
     for name, table in ADDED.items():
         del table[name]
     del REPORTS["repeats"], sys.modules["extensions"]
+    FAMILIES.pop()
     sys.path.remove(str(folder))
 
 
@@ -145,6 +147,18 @@ def test_the_task_is_a_command_a_section_of_suites_and_of_the_report(trained, tm
     words = ["eval", "repeats", str(trained), "--prompt", "alpha1", "--tokens", "4"]
     assert main([*words, "--name", "mine", "--output", str(output)]) == 0
     assert json.loads(output.read_text())["results"][0]["repeated"] == cell["repeated"]
+
+
+def test_the_family_is_converted_saved_and_loaded(tmp_path):
+    torch.manual_seed(0)
+    model = ArceeForCausalLM(ArceeConfig(**SIZES)).eval()
+    ids = some_tokens(model)
+    before = logits(model, ids)
+    assert difference(logits(convert(model, free_pairs=4), ids), before) < 1e-5  # all of them
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(again).__name__ == "CoCAArceeForCausalLM"
+    assert torch.equal(logits(again, ids), logits(model, ids))
 
 
 def test_processes_of_a_command_know_what_was_added(extensions, monkeypatch):

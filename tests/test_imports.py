@@ -18,14 +18,15 @@ LIBRARY = {
     "testing": set(),
 }
 LOOSE = {
-    "arguments", "engine", "environment", "files", "intervals", "lazy", "loading", "settings",
-    "shipped",
+    "arguments", "cards", "engine", "environment", "files", "intervals", "lazy", "loading",
+    "settings", "shipped",
 }  # fmt: skip
 LABORATORY = {
     "__init__": {"cli"},
     "arguments": {"shipped"},
     "engine": {"extensions"},
     "environment": {"files"},
+    "cards": set(),
     "files": set(),
     "extensions": set(),
     "intervals": set(),

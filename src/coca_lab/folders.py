@@ -10,10 +10,12 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from coca_attention.errors import UserError, known_problem
-from coca_attention.models.cards import write_card
 from coca_attention.models.conversion import Conversion, convert, load_original
+from coca_lab.cards import write_card
 from coca_lab.files import check_new, writing
 from coca_lab.loading import load_model, no_progress_bars
+
+UNTRAINED = "The conversion changed what the model computes: train it further before you use it."
 
 
 def convert_folder(
@@ -55,15 +57,11 @@ def convert_folder(
     else:
         model = load_model(source, dtype=dtype, device="cpu", any_head=True)
         model = convert(model, wanted)
+    sections = {"Limit of distances": report}
+    if wanted.changes_function and not from_original:
+        sections["Training"] = UNTRAINED
     with writing_model(model, source, target) as folder:
-        write_card(
-            folder,
-            model.config,
-            name=target.name,
-            source=source,
-            untrained=wanted.changes_function and not from_original,
-            report=report,
-        )
+        write_card(folder, model.config, name=target.name, source=source, sections=sections)
     return model
 
 

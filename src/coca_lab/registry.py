@@ -1,16 +1,9 @@
-"""Extending the package from outside: each function here is the one call that adds something.
-
-docs/extending.md has an example of each.
-"""
+"""Adding an evaluation task from outside; docs/extending.md has an example."""
 
 from coca_attention.errors import UserError
-from coca_attention.models.families import register_family
-from coca_attention.ops import register_form, register_rule
 from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation.suite import Suite, own_sections
 from coca_lab.report.tasks import REPORTS, TaskReport
-
-__all__ = ["register_family", "register_form", "register_rule", "register_task"]
 
 
 def register_task(task: Task, report: TaskReport | None = None) -> None:

@@ -14,9 +14,9 @@ from coca_attention.ops import (
     clipped,
     far_query_map,
     key_map,
-    make_rule,
     query_map,
 )
+from coca_attention.ops.positions import YaRN
 
 WIDTH, LIMIT = 16, 7
 
@@ -105,7 +105,7 @@ def test_positions_decide_and_not_the_order_of_keys():
 
 def test_the_magnitude_of_a_rule_acts_at_every_distance():
     q, t, v = inputs(8)
-    rule = make_rule("yarn", factor=4.0, training_length=16)
+    rule = YaRN(factor=4.0, training_length=16)
     ours = coca_attention(q, t, v, rotation=Rotation(WIDTH, rule=rule, max_distance=LIMIT))
     theta = rule.frequencies(WIDTH, 10000.0)
     expected = oracle.coca_attention(

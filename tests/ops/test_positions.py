@@ -20,7 +20,6 @@ from coca_attention.ops import (
     Rule,
     apply_rotary,
     key_frames,
-    make_rule,
 )
 from coca_attention.ops.positions import (
     NTK,
@@ -194,29 +193,21 @@ def test_rotation_gives_the_scores_of_equation_2(pairs, interleaved, first, seed
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("rule", "arguments", "message"),
     [
-        ({"kind": "cubic"}, "unknown rotary scaling 'cubic'"),
-        ({"kind": "linear", "factor": 0.0}, "factor must be a finite number from 1, got 0"),
-        (
-            {"kind": "linear", "factor": float("nan")},
-            "factor must be a finite number from 1, got nan",
-        ),
-        ({"kind": "linear", "factor": "2"}, "factor must be a finite number from 1, got '2'"),
-        ({"kind": "dynamic", "factor": 2.0}, "needs training_length"),
-        ({"kind": "ntk", "length": 64}, "needs training_length"),
-        (
-            {"kind": "ntk", "length": 0, "training_length": 8},
-            "must be a whole number from 1, got 0",
-        ),
-        ({"kind": "ntk", "length": "8", "training_length": 8}, "whole number from 1, got '8'"),
-        ({"kind": "yarn", "training_length": 8, "beta_slow": 64.0}, "beta_fast > beta_slow"),
-        ({"kind": "linear", "length": 8}, "'linear' does not take length; it takes factor"),
+        (Linear, {"factor": 0.0}, "factor must be a finite number from 1, got 0"),
+        (Linear, {"factor": float("nan")}, "factor must be a finite number from 1, got nan"),
+        (Linear, {"factor": "2"}, "factor must be a finite number from 1, got '2'"),
+        (DynamicNTK, {"factor": 2.0}, "needs training_length"),
+        (NTK, {"length": 64}, "needs training_length"),
+        (NTK, {"length": 0, "training_length": 8}, "must be a whole number from 1, got 0"),
+        (NTK, {"length": "8", "training_length": 8}, "whole number from 1, got '8'"),
+        (YaRN, {"training_length": 8, "beta_slow": 64.0}, "beta_fast > beta_slow"),
     ],
 )
-def test_bad_scaling_is_refused(arguments, message):
+def test_bad_scaling_is_refused(rule, arguments, message):
     with pytest.raises(ValueError, match=message):
-        make_rule(**arguments)
+        rule(**arguments)
 
 
 @pytest.mark.parametrize("width", [0, 1, 7, 64.0, "8", True])

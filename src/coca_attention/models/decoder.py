@@ -16,7 +16,6 @@ from transformers.masking_utils import (
 )
 
 from coca_attention.models.attention import CollinearAttention
-from coca_attention.models.cards import push_card
 from coca_attention.models.configuration import (
     check_cache_kind,
     check_continuous_batching,
@@ -66,12 +65,7 @@ def replace_attention(body: Any, cls: type) -> None:
 
 
 class CollinearPreTrained:
-    """What decoder and language model share: initialization of weights, and the model card."""
-
-    def push_to_hub(self: Any, repo_id: str, **kwargs: Any) -> str:
-        """As in Transformers, with the card of the model's folder."""
-        push_card(self, repo_id, token=kwargs.get("token"), private=kwargs.get("private"))
-        return super().push_to_hub(repo_id, **kwargs)  # pyright: ignore
+    """What decoder and language model share: initialization of weights."""
 
     def _init_weights(self: Any, module: nn.Module) -> None:
         if isinstance(module, FoldedLinear):

@@ -58,6 +58,11 @@ class Family:
         return AutoModel._model_mapping[self.vanilla.config_class]
 
     @property
+    def rotary(self) -> type:
+        """Transformers' class of the rotary embedding."""
+        return _beside(self.vanilla, "RotaryEmbedding")
+
+    @property
     def body(self) -> type[CollinearModel]:
         """The CoCA class of the decoder."""
         return self.causal_lm.body_class
@@ -102,6 +107,12 @@ def _auto_class(model: type) -> Any:
     return getattr(transformers, f"AutoModelFor{model.__name__.partition('For')[2]}")
 
 
+def _beside(model: type, part: str) -> Any:
+    """The class of a part of a family, such as ``LlamaAttention``, from the module of a model."""
+    prefix = model.__name__.partition("For")[0]
+    return getattr(sys.modules[model.__module__], f"{prefix}{part}")
+
+
 def _make_class(
     name: str, bases: tuple[type, ...], doc: str, *, config: type | None = None, **attributes: Any
 ) -> Any:
@@ -130,8 +141,7 @@ def make_family(
     """
     theirs, layout = vanilla.config_class, layout or AttentionLayout()
     body: Any = AutoModel._model_mapping[theirs]
-    prefix = vanilla.__name__.partition("For")[0]
-    attention = getattr(sys.modules[vanilla.__module__], f"{prefix}Attention")
+    attention = _beside(vanilla, "Attention")
     config = strict(
         _make_class(
             f"CoCA{theirs.__name__}",
@@ -294,7 +304,10 @@ FAMILIES: list[Family] = [
     PHI3,
     make_family(transformers.Olmo2ForCausalLM, layout=AttentionLayout(norm_spans_heads=True)),
     GPT_NEOX,
-    make_family(transformers.CohereForCausalLM, layout=AttentionLayout(interleaved=True)),
+    make_family(
+        transformers.CohereForCausalLM,
+        layout=AttentionLayout(interleaved=True, interleaved_tables=True),
+    ),
     make_family(transformers.Glm4ForCausalLM, layout=AttentionLayout(interleaved=True)),
     MODERNBERT,
 ]
@@ -331,5 +344,7 @@ def register(config: Any, classes: Iterable[tuple[Any, type]]) -> None:
 
 
 def register_family(family: Family) -> None:
-    """Register the CoCA classes of a family."""
+    """Make a family known to `convert` and its CoCA classes to Transformers."""
+    if family not in FAMILIES:
+        FAMILIES.append(family)
     register(family.config, [(auto, made) for auto, _, made in family.classes])

@@ -27,6 +27,7 @@ class AttentionLayout:
         module_name: Name of the attention module in a decoder layer.
         output_name: Name of the output projection.
         interleaved: Pair layout, see `split_pairs`.
+        interleaved_tables: Whether Transformers' tables of cos and sin have that layout, too.
         norm_spans_heads: Whether q and k norms normalise all heads together, not each separately.
         norm_offset: Number that a q or k norm adds to its weight.
         fused_name: Name of the fused projection to queries, keys and values, if there is one.
@@ -37,6 +38,7 @@ class AttentionLayout:
     module_name: str = "self_attn"
     output_name: str = "o_proj"
     interleaved: bool = False
+    interleaved_tables: bool = False
     norm_spans_heads: bool = False
     norm_offset: float = 0.0
     fused_name: str | None = None

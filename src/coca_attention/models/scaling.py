@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import LOCAL_RULE, ROTATION_FIELDS
+from coca_attention.models.families import FAMILIES, supported_families
 from coca_attention.models.fields import GLOBAL, original_length, rope_parameters
 from coca_attention.models.rotary import CoCARotary, VanillaRotary
 from coca_attention.ops import RULES
@@ -36,11 +37,11 @@ def set_rotary_scaling(
 ) -> None:
     """Set the rotary scaling of a model, in place.
 
-    Works on CoCA models and on Transformers' rotary models. The rule replaces the current one and
-    is stored in the configuration. In families with several layer types (Gemma 3) it applies to the
-    layers with full attention, because a sliding window never reaches far. Loading a vanilla model
-    that was saved with ``ntk`` requires importing this package, which registers the rule.
-    Transformers' own Phi-3 can only be saved with ``longrope``.
+    Works on CoCA models and on Transformers' models of the same families. The rule replaces the
+    current one and is stored in the configuration. In families with several layer types (Gemma 3)
+    it applies to the layers with full attention, because a sliding window never reaches far.
+    Loading a vanilla model that was saved with ``ntk`` requires importing this package, which
+    registers the rule. Transformers' own Phi-3 can only be saved with ``longrope``.
 
     Args:
         model: A loaded model.
@@ -57,8 +58,8 @@ def set_rotary_scaling(
             the current rule if it is of the same kind.
 
     Raises:
-        UserError: If the model has no rotary embedding or one of an unsupported kind, or a value is
-            out of range. The model is then unchanged.
+        UserError: If the model has no rotary embedding or that of another family, or a value is out
+            of range. The model is then unchanged.
     """
     config = model.config.get_text_config()
     modules = _rotary_modules(model)
@@ -75,7 +76,7 @@ def set_rotary_scaling(
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(str(error)) from error
     replacements = {
-        name: _stateless(module, config)
+        name: VanillaRotary(config, _has_interleaved_tables(module, model))
         for name, module in modules.items()
         if not isinstance(module, CoCARotary)
     }
@@ -169,22 +170,14 @@ def _rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     }
 
 
-def _stateless(module: Any, config: Any) -> VanillaRotary:
-    """A stateless replacement for a Transformers rotary module that computes the same tables."""
-    kinds = sorted(set(config.layer_types)) if hasattr(module, "layer_types") else [None]
-    try:
-        # Create a new one: the model's may have been cast, or remember a long text.
-        module = type(module)(config)
-    except (TypeError, ValueError, KeyError, AttributeError):
-        kinds = []
-    for interleaved in (False, True):
-        replacement = VanillaRotary(_as_for_short_texts(config), interleaved)
-        if kinds and all(_agree(module, replacement, kind) for kind in kinds):
-            return VanillaRotary(config, interleaved)
-    supported = ", ".join(rule.rope_type for rule in RULES.values())
+def _has_interleaved_tables(module: nn.Module, model: PreTrainedModel) -> bool:
+    """See `AttentionLayout`; UserError unless the rotary module is a family's."""
+    for family in FAMILIES:
+        if type(module) is family.rotary:  # a subclass may compute something else
+            return family.layout.interleaved_tables
     raise UserError(
-        f"scaling of the rotary embedding {type(module).__name__} is not supported; supported rope "
-        f"types, with one set of frequencies per layer type: {supported}"
+        f"scaling of the rotary embedding {type(module).__name__} is not supported; supported are "
+        f"those of {supported_families(model)}"
     )
 
 
@@ -195,22 +188,3 @@ def _with_rule(config: Any, rule: dict[str, Any]) -> Any:
     nested = rope_parameters(config) is not current
     changed.rope_parameters = {**current, GLOBAL: rule} if nested else rule
     return changed
-
-
-def _as_for_short_texts(config: Any) -> Any:
-    rope = rope_parameters(config)
-    return _with_rule(config, {**rope, "length": 1}) if "long_factor" in rope else config
-
-
-def _agree(module: Any, replacement: VanillaRotary, kind: str | None) -> bool:
-    positions, probe = torch.arange(8).unsqueeze(0), torch.zeros(1)
-    where = () if kind is None else (kind,)
-    try:
-        return all(
-            a.shape == b.shape and torch.allclose(a, b, atol=1e-5)
-            for a, b in zip(
-                module(probe, positions, *where), replacement(probe, positions, *where), strict=True
-            )
-        )
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
-        return False

@@ -32,7 +32,6 @@ from coca_attention.ops.positions import (
     Rotation,
     Rule,
     apply_rotary,
-    make_rule,
     register_rule,
 )
 
@@ -61,7 +60,6 @@ __all__ = [
     "hidden_by",
     "key_frames",
     "key_map",
-    "make_rule",
     "query_map",
     "register_form",
     "register_rule",

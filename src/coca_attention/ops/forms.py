@@ -144,13 +144,13 @@ def _magnitude_gradient(
     return along * q0, along * q1
 
 
-SLACK = register_form(
+register_form(
     ScoreForm("slack", "CoCA-Slack", False, _slack_query, _slack_gradient, kernel="slack")
 )
-STRICT = register_form(
+register_form(
     ScoreForm("strict", "CoCA-Strict", True, _strict_query, _strict_gradient, kernel="strict")
 )
-MAGNITUDE = register_form(
+register_form(
     ScoreForm(
         "magnitude",
         "CoCA-Magnitude",

@@ -14,7 +14,7 @@ from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from coca_attention.errors import UserError
-from coca_attention.models.cards import write_card
+from coca_lab.cards import write_card
 from coca_lab.data import Document, load_or_train_tokenizer, load_tokenizer
 from coca_lab.data.passkey import vocabulary_text
 from coca_lab.environment import describe_environment
@@ -254,18 +254,15 @@ def _summarise(
         summary["retrieval"] = data.retrieval.describe()
     if recipe.stages:
         summary["stages"] = [{k: stage[k] for k in stage if k not in curves} for stage in stages]
-    write_card(
-        run.output,
-        model.config,
-        source=recipe.model.start,
-        training={
-            "tokens": f"{summary['tokens']:,}, in {summary['steps']:,} steps",
-            "parameters": f"{summary['parameters']:,}",
-            "seed": summary["seed"],
-            "all settings": "`recipe.yaml`; curves and versions: `training.json`",
-        },
-        perplexity=curves["validation"][-1]["perplexity"] if curves["validation"] else None,
+    trained = (
+        f"{summary['tokens']:,} tokens in {summary['steps']:,} steps. All settings are in "
+        "`recipe.yaml`, curves and versions in `training.json`."
     )
+    if curves["validation"]:
+        perplexity = curves["validation"][-1]["perplexity"]
+        trained += f" Perplexity on held-out blocks of the training text: {perplexity:.2f}."
+    source, sections = recipe.model.start, {"Training": trained}
+    write_card(run.output, model.config, source=source, sections=sections)
     write_json(run.output / SUMMARY_FILE, summary)
 
 

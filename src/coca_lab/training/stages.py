@@ -20,7 +20,6 @@ import numpy as np
 from accelerate import PartialState
 from torch.utils.data import Dataset, Subset
 
-from coca_attention.models.cards import write_card
 from coca_lab.files import read_json, write_json
 from coca_lab.training.checkpoints import catch_write_errors
 from coca_lab.training.data import TrainingData
@@ -51,9 +50,7 @@ def train_stages(run: Run) -> tuple[RecipeTrainer, list[dict[str, Any]]]:
             trainer, summary = fit(run, stage, blocks, folder, before)
             model = save_trained(trainer, run.tokenizer, folder)
             if model is not None:
-                training = {f"stage {stage.name}": "`stage.json`"}
                 with catch_write_errors(folder, trainer.describe_saved):
-                    write_card(folder, model.config, source=recipe.model.start, training=training)
                     write_json(folder / STAGE_FILE, summary)
             del trainer, model
             gc.collect()  # Trainer and model refer to each other

@@ -24,7 +24,6 @@ from coca_attention.ops.positions.rules import (
     LongRoPE,
     Rule,
     YaRN,
-    make_rule,
     register_rule,
 )
 
@@ -47,7 +46,6 @@ __all__ = [
     "check_whole",
     "check_width",
     "join_pairs",
-    "make_rule",
     "register_rule",
     "split_pairs",
 ]

@@ -98,12 +98,6 @@ class Rule:
         """Names of the rule's parameters."""
         return list(cls.__match_args__)  # torch.compile does not trace dataclasses.fields
 
-    @classmethod
-    def parameter_names(cls) -> list[str]:
-        """Names of the rule's parameters other than the factor and lengths, as in Transformers."""
-        common = ("factor", "training_length", "length")
-        return [name for name in cls.field_names() if name not in common]
-
     def _check_training_length(self) -> None:
         if getattr(self, "training_length", None) is None:
             raise ValueError(
@@ -135,29 +129,6 @@ def register_rule(rule: RuleType) -> RuleType:
     if RULES.setdefault(rule.kind, rule) is not rule:
         raise ValueError(f"a rotary scaling named {rule.kind!r} is already registered")
     return rule
-
-
-def make_rule(kind: str, **parameters: Any) -> Rule:
-    """Create a rule by name.
-
-    Args:
-        kind: A key of `RULES`.
-        **parameters: Fields of the rule.
-
-    Raises:
-        ValueError: If the name or a parameter is unknown, or a parameter is out of range.
-    """
-    if kind not in RULES:
-        raise ValueError(f"unknown rotary scaling {kind!r}; choose one of {', '.join(RULES)}")
-    rule = RULES[kind]
-    known = rule.field_names()
-    unknown = sorted(set(parameters) - set(known))
-    if unknown:
-        raise ValueError(
-            f"rotary scaling {kind!r} does not take {', '.join(unknown)}; it takes "
-            f"{', '.join(known) or 'no parameters'}"
-        )
-    return rule(**parameters)
 
 
 @register_rule

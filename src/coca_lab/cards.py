@@ -1,0 +1,130 @@
+"""The model card, README.md, of a folder that a command writes, in the format of the Hub."""
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, snapshot_download
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from coca_attention.errors import install
+from coca_attention.models.fields import GLOBAL, attention_of, rope_parameters, training_length
+
+CARD = "README.md"
+LICENSES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+PIPELINES = {
+    "CausalLM": "text-generation",
+    "MaskedLM": "fill-mask",
+    "SequenceClassification": "text-classification",
+    "TokenClassification": "token-classification",
+    "QuestionAnswering": "question-answering",
+}
+COCA = "[CoCA](https://arxiv.org/abs/2309.08646)"
+METHODS = {
+    "slack": COCA,
+    "strict": COCA,
+    "magnitude": "[PoPE](https://arxiv.org/abs/2509.10534)",
+    "turning_pairs": "[HWFA](https://kexue.fm/archives/9603)",
+    "temperature": "[log n scaling](https://kexue.fm/archives/8823)",
+    "decay": "[KERPLE](https://arxiv.org/abs/2205.09921)",
+    "max_distance": "[ReRoPE](https://github.com/bojone/rerope)",
+}
+"""By score form or rotary parameter, where its idea is from (docs/related-work.md)."""
+USE = """\
+```python
+{registers}from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```"""
+NEEDS = f"This needs the package coca-attention:\n\n```sh\n{install()}\n```"
+UNLICENSED = "No license is named: name one in this file before you publish the model."
+
+
+def write_card(
+    folder: str | Path,
+    config: Any,
+    *,
+    name: str | None = None,
+    source: str | Path | None = None,
+    sections: Mapping[str, str] | None = None,
+) -> None:
+    """Write the card of a model, and copy the licenses of the model that it was made from.
+
+    Args:
+        folder: Folder of the model.
+        config: Configuration of the model.
+        name: Name of the model; default: that of the folder.
+        source: Folder or name of the model that it was made from.
+        sections: Text in Markdown by its heading; empty ones are left out.
+    """
+    folder, theirs = Path(folder), _folder(source)
+    name, ours = name or folder.resolve().name, type(config).__module__.startswith("coca_attention")
+    head = (config.architectures or ["ForCausalLM"])[0].partition("For")[2]
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag=PIPELINES.get(head),
+        tags=["coca-attention"] if ours else None,
+        **_inherited(source, theirs),
+    )
+    use = USE.format(
+        registers="import coca_attention.models  # registers the classes of the model\n" * ours,
+        auto=f"AutoModelFor{head}" if head in PIPELINES else "AutoModel",
+        name=name,
+    )
+    licenses = [path for pattern in LICENSES for path in (theirs.glob(pattern) if theirs else ())]
+    for path in licenses:
+        shutil.copyfile(path, folder / path.name)
+    terms = ", ".join(path.name for path in licenses) or ("" if data.license else UNLICENSED)
+    parts = {"Use": f"{use}\n\n{NEEDS}" if ours else use, **(sections or {}), "Terms": terms}
+    made_from = "" if source is None else f", made from `{Path(source).name}`"
+    text = [f"---\n{data}\n---\n", f"# {name}\n", f"A `{config.model_type}` model{made_from}.\n"]
+    text += [_facts(config), *(f"## {title}\n\n{part}\n" for title, part in parts.items() if part)]
+    ModelCard("\n".join(text)).save(folder / CARD)
+
+
+def _facts(config: Any) -> str:
+    """A table of what a configuration says about attention and positions."""
+    rope, form = rope_parameters(config), attention_of(config)
+    used = {form, *(name for name, value in rope.items() if value is not None)}
+    rotation = [f"{n} {x}" for n, x in rope.items() if isinstance(x, str | int | float)]
+    kinds = getattr(config, "layer_types", None) or ()
+    facts = {
+        "attention": form,
+        "cache": getattr(config, "kv_cache", None),
+        "rotation": "" if form == "alibi" else ", ".join(rotation),
+        "layers that see all (g) or a window (l)": "".join("lg"[x == GLOBAL] for x in kinds),
+        "window, tokens": getattr(config, "sliding_window", None),
+        "training length, tokens": training_length(config),
+        "methods": ", ".join(dict.fromkeys(METHODS[x] for x in METHODS if x in used)),
+    }
+    return "| | |\n|---|---|\n" + "".join(f"| {n} | {x} |\n" for n, x in facts.items() if x)
+
+
+def _inherited(source: str | Path | None, theirs: Path | None) -> dict[str, Any]:
+    """Metadata from the card of the source; its name if it is one of the Hub."""
+    data: dict[str, Any] = {}
+    with suppress(OSError, ValueError, TypeError, yaml.YAMLError):  # no card, or none to be read
+        text = (theirs / CARD).read_text(encoding="utf-8", errors="replace") if theirs else ""
+        data = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    names = ("license", "license_name", "license_link", "language", "base_model")
+    kept = {name: data[name] for name in names if name in data}
+    with suppress(HFValidationError):
+        if source is not None and not Path(source).exists():
+            validate_repo_id(str(source))
+            kept["base_model"] = str(source)
+    return kept
+
+
+def _folder(source: str | Path | None) -> Path | None:
+    """A folder with the card and the licenses of a model, None if there is none to be had."""
+    if source is None:
+        return None
+    if Path(source).is_dir():
+        return Path(source)
+    with suppress(OSError, ValueError):
+        return Path(snapshot_download(str(source), allow_patterns=[CARD, *LICENSES]))
+    return None

@@ -1,0 +1,116 @@
+"""README.md of the folders that commands write, in the Hub's format."""
+
+import re
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from coca_attention.models import Roles
+from coca_attention.testing import logits, some_tokens
+from coca_lab.cards import write_card
+from coca_lab.folders import convert_folder
+from coca_lab.training import load_recipe, train
+from conftest import CONFIGS
+from families import vanilla
+from stage_runs import TEACHER, base, write_recipe  # noqa: F401 (a fixture)
+
+
+@pytest.fixture
+def source(tmp_path, tokenizer):
+    folder = tmp_path / "source"
+    vanilla("Llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    metadata = "license: other\nlicense_name: lab\nlanguage: en\nbase_model: lab/first\n"
+    (folder / "README.md").write_text(f"---\n{metadata}---\n# The source\n")
+    (folder / "LICENSE.txt").write_text("terms")
+    return folder
+
+
+def run_python(card):
+    """Execute the Python of a card; returns its names."""
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", card.text, re.S)[1], names)
+    return names
+
+
+def test_a_converted_folder_has_a_card_with_the_terms_of_its_source(source, tmp_path, monkeypatch):
+    roles = Roles("lg", window=8)
+    model = convert_folder(source, tmp_path / "target", form="strict", roles=roles)
+    card = ModelCard.load(tmp_path / "target/README.md")
+    data = card.data
+    assert (data.license, data.license_name, data.language) == ("other", "lab", "en")
+    assert (data.base_model, data.library_name) == ("lab/first", "transformers")
+    assert (data.tags, data.pipeline_tag) == (["coca-attention"], "text-generation")
+    assert (tmp_path / "target/LICENSE.txt").read_text() == "terms" and "LICENSE.txt" in card.text
+    for text in (
+        "`coca_llama` model, made from `source`",
+        "| attention | strict |",
+        "| lg |",
+        "turning_pairs 0, temperature 64, decay 1.0, decay_length 8.0",
+        "| training length, tokens | 64 |",
+        "[CoCA](https://arxiv.org/abs/2309.08646), [HWFA](https://kexue.fm/archives/9603), [log n",
+        "pip install PATH/TO/coca-attention  # its source tree\n",
+        "train it further",
+    ):
+        assert text in card.text, text
+    monkeypatch.chdir(tmp_path)
+    loaded = run_python(card)["model"]
+    assert torch.equal(logits(loaded, some_tokens(loaded)), logits(model, some_tokens(loaded)))
+
+
+def test_the_card_of_rotary_attention_does_not_call_it_coca(source, tmp_path):
+    convert_folder(source, tmp_path / "limited", form="rope")
+    text = (tmp_path / "limited/README.md").read_text()
+    assert "[CoCA]" not in text and "[ReRoPE]" in text and "train it further" not in text
+
+
+def test_a_run_has_a_card(base, text_folder, tmp_path, monkeypatch):  # noqa: F811
+    recipe = load_recipe(write_recipe(base, text_folder, tmp_path / "r.yaml", TEACHER))
+    folder = train(recipe, tmp_path / "run")
+    card = ModelCard.load(folder / "README.md")
+    assert "768 tokens in 12 steps" in card.text and "No license is named" in card.text
+    assert re.search(
+        r"Perplexity on held-out blocks of the training text: \d+\.\d\d\.\n", card.text
+    )
+    # The rotary base of the run is a model of Transformers itself.
+    theirs = (base / "README.md").read_text()
+    assert "coca" not in theirs.lower().replace(base.name, "")
+    monkeypatch.chdir(folder.parent)
+    assert type(run_python(card)["model"]).__name__ == "CoCALlamaForCausalLM"
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_kind_of_model_has_a_readable_card(kind, tmp_path):
+    write_card(tmp_path, CONFIGS[kind]())
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.pipeline_tag == "text-generation"
+    assert not re.search(r"[{}\[]|None", card.text.partition("| methods")[0])
+
+
+def test_the_source_may_be_damaged_a_name_or_gone(source, tmp_path):
+    (source / "README.md").write_bytes(b"---\n- no: [mapping\n---\n\xff")
+    for name, base_model in (
+        (source, None),
+        ("lab/first", "lab/first"),
+        (tmp_path / "a/b/gone", None),
+    ):
+        write_card(tmp_path, CONFIGS["llama-strict"](), source=name)
+        data = ModelCard.load(tmp_path / "README.md").data
+        assert (data.base_model, data.license) == (base_model, None)
+
+
+@pytest.mark.parametrize(
+    ("head", "auto", "pipeline"),
+    [
+        ("ForTokenClassification", "AutoModelForTokenClassification", "token-classification"),
+        ("Model", "AutoModel", None),
+    ],
+)
+def test_the_card_of_another_head_names_its_class(head, auto, pipeline, tmp_path):
+    config = CONFIGS["llama-strict"]()
+    config.architectures = [f"CoCALlama{head}"]
+    write_card(tmp_path, config)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert f"\nmodel = {auto}.from_pretrained(" in card.text
+    assert card.data.pipeline_tag == pipeline
