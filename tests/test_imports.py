@@ -17,10 +17,7 @@ LIBRARY = {
     "models": {"ops", "layer", "errors"},
     "testing": set(),
 }
-LOOSE = {
-    "arguments", "cards", "engine", "environment", "files", "intervals", "lazy", "loading",
-    "settings",
-}  # fmt: skip
+LOOSE = {"arguments", "cards", "engine", "environment", "files", "intervals", "loading"}
 LABORATORY = {
     "__init__": {"cli"},
     "arguments": set(),
@@ -30,9 +27,7 @@ LABORATORY = {
     "files": set(),
     "extensions": set(),
     "intervals": set(),
-    "lazy": set(),
     "lm_eval": set(),
-    "settings": set(),
     "info": LOOSE,
     "baselines": set(),
     "loading": {*LOOSE, "baselines"},
