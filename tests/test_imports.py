@@ -18,8 +18,7 @@ LIBRARY = {
     "testing": set(),
 }
 LOOSE = {
-    "arguments", "cards", "engine", "environment", "files", "intervals", "lazy", "loading",
-    "settings", "shipped",
+    "arguments", "cards", "engine", "environment", "files", "intervals", "loading", "shipped",
 }  # fmt: skip
 LABORATORY = {
     "__init__": {"cli"},
@@ -30,10 +29,8 @@ LABORATORY = {
     "files": set(),
     "extensions": set(),
     "intervals": set(),
-    "lazy": set(),
     "lm_eval": set(),
     "processes": {"engine", "extensions"},
-    "settings": set(),
     "shipped": set(),
     "info": LOOSE,
     "baselines": set(),

@@ -241,7 +241,7 @@ CASES = {
     # Evaluations.
     "windows": (perplexity(lambda p: p.model, "--windows=-5"), "window"),
     "long windows": (perplexity(lambda p: p.model, "--windows", str(10**18)), "smaller windows"),
-    "factor": (perplexity(lambda p: p.model, "--scaling", "ntk", "--factor", "0"), "at least 1"),
+    "factor": (perplexity(lambda p: p.model, "--scaling", "ntk", "--factor", "0"), "factor: Input"),
     "ALiBi": (perplexity(lambda p: p.folder / "alibi", "--scaling", "ntk"), "no rotary embedding"),
     "folder as output": (perplexity(lambda p: p.model, "--output", "."), "is a folder"),
     "device as folder": (perplexity(lambda p: p.model, "--output", "/dev/null/x"), "/dev/null"),
@@ -259,7 +259,7 @@ CASES = {
     "missing model": (suite(models={"a": "/nowhere/b"}), "model a: /nowhere/b: there is no"),
     "number": (suite(models={5: "x"}), "models.5: Input should be a valid string"),
     "null model": (suite(models={"a": None}), "models"),
-    "factor 0": (suite(scalings=[{"kind": "ntk", "factor": 0}]), "at least 1, got 0"),
+    "factor 0": (suite(scalings=[{"kind": "ntk", "factor": 0}]), "factor: Input should be greater"),
     "length 3": (suite(passkey={"lengths": [300, 3]}), "model a: passkey: "),
     "model twice": (lambda p: ["eval", "suite", p.file("models:\n  a: x\n  a: y")], "given twice"),
     "study twice": (lambda p: ["study", p.file("recipe: a\nrecipe: b")], "given twice"),
@@ -275,9 +275,11 @@ CASES = {
     "no gzip": (of_text("x", ".txt.gz"), "truncated or damaged"),
     # Reports, conversions.
     "no results": (report(""), "no valid JSON"),
-    "other results": (report('{"results": 5}'), "a result is damaged"),
-    "other cells": (report('{"results": [5]}'), "a result is damaged"),
+    "other results": (report('{"results": 5}'), "results must be a list of objects"),
+    "other cells": (report('{"results": [5]}'), "results must be a list of objects"),
     "strange cells": (report('{"results": [{"task": "perplexity", "model": "a", "window": "x", '
+                             '"scaling": "none"}]}'), "a result is damaged"),
+    "partial cells": (report('{"results": [{"task": "perplexity", "model": "a", "window": 16, '
                              '"scaling": "none"}]}'), "a result lacks the field"),
     "other curve": (report('{"curve": 5}'), "a result is damaged"),
     "results of NaN": (report('{"results": [{"task": "perplexity", "model": "a", "window": 16, '

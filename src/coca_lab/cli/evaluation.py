@@ -14,9 +14,8 @@ from coca_lab.engine import RAY_HELP, Engine, Store, take_ray
 from coca_lab.environment import describe_environment
 from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation import suite as suites
-from coca_lab.evaluation.task import fingerprint
+from coca_lab.evaluation.task import ScalingFactor, ScalingKind, fingerprint
 from coca_lab.files import check_results, keep_other_results, write_json
-from coca_lab.settings import Scaling, check_scaling
 
 
 @dataclass
@@ -37,9 +36,9 @@ class LoadingSettings:
 class ScaledSettings(LoadingSettings):
     """How a model is loaded and scaled, and where the results go."""
 
-    scaling: Scaling = "none"
+    scaling: ScalingKind = "none"
     """Rotary scaling; ntk computes the base from each window, linear is position interpolation."""
-    factor: float = 4.0
+    factor: ScalingFactor = 4.0
     """Factor of the scaling."""
 
 
@@ -78,7 +77,6 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
     plain = re.sub(r"[^\w.=+-]+", "-", name)
     file = f"{plain}-{task.name}.json"
     if task.scaled:
-        check_scaling(loading.scaling, loading.factor)
         scaling = suites.ScalingSettings(loading.scaling, loading.factor)
         file = f"{plain}-{loading.scaling}-{task.name}.json"
     output = Path(loading.output or Path("runs", "eval", file))

@@ -21,7 +21,6 @@ from coca_lab.evaluation.task import (
 )
 from coca_lab.files import check_results, keep_other_results, write_json
 from coca_lab.loading import usable_device
-from coca_lab.settings import check_scaling
 
 RESULTS_FILE, STORE_FILE = "results.json", "values.sqlite"
 
@@ -70,7 +69,6 @@ class Suite:
         if not self.tasks:
             raise UserError(f"a suite needs a task: one or more of {', '.join(TASKS)}")
         for scaling in self.scalings:
-            check_scaling(scaling.kind, scaling.factor)
             unknown = sorted(set(scaling.models or []) - set(self.models))
             if unknown:
                 raise UserError(

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
@@ -18,10 +19,11 @@ from coca_lab.engine import Engine, Item
 from coca_lab.files import check_name
 from coca_lab.generation import rotary_scaling_for
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
-from coca_lab.settings import Scaling
 
 Cell = dict[str, Any]
 """One result: plain JSON values."""
+ScalingKind = Literal["none", "linear", "ntk", "dynamic", "yarn"]
+ScalingFactor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
 def check_at_least(settings: Any, smallest: int, *names: str) -> None:
@@ -149,9 +151,9 @@ def fingerprint(path: str | Path) -> str:
 class RotaryScaling:
     """A rotary scaling that a model is evaluated with."""
 
-    kind: Scaling = "none"
+    kind: ScalingKind = "none"
     """none is the model as it was saved; ntk computes the base from each window or prompt."""
-    factor: float = 4.0
+    factor: ScalingFactor = 4.0
     """Factor of the scaling."""
 
     @property

@@ -1,15 +1,10 @@
 """Training from recipes with Transformers' Trainer."""
 
-from typing import TYPE_CHECKING
-
-from coca_lab.lazy import attach
-
-if TYPE_CHECKING:
-    from coca_lab.training.checkpoints import last_checkpoint
-    from coca_lab.training.model import model_config
-    from coca_lab.training.recipe import Recipe, as_yaml, load_recipe, recipe_parser
-    from coca_lab.training.run import is_finished, read_summary, train
-    from coca_lab.training.trainer import TrainingDiverged
+from coca_lab.training.checkpoints import last_checkpoint
+from coca_lab.training.model import model_config
+from coca_lab.training.recipe import Recipe, as_yaml, load_recipe, recipe_parser
+from coca_lab.training.run import is_finished, read_summary, train
+from coca_lab.training.trainer import TrainingDiverged
 
 __all__ = [
     "Recipe",
@@ -23,12 +18,3 @@ __all__ = [
     "recipe_parser",
     "train",
 ]
-
-__getattr__, __dir__ = attach(
-    __name__,
-    checkpoints="last_checkpoint",
-    model="model_config",
-    recipe="Recipe as_yaml load_recipe recipe_parser",
-    run="is_finished read_summary train",
-    trainer="TrainingDiverged",
-)
