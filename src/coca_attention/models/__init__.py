@@ -17,7 +17,6 @@ from coca_attention.models.alibi import (
 from coca_attention.models.configuration import add_rope_types
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.families import (
-    CLASSES,
     FAMILIES,
     GPT_NEOX,
     LLAMA,
@@ -34,15 +33,14 @@ def register_models() -> None:
     """Register all classes with Transformers: done on import, and what engines call as a plugin."""
     add_rope_types()
     register_sinks()
-    for family in FAMILIES:
-        register_family(family)
+    classes = [made for family in FAMILIES for made in register_family(family)]
     alibi = [(AutoModel, AlibiGPTNeoXModel), (AutoModelForCausalLM, AlibiGPTNeoXForCausalLM)]
-    register(AlibiGPTNeoXConfig, alibi)
+    classes += register(AlibiGPTNeoXConfig, alibi)
     # Engines look classes up by name in Transformers, which replaces its own module while it
     # loads: programs hold either object.
     for module in (transformers, sys.modules["transformers"]):
-        for name, model_class in CLASSES.items():
-            setattr(module, name, model_class)
+        for made in classes:
+            setattr(module, made.__name__, made)
 
 
 register_models()
@@ -57,7 +55,6 @@ CoCAGPTNeoXForCausalLM = GPT_NEOX.causal_lm
 """GPT-NeoX, the body of the paper's models, with CoCA attention."""
 
 __all__ = [
-    "CLASSES",
     "AlibiGPTNeoXConfig",
     "AlibiGPTNeoXForCausalLM",
     "CoCAGPTNeoXConfig",

@@ -174,14 +174,6 @@ class CoCAConfig:
         super().__init_subclass__(**kwargs)
         known = getattr(cls, "ignore_keys_at_rope_validation", None) or set()
         cls.ignore_keys_at_rope_validation = {*known, "length", LOCAL_RULE, *ROTATION_FIELDS}
-        # Shard families with separate projections as before, with T instead of the key projection.
-        if "base_model_tp_plan" not in cls.__dict__:
-            plan = getattr(cls, "base_model_tp_plan", None) or {}
-            renamed = {
-                name.replace(".k_proj", ".t_proj").replace(".k_norm", ".t_norm"): how
-                for name, how in plan.items()
-            }
-            cls.base_model_tp_plan = renamed  # pyright: ignore[reportAttributeAccessIssue]
 
     def validate_architecture(self: Any) -> None:
         """Called by Transformers whenever a configuration is created or loaded."""

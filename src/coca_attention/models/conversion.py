@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     GPTNeoXForCausalLM,
     LlamaForCausalLM,
@@ -100,9 +100,7 @@ class Conversion:
 
 
 def convert(
-    model: PreTrainedModel,
-    form: str | Conversion = "slack",
-    **settings: Any,
+    model: PreTrainedModel, form: str | Conversion = "slack", **settings: Any
 ) -> PreTrainedModel:
     """Convert a vanilla decoder to the CoCA model of its family, in place.
 
@@ -199,10 +197,9 @@ def _new_configuration(family: Family, old: Any, wanted: Conversion) -> Any:
     # An auto_map would name code of the original.
     foreign = ("model_type", "architectures", "auto_map")
     values = {k: v for k, v in old.to_dict().items() if k not in foreign}
+    added = _added_fields(old, wanted)
     try:
-        config: Any = family.config.from_dict({**values, **_added_fields(old, wanted)})
-    except UserError:
-        raise
+        config: Any = family.config.from_dict({**values, **added})
     except Exception as error:
         # Strict configurations wrap the errors of their checks.
         raise UserError(f"not a valid configuration of a CoCA model: {error}") from error
@@ -267,16 +264,12 @@ BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
 """Buffers that old versions of Transformers saved with the weights."""
 
 
-def load_original(
-    source: str | Path | tuple[Mapping[str, Any], Mapping[str, Tensor]],
-    *,
-    dtype: torch.dtype | None = None,
-) -> PreTrainedModel:
+def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Load a checkpoint in the format of the paper's authors, and fold its T projections.
 
     Args:
         source: A folder with config.json and weights (safetensors, or .bin files, of which nothing
-            but tensors is read), or a configuration and its state dict.
+            but tensors is read).
         dtype: dtype of the weights; default: that of the checkpoint.
 
     Returns:
@@ -287,23 +280,11 @@ def load_original(
             authors', the model has partial rotary embedding, or weights are missing, unknown or of
             the wrong shape.
     """
-    if isinstance(source, str | Path):
-        label, weights = str(source), None
-        try:
-            settings: Any = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{label}: config.json cannot be read: {error}") from error
-    else:
-        label, (settings, weights) = "original checkpoint", source
-        if not all(isinstance(weight, Tensor) for weight in weights.values()):
-            raise UserError(f"{label}: the state dict must map names to tensors, and nothing else")
-        weights = {name: weight.clone() for name, weight in weights.items()}
-    config = _original_configuration(settings, label)
+    config = _original_configuration(Path(source))
     try:
         model, info = MODELS[config.model_type].from_pretrained(
-            label if weights is None else None,
+            str(source),
             config=config,
-            state_dict=weights,
             dtype=dtype or "auto",
             key_mapping=RENAMED,
             ignore_mismatched_sizes=True,  # reported below
@@ -312,7 +293,7 @@ def load_original(
         )
     except Exception as error:  # anything that a damaged file raises
         raise UserError(
-            f"{label}: no weights could be loaded, or a file is damaged or contains more than "
+            f"{source}: no weights could be loaded, or a file is damaged or contains more than "
             f"tensors: {error}"
         ) from error
     problems = [
@@ -326,15 +307,20 @@ def load_original(
     if problems:
         named = "; ".join(problems[:3]).replace("self_attn.k_proj", "self_attn.t_proj")
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(f"{label}: the weights do not fit the configuration: {named}{more}")
+        raise UserError(f"{source}: the weights do not fit the configuration: {named}{more}")
     return convert(model, "slack").eval()
 
 
-def _original_configuration(settings: Any, label: str) -> Any:
+def _original_configuration(folder: Path) -> Any:
+    """The configuration of the vanilla model that a checkpoint of the authors fits."""
+    try:
+        settings: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: config.json cannot be read: {error}") from error
     kind = settings.get("model_type") if isinstance(settings, Mapping) else None
     if kind not in MODELS:
         raise UserError(
-            f"{label}: expected model_type {' or '.join(MODELS)}, as in the authors' checkpoints; "
+            f"{folder}: expected model_type {' or '.join(MODELS)}, as in the authors' checkpoints; "
             f"got {kind!r}"
         )
     values = {k: v for k, v in settings.items() if k not in ("model_type", "auto_map")}
@@ -342,11 +328,11 @@ def _original_configuration(settings: Any, label: str) -> Any:
         config = MODELS[kind].config_class(**values)
         rotated, head = rotation(config).width, head_width(config)
     except Exception as error:
-        raise UserError(f"{label}: the configuration cannot be used: {error!r}") from error
+        raise UserError(f"{folder}: the configuration cannot be used: {error!r}") from error
     if rotated != head:
         raise UserError(
-            f"{label}: the rotary width is {rotated}, less than the head width {head}. The original"
-            " code folds the whole head, so its pairs would not be collinear; only rotary_pct = 1 "
-            "is supported"
+            f"{folder}: the rotary width is {rotated}, less than the head width {head}. The "
+            "original code folds the whole head, so its pairs would not be collinear; only "
+            "rotary_pct = 1 is supported"
         )
     return config

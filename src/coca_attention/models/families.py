@@ -6,7 +6,7 @@ the table. To add one, see docs/extending.md.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -148,7 +148,7 @@ def make_family(
             (config_mixin, theirs),
             f"{theirs.__name__} with CoCA attention; see `CoCAConfig`.",
             model_type=f"coca_{theirs.model_type}",
-            **_sharding_plan(theirs, layout),
+            base_model_tp_plan=_sharding_plan(theirs, layout),
         )
     )
     ours = _make_class(
@@ -175,17 +175,17 @@ def make_family(
     return Family(vanilla, model)
 
 
-def _sharding_plan(config: Any, layout: AttentionLayout) -> dict[str, Any]:
-    """The plan of a family whose fused projection becomes three, as an attribute of its class."""
-    plan = config.base_model_tp_plan
-    if layout.fused_name is None or plan is None:
-        return {}  # `CoCAConfig` renames the key projection
-    prefix = f"layers.*.{layout.module_name}"
-    others = {n: how for n, how in plan.items() if n != f"{prefix}.{layout.fused_name}"}
-    separate = {f"{prefix}.{name}": "colwise" for name in ("q_proj", "t_proj", "v_proj")}
-    return {
-        "base_model_tp_plan": {**others, **separate, f"{prefix}.{layout.output_name}": "rowwise"}
+def _sharding_plan(config: Any, layout: AttentionLayout) -> dict[str, str]:
+    """Transformers' plan for tensor parallelism, with T in place of the key projection."""
+    plan = {
+        name.replace(".k_proj", ".t_proj").replace(".k_norm", ".t_norm"): how
+        for name, how in (config.base_model_tp_plan or {}).items()
     }
+    prefix = f"layers.*.{layout.module_name}"
+    if plan.pop(f"{prefix}.{layout.fused_name}", None) is not None:
+        plan |= {f"{prefix}.{name}": "colwise" for name in ("q_proj", "t_proj", "v_proj")}
+        plan[f"{prefix}.{layout.output_name}"] = "rowwise"
+    return plan
 
 
 class GPTNeoXFields(CoCAConfig):
@@ -278,30 +278,17 @@ GPT_NEOX = make_family(
     config_mixin=GPTNeoXFields,
     attention_mixin=GPTNeoXMixin,
 )
-PHI3 = make_family(
-    transformers.Phi3ForCausalLM,
-    layout=AttentionLayout(fused_name="qkv_proj", split_fused=_split_sections),
-    config_mixin=Phi3Fields,
-)
-MODERNBERT = make_family(
-    transformers.ModernBertForMaskedLM,
-    layout=AttentionLayout(
-        module_name="attn",
-        output_name="Wo",
-        fused_name="Wqkv",
-        split_fused=lambda attention, fused: fused.chunk(3, dim=-1),
-    ),
-    config_mixin=ModernBertFields,
-    attention_mixin=ModernBertMixin,
-)
-
 FAMILIES: list[Family] = [
     LLAMA,
     make_family(transformers.MistralForCausalLM),
     make_family(transformers.Qwen2ForCausalLM),
     make_family(transformers.Qwen3ForCausalLM),
     make_family(transformers.Gemma3ForCausalLM, layout=AttentionLayout(norm_offset=1.0)),
-    PHI3,
+    make_family(
+        transformers.Phi3ForCausalLM,
+        layout=AttentionLayout(fused_name="qkv_proj", split_fused=_split_sections),
+        config_mixin=Phi3Fields,
+    ),
     make_family(transformers.Olmo2ForCausalLM, layout=AttentionLayout(norm_spans_heads=True)),
     GPT_NEOX,
     make_family(
@@ -309,11 +296,18 @@ FAMILIES: list[Family] = [
         layout=AttentionLayout(interleaved=True, interleaved_tables=True),
     ),
     make_family(transformers.Glm4ForCausalLM, layout=AttentionLayout(interleaved=True)),
-    MODERNBERT,
+    make_family(
+        transformers.ModernBertForMaskedLM,
+        layout=AttentionLayout(
+            module_name="attn",
+            output_name="Wo",
+            fused_name="Wqkv",
+            split_fused=lambda attention, fused: fused.chunk(3, dim=-1),
+        ),
+        config_mixin=ModernBertFields,
+        attention_mixin=ModernBertMixin,
+    ),
 ]
-
-CLASSES: dict[str, type] = {}
-"""Registered classes by name."""
 
 
 def family_of(model: Any) -> Family | None:
@@ -334,17 +328,16 @@ def supported_families(model: Any) -> str:
     return f"the families {names}{hint}"
 
 
-def register(config: Any, classes: Iterable[tuple[Any, type]]) -> None:
-    """Register a configuration and its models, by Auto class, with Transformers and `CLASSES`."""
+def register(config: Any, classes: Sequence[tuple[Any, type]]) -> list[type]:
+    """Register a configuration and its models, by Auto class, with Transformers; all classes."""
     AutoConfig.register(config.model_type, config, exist_ok=True)
-    CLASSES[config.__name__] = config
     for auto, made in classes:
         auto.register(config, made, exist_ok=True)
-        CLASSES[made.__name__] = made
+    return [config, *(made for _, made in classes)]
 
 
-def register_family(family: Family) -> None:
-    """Make a family known to `convert` and its CoCA classes to Transformers."""
+def register_family(family: Family) -> list[type]:
+    """Make a family known to `convert`, and its CoCA classes to Transformers; all classes."""
     if family not in FAMILIES:
         FAMILIES.append(family)
-    register(family.config, [(auto, made) for auto, _, made in family.classes])
+    return register(family.config, [(auto, made) for auto, _, made in family.classes])
