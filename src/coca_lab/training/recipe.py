@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from coca_attention.errors import UserError, did_you_mean, error_prefix, install
 from coca_attention.ops import FORMS
-from coca_lab.arguments import SettingsParser, read_settings, settings_parser
+from coca_lab.arguments import SettingsParser, checked, read_settings, settings_parser
 from coca_lab.data import SourceSettings
 from coca_lab.data.documents import TOKENS
 from coca_lab.data.tokens import LARGEST_VOCABULARY, NO_DOCUMENTS, SMALLEST_VOCABULARY
@@ -52,16 +52,6 @@ def refuse(problems: Mapping[str, Any]) -> None:
     for message, holds in problems.items():
         if holds:
             raise UserError(message)
-
-
-def check_types(recipe: "Recipe") -> None:
-    """Raise UserError if a field has a value that its type excludes, as one set in Python may."""
-    try:
-        TypeAdapter(Recipe).validate_python(asdict(recipe))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = ".".join(str(part) for part in problem["loc"] if part != "[key]")
-        raise UserError(f"{name}: {problem['msg']}, got {problem['input']!r}") from error
 
 
 @dataclass
@@ -433,7 +423,7 @@ class Recipe:
 
     def check(self) -> None:
         """Raise UserError if settings contradict each other."""
-        check_types(self)
+        checked(Recipe, asdict(self))  # a field set in Python may have any value
         for name in ("model", "data", "validation"):
             with error_prefix(f"{name}."):
                 getattr(self, name).check()
