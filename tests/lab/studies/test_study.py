@@ -253,13 +253,13 @@ def test_ended_in_any_way_it_resumes_from_its_checkpoint(small, tmp_path, capsys
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for child in children:
         os.kill(int(child), signal.SIGKILL)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 2
     assert "some: its process was ended by signal 9, perhaps for lack of memory" in said
 
     process = start(small, out)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 130 and "goes on" in said
     assert steps_saved(out) % 25  # the last step is saved
 
