@@ -107,7 +107,7 @@ def test_needles_and_lengths(tokenizer):
         ({"passkeys": 1, "every": "null"}, "validation.passkeys and needles are asked for"),
         ({"needles": -1}, "needles: Input should be greater than or equal to 0"),
         ({"lengths": "[300]"}, "lengths are those of prompts"),
-        ({"passkeys": 1, "lengths": "[0]"}, "lengths.0: Input should be greater than or equal to 1"),
+        ({"passkeys": 1, "lengths": "[0]"}, r"lengths\.0: Input should be greater than or equal"),
     ],
 )
 def test_settings_that_cannot_be(validation, message):
