@@ -64,7 +64,7 @@ def test_a_run_keeps_one_model_at_a_time(base, text_folder, tmp_path, monkeypatc
         loaded.append(weakref.ref(model))
         return model
 
-    for part in ("run", "fit", "model"):
+    for part in ("run", "model"):
         monkeypatch.setattr(f"coca_lab.training.{part}.load_model", load)
     path = write_recipe(base, text_folder, tmp_path / "recipe.yaml", TEACHER)
     gc.disable()  # a chance collection must not be what frees them

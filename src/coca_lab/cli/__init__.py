@@ -7,6 +7,7 @@ import io
 import logging
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
@@ -143,12 +144,14 @@ def choose(program: str, words: list[str], groups: Mapping[str, Mapping[str, str
 
 
 class _Lines(logging.Handler):
-    """Writes messages to the standard error of the moment, above a progress bar if there is one."""
+    """Writes messages to the standard error of the moment, above a bar or with the time of day."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
         if record.levelno >= logging.WARNING:
             text = f"coca: warning: {text}"
+        if not sys.stderr.isatty():
+            text = f"{time.strftime('%H:%M:%S')} {text}"
         if "tqdm" in sys.modules:
             sys.modules["tqdm"].tqdm.write(text, file=sys.stderr)
         else:

@@ -8,7 +8,6 @@ from typing import Any, Self
 import torch
 from transformers import TrainerCallback
 
-from coca_attention.errors import UserError
 from coca_attention.models.conversion import Conversion
 from coca_lab.engine import Engine, Item, Store
 from coca_lab.evaluation import TASKS
@@ -16,9 +15,8 @@ from coca_lab.evaluation.suite import Suite, evaluate
 from coca_lab.evaluation.task import Cell
 from coca_lab.folders import convert_folder
 from coca_lab.processes import log_to, tell
-from coca_lab.training import Recipe, is_finished, load_recipe, read_summary, train
-from coca_lab.training.recipe import differences
-from coca_lab.training.run import RECIPE_FILE
+from coca_lab.training import Recipe, is_finished, read_summary, train
+from coca_lab.training.run import check_same_recipe, has_begun
 
 TRAINING = 0.75
 """Share of the work that is training; the rest is evaluation. For the time left alone."""
@@ -130,15 +128,8 @@ class Trial:
 
     def check_folder(self) -> None:
         """Raise UserError if its folder has a run of another recipe."""
-        if self.recipe is None or not (self.model / RECIPE_FILE).is_file():
-            return
-        there = load_recipe(self.model / RECIPE_FILE).resolved()
-        changed = set(differences(there, self.recipe.resolved())) - self.may_change
-        if changed:
-            raise UserError(
-                f"{self.model} holds a run of another recipe (different: "
-                f"{', '.join(sorted(changed))}); choose another --output, or remove the folder"
-            )
+        if self.recipe is not None and has_begun(self.model):
+            check_same_recipe(self.recipe, self.model, self.may_change)
 
     def __call__(self, _: list[Any]) -> list[Any]:
         """Its summary of the training, or None, and its cells."""

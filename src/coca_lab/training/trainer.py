@@ -3,6 +3,7 @@
 import math
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainingArguments
-from transformers.trainer_callback import ProgressCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
@@ -26,6 +27,7 @@ from coca_lab.training.checkpoints import (
     sorted_checkpoints,
 )
 from coca_lab.training.objectives import Loss
+from coca_lab.training.progress import LogLastStep
 from coca_lab.training.recipe import TrainingRecipe
 from coca_lab.training.retrieval import Retrieval
 from coca_lab.training.sharding import check_parallelism, prepare_sharding
@@ -135,6 +137,7 @@ class RecipeTrainer(Trainer):
         settings: The recipe's training section.
         loss: Loss to minimise instead of the model's own, see `objectives`.
         retrieval: Prompts to ask whenever the validation loss is measured.
+        callbacks: In place of Trainer's own bar.
         **kwargs: Trainer's own.
     """
 
@@ -144,15 +147,18 @@ class RecipeTrainer(Trainer):
         *,
         loss: Loss | None = None,
         retrieval: Retrieval | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ) -> None:
         self.settings, self.loss, self.retrieval = settings, loss, retrieval
-        self.saved_dtype: torch.dtype | None = None  # by default that of the weights
         super().__init__(**kwargs)
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
-        self.remove_callback(ProgressCallback)
+        for default in (ProgressCallback, PrinterCallback):
+            self.remove_callback(default)
+        for callback in (LogLastStep(), *callbacks):
+            self.add_callback(callback)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -207,6 +213,7 @@ class RecipeTrainer(Trainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         folder = Path(str(self.args.output_dir))
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self._check_finite()
         with catch_write_errors(folder, self.describe_saved):
             if self.is_world_process_zero():
                 # What is left of it was incomplete or damaged.
@@ -227,32 +234,37 @@ class RecipeTrainer(Trainer):
         # The files that the first process writes next mark the checkpoint as complete.
         self.accelerator.wait_for_everyone()
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        # After a step with a finite loss, weights can still have overflowed.
+    def final_weights(self, dtype: torch.dtype | None) -> tuple[Any, dict[str, Tensor]]:
+        """The model with its adapters merged, and its weights, gathered from all processes.
+
+        Args:
+            dtype: Of the weights; by default that of training.
+
+        Raises:
+            UserError: If the dtype cannot hold a weight.
+            TrainingDiverged: If a weight is not finite.
+        """
+        model: Any = self.accelerator.unwrap_model(self.model)
+        if hasattr(model, "merge_and_unload"):
+            model = self.model = model.merge_and_unload()
+        self._check_finite()
+        weights: Any = self.accelerator.get_state_dict(self.model)
+        # Gathered or cast they no longer share memory, so tied ones would be saved twice.
+        tied: Any = getattr(model, "all_tied_weights_keys", {})
+        weights = {name: weight for name, weight in weights.items() if name not in tied}
+        return model, weights if dtype is None else _cast(weights, dtype)
+
+    def _check_finite(self) -> None:
+        """Raise TrainingDiverged, in all processes, if a weight is not finite in one of them."""
         assert self.model is not None  # given to __init__
+        # After a step with a finite loss, weights can still have overflowed.
         parts = {
             name: weight.to_local() if isinstance(weight, DTensor) else weight
             for name, weight in self.model.named_parameters()
         }
         bad = [name for name, part in parts.items() if not torch.isfinite(part).all()]
-        # Each process checks its own part, but all of them have to stop.
         for name in gather_object(bad)[:1]:
             raise self._diverged(f"{name} has values that are not finite")
-        if self.is_fsdp_enabled and not _internal_call:
-            # Not a checkpoint: the process that writes gathers all weights.
-            self._save(output_dir, self.accelerator.get_state_dict(self.model))
-        else:
-            super().save_model(output_dir, _internal_call)
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if self.saved_dtype is not None and self.args.should_save:
-            assert self.model is not None  # given to __init__
-            state_dict = _cast(state_dict or self.model.state_dict(), self.saved_dtype)
-        if state_dict:
-            # Gathered weights no longer share memory, so tied ones would be saved twice.
-            tied: Any = getattr(self.model, "all_tied_weights_keys", {})
-            state_dict = {name: w for name, w in state_dict.items() if name not in tied}
-        super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with catch_read_errors(Path(resume_from_checkpoint)):
@@ -281,6 +293,24 @@ class RecipeTrainer(Trainer):
             f"{self.describe_saved()}. Try a lower learning rate, a longer warm-up or precision "
             "float32"
         )
+
+    def measured(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """``perplexity`` and, if prompts were asked, ``retrieval`` from what validation logs."""
+        found: dict[str, Any] = {"perplexity": math.exp(metrics["eval_loss"])}
+        if self.retrieval is not None:
+            asked = self.retrieval.questions
+            found["retrieval"] = {name: metrics[f"eval_{name}"] for name in asked}
+        return found
+
+    def curves(self) -> dict[str, list[dict[str, Any]]]:
+        """``curve``, the loss and the learning rate by step, and ``validation``, see `measured`."""
+        history, names = self.state.log_history, ("step", "loss", "learning_rate")
+        return {
+            "curve": [{name: e[name] for name in names} for e in history if "loss" in e],
+            "validation": [
+                {"step": e["step"], **self.measured(e)} for e in history if "eval_loss" in e
+            ],
+        }
 
     def describe_saved(self) -> str:
         """The last checkpoint of the run, for error messages."""

@@ -15,7 +15,8 @@ from transformers import TrainerCallback, modeling_utils
 
 import stage_runs
 from coca_attention.errors import UserError
-from coca_lab.training import is_finished, load_recipe, stages, train
+from coca_lab.training import is_finished, load_recipe, train
+from coca_lab.training import run as runs
 from stage_runs import assert_the_same, write_recipe
 
 base, straight = stage_runs.base, stage_runs.straight
@@ -24,7 +25,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from transformers import TrainerCallback
-from coca_lab.training import load_recipe, stages, train
+from coca_lab.training import load_recipe, run, train
 
 where, path, output = sys.argv[1:]
 
@@ -45,14 +46,14 @@ def move(source, target):
     replace(source, target)
 os.replace = move
 
-summary = stages.write_json
-def write(*args):
-    if where == "before the summary":
+summary = run.write_json
+def write(path, value):
+    if where == "before the summary" and path.name == "stage.json":
         die()
-    summary(*args)
-    if where == "after the summary":
+    summary(path, value)
+    if where == "after the summary" and path.name == "stage.json":
         die()
-stages.write_json = write
+run.write_json = write
 
 print("begins", flush=True)
 train(load_recipe(path), output, callbacks=[Kill()])
@@ -74,11 +75,15 @@ def test_stopped_between_stages_and_killed_in_one_it_ends_in_the_same_weights(
     path, run, _ = straight
     output = tmp_path / "killed"
 
-    def stop(*args):
-        raise KeyboardInterrupt
+    write = runs.write_json
+
+    def stop(path, value):
+        if path.name == "stage.json":
+            raise KeyboardInterrupt
+        write(path, value)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stages, "write_json", stop)  # the first stage's summary
+        patch.setattr(runs, "write_json", stop)  # the first stage's summary
         train(load_recipe(path), output)
     assert not (output / "stages" / "first" / "stage.json").exists()
     killed("second 3", path, output)

@@ -103,9 +103,9 @@ def test_the_command_says_what_validation_measures(text_folder, tmp_path, capsys
     code, out, err = run(capsys, "train", path, "--output", output)
     assert code == 0
     curve = read_summary(output)["validation"]
-    assert re.findall(r"^step (\d+), validation perplexity (\S+)$", err, re.M) == [
-        (str(entry["step"]), f"{entry['perplexity']:.2f}") for entry in curve
-    ]
+    loss, perplexity = read_summary(output)["curve"][-1]["loss"], curve[-1]["perplexity"]
+    last = f"step 12 of 12, loss {loss:.3f}, validation perplexity {perplexity:.2f}"
+    assert re.search(rf"^\d\d:\d\d:\d\d {last}$", err, re.M)
     assert out.rstrip().endswith(f", validation perplexity {curve[-1]['perplexity']:.2f}")
 
 
@@ -133,7 +133,7 @@ def test_other_validation_text_is_another_run(text_folder, tmp_path):
 
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = True
+            control.should_save = control.should_training_stop = True
 
     with pytest.raises(UserError, match="stopped at step 1"):
         train(asked, tmp_path / "run", callbacks=[Stop()])
@@ -176,6 +176,38 @@ def test_gradient_checkpointing_gives_the_same_weights(text_folder, tmp_path):
     ours, theirs = (load_file(path / "model.safetensors") for path in (saving, plain))
     for name, weight in ours.items():
         assert torch.allclose(weight, theirs[name], atol=1e-6), name
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_leaves_the_folder_to_its_correction(
+    text_folder, tmp_path
+):
+    """Another recipe, other text and another vocabulary; the result is that of a fresh folder."""
+    source, output = tmp_path / "books.txt", tmp_path / "run"
+    source.write_text(some_text(150))
+    with pytest.raises(UserError, match="blocks, fewer than global_batch_size 100"):
+        train(recipe(source, data__held_out=0, training__global_batch_size=100), output)
+    assert (output / "tokenizer").is_dir()
+    source.write_text(some_text(400, seed=1))
+    corrected = recipe(source, data__held_out=0, data__vocab_size=290)
+    ours, theirs = (train(corrected, folder) for folder in (output, tmp_path / "fresh"))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+    assert load_recipe(output / "recipe.yaml") == corrected
+    with pytest.raises(UserError, match=r"another recipe \(different: training.seed\)"):
+        train(
+            recipe(source, **{"data__held_out": 0, "data__vocab_size": 290, "training__seed": 5}),
+            output,
+        )
+
+
+def test_the_last_loss_is_that_of_the_last_step(text_folder, tmp_path, capsys):
+    """Whatever log_every is; entries of the curve are means since the entry before."""
+    path, output = tmp_path / "recipe.yaml", tmp_path / "run"
+    path.write_text(as_yaml(recipe(text_folder, training__steps=6, training__log_every=10)))
+    code, out, _ = run(capsys, "train", path, "--output", output)
+    first, last = read_summary(output)["curve"]
+    assert code == 0 and (first["step"], last["step"]) == (1, 6)
+    assert last["loss"] < first["loss"] and f", last loss {last['loss']:.3f}" in out
 
 
 def test_a_folder_with_other_files_is_rejected(text_folder, tmp_path):
