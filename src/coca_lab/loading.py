@@ -17,7 +17,6 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-import coca_lab.baselines  # noqa: F401 (registers them with Transformers)
 from coca_attention.errors import UserError
 from coca_attention.models.sinks import use_fused_attention
 from coca_lab.files import check_name

@@ -373,7 +373,7 @@ def test_the_projects_files_are_found_by_name(capsys, tmp_path, monkeypatch):
     assert "did you mean passkey-1m" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", sorted(shipped("study").keys() - {"verdict"}))
+@pytest.mark.parametrize("name", sorted(shipped("study")))
 def test_the_projects_studies_load(name, tmp_path):
     study = load_study(name)
     study.sizes = dict([*study.sizes.items()][:1])

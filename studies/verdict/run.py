@@ -1,10 +1,10 @@
 """The verdict on collinearity: docs/verdict.md says what is compared, and how it is decided.
 
 A trial is an ordinary recipe, trained and evaluated in a process of its own, and one JSON file.
-What has a file is not run again, so a search goes on wherever the files are.
+What has a file is not run again, so the study resumes wherever the files are.
 
-    python -m coca_lab.studies.verdict run      # what is missing, for as long as it takes
-    python -m coca_lab.studies.verdict table    # cache and parameters of every arm
+    python -m studies.verdict.run          # what is missing, for as long as it takes
+    python -m studies.verdict.run table    # cache and parameters of every arm
 """
 
 import json
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,10 @@ import yaml
 from coca_attention.errors import UserError
 from coca_lab.data import Document, encode_documents, held_out, read_documents
 from coca_lab.files import read_json, write_json
+from coca_lab.shipped import shipped
 from coca_lab.training import Recipe, load_recipe
 
-MODULE = "coca_lab.studies.verdict"
-SEARCH = "studies/verdict.yaml"
+MODULE = "studies.verdict.run"
 TRIALS = "results/verdict/trials"
 RUNS = "runs/verdict"
 
@@ -59,26 +60,22 @@ class Trial:
         return f"{self.arm}-{self.learning_rate:g}-{self.seed}"
 
     def recipe(self) -> Recipe:
-        """The recipe of its arm in the search file.
-
-        Raises:
-            UserError: If there is no such arm.
-        """
-        search, arms = read_search()
+        """The recipe of its arm; UserError if there is no such arm."""
+        study, arms = read_study()
         if self.arm not in arms:
             raise UserError(f"no arm {self.arm}; known: {', '.join(arms)}")
-        options = search["models"][arms[self.arm]] | {
+        options = study["models"][arms[self.arm]] | {
             "training.learning_rate": self.learning_rate,
             "training.seed": self.seed,
         }
         words = [word for name, x in options.items() for word in (f"--{name}", json.dumps(x))]
-        return load_recipe(search["recipe"], words)
+        return load_recipe(study["recipe"], words)
 
 
-def read_search() -> tuple[dict[str, Any], dict[str, str]]:
-    """The search file, and the names of its trials by their first word, that of the arm."""
-    search = yaml.safe_load(Path(SEARCH).read_text(encoding="utf-8"))
-    return search, {name.split()[0]: name for name in search["models"]}
+def read_study() -> tuple[dict[str, Any], dict[str, str]]:
+    """The study, and the names of its models by their first word, that of the arm."""
+    study = yaml.safe_load(shipped("study")["verdict"].read_text(encoding="utf-8"))
+    return study, {name.split()[0]: name for name in study["models"]}
 
 
 def next_trial(folder: str | Path, arms: Iterable[str]) -> Trial | None:
@@ -125,11 +122,11 @@ def run(trials: str = TRIALS, runs: str = RUNS) -> None:
         trials: Folder of the trials' files.
         runs: Folder of the trained models.
     """
-    while trial := next_trial(trials, read_search()[1]):
+    while trial := next_trial(trials, read_study()[1]):
         print(f"{time.strftime('%F %T')} {trial.name}", flush=True)
-        words = [trial.arm, f"{trial.learning_rate:g}", str(trial.seed)]
-        words += [f"--trials={trials}", f"--runs={runs}"]
-        subprocess.run([sys.executable, "-m", MODULE, "trial", *words], check=True)
+        words = [f"--trials={trials}", f"--runs={runs}", "trial"]
+        words += [trial.arm, f"{trial.learning_rate:g}", str(trial.seed)]
+        subprocess.run([sys.executable, "-m", MODULE, *words], check=True)
 
 
 def trial(
@@ -162,7 +159,7 @@ def trial(
 
 def table() -> None:
     """Print what a cache holds for a token, in every layer, and the parameters of all arms."""
-    for arm, name in read_search()[1].items():
+    for arm, name in read_study()[1].items():
         model = make_arm(arm)
         cached = [layer.self_attn.cache_numbers for layer in model.model.layers]
         print(f"{name:28} {cached} {sum(p.numel() for p in model.parameters()):,}")
@@ -258,7 +255,24 @@ def _score(model: Any, texts: Any, window: int, longest: int, most: int) -> dict
     }
 
 
-if __name__ == "__main__":
-    from jsonargparse import auto_cli
+def main(words: list[str] | None = None) -> None:
+    """The command line."""
+    parser = ArgumentParser(prog=f"python -m {MODULE}")
+    parser.add_argument("--trials", default=TRIALS, help="folder of the trials' files")
+    parser.add_argument("--runs", default=RUNS, help="folder of the trained models")
+    commands = parser.add_subparsers(dest="command")
+    one = commands.add_parser("trial", help="one trial in place of all that are missing")
+    for name, kind in (("arm", str), ("learning_rate", float), ("seed", int)):
+        one.add_argument(name, type=kind)
+    commands.add_parser("table", help="cache and parameters of every arm")
+    read = parser.parse_args(words)
+    if read.command == "trial":
+        trial(read.arm, read.learning_rate, read.seed, read.trials, read.runs)
+    elif read.command == "table":
+        table()
+    else:
+        run(read.trials, read.runs)
 
-    auto_cli([run, trial, table])
+
+if __name__ == "__main__":
+    main()

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coca_attention.ops import Rotation, key_map
-from coca_lab.baselines.collinear import SHIFTED, shift
-from coca_lab.baselines.score import Score
+from studies.verdict.collinear import SHIFTED, shift
+from studies.verdict.score import Score
 
 
 class PoPE(Score):

@@ -6,7 +6,7 @@ score is a file: its paper's equation, and a class in `SCORES`.
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coca_lab.baselines.model import SCORES, BaselineConfig, BaselineForCausalLM
+from studies.verdict.model import SCORES, BaselineConfig, BaselineForCausalLM
 
 AutoConfig.register(BaselineConfig.model_type, BaselineConfig)
 AutoModelForCausalLM.register(BaselineConfig, BaselineForCausalLM)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from coca_attention.ops import Rotation, ScoreForm, activate, get_form, key_map, query_map
-from coca_lab.baselines.score import Score
+from studies.verdict.score import Score
 
 
 def shift(cos: Tensor, sin: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:

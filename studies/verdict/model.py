@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_attention.ops import Rotation, attend
-from coca_lab.baselines.collinear import Collinear
-from coca_lab.baselines.pope import PoPE
-from coca_lab.baselines.rotary import Rotary
-from coca_lab.baselines.score import Score
+from studies.verdict.collinear import Collinear
+from studies.verdict.pope import PoPE
+from studies.verdict.rotary import Rotary
+from studies.verdict.score import Score
 
 SCORES: dict[str, type[Score]] = {"rotary": Rotary, "collinear": Collinear, "pope": PoPE}
 """The scores by their names in configurations."""

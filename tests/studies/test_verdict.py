@@ -2,11 +2,10 @@ import json
 from pathlib import Path
 
 import pytest
-from jsonargparse import auto_cli
 
 from coca_attention.errors import UserError
-from coca_lab.studies import verdict
-from coca_lab.studies.verdict import (
+from studies.verdict import run as verdict
+from studies.verdict.run import (
     RATES,
     SEEDS,
     TUNING_SEED,
@@ -24,7 +23,7 @@ def here(monkeypatch, request):
 
 
 def test_arms_have_equal_caches_and_parameters():
-    assert list(verdict.read_search()[1]) == ARMS
+    assert list(verdict.read_study()[1]) == ARMS
     models = {arm: make_arm(arm) for arm in ARMS}
     sizes = {arm: sum(p.numel() for p in model.parameters()) for arm, model in models.items()}
     assert max(sizes.values()) < 1.001 * min(sizes.values())
@@ -69,21 +68,19 @@ def test_every_trial_is_a_process_with_its_words(tmp_path, monkeypatch):
     asked = []
 
     def start(command, check):
-        assert command[1:3] == ["-m", "coca_lab.studies.verdict"] and check
+        assert command[1:3] == ["-m", "studies.verdict.run"] and check
+        verdict.main(command[3:])
 
-        def trial(
-            arm: str, learning_rate: float, seed: int, trials: str = "", runs: str = ""
-        ) -> None:
-            assert runs == "models"
-            asked.append(Trial(arm, learning_rate, seed))
-            facts = {"arm": arm, "learning_rate": learning_rate, "seed": seed}
-            scores = {"status": "finished", "text": [{"nats": [len(asked)], "tokens": [1]}]}
-            (Path(trials) / f"{asked[-1].name}.json").write_text(json.dumps(facts | scores))
-
-        auto_cli([trial, verdict.table], args=command[3:])
+    def trial(arm, learning_rate, seed, trials, runs):
+        assert runs == "models"
+        asked.append(Trial(arm, learning_rate, seed))
+        facts = {"arm": arm, "learning_rate": learning_rate, "seed": seed}
+        scores = {"status": "finished", "text": [{"nats": [len(asked)], "tokens": [1]}]}
+        (Path(trials) / f"{asked[-1].name}.json").write_text(json.dumps(facts | scores))
 
     monkeypatch.setattr(verdict.subprocess, "run", start)
-    verdict.run(str(tmp_path), "models")
+    monkeypatch.setattr(verdict, "trial", trial)
+    verdict.main([f"--trials={tmp_path}", "--runs=models"])
     # Losses grow, so the first rate is the best of every arm, and one below it is tried.
     assert len(asked) == len(ARMS) * (len(RATES) + 1 + len(SEEDS))
 

@@ -10,7 +10,7 @@ cache: a collinear head of width 2D has D coefficients in its cache, too.
 from torch import Tensor
 
 from coca_attention.ops import Rotation, apply_rotary
-from coca_lab.baselines.score import Score
+from studies.verdict.score import Score
 
 
 class Rotary(Score):

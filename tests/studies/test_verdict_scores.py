@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import coca_lab.baselines
+import studies.verdict as verdict
 from coca_attention.models import CoCALlamaConfig, CoCALlamaForCausalLM
-from coca_lab.baselines import BaselineConfig, BaselineForCausalLM
-from coca_lab.baselines.model import BaselineAttention
-from coca_lab.baselines.pope import PoPE
+from studies.verdict import BaselineConfig, BaselineForCausalLM
+from studies.verdict.model import BaselineAttention
+from studies.verdict.pope import PoPE
 
 HIDDEN, HEADS, LENGTH, VALUES = 24, 4, 9, 6
 
@@ -260,4 +260,4 @@ def test_padding_is_refused():
 
 
 def test_every_score_has_a_name():
-    assert set(coca_lab.baselines.SCORES) == {x[0]["score"] for x in LAYERS.values()}
+    assert set(verdict.SCORES) == {x[0]["score"] for x in LAYERS.values()}
