@@ -208,7 +208,7 @@ CASES = {
     "no source": (train(data__source="/nowhere/x"), "no such file, folder or glob"),
     "source of numbers": (train(data__source=5), "data.source"),
     "cache": (lambda p: train(data__cache=p.file("x"))(p), "cannot be stored here"),
-    "run in a file": (lambda p: ["train", p.recipe(), "--output", p.file("x")], "is a file"),
+    "run in a file": (lambda p: ["train", p.recipe(), "--output", p.file("x")], "File exists"),
     "run below a file": (lambda p: ["train", p.recipe(), "--output", p.file("x") + "/y"], "cannot"),
     "long name": (lambda p: ["train", p.recipe(), "--output", p.folder / ("x" * 300)], "too long"),
     "recipe of a run": (resumed(**{"recipe.yaml": b"["}), "not a readable recipe"),

@@ -243,6 +243,7 @@ def steps_saved(out):
     return max((int(path.parent.name.split("-")[1]) for path in found), default=0)
 
 
+@pytest.mark.slow
 def test_ended_in_any_way_it_resumes_from_its_checkpoint(small, tmp_path, capsys):
     given, out = yaml.safe_load(small.read_text()), tmp_path / "out"
     del given["passkey"], given["models"]["none"]

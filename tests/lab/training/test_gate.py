@@ -141,7 +141,7 @@ def test_a_run_measures_resumes_and_says_what_was_kept(
     recipe = load_recipe(path, options)
     caplog.set_level("INFO", "coca_lab")
     straight = train(recipe, tmp_path / "straight")
-    assert caplog.text.count(", passkeys at 300 tokens 0%") == 6
+    assert ", passkeys at 300 tokens 0%" in caplog.text
     with pytest.raises(KeyboardInterrupt):
         train(recipe, tmp_path / "resumed", callbacks=[Stop()])
     resumed = train(recipe, tmp_path / "resumed")
