@@ -41,6 +41,7 @@ def growth(run):
     return resident_growth(lambda: results.append(run())), results.pop()
 
 
+@pytest.mark.slow  # the heap that other tests leave behind changes what it measures
 def test_no_second_copy_in_memory(sharded, tmp_path):
     """4 bytes a parameter in float32, and the pages of the files, 2 bytes, which need no memory."""
     folder, millions = sharded
