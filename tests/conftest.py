@@ -105,6 +105,36 @@ def model_folder(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture(scope="session")
+def trained(text_folder, tmp_path_factory):
+    """The folder of a finished run of `runs.recipe`, with validation and all its checkpoints."""
+    import runs
+    from coca_lab.training import train
+
+    return train(runs.recipe(text_folder), tmp_path_factory.mktemp("trained") / "run")
+
+
+@pytest.fixture(scope="session")
+def base(text_folder, tmp_path_factory):
+    """The folder of a finished run of a rotary Llama with grouped heads, to start stages from."""
+    import runs
+    from coca_lab.training import train
+
+    recipe = runs.recipe(text_folder, **runs.BASE)
+    return train(recipe, tmp_path_factory.mktemp("base") / "run")
+
+
+@pytest.fixture(scope="session")
+def staged(base, text_folder, tmp_path_factory):
+    """The recipe file and the folder of a finished run of the paper's three stages."""
+    import runs
+    from coca_lab.training import load_recipe, train
+
+    folder = tmp_path_factory.mktemp("staged")
+    path = runs.write_recipe(base, text_folder, folder / "recipe.yaml", runs.PAPER)
+    return path, train(load_recipe(path), folder / "run")
+
+
+@pytest.fixture(scope="session")
 def ray():
     """Ray on this machine, small."""
     ray = pytest.importorskip("ray", reason="Ray is an extra")

@@ -13,7 +13,7 @@ from coca_lab.folders import convert_folder
 from coca_lab.training import load_recipe, train
 from conftest import CONFIGS
 from families import vanilla
-from stage_runs import TEACHER, base, write_recipe  # noqa: F401 (a fixture)
+from runs import TEACHER, write_recipe
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_card_of_rotary_attention_does_not_call_it_coca(source, tmp_path):
     assert "[CoCA]" not in text and "[ReRoPE]" in text and "train it further" not in text
 
 
-def test_a_run_has_a_card(base, text_folder, tmp_path, monkeypatch):  # noqa: F811
+def test_a_run_has_a_card(base, text_folder, tmp_path, monkeypatch):
     recipe = load_recipe(write_recipe(base, text_folder, tmp_path / "r.yaml", TEACHER))
     folder = train(recipe, tmp_path / "run")
     card = ModelCard.load(folder / "README.md")

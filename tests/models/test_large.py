@@ -8,15 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import stage_runs
 from benchmarks.timing import resident_growth
 from coca_attention.models.conversion import convert
 from coca_lab.folders import convert_folder
 from coca_lab.loading import load_model
 from coca_lab.training import load_recipe, train
-from stage_runs import TEACHER, write_recipe
-
-base = stage_runs.base
+from runs import TEACHER, write_recipe
 
 
 @pytest.fixture(scope="module")

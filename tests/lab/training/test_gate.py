@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-import stage_runs
 from coca_attention.errors import UserError
 from coca_lab.data import load_tokenizer
 from coca_lab.data.passkey import ANSWER, encoder
@@ -16,9 +15,8 @@ from coca_lab.training.data import load_data
 from coca_lab.training.retrieval import SEED, Retrieval, load_retrieval
 from coca_lab.training.run import what_was_kept
 from conftest import tiny_model
-from stage_runs import TEACHER, changed, weights, write_recipe
+from runs import TEACHER, changed, weights, write_recipe
 
-base = stage_runs.base
 LENGTH = 280
 
 

@@ -13,13 +13,10 @@ import time
 import pytest
 from transformers import TrainerCallback, modeling_utils
 
-import stage_runs
 from coca_attention.errors import UserError
 from coca_lab.training import is_finished, load_recipe, train
-from coca_lab.training import run as runs
-from stage_runs import assert_the_same, write_recipe
-
-base, straight = stage_runs.base, stage_runs.straight
+from coca_lab.training import run as module
+from runs import assert_the_same, write_recipe
 
 KILLED = """
 import os, signal, sys
@@ -70,12 +67,12 @@ def killed(where, path, output):
 
 
 def test_stopped_between_stages_and_killed_in_one_it_ends_in_the_same_weights(
-    straight, tmp_path, monkeypatch
+    staged, tmp_path, monkeypatch
 ):
-    path, run, _ = straight
+    path, run = staged
     output = tmp_path / "killed"
 
-    write = runs.write_json
+    write = module.write_json
 
     def stop(path, value):
         if path.name == "stage.json":
@@ -83,7 +80,7 @@ def test_stopped_between_stages_and_killed_in_one_it_ends_in_the_same_weights(
         write(path, value)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(runs, "write_json", stop)  # the first stage's summary
+        patch.setattr(module, "write_json", stop)  # the first stage's summary
         train(load_recipe(path), output)
     assert not (output / "stages" / "first" / "stage.json").exists()
     killed("second 3", path, output)
@@ -105,8 +102,8 @@ def test_stopped_between_stages_and_killed_in_one_it_ends_in_the_same_weights(
 @pytest.mark.parametrize(
     "where", ["first 1", "moving", "before the summary", "after the summary", "third 5"]
 )
-def test_killed_anywhere_it_ends_in_the_same_weights(straight, tmp_path, where):
-    path, run, _ = straight
+def test_killed_anywhere_it_ends_in_the_same_weights(staged, tmp_path, where):
+    path, run = staged
     output = tmp_path / "killed"
     killed(where, path, output)
     train(load_recipe(path), output)
@@ -148,9 +145,9 @@ def test_killed_at_ten_random_moments_it_ends_in_the_same_weights(base, text_fol
     assert_the_same(output, straight)
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(straight, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(staged, tmp_path, monkeypatch):
     """At the first checkpoint, at one after a restart, and at the model of a stage."""
-    path, run, _ = straight
+    path, run = staged
     write, count = modeling_utils.safe_save_file, []
 
     def full(tensors, name, **kwargs):
@@ -179,9 +176,9 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(straight, tmp_path, 
     assert_the_same(tmp_path, run)
 
 
-def test_a_disk_that_fills_up_within_an_optimizer_state(straight, tmp_path):
+def test_a_disk_that_fills_up_within_an_optimizer_state(staged, tmp_path):
     """PyTorch's own writer, under a real limit: the third stage's state is twice its weights."""
-    path, run, _ = straight
+    path, run = staged
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     limit = (run / "model.safetensors").stat().st_size + 2000
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))

@@ -9,10 +9,9 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-import stage_runs
 from coca_attention.errors import UserError
 from coca_attention.models import CoCALlamaConfig
-from coca_lab.data import load_tokenizer
+from coca_lab.data import BlockDataset, load_tokenizer
 from coca_lab.loading import load_model
 from coca_lab.training import load_recipe, read_summary, recipe, train
 from coca_lab.training.data import load_data
@@ -20,13 +19,11 @@ from coca_lab.training.model import choose_parameters, parameter_counts
 from coca_lab.training.recipe import StageRecipe
 from coca_lab.training.stages import block_order, stage_blocks
 from families import vanilla
-from stage_runs import PAPER, TEACHER, TRAINING, changed, weights, write_recipe
-
-base, straight = stage_runs.base, stage_runs.straight
+from runs import PAPER, TEACHER, TRAINING, changed, weights, write_recipe
 
 
-def test_each_stage_trains_what_it_names(base, straight):
-    _, run, _ = straight
+def test_each_stage_trains_what_it_names(base, staged):
+    _, run = staged
     first, second = (weights(run / "stages" / name) for name in ("first", "second"))
     original = weights(base)
     kept = {name for name in original if "k_proj" not in name}
@@ -37,8 +34,8 @@ def test_each_stage_trains_what_it_names(base, straight):
     assert {"q_proj", "t_proj", "v_proj", "o_proj", "embed_tokens", "norm", "up_proj"} <= third
 
 
-def test_the_summary_says_what_each_stage_did(straight):
-    _, run, _ = straight
+def test_the_summary_says_what_each_stage_did(staged):
+    _, run = staged
     summary = read_summary(run)
     stages = summary["stages"]
     assert [stage["name"] for stage in stages] == ["first", "second", "third"]
@@ -67,10 +64,10 @@ def measured(folder, recipe):
 
 @pytest.mark.parametrize("stages", [PAPER, TEACHER], ids=["next token", "teacher"])
 def test_validation_is_the_next_token_whatever_a_stage_minimises(
-    base, text_folder, tmp_path, straight, stages
+    base, text_folder, tmp_path, staged, stages
 ):
     if stages is PAPER:
-        path, run, _ = straight
+        path, run = staged
     else:
         path = write_recipe(base, text_folder, tmp_path / "r.yaml", stages)
         run = train(load_recipe(path), tmp_path / "run")
@@ -96,8 +93,8 @@ def test_validation_is_the_next_token_whatever_a_stage_minimises(
     }
 
 
-def test_every_stage_leaves_an_ordinary_model_and_no_checkpoints(straight):
-    _, run, _ = straight
+def test_every_stage_leaves_an_ordinary_model_and_no_checkpoints(staged):
+    _, run = staged
     for folder in (run, run / "stages" / "first", run / "stages" / "second"):
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert model.config.coca_form == "slack"
@@ -105,12 +102,22 @@ def test_every_stage_leaves_an_ordinary_model_and_no_checkpoints(straight):
     assert not (run / "stages" / "first" / "checkpoints").exists()
 
 
-def test_no_block_is_read_twice_before_all_were_read(straight):
-    _, _, read = straight
-    blocks = round(17 * 4 / read_summary(straight[1])["epochs"])
+def test_no_block_is_read_twice_before_all_were_read(staged, tmp_path, monkeypatch):
+    read: list[int] = []
+    plain = BlockDataset.__getitem__
+    monkeypatch.setattr(
+        BlockDataset,
+        "__getitem__",
+        lambda self, index: read.append(int(index)) or plain(self, index),
+    )
+    path, run = staged
+    unmeasured = train(load_recipe(path, ["--validation.every=null"]), tmp_path / "run")
+    blocks = round(17 * 4 / read_summary(run)["epochs"])
     assert len(read) == 17 * 4
     assert blocks > 17 * 4 and len(set(read)) == len(read)  # not one pass
     assert read == block_order(blocks, 17 * 4, seed=0).tolist()
+    # Measuring changes nothing in what is trained.
+    assert changed(weights(unmeasured), weights(run)) == set()
 
 
 def test_stages_read_a_mixture_in_its_own_order(base, text_folder, tmp_path):
@@ -206,9 +213,9 @@ def test_adapters_resume_where_they_were_interrupted(base, text_folder, tmp_path
     assert changed(*map(weights, runs)) == set()
 
 
-def test_a_start_is_trained_further_without_stages(base, straight, text_folder, tmp_path):
+def test_a_start_is_trained_further_without_stages(base, staged, text_folder, tmp_path):
     """A converted model with position interpolation and longer blocks; and vanilla ones."""
-    _, run, _ = straight
+    _, run = staged
     options = ["--data.block_length", "32", "--training.steps", "2"]
 
     def rotary(name, **model):
@@ -254,8 +261,8 @@ def test_starts_and_teachers_that_do_not_fit(base, text_folder, tmp_path, model,
         train(load_recipe(path, options), tmp_path / "run")
 
 
-def test_a_converted_start_is_no_teacher_of_itself(straight, text_folder, tmp_path):
-    path = write_recipe(straight[1], text_folder, tmp_path / "r.yaml", TEACHER)
+def test_a_converted_start_is_no_teacher_of_itself(staged, text_folder, tmp_path):
+    path = write_recipe(staged[1], text_folder, tmp_path / "r.yaml", TEACHER)
     with pytest.raises(UserError, match="already has attention slack"):
         train(load_recipe(path), tmp_path / "run")
 
@@ -360,8 +367,8 @@ def test_a_weight_that_the_dtype_cannot_hold_is_not_saved(base, text_folder, tmp
         train(recipe, run)
 
 
-def test_the_record_names_the_sizes_and_steps_of_the_run(straight):
-    path, run, _ = straight
+def test_the_record_names_the_sizes_and_steps_of_the_run(staged):
+    path, run = staged
     recorded = read_summary(run)["recipe"]
     sizes = {
         "body": "llama", "hidden_size": 16, "num_layers": 2, "num_heads": 4,
