@@ -20,7 +20,7 @@ from benchmarks.operators import ROTARY, Operator, error_of, operators, random_i
 from benchmarks.timing import Variant, isolated, peak_megabytes
 from coca_attention import ops
 from coca_attention.models import CoCALlamaConfig
-from coca_attention.models.roles import Roles
+from coca_attention.models.configuration import Roles
 from coca_attention.ops import FORMS
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 

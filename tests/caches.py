@@ -3,7 +3,7 @@
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from coca_attention import convert
-from coca_attention.models.fields import GLOBAL, LOCAL
+from coca_attention.models.configuration import GLOBAL, LOCAL
 from families import vanilla
 
 # Name in the table: form, settings of `convert`, additions to the rotary parameters.

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -86,6 +87,28 @@ def test_imports_run_one_way():
             assert (package, there) != ("coca_attention", "coca_lab"), f"{path}: {name}"
             if there == package:
                 assert rest.split(".")[0] in allowed, f"{path}: {here} imports {name}"
+
+
+def test_no_module_imports_itself_through_others():
+    """Those of functions and for type checkers count, too; a name can be a module of a package."""
+    modules = {
+        ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in FILES
+    }
+    graph = {}
+    for module, path in modules.items():
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= inner & modules.keys() or {node.module}
+        graph[module] = (names & modules.keys()) - {module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from error
 
 
 def test_operators_and_layers_need_torch_alone():

@@ -11,7 +11,12 @@ from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from coca_attention.errors import install
-from coca_attention.models.fields import GLOBAL, attention_of, rope_parameters, training_length
+from coca_attention.models.configuration import (
+    GLOBAL,
+    attention_of,
+    rope_parameters,
+    training_length,
+)
 
 CARD = "README.md"
 LICENSES = ("LICENSE*", "NOTICE*", "USE_POLICY*")

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from coca_attention.errors import UserError
-from coca_attention.models.fields import original_length
+from coca_attention.models.configuration import original_length
 from coca_attention.models.scaling import rotary_restored, set_rotary_scaling
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from coca_attention.models.fields import (
+from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
     attention_of,

@@ -7,7 +7,7 @@ import torch
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 from caches import CELLS, make_cache, model_with, refusal
-from coca_attention.models.key_positions import halve_static_keys
+from coca_attention.models.layer_pass import halve_static_keys
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from families import vanilla
 

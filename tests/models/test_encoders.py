@@ -17,8 +17,7 @@ import oracle
 from coca_attention import convert
 from coca_attention.errors import UserError
 from coca_attention.models import Roles
-from coca_attention.models.configuration import rotation
-from coca_attention.models.fields import LOCAL
+from coca_attention.models.configuration import LOCAL, rotation
 from coca_attention.ops import FORMS
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main

@@ -21,8 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention import convert
 from coca_attention.models import Roles
+from coca_attention.models.configuration import head_width
 from coca_attention.models.families import FAMILIES as RECORDS
-from coca_attention.models.fields import head_width
 from coca_attention.testing import difference, some_tokens
 from families import FAMILIES, collinear, vanilla
 

@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM
 from coca_attention import convert
 from coca_attention.errors import UserError
 from coca_attention.models import Roles
-from coca_attention.models.configuration import rotation
-from coca_attention.models.fields import attention_of
+from coca_attention.models.configuration import attention_of, rotation
 from coca_attention.ops import coca_attention
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main

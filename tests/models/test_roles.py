@@ -11,8 +11,7 @@ import oracle
 from coca_attention import convert
 from coca_attention.errors import UserError
 from coca_attention.models import Roles, layer_pass, set_rotary_scaling
-from coca_attention.models.configuration import rotation
-from coca_attention.models.fields import attention_of
+from coca_attention.models.configuration import attention_of, rotation
 from coca_attention.ops import attend
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from coca_lab.analysis import AnalysisSettings, analyze, collect_layers

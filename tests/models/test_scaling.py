@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from coca_attention import convert
 from coca_attention.models import Roles, set_rotary_scaling, training_length
-from coca_attention.models.configuration import rotation
-from coca_attention.models.fields import original_length, rope_parameters
+from coca_attention.models.configuration import original_length, rope_parameters, rotation
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 from coca_lab.generation import rotary_scaling_for
 from conftest import VOCABULARY, tiny_model

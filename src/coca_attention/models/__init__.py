@@ -14,7 +14,7 @@ from coca_attention.models.alibi import (
     AlibiGPTNeoXForCausalLM,
     AlibiGPTNeoXModel,
 )
-from coca_attention.models.configuration import add_rope_types
+from coca_attention.models.configuration import Roles, add_rope_types, training_length
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.families import (
     FAMILIES,
@@ -23,8 +23,6 @@ from coca_attention.models.families import (
     register,
     register_family,
 )
-from coca_attention.models.fields import training_length
-from coca_attention.models.roles import Roles
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.sinks import register_sinks, use_fused_attention
 

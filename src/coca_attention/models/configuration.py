@@ -1,4 +1,4 @@
-"""Configuration of CoCA models: score form, cache and rotary scaling."""
+"""Configurations: what their fields say, those of CoCA models, and roles for layers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,16 +8,11 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from coca_attention.errors import UserError
-from coca_attention.models.fields import (
-    GLOBAL,
-    LOCAL,
-    free_pairs,
-    head_width,
-    original_length,
-    rope_parameters,
-)
 from coca_attention.ops import RULES, Rotation, Rule, check_clipped_form, get_form
+from coca_attention.ops.positions import check_real, check_whole
 
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+"""Transformers' names for layers that see a window, and for layers that see the whole text."""
 CACHES = ("full", "half")
 # Fields of a `Rotation` besides rule, base and width: our additions to ``rope_parameters``, with
 # their names there.
@@ -30,6 +25,70 @@ ROTATION_FIELDS = {
 }
 LOCAL_RULE = "local"
 """Our addition to ``rope_parameters``: those of local layers that keep a rule of the original."""
+LETTERS = {"l": LOCAL, "g": GLOBAL}
+
+
+def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
+    """The rotary parameters of a configuration, of one layer type if they differ (Gemma 3)."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope and all(value is None or isinstance(value, dict) for value in rope.values()):
+        rope = rope.get(layer_type or GLOBAL) or {}
+    return rope
+
+
+def layer_types(config: Any) -> list[str]:
+    """The type of every layer: in a family without types but with a window (Mistral), `LOCAL`."""
+    # Files of other families can name a window, which these ignore.
+    known = getattr(type(config), "__dataclass_fields__", vars(config))
+    kind = LOCAL if "sliding_window" in known and config.sliding_window else GLOBAL
+    return list(getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers)
+
+
+def window_of(config: Any, layer_type: str | None = None) -> int | None:
+    """Tokens that a query sees in layers of a type, its own included; None for all."""
+    kinds = {layer_type} if layer_type else set(layer_types(config))
+    return config.sliding_window if kinds == {LOCAL} else None
+
+
+def free_pairs(config: Any, layer_type: str | None = None) -> int:
+    """Free pairs F of a CoCA model's heads in layers of a type."""
+    given = config.coca_free_pairs
+    return given.get(layer_type or GLOBAL, 0) if isinstance(given, dict) else given
+
+
+def attention_of(config: Any) -> str | None:
+    """The name of a CoCA model's score form, ``rope``, ``alibi``, or None for any other model.
+
+    A CoCA model whose pairs are all free is a rotary one.
+    """
+    if hasattr(config, "coca_form"):
+        kinds = set(getattr(config, "layer_types", None) or (GLOBAL,))
+        pairs = head_width(config) // 2
+        return "rope" if all(free_pairs(config, k) == pairs for k in kinds) else config.coca_form
+    if config.model_type == "alibi_gpt_neox" or getattr(config, "alibi", False):
+        return "alibi"
+    return "rope" if getattr(config, "rope_parameters", None) else None
+
+
+def training_length(config: Any) -> int | None:
+    """L, the longest text that a model was trained to read, in tokens; None if it does not say.
+
+    With a rotary rule that is the length that training went on to with the rule (Llama 3.1:
+    131,072), not `original_length`.
+    """
+    return getattr(config, "max_position_embeddings", None) or original_length(config)
+
+
+def original_length(config: Any) -> int | None:
+    """The length in tokens that a rotary rule scales from; without a rule, the training length."""
+    given = rope_parameters(config).get("original_max_position_embeddings")
+    return given or getattr(config, "max_position_embeddings", None)
+
+
+def head_width(config: Any) -> int:
+    """Head width D."""
+    given = getattr(config, "head_dim", None)
+    return given or config.hidden_size // config.num_attention_heads
 
 
 def has_own_roles(config: Any) -> bool:
@@ -218,3 +277,108 @@ class CoCAConfig:
         """Transformers' checks of ``rope_parameters``; `rotation` checks our own rules."""
         add_rope_types()
         super().validate_rope()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Local layers, which see a window, and global ones, which see the whole text.
+
+    Without the decay this is HWFA (Su, 2023, kexue.fm/archives/9603) or RNoPE-SWA (arXiv
+    2501.18795) with queries times log n; the decay is KERPLE's (arXiv 2205.09921). A query at
+    distance d from a key in a global layer scores
+    ``q · k * ln(n + 1) / ln(L + 1) / sqrt(D) - decay * ln(1 + d / decay_length)``, where it sees n
+    keys and L is the training length. The defaults are what this project recommends.
+
+    Raises:
+        UserError: If a letter is unknown or a value out of range.
+    """
+
+    layers: str = "llg"
+    """A letter per layer, l (local) or g (global), repeated over all layers."""
+    window: int | None = None
+    """Tokens that a local layer sees, the query's own included; by default an eighth of L."""
+    turning_pairs: int | None = 0
+    """Rotary pairs that turn in global layers; None for all."""
+    temperature: bool = True
+    """Whether queries of global layers grow with the logarithm of n."""
+    decay: float = 1.0
+    """Exponent of the power law by which attention of global layers decays; 0 is none."""
+    decay_length: float | None = None
+    """Distance in tokens at which it begins; by default an eighth of L."""
+    max_distance: int | None = None
+    """W: in global layers, keys farther back than W tokens are scored as if W back, the decay
+    begins there, and no query becomes smaller. By default no limit."""
+
+    def __post_init__(self) -> None:
+        if not self.layers or set(self.layers) - set("lg"):
+            raise UserError(f"layers must consist of the letters l and g, got {self.layers!r}")
+        for name, smallest in (("window", 1), ("turning_pairs", 0), ("max_distance", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                check_whole(name, value, smallest, error=UserError)
+        check_real("decay", self.decay, error=UserError)
+        if self.decay_length is not None:
+            check_real("decay_length", self.decay_length, above=True, error=UserError)
+
+    def fields(
+        self,
+        form: str,
+        *,
+        num_layers: int,
+        head_width: int,
+        length: int,
+        rope_parameters: dict[str, Any],
+    ) -> dict[str, Any]:
+        """The fields of a CoCA configuration that give a model these roles.
+
+        Args:
+            form: Score form of the local layers, or ``rope`` for rotary attention.
+            num_layers: Number of layers.
+            head_width: D.
+            length: L, the training length in tokens.
+            rope_parameters: Those of the model, one set for all layers.
+
+        Raises:
+            UserError: If the model has fewer layers than the pattern.
+        """
+        if num_layers < len(self.layers):
+            raise UserError(
+                f"layers {self.layers} needs a model of at least {len(self.layers)} layers, got "
+                f"{num_layers}: use a shorter pattern"
+            )
+        pairs, rotary = head_width // 2, form == "rope"
+        return {
+            # The form of a model whose pairs are all free does not matter.
+            "coca_form": "strict" if rotary else form,
+            "coca_free_pairs": {LOCAL: pairs if rotary else 0, GLOBAL: pairs},
+            "layer_types": [LETTERS[x] for x in (self.layers * num_layers)[:num_layers]],
+            # Some families apply a window in all layers if there is one.
+            "sliding_window": (self.window or max(1, length // 8)) if "l" in self.layers else None,
+            "rope_parameters": rope_parameters
+            | rotation_fields(
+                length,
+                turning_pairs=self.turning_pairs,
+                temperature=self.temperature,
+                decay=self.decay,
+                decay_length=self.decay_length,
+                max_distance=self.max_distance,
+            ),
+        }
+
+
+def rotation_fields(
+    length: int,
+    *,
+    turning_pairs: int | None = None,
+    temperature: bool | None = None,
+    decay: float | None = None,
+    decay_length: float | None = None,
+    max_distance: int | None = None,
+) -> dict[str, Any]:
+    """Additions to the rotary parameters, as for `Roles`, for a training length in tokens."""
+    given: dict[str, Any] = {"turning_pairs": turning_pairs, "max_distance": max_distance}
+    if temperature:
+        given["temperature"] = length
+    if decay:
+        given |= {"decay": decay, "decay_length": decay_length or length / 8}
+    return {name: value for name, value in given.items() if value is not None}

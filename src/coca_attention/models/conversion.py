@@ -17,11 +17,17 @@ from transformers import (
 
 from coca_attention.errors import UserError, did_you_mean
 from coca_attention.models.configuration import (
+    GLOBAL,
     LOCAL_RULE,
     ROTATION_FIELDS,
+    Roles,
     check_cache_kind,
     has_own_roles,
+    head_width,
+    rope_parameters,
     rotation,
+    rotation_fields,
+    training_length,
 )
 from coca_attention.models.decoder import (
     CollinearHead,
@@ -30,9 +36,7 @@ from coca_attention.models.decoder import (
     replace_attention,
 )
 from coca_attention.models.families import FAMILIES, Family, supported_families
-from coca_attention.models.fields import GLOBAL, head_width, rope_parameters, training_length
 from coca_attention.models.projections import AttentionLayout
-from coca_attention.models.roles import Roles, rotation_fields
 from coca_attention.ops import FORMS
 from coca_attention.ops.positions import check_whole
 

@@ -17,14 +17,15 @@ from transformers.masking_utils import (
 
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import (
+    GLOBAL,
+    LOCAL,
     check_cache_kind,
     check_continuous_batching,
     has_own_roles,
+    rope_parameters,
     rotation,
 )
-from coca_attention.models.fields import GLOBAL, LOCAL, rope_parameters
-from coca_attention.models.key_positions import KeyPositions
-from coca_attention.models.layer_pass import Band, Pass
+from coca_attention.models.layer_pass import Band, KeyPositions, Pass
 from coca_attention.models.projections import (
     FoldedLinear,
     initial_form_parameters,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import rotation
-from coca_attention.models.fields import free_pairs
+from coca_attention.models.configuration import free_pairs, rotation
 from coca_attention.ops import fold, get_form
 
 

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from coca_attention.models.configuration import rotation
-from coca_attention.models.fields import window_of
+from coca_attention.models.configuration import rotation, window_of
 from coca_attention.ops.positions import Decay, join_pairs
 
 

@@ -10,9 +10,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import LOCAL_RULE, ROTATION_FIELDS
+from coca_attention.models.configuration import (
+    GLOBAL,
+    LOCAL_RULE,
+    ROTATION_FIELDS,
+    original_length,
+    rope_parameters,
+)
 from coca_attention.models.families import FAMILIES, supported_families
-from coca_attention.models.fields import GLOBAL, original_length, rope_parameters
 from coca_attention.models.rotary import CoCARotary, VanillaRotary
 from coca_attention.ops import RULES
 from coca_attention.ops.positions import NTK

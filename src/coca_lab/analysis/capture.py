@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.models.attention import CollinearAttention
-from coca_attention.models.configuration import rotation
+from coca_attention.models.configuration import attention_of, rotation, window_of
 from coca_attention.models.families import Family, family_of, supported_families
-from coca_attention.models.fields import attention_of, window_of
 from coca_attention.models.projections import project_rotary
 from coca_attention.models.rotary import CoCARotary
 from coca_attention.models.scaling import rotary_restored

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from coca_attention import __version__
 from coca_attention.errors import UserError
 from coca_attention.models import training_length
-from coca_attention.models.fields import rope_parameters
+from coca_attention.models.configuration import rope_parameters
 from coca_attention.ops import get_form
 from coca_lab.analysis.angles import angle_sums, angle_values, decay_sums, decay_values, numbers
 from coca_lab.analysis.capture import VANILLA, LayerHeads, form_of, visit_layers

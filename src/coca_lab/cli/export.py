@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from coca_attention.errors import UserError
-from coca_attention.models.fields import training_length
+from coca_attention.models.configuration import training_length
 from coca_lab.cli.console import parse
 from coca_lab.data import load_tokenizer
 from coca_lab.evaluation.perplexity import TextSettings, load_text

@@ -10,9 +10,13 @@ from transformers import TextStreamer, set_seed
 
 from coca_attention.errors import UserError
 from coca_attention.models import set_rotary_scaling
-from coca_attention.models.configuration import rotation
+from coca_attention.models.configuration import (
+    original_length,
+    rope_parameters,
+    rotation,
+    training_length,
+)
 from coca_attention.models.conversion import Conversion, convert
-from coca_attention.models.fields import original_length, rope_parameters, training_length
 from coca_lab.cli.console import (
     Progress,
     parse,

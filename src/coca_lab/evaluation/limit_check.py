@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coca_attention.errors import UserError
+from coca_attention.models.configuration import rope_parameters
 from coca_attention.models.conversion import convert
-from coca_attention.models.fields import rope_parameters
 from coca_lab.data.documents import BadLines
 from coca_lab.engine import Engine
 from coca_lab.evaluation.passkey import PasskeySettings, measure_passkeys

@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 
 from coca_attention.errors import UserError
 from coca_attention.models import training_length
-from coca_attention.models.fields import attention_of
+from coca_attention.models.configuration import attention_of
 from coca_lab.data import load_tokenizer
 from coca_lab.engine import Engine, Item
 from coca_lab.files import check_name

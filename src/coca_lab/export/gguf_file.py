@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GraniteSWAForCausalLM
 
 from coca_attention.errors import UserError, install
-from coca_attention.models.fields import LOCAL
+from coca_attention.models.configuration import LOCAL
 from coca_lab.data import load_tokenizer
 
 ARCHITECTURE = "granite_swa"

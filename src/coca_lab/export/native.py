@@ -15,7 +15,7 @@ from transformers import GraniteSWAConfig, GraniteSWAForCausalLM, PreTrainedMode
 
 from coca_attention.errors import UserError
 from coca_attention.models import CoCALlamaForCausalLM, use_fused_attention
-from coca_attention.models.fields import (
+from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
     attention_of,

@@ -19,9 +19,13 @@ from transformers import (
 
 from coca_attention.errors import UserError
 from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
+from coca_attention.models.configuration import (
+    Roles,
+    attention_of,
+    rope_parameters,
+    rotation_fields,
+)
 from coca_attention.models.conversion import convert
-from coca_attention.models.fields import attention_of, rope_parameters
-from coca_attention.models.roles import Roles, rotation_fields
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.sinks import use_fused_attention
 from coca_attention.ops import FORMS

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
+from coca_attention.models.configuration import head_width
 from coca_attention.models.families import family_of, supported_families
-from coca_attention.models.fields import head_width
 from coca_lab.training.recipe import Objective
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]

@@ -6,7 +6,7 @@ import re
 import pytest
 from transformers import AutoModelForCausalLM
 
-from coca_attention.models.fields import rope_parameters
+from coca_attention.models.configuration import rope_parameters
 from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
 from coca_lab.data.passkey import vocabulary_text
