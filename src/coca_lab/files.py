@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def writing(target: Path) -> Iterator[Path]:
     def remove() -> None:
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
 
-    with hold(target.with_name(f".{target.name}.lock"), target):
+    with _hold_target(target):
         check_new(target)  # another process may have written it since the caller looked
         remove()  # of a process that was killed
         try:
@@ -127,10 +127,24 @@ def hold(path: Path, what: Path | None = None) -> Iterator[None]:
         lock.release()
 
 
+def _hold_target(target: Path) -> AbstractContextManager[None]:
+    return hold(target.with_name(f".{target.name}.lock"), target)
+
+
 def check_new(target: Path) -> None:
     """Raise UserError unless a path is free, or an empty folder."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not empty: name another folder, or remove it")
+
+
+def check_can_be_written(target: Path) -> None:
+    """Before long work: UserError unless `writing` can begin, which is tried."""
+    check_new(target)
+    try:
+        with _hold_target(target):
+            pass
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror}") from error
 
 
 def keep_other_results(path: Path, field: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from coca_attention.errors import UserError, known_problem
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_lab.cards import write_card
-from coca_lab.files import check_new, writing
+from coca_lab.files import check_can_be_written, writing
 from coca_lab.loading import load_model, no_progress_bars
 
 UNTRAINED = "The conversion changed what the model computes: train it further before you use it."
@@ -74,7 +74,7 @@ def new_folder(source: str | Path, target: str | Path) -> Path:
         raise UserError(
             f"{target} is inside the source, which must not change: name another folder"
         )
-    check_new(target)
+    check_can_be_written(target)
     return target
 
 

@@ -294,7 +294,9 @@ CASES = {
     "angles over a list": (lambda p: ["analyze", p.model, "--output", p.file("[]", ".json")],
                            "is there and no result file"),
     "full target": (lambda p: ["convert", p.model, p.text], "exists and is not empty"),
-    "target": (lambda p: ["convert", p.model, "/proc/x"], "cannot be written"),
+    # Of two mistakes, the one that is told is the one that was looked for first.
+    "target": (lambda p: ["convert", p.new(), "/proc/x"], "/proc/x cannot be written"),
+    "target of an export": (lambda p: ["export", p.new(), "/proc/x"], "/proc/x cannot be written"),
     "form to convert to": (convert("--form", "stric", make=lambda p: p.copy(
         "llama-rope", **{"model.safetensors": b""})), "did you mean strict?"),
     "free pairs": (convert("--free-pairs", "99"), "free"),
