@@ -1,5 +1,6 @@
 """Greedy answers to prompts of one length, and what else reading with a loaded model needs."""
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,18 @@ def rotary_scaling_for(
             target = max(length, original_length(config) or 0) if kind == "ntk" else None
             set_rotary_scaling(model, kind, factor=factor, length=target)  # pyright: ignore
         yield getattr(config, "rope_parameters", None)
+
+
+@contextmanager
+def beyond_training_length() -> Iterator[None]:
+    """Read more tokens than a model was trained on without Transformers' reminder, on purpose."""
+    log = logging.getLogger("transformers.generation.stopping_criteria")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 @contextmanager
@@ -96,7 +109,8 @@ def greedy_answers(
     generate: Any = model.generate
     prompts = prompts.to(model.device)
     # Not inference mode: what a model keeps, such as frequencies, may be used in training next.
-    with torch.no_grad(), naming_the_limit(model, prompts.shape[1] + max_new_tokens):
+    limit = naming_the_limit(model, prompts.shape[1] + max_new_tokens)
+    with torch.no_grad(), limit, beyond_training_length():
         output = generate(
             prompts,
             attention_mask=torch.ones_like(prompts),

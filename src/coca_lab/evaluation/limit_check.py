@@ -94,13 +94,29 @@ class LimitCheck:
     about: str
 
     @property
+    def finds_passkeys(self) -> bool:
+        """Whether the base finds a passkey within L, so that one could be lost."""
+        return any(hits for n, hits in self.base.hits.items() if n <= self.length)
+
+    @property
+    def warning(self) -> str:
+        """What the check could not measure, or nothing."""
+        if self.finds_passkeys:
+            return ""
+        return (
+            f"The model finds no passkey in texts of up to L = {self.length:,} tokens, so none "
+            "could be lost: half of the check was empty, and W = L, which changes nothing there, "
+            "was chosen."
+        )
+
+    @property
     def chosen(self) -> Measured:
         """Of those that lose nothing within L the one that finds most passkeys beyond.
 
         Of equals that with the lowest perplexity beyond, and L if nothing is measured there or the
         base finds no passkey within L, so that none could be lost.
         """
-        if not any(hits for n, hits in self.base.hits.items() if n <= self.length):
+        if not self.finds_passkeys:
             return self.limited[0]
         beyond = [n for n in self.base.hits if n > self.length]
 
@@ -115,10 +131,11 @@ class LimitCheck:
         lengths, chosen = list(self.base.hits), self.chosen
         shown = [f"{n:,}" for n in lengths]
         columns = [f"perplexity {shown[0]}", *shown[1:], f"passkeys {shown[0]}", *shown[1:]]
+        nothing = "nothing" if self.finds_passkeys else "nothing; no passkey to lose"
         rows = []
         for each in (self.base, *self.limited):
             label = "base" if each is self.base else f"W = {each.max_distance:,}"
-            lost = ", ".join(each.lost(self.base, self.length)) or "nothing"
+            lost = ", ".join(each.lost(self.base, self.length)) or nothing
             rows.append(
                 [
                     f"{label} (chosen)" if each is chosen else label,
@@ -134,7 +151,8 @@ class LimitCheck:
         header, rows = self.table()
         lines = [header, ["---"] * len(header), *rows]
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return f"L = {self.length:,} tokens. {self.about}. {RULE}\n\n{table}"
+        text = " ".join(filter(None, [f"{self.about}.", RULE, self.warning]))
+        return f"L = {self.length:,} tokens. {text}\n\n{table}"
 
 
 def check_limits(

@@ -226,14 +226,14 @@ def _span(values: Sequence[int]) -> str:
 
 
 def _about_few(cells: Sequence[Cell]) -> str:
-    """A warning where intervals are over few documents; else empty."""
+    """A note where intervals are over few documents; else empty."""
     count = min(len(cell["documents"]) for cell in cells)
     if count >= FEW_DOCUMENTS:
         return ""
     plural = "" if count == 1 else "s"
     return (
-        f"{count} document{plural}: below {FEW_DOCUMENTS}, one unusual document "
-        "makes intervals unreliable."
+        f"{count} document{plural}: intervals are rough below {FEW_DOCUMENTS}, where one unusual "
+        "document counts for much."
     )
 
 

@@ -53,7 +53,9 @@ def test_the_best_limit_that_loses_nothing_within_the_training_length_is_chosen(
 def test_where_the_base_finds_no_passkey_nothing_less_than_the_training_length_is_chosen():
     blind = measured(None, (0, 0))
     others = [measured(L, (0, 0)), measured(128, (0, 9), beyond=-0.5)]
-    assert LimitCheck(L, blind, others, "").chosen.max_distance == L
+    check = LimitCheck(L, blind, others, "")
+    assert check.chosen.max_distance == L and "half of the check was empty" in check.markdown()
+    assert [row[-1] for row in check.table()[1]] == ["", *["nothing; no passkey to lose"] * 2]
 
 
 def test_the_table_says_what_is_lost():
@@ -63,6 +65,7 @@ def test_the_table_says_what_is_lost():
     assert [row[0] for row in rows] == ["base", "W = 256 (chosen)", "W = 128"]
     assert [row[-1] for row in rows] == ["", "nothing", "perplexity, passkeys"]
     assert "| W = 128 |" in check.markdown() and "On a text. " in check.markdown()
+    assert "empty" not in check.markdown()
 
 
 @pytest.fixture
@@ -82,7 +85,9 @@ def test_coca_convert_measures_prints_and_writes_the_card(source, tmp_path, caps
     words = ["convert", str(source), str(tmp_path / "target"), "--form", "rope"]
     words += ["--check", str(tmp_path / "text"), "--check-samples", "2", "--check-lengths", "[200]"]
     assert main(words) == 0
-    said = capsys.readouterr().out
+    said, warned = capsys.readouterr()
+    assert "warning: The model finds no passkey in texts of up to L = 160 tokens" in warned
+    assert "predefined maximum length" not in warned
     card = (tmp_path / "target/README.md").read_text()
     assert re.search(r"W = 160 \(chosen\) .*nothing", said) and re.search(r"W = 40 ", said)
     assert "## Limit of distances" in card and "| W = 160 (chosen) |" in card

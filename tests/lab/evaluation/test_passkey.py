@@ -1,6 +1,7 @@
 """Passkey prompts of an exact length, and models whose answers are known."""
 
 import json
+import logging
 import re
 
 import numpy as np
@@ -223,6 +224,22 @@ def test_batches_caches_and_being_killed_change_nothing(kind, tokenizer, tmp_pat
         assert outputs(store) == plain and not seen
         # Another seed, another model: nothing of it is used.
         assert outputs(store, seed=1) != plain and seen
+
+
+def test_prompts_longer_than_the_training_length_need_no_reminder(tokenizer):
+    """Transformers prints one, once a process, for every generation beyond it."""
+    log, said = logging.getLogger("transformers.generation.stopping_criteria"), []
+    handler = logging.Handler()
+    handler.emit = said.append
+    log.warning_once.__func__.cache_clear()
+    log.addHandler(handler)
+    model, ids = tiny_model("slack"), torch.ones(1, 40, dtype=torch.long)
+    evaluate_passkey(model, tokenizer, PasskeySettings(lengths=[300], samples=1, max_new_tokens=5))
+    assert not said
+    log.warning_once.__func__.cache_clear()
+    model.generate(ids, max_new_tokens=5, do_sample=False)  # which is not an evaluation
+    log.removeHandler(handler)
+    assert "predefined maximum length" in said[0].getMessage()
 
 
 def test_a_model_is_left_as_it_was_and_says_what_it_was_scaled_to(tokenizer):

@@ -261,7 +261,9 @@ def test_few_documents_are_named_below_the_intervals():
         found = [cell("RoFormer", window, 40.0, documents=documents) for window in (64, 128)]
         return all_cells([{"results": found}])
 
-    warning = "8 documents: below 10, one unusual document makes intervals unreliable."
+    warning = (
+        "8 documents: intervals are rough below 10, where one unusual document counts for much."
+    )
     assert printed_tables(measured(8))[1:] == [([warning], [])]
     note = perplexity_sections(measured(8))[0].note
     assert warning in note
