@@ -11,10 +11,10 @@ import os
 import socket
 import sqlite3
 import time
-from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +28,6 @@ ATTEMPTS = 3
 """How often an item is computed before it has failed."""
 PATIENCE = 20.0
 """Seconds in which a cluster has to answer."""
-RAY_HELP = "Compute on Ray: started here, or the cluster at an address (--ray HOST:PORT)."
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,6 @@ class Item:
     """Tokens to read."""
     label: str = ""
     """What it is part of, for messages."""
-    group: str = ""
-    """Items of a group use the same model; a process prefers to stay with it."""
 
     def missing(self, store: "Store") -> list[int]:
         """Indices of the keys that the store does not have."""
@@ -66,15 +63,13 @@ class Store:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._naming():
-            self._db = sqlite3.connect(self.path or ":memory:", timeout=0, isolation_level=None)
+            self._db = sqlite3.connect(self.path or ":memory:", timeout=0)
             # Nobody else reads it meanwhile, so no file systems with shared memory are needed.
             for command in (
                 "PRAGMA locking_mode = EXCLUSIVE",
                 "PRAGMA journal_mode = WAL",
                 "PRAGMA synchronous = NORMAL",
-                "BEGIN IMMEDIATE",
                 "CREATE TABLE IF NOT EXISTS done (key TEXT PRIMARY KEY, value TEXT, seconds REAL)",
-                "COMMIT",
             ):
                 self._db.execute(command)
             self._check()
@@ -124,19 +119,12 @@ class Store:
             (_text(key), json.dumps(value, allow_nan=False), each)
             for key, value in zip(keys, values, strict=True)
         ]
-        with self._naming():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                self._db.executemany("INSERT OR REPLACE INTO done VALUES (?, ?, ?)", rows)
-                self._db.execute("COMMIT")
-            except sqlite3.Error:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
+        with self._naming(), self._db:
+            self._db.executemany("INSERT OR REPLACE INTO done VALUES (?, ?, ?)", rows)
 
     def remove(self, keys: Sequence[Any]) -> None:
         """Forget keys, close the file, and delete it if it has no others."""
-        with self._naming():
+        with self._naming(), self._db:
             rows = [(_text(key),) for key in keys]
             self._db.executemany("DELETE FROM done WHERE key = ?", rows)
         empty = len(self) == 0
@@ -260,11 +248,7 @@ def problem(error: Exception) -> str:
 
 
 class RayEngine(Engine):
-    """Computes items on Ray, an item a process; one whose process dies is computed by another.
-
-    Ray is started here, or ``address`` is that of a cluster. An item has ``num_cpus`` cores and
-    ``num_gpus`` GPUs, by default one if there are GPUs.
-    """
+    """Computes items on Ray, at an address or started here; by default one GPU each, if any."""
 
     def __init__(
         self,
@@ -282,109 +266,49 @@ class RayEngine(Engine):
         there = ray.cluster_resources()
         if num_gpus is None:
             num_gpus = 1 if there.get("GPU", 0) >= 1 else 0
-        needed = {"CPU": num_cpus, "GPU": num_gpus}
-        for kind, number in needed.items():
+        for kind, number in (("CPU", num_cpus), ("GPU", num_gpus)):
             if number > there.get(kind, 0):
                 raise UserError(
                     f"an item needs {number:g} {kind}s and Ray has {there.get(kind, 0):g}: change "
                     f"num_{kind.lower()}s, or add machines"
                 )
-        self._places = int(min(there[k] // number for k, number in needed.items() if number))
-        self._worker: Any = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus)(_Worker)
+        # Processes compute many items each (max_calls), and so keep a model between them.
+        options: Any = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_calls": 0}
+        self._remote: Any = ray.remote(**options, max_retries=0)(_compute_remotely)
 
     def _outcomes(self, items: Sequence[Item]) -> Iterator[tuple[Item, Any, float]]:
         import ray  # an optional package
         from ray.exceptions import RayError
 
-        queue = _Queue(items)
-        # By what Ray has promised: the process, the item it computes, and Ray's copy of its work.
-        running: dict[Any, tuple[Any, Item, Any]] = {}
-
-        def start(worker: Any = None, group: str | None = None) -> None:
-            item = queue.take(group)
-            if item is not None:
-                worker = worker or self._worker.remote(os.getcwd())
-                copies = [copy for _, other, copy in running.values() if other.work is item.work]
-                copy = copies[0] if copies else ray.put(item.work)
-                running[worker.compute.remote([copy], self._arguments(item))] = worker, item, copy
-
-        for _ in range(self._places):
-            start()
+        copies = {id(item.work): item.work for item in items}
+        copies = {name: ray.put(work) for name, work in copies.items()}
+        running: dict[Any, Item] = {}
+        for item in items:
+            arguments = [os.getcwd(), [copies[id(item.work)]], self._arguments(item)]
+            running[self._remote.remote(*arguments)] = item
         while running:
             (promise,), _ = ray.wait([*running], num_returns=1)
-            worker, item, _ = running.pop(promise)
+            item = running.pop(promise)
             try:
-                values, seconds = ray.get(promise)
+                yield item, *ray.get(promise)
             except RayError as error:  # the process has died
-                values, seconds, worker = error, 0.0, None
-            yield item, values, seconds
-            start(worker, item.group)
+                yield item, error, 0.0
 
 
-def start_engine(
-    store: Store, progress: Progress | None, ray: str | None, **resources: Any
-) -> Engine:
-    """An engine in this process, or on Ray where ``ray`` is an address or empty."""
-    progress = progress or (lambda line, done, total: None)
-    if ray is None:
-        return Engine(store, progress)
-    return RayEngine(store, progress, address=ray, **resources)
+def _compute_remotely(folder: str, copy: list[Any], arguments: list[Any]) -> tuple[Any, float]:
+    """`_compute` in a process of Ray; the reference is in a list, lest Ray reads it every time."""
+    if Path(folder).is_dir():
+        os.chdir(folder)  # where the paths of the driver begin
+    return _compute(lambda each: _read_work(copy[0])(each), arguments)
 
 
-def take_ray(words: list[str]) -> tuple[list[str], str | None]:
-    """Words of a command without ``--ray [ADDRESS]``, and the address; None without the option."""
-    rest, address = list(words), None
-    for index, word in enumerate(words):
-        if word == "--ray" or word.startswith("--ray="):
-            following = words[index + 1 : index + 2]
-            alone = word == "--ray" and following and not following[0].startswith("-")
-            address = following[0] if alone else word[len("--ray=") :]
-            del rest[index : index + 1 + bool(alone)]
-            break
-    return rest, address
+@lru_cache(maxsize=1)
+def _read_work(copy: Any) -> Any:
+    """The work behind a reference; a process of Ray keeps one."""
+    import ray  # an optional package
 
-
-class _Worker:
-    """A process of Ray, which keeps what it works with between items."""
-
-    def __init__(self, folder: str) -> None:
-        if Path(folder).is_dir():
-            os.chdir(folder)  # where the paths of the driver begin
-        self._held: tuple[Any, Any] = (None, None)
-
-    def compute(self, copy: list[Any], arguments: list[Any]) -> tuple[Any, float]:
-        """Values for arguments, or an exception, and the seconds they took."""
-        return _compute(lambda each: self._read(copy)(each), arguments)
-
-    def _read(self, copy: list[Any]) -> Any:
-        """The work behind a reference, which Ray would read itself if it were in no list."""
-        import ray  # an optional package
-
-        import_extensions()
-        if self._held[0] != copy[0]:
-            self._held = (None, None)  # frees it before the next one is read
-            self._held = (copy[0], ray.get(copy[0]))
-        return self._held[1]
-
-
-class _Queue:
-    """Items by group, those that cost most first."""
-
-    def __init__(self, items: Sequence[Item]) -> None:
-        self._groups: dict[str, deque[Item]] = defaultdict(deque)
-        self._taken: Counter[str] = Counter()
-        for item in sorted(items, key=lambda item: -item.cost):
-            self._groups[item.group].append(item)
-
-    def take(self, group: str | None) -> Item | None:
-        """The next item of a group, or of that which has the fewest processes."""
-        if group is None or not self._groups[group]:
-            rest = [name for name, items in self._groups.items() if items]
-            if not rest:
-                return None
-            group = min(rest, key=self._taken.__getitem__)
-            self._taken[group] += 1
-        return self._groups[group].popleft()
+    import_extensions()
+    return ray.get(copy)
 
 
 def _connect(address: str) -> None:
@@ -395,12 +319,12 @@ def _connect(address: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray  # an optional package
 
-    if ray.is_initialized():
-        return
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if host:
             socket.create_connection((host, int(port)), PATIENCE).close()
+        if ray.is_initialized():
+            return
         ray.init(
             address=address or "local",
             include_dashboard=False if not address else None,

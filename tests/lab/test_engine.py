@@ -10,7 +10,7 @@ import pytest
 
 from coca_attention.errors import UserError
 from coca_lab import engine as engines
-from coca_lab.engine import Engine, Item, RayEngine, Store, take_ray
+from coca_lab.engine import Engine, Item, RayEngine, Store
 
 
 def square(numbers):
@@ -155,20 +155,6 @@ def test_killed_at_any_moment_the_next_start_continues(tmp_path):
     assert asked == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize(
-    ("words", "rest", "address"),
-    [
-        (["s.yaml", "--a", "1"], ["s.yaml", "--a", "1"], None),
-        (["s.yaml", "--ray"], ["s.yaml"], ""),
-        (["s.yaml", "--ray", "--a=1"], ["s.yaml", "--a=1"], ""),
-        (["s.yaml", "--ray", "host:6379", "--a=1"], ["s.yaml", "--a=1"], "host:6379"),
-        (["s.yaml", "--ray=auto"], ["s.yaml"], "auto"),
-    ],
-)
-def test_the_option_of_ray(words, rest, address):
-    assert take_ray(words) == (rest, address)
-
-
 def test_a_missing_ray_names_the_extra(monkeypatch):
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"coca-attention\[ray\]"):
@@ -210,17 +196,6 @@ def test_what_ray_does_not_have_is_one_line(ray):
         RayEngine(num_cpus=9)
     with pytest.raises(UserError, match="an item needs 4 GPUs and Ray has 0"):
         RayEngine(num_gpus=4)
-
-
-def test_processes_stay_with_a_model_and_the_longest_come_first():
-    items = [
-        Item([n], square, [n], cost, group=group)
-        for n, (group, cost) in enumerate([("a", 1), ("a", 5), ("b", 2), ("b", 3), ("b", 1)])
-    ]
-    queue = engines._Queue(items)
-    first, second = queue.take(None), queue.take(None)
-    assert first is items[1] and second is items[3]
-    assert [queue.take(group) for group in "babb"] == [items[2], items[0], items[4], None]
 
 
 def test_a_value_is_one_transaction(tmp_path):

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,16 @@ POSITIONALS = {
 """Help of the words that are no options; a last ``?`` may be missing, a last ``+`` repeated."""
 MINUTE = 60.0
 """Seconds between lines of progress."""
-EVERYTHING = "--help-all"
+EVERYTHING, OUTPUT = "--help-all", "--output"
+RAY = {
+    "--ray": {
+        "nargs": "?",
+        "const": "",
+        "help": "Compute on Ray: started here, or the cluster \
+at an address (--ray HOST:PORT).",
+    }
+}
+"""For `parse_file`."""
 
 
 def parse(
@@ -37,24 +47,10 @@ def parse(
     words: list[str],
     sections: list[type],
     positionals: Sequence[str] = (),
-    epilog: str | None = None,
 ) -> list[Any]:
-    """Parse words into the strings of the positionals and an instance of every section.
-
-    Args:
-        program: Name of the command in its help.
-        command: The function; its docstring is the description in the help.
-        words: Words of the command line.
-        sections: Documented dataclasses; their fields are the options.
-        positionals: Names of `POSITIONALS`.
-        epilog: Help text below the options.
-
-    Raises:
-        UserError: If a word is unknown or a value is invalid.
-        SystemExit: After printing help.
-    """
+    """The words of positionals (names of `POSITIONALS`) and an instance of every section."""
     usage = " ".join([program, *(name.upper() for name in positionals), "[options]"])
-    parser = SettingsParser(program, usage=usage, description=command.__doc__, epilog=epilog)
+    parser = SettingsParser(program, usage=usage, description=command.__doc__)
     names = [name.rstrip("?+") for name in positionals]
     for name, positional in zip(names, positionals, strict=True):
         many: Any = {"nargs": positional[-1]} if positional != name else {}
@@ -77,44 +73,29 @@ def parse_file(
     kind: str,
     usage: str,
     shown: Sequence[str] = (),
-) -> tuple[str, list[str], Path]:
-    """Split the words of a command that takes a YAML file and overrides of it.
-
-    Args:
-        words: Words of the command line.
-        command: The function; its docstring is the description in the help.
-        make_parser: Makes the parser of the file, for the help.
-        kind: What such a file is called.
-        usage: An example, for the help, and for the message if the file is not the first word.
-        shown: Fields of the file in the help; ``--help-all`` shows all. By default all.
-
-    Returns:
-        The file, the overrides and the output folder, by default ``runs/`` and the file's name.
-
-    Raises:
-        UserError: If the first word is an option.
-        SystemExit: After printing help.
-    """
+    options: Mapping[str, dict[str, Any]] | None = None,
+) -> tuple[str, list[str], Namespace]:
+    """The YAML file that is the first word, the words that override it, and the other options."""
+    options = {OUTPUT: {"help": "Folder; by default runs/NAME for NAME.yaml."}, **(options or {})}
+    parser = make_parser(shown=() if EVERYTHING in words else shown)
+    parser.usage, parser.description = usage, command.__doc__
+    others = SettingsParser(parser.prog, add_help=False)
+    for name, each in options.items():
+        parser.add_argument(name, **each)
+        others.add_argument(name, **each)
     if {"-h", "--help", EVERYTHING} & set(words):
-        parser = make_parser(shown=() if EVERYTHING in words else shown)
-        parser.usage, parser.description = usage, command.__doc__
-        parser.add_argument("--output", help="Folder; by default runs/NAME for NAME.yaml.")
         if parser.shown:
             parser.epilog = f"{parser.prog} {EVERYTHING} shows all fields of a {kind}."
         parser.parse_args(["--help"])
     if not words or words[0].startswith("-"):
         raise UserError(f"the {kind} comes first: {usage}")
-    options = SettingsParser(usage, add_help=False)
-    options.add_argument("--output", default=str(Path("runs") / Path(words[0]).stem))
-    found, overrides = options.parse_known_args(words[1:])
-    return words[0], overrides, Path(found.output)
+    found, overrides = others.parse_known_args(words[1:])
+    found.output = Path(found.output or Path("runs", Path(words[0]).stem))
+    return words[0], overrides, found
 
 
 class Progress:
-    """A progress bar, used as a function of (label, done, total).
-
-    Where the output is not a terminal, it is a line at most once a minute.
-    """
+    """A progress bar, used as a function of (label, done, total); in a file a line a minute."""
 
     def __enter__(self) -> Callable[[str, int, int], None]:
         self.bar = progress.Progress(

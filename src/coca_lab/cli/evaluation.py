@@ -1,16 +1,14 @@
 """Commands that evaluate a model."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from coca_lab.analysis.task import TASK as ANALYSIS
-from coca_lab.arguments import SettingsParser
 from coca_lab.cli import Run, choose
-from coca_lab.cli.console import Progress, parse, parse_file, print_table
-from coca_lab.engine import RAY_HELP, Engine, Store, take_ray
+from coca_lab.cli.console import RAY, Progress, parse, parse_file, print_table
+from coca_lab.engine import Engine, Store
 from coca_lab.environment import describe_environment
 from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation import suite as suites
@@ -105,20 +103,15 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
 run_analyze = task_command(ANALYSIS, "coca")
 
 
-def _suite_parser(shown: Sequence[str] = ()) -> SettingsParser:
-    parser = suites.suite_parser(shown)
-    parser.add_argument("--ray", help=RAY_HELP)
-    return parser
-
-
 def run_suite(words: list[str]) -> None:
     """Evaluate models x scalings x tasks from one YAML; resumes when restarted."""
     usage = "coca eval suite SUITE.yaml [--passkey.samples 20] [--ray [ADDRESS]]"
-    words, ray = take_ray(words)
-    path, overrides, folder = parse_file(words, run_suite, _suite_parser, "suite", usage)
+    path, overrides, chosen = parse_file(
+        words, run_suite, suites.suite_parser, "suite", usage, options=RAY
+    )
     suite = suites.load_suite(path, overrides)
     with Progress() as advance:
-        results = suites.run_suite(suite, folder, progress=advance, ray=ray)
+        results = suites.run_suite(suite, chosen.output, progress=advance, ray=chosen.ray)
     from coca_lab.report import printed_tables, read_results
 
     for table in printed_tables(read_results([results])[0]["results"]):

@@ -1,5 +1,6 @@
 """Commands that make models and let them speak."""
 
+import logging
 import sys
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -32,6 +33,8 @@ from coca_lab.generation import FiniteScores
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
 from coca_lab.training import load_recipe, read_summary, recipe_parser, train
 from coca_lab.training.run import what_was_kept
+
+log = logging.getLogger(__name__)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=1)]
@@ -99,7 +102,8 @@ class FolderSettings:
 def run_train(words: list[str]) -> None:
     """Train a model from a recipe (YAML); resumes when run again."""
     usage = "coca train RECIPE.yaml [--training.steps 100 …]"
-    recipe, overrides, folder = parse_file(words, run_train, recipe_parser, "recipe", usage, SHOWN)
+    recipe, overrides, chosen = parse_file(words, run_train, recipe_parser, "recipe", usage, SHOWN)
+    folder = chosen.output
     settings = load_recipe(recipe, overrides)
     summary = read_summary(train(settings, folder))
     if not PartialState().is_main_process:
@@ -221,6 +225,8 @@ def _check_limits(
     with Progress() as progress:
         report = check_limits(model, check, Engine(progress=progress), length=length)
     print_table(*report.table())
+    if report.warning:
+        log.warning("%s", report.warning)
     return report
 
 

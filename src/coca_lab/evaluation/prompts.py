@@ -88,7 +88,7 @@ def measure_prompts(
         # A generated token takes about as long as four that are read.
         cost = len(indices) * (length + 4 * settings.max_new_tokens)
         keys = [[key, index] for index in indices]
-        items.append(Item(keys, answer, indices, cost, label=label, group=model.name))
+        items.append(Item(keys, answer, indices, cost, label=label))
 
     def cells(records: list[Cell], seconds: float) -> list[Cell]:
         with scaling.applied(model.module, read) as rope:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from coca_attention.errors import UserError, error_prefix
 from coca_lab.arguments import SettingsParser, read_settings, settings_parser
-from coca_lab.engine import Engine, Progress, Store, start_engine
+from coca_lab.engine import Engine, Progress, RayEngine, Store
 from coca_lab.environment import describe_environment
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.task import (
@@ -114,7 +114,11 @@ def own_sections(theclass: type) -> list[str]:
 
 
 def run_suite(
-    suite: Suite, output: str | Path, *, progress: Progress | None = None, ray: str | None = None
+    suite: Suite,
+    output: str | Path,
+    *,
+    progress: Progress = lambda line, done, total: None,
+    ray: str | None = None,
 ) -> Path:
     """Evaluate what the output folder does not have yet and write all results.
 
@@ -134,8 +138,10 @@ def run_suite(
     results = Path(output) / RESULTS_FILE
     check_results(results)
     with Store(Path(output) / STORE_FILE) as store:
-        resources = {"num_cpus": suite.num_cpus, "num_gpus": suite.num_gpus}
-        engine = start_engine(store, progress, ray, **resources)
+        engine = Engine(store, progress)
+        if ray is not None:
+            resources: Any = {"num_cpus": suite.num_cpus, "num_gpus": suite.num_gpus}
+            engine = RayEngine(store, progress, address=ray, **resources)
         cells = evaluate(
             suite, [(TASKS[name], settings) for name, settings in suite.tasks.items()], engine
         )

@@ -234,7 +234,7 @@ class Task:
             return [{"task": self.name, **cell, **model.facts} for cell in values[0]]
 
         label = f"{model.name} {scaling.kind} {self.name}"
-        return [Measurement([Item([key], work, [None], label=label, group=model.name)], cells)]
+        return [Measurement([Item([key], work, [None], label=label)], cells)]
 
 
 def evaluate(

@@ -114,7 +114,7 @@ class Trial:
     @property
     def item(self) -> Item:
         """The trial as work for an engine."""
-        return Item([self.key], self, [None], cost=self.cost, label=self.label, group=self.label)
+        return Item([self.key], self, [None], cost=self.cost, label=self.label)
 
     @property
     def may_change(self) -> set[str]:

@@ -318,8 +318,7 @@ def _measure_cell(
     costs = [window.inputs for _, window in windows]
     label = f"{model.name} {reading.kind} {reading.window}"
     items = [
-        Item([[key, *each]], work, [each], sum(costs[slice(*each)]), label, model.name)
-        for each in cut(costs)
+        Item([[key, *each]], work, [each], sum(costs[slice(*each)]), label) for each in cut(costs)
     ]
     return Measurement(items, cells)
 
