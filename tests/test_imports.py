@@ -44,7 +44,6 @@ LABORATORY = {
     "report": LOOSE,
     "export": {*LOOSE, "folders", "data", "evaluation"},
     "studies": {*LOOSE, "folders", "processes", "data", "training", "evaluation", "report"},
-    "registry": {"evaluation", "report"},
     "cli": {
         *LOOSE, "extensions", "info", "generation", "folders", "data", "training",
         "evaluation", "analysis", "export", "report", "studies",

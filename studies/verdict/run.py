@@ -233,7 +233,7 @@ def _score(model: Any, texts: Any, window: int, longest: int, most: int) -> dict
     """
     import torch
 
-    from coca_lab.evaluation.perplexity.score import (
+    from coca_lab.evaluation.windows import (
         TokenDocument,
         score_documents,
         shared_first_target,

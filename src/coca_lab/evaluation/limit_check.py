@@ -14,7 +14,6 @@ from coca_attention.models.configuration import rope_parameters
 from coca_attention.models.conversion import convert
 from coca_lab.data.documents import BadLines
 from coca_lab.engine import Engine
-from coca_lab.evaluation.passkey import PasskeySettings, measure_passkeys
 from coca_lab.evaluation.perplexity import (
     TextSettings,
     WindowSettings,
@@ -22,8 +21,9 @@ from coca_lab.evaluation.perplexity import (
     measure_windows,
     tokens_needed,
 )
-from coca_lab.evaluation.perplexity.score import TokenDocument
+from coca_lab.evaluation.retrieval import PasskeySettings, measure_passkeys
 from coca_lab.evaluation.task import Cell, Model, RotaryScaling, check_at_least, finish
+from coca_lab.evaluation.windows import TokenDocument
 from coca_lab.intervals import DocumentScore, paired_ratio_interval
 
 SHARES = (1.0, 0.75, 0.5, 0.25)

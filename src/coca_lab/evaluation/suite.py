@@ -1,7 +1,7 @@
 """A suite: models × rotary scalings × tasks from one YAML file; finished items are not repeated."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,18 +99,19 @@ def suite_parser(shown: Sequence[str] = ()) -> SettingsParser:
 
 
 def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> Suite:
-    """A checked suite from a YAML file and command-line overrides.
-
-    Raises:
-        UserError: If the file is missing or malformed, a key is unknown, or a value is invalid.
-    """
+    """A checked suite from a YAML file and command-line overrides."""
     options: Any = {"kind": "suite", "program": "coca eval suite", "sections": task_sections()}
     return read_settings(Suite, path, overrides, **options)
 
 
-def own_sections(theclass: type) -> list[str]:
-    """Names of the fields of a dataclass other than ``tasks``."""
-    return [item.name for item in fields(theclass) if item.name != "tasks"]
+def register_task(task: Task) -> None:
+    """Add a task to ``coca eval``, suites and studies; UserError if its name is taken.
+
+    Without an entry in `coca_lab.report.REPORTS` the report leaves its cells out.
+    """
+    if task.name in (*TASKS, *Suite.__dataclass_fields__, "suite"):
+        raise UserError(f"there is already a task or suite section named {task.name!r}")
+    TASKS[task.name] = task
 
 
 def run_suite(
@@ -120,20 +121,7 @@ def run_suite(
     progress: Progress = lambda line, done, total: None,
     ray: str | None = None,
 ) -> Path:
-    """Evaluate what the output folder does not have yet and write all results.
-
-    Args:
-        suite: What to evaluate.
-        output: Folder for ``results.json`` and the values of finished items.
-        progress: As for `Engine`.
-        ray: Compute on Ray: the address of a cluster, or empty for this machine.
-
-    Returns:
-        The result file.
-
-    Raises:
-        UserError: If a model cannot be loaded, or a task cannot be done.
-    """
+    """Evaluate what the output folder does not have yet; returns the file of all results."""
     suite.check()
     results = Path(output) / RESULTS_FILE
     check_results(results)
@@ -145,10 +133,9 @@ def run_suite(
         cells = evaluate(
             suite, [(TASKS[name], settings) for name, settings in suite.tasks.items()], engine
         )
-    settings = {name: vars(suite)[name] for name in own_sections(Suite)}
+    settings = asdict(suite)
     del settings["num_cpus"], settings["num_gpus"]  # nothing depends on them
-    settings["scalings"] = [asdict(scaling) for scaling in suite.scalings]
-    settings |= {name: asdict(task) for name, task in suite.tasks.items()}
+    settings |= settings.pop("tasks")
     keep_other_results(results, "suite", settings)
     environment = describe_environment()
     write_json(results, {"results": cells, "suite": settings, "environment": environment})
@@ -156,16 +143,7 @@ def run_suite(
 
 
 def evaluate(suite: Suite, tasks: Sequence[tuple[Task, Any]], engine: Engine) -> list[Cell]:
-    """The cells of tasks for the models and scalings of a suite.
-
-    Args:
-        suite: Its own tasks are not looked at.
-        tasks: Tasks with their settings.
-        engine: Computes what its store does not have.
-
-    Raises:
-        UserError: As `run_suite`.
-    """
+    """The cells of tasks, with their settings, for the models and scalings of a suite."""
     measurements = []
     for model in open_models(suite):
         for number, scaling in enumerate(suite.scalings_of(model.name)):
@@ -180,13 +158,7 @@ def evaluate(suite: Suite, tasks: Sequence[tuple[Task, Any]], engine: Engine) ->
 
 
 def open_models(suite: Suite) -> list[Model]:
-    """The models, without weights, found to be there and to bear their scalings.
-
-    Models with the same tokenizer share the texts that tasks read.
-
-    Raises:
-        UserError: If a model cannot be loaded or scaled.
-    """
+    """The models, without weights, if they can be loaded and scaled; texts are shared."""
     if suite.device not in (None, "auto"):
         usable_device(str(suite.device))
     texts: dict[str, dict[str, Any]] = {}

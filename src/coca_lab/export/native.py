@@ -24,7 +24,7 @@ from coca_attention.models.configuration import (
     rope_parameters,
     training_length,
 )
-from coca_lab.evaluation.perplexity.score import (
+from coca_lab.evaluation.windows import (
     TokenDocument,
     score_documents,
     shared_first_target,

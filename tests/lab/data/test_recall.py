@@ -6,7 +6,7 @@ from coca_attention.errors import UserError
 from coca_lab.data import TaskBlocks, train_tokenizer
 from coca_lab.data.documents import Document
 from coca_lab.data.recall import recall_block, recall_text, recall_vocabulary
-from coca_lab.evaluation.recall import measure_recall
+from coca_lab.evaluation.retrieval import measure_recall
 from coca_lab.training import load_recipe
 from coca_lab.training.data import load_data
 

@@ -12,12 +12,13 @@ from coca_lab.data.needles import (
     KINDS,
     NAMES,
     QUESTIONS,
+    ask_for_needles,
     needle_text,
     r_precision,
 )
 from coca_lab.data.passkey import FILLER, encoder
 from coca_lab.evaluation import Model, evaluate
-from coca_lab.evaluation.needles import TASK, NeedleSettings, needle_prompts
+from coca_lab.evaluation.retrieval import NEEDLES, NeedleSettings
 from conftest import tiny_model
 
 
@@ -93,10 +94,10 @@ def test_a_byte_tokenizer_works_too(kind):
 
 def test_samples_depend_on_seed_kind_and_length(words):
     def expected(kind="multi-key", length=300, **changes):
-        prompts = needle_prompts(words, NeedleSettings(samples=10, **changes), kind, length)
+        prompts = ask_for_needles(words, kind, length, range(10), **changes)
         return [prompt.facts["expected"] for prompt in prompts]
 
-    assert expected() == expected(batch_tokens=1)
+    assert expected() == expected()
     assert expected() != expected(seed=1)
     assert expected() != expected(kind="single")
     assert expected() != expected(length=301)
@@ -145,7 +146,7 @@ def test_every_kind_is_evaluated_and_recorded(words):
     model = tiny_model("llama-slack")
     model.resize_token_embeddings(len(words))
     settings = NeedleSettings(lengths=[256, 300], samples=2, max_new_tokens=3)
-    cells = evaluate(TASK, Model(model, words), settings)
+    cells = evaluate(NEEDLES, Model(model, words), settings)
     assert [(c["kind"], c["length"]) for c in cells] == [(k, n) for k in KINDS for n in (256, 300)]
     for cell in cells:
         assert 0 <= cell["recall"] <= 1 and len(cell["samples"]) == 2
@@ -161,7 +162,7 @@ def test_unfit_settings_and_tokenizers_are_refused(words):
         ({"count": 100}, "count must be at most 60"),
     ):
         with pytest.raises(ValueError, match=message):
-            evaluate(TASK, Model(model, words), NeedleSettings(**changes))
+            evaluate(NEEDLES, Model(model, words), NeedleSettings(**changes))
 
     class Shouting:
         def __call__(self, text, **_):
@@ -171,4 +172,4 @@ def test_unfit_settings_and_tokenizers_are_refused(words):
             return words.decode(ids).upper()
 
     with pytest.raises(ValueError, match="does not reproduce names and digits"):
-        needle_prompts(Shouting(), NeedleSettings(samples=1), "single", 256)
+        ask_for_needles(Shouting(), "single", 256, [0])

@@ -14,8 +14,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from coca_lab.data import Document, TaskBlocks, train_tokenizer
 from coca_lab.data.passkey import (
     QUESTION,
+    ask_for_passkeys,
     encoder,
     fill,
+    is_hit,
     leading_special_tokens,
     passkey_block,
     passkey_text,
@@ -24,12 +26,14 @@ from coca_lab.data.passkey import (
 from coca_lab.data.tokens import END_OF_TEXT
 from coca_lab.engine import Engine, Store
 from coca_lab.evaluation import Model, RotaryScaling, evaluate
-from coca_lab.evaluation.passkey import TASK, PasskeySettings, is_hit, passkey_prompts
+from coca_lab.evaluation.retrieval import PASSKEYS, PasskeySettings
 from conftest import tiny_model
 
 
 def evaluate_passkey(model, tokenizer, settings, scaling="none", factor=4.0, engine=None):
-    return evaluate(TASK, Model(model, tokenizer), settings, RotaryScaling(scaling, factor), engine)
+    return evaluate(
+        PASSKEYS, Model(model, tokenizer), settings, RotaryScaling(scaling, factor), engine
+    )
 
 
 @pytest.fixture(scope="module")
@@ -112,16 +116,16 @@ def test_special_tokens_at_the_beginning_count(digits):
 
     assert leading_special_tokens(digits) == []
     assert leading_special_tokens(WithStart()) == [7]
-    prompt = passkey_prompts(WithStart(), PasskeySettings(samples=1), 256)[0]
+    prompt = ask_for_passkeys(WithStart(), 256, [0])[0]
     assert prompt.ids[0] == 7 and len(prompt.ids) == 256
 
 
 def test_samples_depend_on_seed_length_and_tokenizer_alone(digits):
     def facts(length=256, **changes):
-        found = passkey_prompts(digits, PasskeySettings(samples=20, **changes), length)
+        found = ask_for_passkeys(digits, length, range(20), **changes)
         return [prompt.facts for prompt in found]
 
-    assert facts() == facts(batch_tokens=1, max_new_tokens=3)
+    assert facts() == facts()
     assert facts() != facts(seed=1)
     assert [f["key"] for f in facts()] != [f["key"] for f in facts(length=300)]
     keys = [f["key"] for f in facts()]
@@ -272,7 +276,7 @@ def test_unfit_settings_prompts_tokenizers_and_models_are_refused(tokenizer):
             return tokenizer.decode(ids)
 
     with pytest.raises(ValueError, match="does not reproduce names and digits"):
-        passkey_prompts(NoDigits(), PasskeySettings(samples=1), 300)
+        ask_for_passkeys(NoDigits(), 300, [0])
 
     limited = GPT2LMHeadModel(
         GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=8, n_layer=1, n_head=1,

@@ -17,11 +17,15 @@ from coca_lab.evaluation import Model, RotaryScaling
 from coca_lab.evaluation.perplexity import (
     TextSettings,
     WindowSettings,
+    check_settings,
+    cut,
+    distant_repeats,
     load_text,
     measure_windows,
     tokens_needed,
 )
-from coca_lab.evaluation.perplexity.score import (
+from coca_lab.evaluation.task import finish
+from coca_lab.evaluation.windows import (
     TokenDocument,
     TokenScores,
     by_tokens_read,
@@ -29,8 +33,6 @@ from coca_lab.evaluation.perplexity.score import (
     score_documents,
     sliding_windows,
 )
-from coca_lab.evaluation.perplexity.task import check_settings, cut, distant_repeats
-from coca_lab.evaluation.task import finish
 from coca_lab.intervals import perplexity
 from conftest import VOCABULARY, some_text, tiny_model
 
@@ -204,7 +206,7 @@ def test_a_models_own_scaling_is_reported_and_survives(monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("coca_lab.evaluation.perplexity.task.score_documents", stop)
+    monkeypatch.setattr("coca_lab.evaluation.perplexity.score_documents", stop)
     with pytest.raises(KeyboardInterrupt):
         evaluate_perplexity(model, documents_of(), settings(), scaling="linear", factor=2.0)
     assert model.config.rope_parameters == own
@@ -421,7 +423,7 @@ def test_one_pass_scores_the_beginning_by_what_was_read(kind, monkeypatch):
     assert [r["nats"] for r in ranges] == pytest.approx(nats.tolist(), rel=1e-6)
     assert cell["nats"] == pytest.approx(nats.sum().item(), rel=1e-6)
     # Pieces of any size add up to the same.
-    monkeypatch.setattr("coca_lab.evaluation.perplexity.task.cut", lambda c: cut(c, 48))
+    monkeypatch.setattr("coca_lab.evaluation.perplexity.cut", lambda c: cut(c, 48))
     (parts,) = evaluate_perplexity(model, documents, wanted)
     assert {**parts, "seconds": 0} == {**cell, "seconds": 0}
     for changes in ({"stride": 8}, {"positions": 4}):

@@ -66,8 +66,8 @@ def test_what_is_finished_is_not_measured_again(small, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("coca_lab.evaluation.perplexity.task.score_documents", refuse)
-    monkeypatch.setattr("coca_lab.evaluation.prompts.greedy_answers", refuse)
+    monkeypatch.setattr("coca_lab.evaluation.perplexity.score_documents", refuse)
+    monkeypatch.setattr("coca_lab.evaluation.retrieval.greedy_answers", refuse)
     again = json.loads(run_suite(load_suite(small), tmp_path / "out").read_text())["results"]
     assert again == cells or without_time(again) == without_time(cells)
     # One prompt more: the others are still there.

@@ -10,8 +10,8 @@ from coca_attention.errors import UserError
 from coca_lab.cli import main
 from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, Model, RotaryScaling, Task
+from coca_lab.evaluation.suite import register_task
 from coca_lab.evaluation.task import fingerprint, finish
-from coca_lab.registry import register_task
 from coca_lab.report import REPORTS, Entry, Section, TaskReport
 from conftest import some_text, tiny_model
 
@@ -52,7 +52,8 @@ TOY = Task("lengths", "How many tokens is a word?", LengthSettings, evaluate, ch
 
 @pytest.fixture
 def toy():
-    register_task(TOY, TaskReport(sections))
+    register_task(TOY)
+    REPORTS["lengths"] = TaskReport(sections)
     yield TOY
     del TASKS["lengths"], REPORTS["lengths"]
 
@@ -117,7 +118,7 @@ def test_a_task_from_outside_is_a_section_of_a_suite(toy, folder, tmp_path, caps
 
 
 def test_names_that_are_taken_are_refused():
-    for name in ("perplexity", "models", "suite", "bench"):
+    for name in ("perplexity", "models", "suite", "tasks"):
         with pytest.raises(ValueError, match=f"named '{name}'"):
             register_task(Task(name, "", LengthSettings, evaluate))
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coca_lab.evaluation.perplexity.score import (
+from coca_lab.evaluation.windows import (
     Window,
     shared_first_target,
     sliding_windows,

@@ -8,7 +8,7 @@ from coca_attention.errors import UserError
 from coca_lab.data import load_tokenizer
 from coca_lab.data.passkey import ANSWER, encoder
 from coca_lab.evaluation import Model, evaluate
-from coca_lab.evaluation.passkey import TASK, PasskeySettings
+from coca_lab.evaluation.retrieval import PASSKEYS, PasskeySettings
 from coca_lab.report.training import training_sections
 from coca_lab.training import load_recipe, read_summary, train
 from coca_lab.training.data import load_data
@@ -53,7 +53,7 @@ def test_it_finds_what_the_evaluation_finds(learned, tokenizer):
     model, retrieval = learned
     shares = retrieval.shares(model)
     settings = PasskeySettings(lengths=[LENGTH], samples=4, seed=SEED, max_new_tokens=32)
-    [cell] = evaluate(TASK, Model(model, tokenizer), settings)
+    [cell] = evaluate(PASSKEYS, Model(model, tokenizer), settings)
     assert shares == {f"passkey_{LENGTH}": cell["accuracy"]}
     assert [sample["hit"] for sample in cell["samples"]] == [True, True, True, False]
 

@@ -36,12 +36,9 @@ class Window:
 def sliding_windows(
     length: int, window: int, stride: int, first_target: int = 1
 ) -> Iterator[Window]:
-    """Windows that together score every token from ``first_target`` on exactly once.
-
-    A run of ``stride`` targets is predicted from the ``window`` tokens that end just before its
-    last one, or from fewer at the beginning of the document: a target with enough text before it
-    has between window - stride + 1 and window tokens of context.
-    """
+    """Windows that together score every token from ``first_target`` on exactly once."""
+    # A run of `stride` targets is predicted from the `window` tokens that end just before its last
+    # one: each has window - stride + 1 to window tokens of context, or all that come before it.
     check_sizes(window, stride)
     if first_target < 1:
         raise UserError(f"the first target must be token 1 or later, got {first_target}")
@@ -116,11 +113,7 @@ def score_documents(
     per_token: Sequence[TokenScores] | None = None,
     part: slice = slice(None),
 ) -> list[DocumentScore]:
-    """Nats of every document in some of `windows_of` them, and in ``per_token`` of every token.
-
-    Windows of equal length are batched across documents, logits are computed only where a token
-    is scored, and nats are summed in float64.
-    """
+    """Nats of every document in some of `windows_of` them, and in ``per_token`` of every token."""
     nats = torch.zeros(len(documents), dtype=torch.float64)
     counts = [0] * len(documents)
     device = next(model.parameters()).device

@@ -1,4 +1,4 @@
-"""The perplexity task: text, windows, repeats and evaluation."""
+"""Perplexity under sliding windows, as docs/evaluation.md describes it."""
 
 import hashlib
 import json
@@ -15,7 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from coca_attention.errors import UserError
 from coca_lab.data import SourceSettings, encode_documents, held_out
 from coca_lab.engine import Item
-from coca_lab.evaluation.perplexity.score import (
+from coca_lab.evaluation.task import (
+    Cell,
+    Measurement,
+    Model,
+    RotaryScaling,
+    Task,
+    check_at_least,
+)
+from coca_lab.evaluation.windows import (
     TokenDocument,
     TokenScores,
     by_tokens_read,
@@ -24,14 +32,6 @@ from coca_lab.evaluation.perplexity.score import (
     score_documents,
     shared_first_target,
     windows_of,
-)
-from coca_lab.evaluation.task import (
-    Cell,
-    Measurement,
-    Model,
-    RotaryScaling,
-    Task,
-    check_at_least,
 )
 from coca_lab.intervals import DocumentScore, perplexity, perplexity_interval
 
@@ -109,16 +109,7 @@ def check_text(settings: TextSettings, at_least: int) -> None:
 def load_text(
     settings: TextSettings, tokenizer: PreTrainedTokenizerBase, *, at_least: int
 ) -> list[TokenDocument]:
-    """Tokenised documents of a source.
-
-    Args:
-        settings: Which documents.
-        tokenizer: The model's tokenizer; no special tokens are added.
-        at_least: Minimum number of tokens in a document.
-
-    Raises:
-        UserError: If a document is shorter and ``skip_short`` is off, or no document is left.
-    """
+    """Tokenised documents of a source, each of at least so many tokens, or a UserError."""
     check_text(settings, at_least)
     documents = settings.documents()
     if settings.held_out:
@@ -217,18 +208,7 @@ def measure_windows(
     settings: WindowSettings,
     scaling: RotaryScaling,
 ) -> list[Measurement]:
-    """Perplexity at every window size, and of ``attend_last``: a cell of plain JSON values each.
-
-    Args:
-        model: The model.
-        documents: Token documents, each of at least `tokens_needed` tokens.
-        settings: Windows, stride, targets.
-        scaling: ``ntk`` computes the base from each window's size.
-
-    Raises:
-        UserError: If the sizes do not fit, a document is too short, or the model does not support
-            the scaling.
-    """
+    """Perplexity at every window size, and of ``attend_last``: a cell of plain JSON values each."""
     check_settings(settings)
     needed = tokens_needed(settings)
     if not documents:
@@ -250,7 +230,7 @@ def measure_windows(
 def _readings(
     documents: Sequence[TokenDocument], settings: WindowSettings, scaling: RotaryScaling
 ) -> list[Reading]:
-    """One for every cell."""
+    """How the documents are read for every cell."""
     windows, stride, positions = settings.windows, settings.step, settings.positions
     first = shared_first_target(windows, stride) if settings.targets == "shared" else 1
     repeats = None

@@ -1,0 +1,272 @@
+"""What a model finds in its text: passkeys, needles, and pairs of associative recall.
+
+docs/evaluation.md describes the tasks.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+
+from coca_attention.errors import UserError
+from coca_lab.data.needles import KINDS, NAMES, Kind, ask_for_needles, r_precision
+from coca_lab.data.passkey import Prompt, ask_for_passkeys, is_hit
+from coca_lab.data.recall import recall_text
+from coca_lab.engine import Item
+from coca_lab.evaluation.task import (
+    Cell,
+    Measurement,
+    Model,
+    RotaryScaling,
+    Task,
+    check_at_least,
+)
+from coca_lab.generation import greedy_answers
+from coca_lab.intervals import wilson_interval
+
+LONGEST = 10**7
+"""Tokens of a prompt at most; making one takes some 70 bytes a token."""
+
+
+@dataclass
+class PromptSettings:
+    """Which prompts a model answers, and how."""
+
+    lengths: list[int] = field(default_factory=lambda: [512, 1024])
+    """Prompt lengths in tokens."""
+    samples: int = 100
+    """Prompts per length."""
+    seed: int = 0
+    """Random seed of the prompts."""
+    max_new_tokens: int = 64
+    """Maximum number of tokens in an answer."""
+    batch_tokens: int = 16384
+    """Prompt tokens per batch; a batch has at least one prompt."""
+    use_cache: bool = True
+    """Whether to decode with a key/value cache; the result is the same."""
+
+
+def check_prompts(settings: PromptSettings) -> None:
+    """Raise UserError unless the numbers are in range."""
+    if not settings.lengths:
+        raise UserError("give at least one prompt length")
+    for length in settings.lengths:
+        if not 1 <= length <= LONGEST:
+            raise UserError(f"lengths must be between 1 and {LONGEST} tokens, got {length}")
+    check_at_least(settings, 1, "samples", "max_new_tokens", "batch_tokens")
+    check_at_least(settings, 0, "seed")
+
+
+def measure_prompts(
+    model: Model,
+    length: int,
+    make: Callable[[Sequence[int]], list[Prompt]],
+    score: Callable[[str, Prompt], dict[str, Any]],
+    statistics: Callable[[list[Cell]], Cell],
+    settings: PromptSettings,
+    about: dict[str, Any],
+    scaling: RotaryScaling,
+) -> Measurement:
+    """The prompts of one kind and length, a batch an item, and their cell with its ``samples``.
+
+    ``score`` and ``statistics`` add to the record of an answer and, from all records, to the cell.
+    """
+    make([0])  # UserError if it does not fit
+    about = {**about, "max_new_tokens": settings.max_new_tokens}
+    read = length + settings.max_new_tokens
+    key = {**about, "model": model.identity, **scaling.facts}
+    label = f"{model.name} {scaling.kind} {about.get('kind', about['task'])} {length}"
+    size = max(1, settings.batch_tokens // length)
+
+    def answer(indices: list[int]) -> list[Cell]:
+        prompts, module = make(indices), model.loaded()
+        with scaling.applied(module, read):
+            answers = greedy_answers(
+                module,
+                model.tokenizer,
+                torch.tensor([prompt.ids for prompt in prompts]),
+                max_new_tokens=settings.max_new_tokens,
+                use_cache=settings.use_cache,
+            )
+        return [
+            {**prompt.facts, "output": answer, **score(answer, prompt)}
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+    items = []
+    for start in range(0, settings.samples, size):
+        indices = range(start, min(start + size, settings.samples))
+        # A generated token takes about as long as four that are read.
+        cost = len(indices) * (length + 4 * settings.max_new_tokens)
+        keys = [[key, index] for index in indices]
+        items.append(Item(keys, answer, indices, cost, label=label))
+
+    def cells(records: list[Cell], seconds: float) -> list[Cell]:
+        with scaling.applied(model.module, read) as rope:
+            pass
+        cell = {
+            **about,
+            **model.facts,
+            **scaling.facts,
+            "rope_parameters": rope,
+            "seconds": seconds,
+            "samples": records,
+        }
+        return [cell | statistics(records)]
+
+    return Measurement(items, cells)
+
+
+@dataclass
+class PasskeySettings(PromptSettings):
+    """Which passkey prompts to use (CoCA paper, App. B.1)."""
+
+    depths: int | None = None
+    """Number of evenly spaced depths that the keys cycle through; by default depths are random."""
+
+
+def _check_passkeys(settings: PasskeySettings) -> None:
+    check_prompts(settings)
+    check_at_least(settings, 1, "depths")
+
+
+def measure_passkeys(
+    model: Model, settings: PasskeySettings, scaling: RotaryScaling
+) -> list[Measurement]:
+    """Share of keys found at every prompt length: a cell each, with the record of every sample."""
+
+    def measure(length: int) -> Measurement:
+        same: Any = {"seed": settings.seed, "depths": settings.depths}
+        return measure_prompts(
+            model,
+            length,
+            lambda indices: ask_for_passkeys(model.tokenizer, length, indices, **same),
+            lambda answer, prompt: {"hit": is_hit(answer, prompt.facts["key"])},
+            _share_found,
+            settings,
+            {"task": "passkey", "length": length, **same},
+            scaling,
+        )
+
+    return [measure(length) for length in settings.lengths]
+
+
+def _share_found(records: list[Cell]) -> Cell:
+    hits, trials = sum(record["hit"] for record in records), len(records)
+    return {"accuracy": hits / trials, "wilson95": wilson_interval(hits, trials)}
+
+
+PASSKEYS = Task(
+    "passkey",
+    "Passkey retrieval: does a model find five digits hidden in a long prompt?",
+    PasskeySettings,
+    check=_check_passkeys,
+    measure=measure_passkeys,
+)
+
+
+@dataclass
+class NeedleSettings(PromptSettings):
+    """Which needle prompts to use."""
+
+    kinds: list[Kind] = field(
+        default_factory=lambda: ["single", "multi-key", "multi-value", "variables"]
+    )
+    """single, multi-key, multi-value, variables; docs/evaluation.md describes them."""
+    samples: int = 50
+    """Prompts per kind and length."""
+    count: int = 4
+    """Facts in a prompt, or variables of a chain, for every kind except single."""
+
+
+def _check_needles(settings: NeedleSettings) -> None:
+    check_prompts(settings)
+    if not settings.kinds:
+        raise UserError("give at least one kind")
+    unknown = sorted(set(settings.kinds) - set(KINDS))
+    if unknown:
+        raise UserError(f"unknown kinds {', '.join(unknown)}; choose from {', '.join(KINDS)}")
+    check_at_least(settings, 1, "count")
+    if settings.count > len(NAMES):
+        raise UserError(f"count must be at most {len(NAMES)}, got {settings.count}")
+
+
+def measure_needles(
+    model: Model, settings: NeedleSettings, scaling: RotaryScaling
+) -> list[Measurement]:
+    """Mean `r_precision` and share of complete answers: a cell for every kind and length."""
+
+    def measure(kind: Kind, length: int) -> Measurement:
+        same: Any = {"count": settings.count, "seed": settings.seed}
+        return measure_prompts(
+            model,
+            length,
+            lambda indices: ask_for_needles(model.tokenizer, kind, length, indices, **same),
+            lambda answer, prompt: {"recall": r_precision(answer, prompt.facts["expected"])},
+            _mean_recall,
+            settings,
+            {"task": "needles", "metric": "R-precision", "kind": kind, "length": length, **same},
+            scaling,
+        )
+
+    return [measure(kind, length) for kind, length in product(settings.kinds, settings.lengths)]
+
+
+def _mean_recall(records: list[Cell]) -> Cell:
+    recalls = [record["recall"] for record in records]
+    full, trials = recalls.count(1.0), len(recalls)
+    return {
+        "recall": fmean(recalls),
+        "full": full / trials,
+        "wilson95": wilson_interval(full, trials),
+    }
+
+
+NEEDLES = Task(
+    "needles",
+    "Needles of RULER's kinds: one or several facts in a long prompt, and chains of variables.",
+    NeedleSettings,
+    check=_check_needles,
+    measure=measure_needles,
+)
+
+
+@torch.inference_mode()
+def measure_recall(
+    model: Any,
+    vocabulary: list[int],
+    *,
+    length: int,
+    pairs: int,
+    texts: int,
+    seed: int,
+    batch_tokens: int = 8192,
+) -> dict[str, Any]:
+    """Answers that are the likeliest token, by octave of their distance from their pair in tokens.
+
+    A text is read in one pass: what the model says at one answer does not depend on the others.
+    """
+    every = [
+        recall_text(vocabulary, pairs, length, np.random.default_rng([seed, length, pairs, index]))
+        for index in range(texts)
+    ]
+    octaves: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    size = max(1, batch_tokens // length)
+    for start in range(0, texts, size):
+        batch = every[start : start + size]
+        ids = torch.from_numpy(np.stack([text.ids for text in batch])).to(model.device)
+        best = model(input_ids=ids, use_cache=False).logits.argmax(-1).cpu().numpy()
+        for text, said in zip(batch, best, strict=True):
+            hits = said[text.answers - 1] == text.ids[text.answers]
+            for distance, hit in zip(text.distances.tolist(), hits.tolist(), strict=True):
+                octave = octaves[1 << distance.bit_length() - 1]
+                octave[0] += 1
+                octave[1] += hit
+    counts = {str(octave): octaves[octave] for octave in sorted(octaves)}
+    asked, right = (sum(count[i] for count in counts.values()) for i in range(2))
+    return {"length": length, "pairs": pairs, "asked": asked, "right": right, "octaves": counts}
