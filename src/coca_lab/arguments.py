@@ -1,4 +1,7 @@
-"""Settings from YAML files and command lines: documented dataclasses, checked by pydantic."""
+"""Settings from YAML files and command lines: documented dataclasses, checked by pydantic.
+
+A file is the user's, or one of the project's own recipes, studies and suites by its name.
+"""
 
 import ast
 import inspect
@@ -18,13 +21,14 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from coca_attention.errors import UserError, did_you_mean, error_prefix
-from coca_lab.shipped import find_file
 
 Settings = TypeVar("Settings")
 Sections = Mapping[str, tuple[type, str]]
 """Optional sections of a YAML file by name: the dataclass of their fields, and a line of help."""
 TASKS = "tasks"
 """The field of a dataclass that holds the sections that are set."""
+KINDS = {"recipe": "recipes", "study": "studies", "suite": "suites"}
+"""What a file is called, and its folder: in the wheel, or at the root of the repository."""
 MOST_VALUES = 100_000
 """Of a YAML file: a few lines of aliases of aliases can stand for billions."""
 
@@ -32,12 +36,8 @@ MOST_VALUES = 100_000
 class SettingsParser(ArgumentParser):
     """argparse with an option for every field of documented dataclasses, and errors as UserError.
 
-    Options can be written with underscores, flags without a value, and lists as ``1,2``.
-
-    Args:
-        program: The command, for messages and help.
-        shown: Fields in the help, a sentence each; by default all, with all that is documented.
-        options: Those of `ArgumentParser`.
+    Options can be written with underscores, flags without a value, and lists as ``1,2``. The help
+    has a sentence on each field of ``shown``, by default all that is documented.
     """
 
     def __init__(self, program: str, shown: Collection[str] = (), **options: Any) -> None:
@@ -74,12 +74,7 @@ class SettingsParser(ArgumentParser):
         return text.replace("%", "%%")
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
-        """The values that words of a command line set, by dotted names, before they are checked.
-
-        Raises:
-            UserError: If an option is unknown or has no value.
-            SystemExit: After printing help.
-        """
+        """The values that words of a command line set, by dotted names, before they are checked."""
         found, unknown = self.parse_known_args(list(self._spelled(words)))
         if unknown:
             word = unknown[0].partition("=")[0]
@@ -134,16 +129,7 @@ def read_settings(
 ) -> Settings:
     """An instance of a documented dataclass from a YAML file and words of a command line.
 
-    Args:
-        theclass: The dataclass. If it has a method ``check``, it is called.
-        path: YAML file; None for the defaults.
-        overrides: Words such as ``["--training.steps", "100"]``.
-        kind: What such a file is called in messages.
-        program: The command, for messages.
-        sections: Optional sections of the file: those that are set become the field `TASKS`.
-
-    Raises:
-        UserError: If the file is missing or malformed, a field is unknown, or a value is invalid.
+    Sections that the file or the words set become the field `TASKS`; a method ``check`` is called.
     """
     changes = settings_parser(theclass, program, sections).read(overrides)
     values = put(changes, {} if path is None else read_yaml(path, kind))
@@ -174,16 +160,7 @@ def put(changes: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any
 
 
 def checked(theclass: type[Settings], values: Any, prefix: str = "") -> Settings:
-    """An instance of a dataclass from nested values.
-
-    Args:
-        theclass: A dataclass.
-        values: Its fields, as a YAML file or a command line has them.
-        prefix: What messages put before the names of fields.
-
-    Raises:
-        UserError: With the first error, if a field is unknown or missing, or a value is invalid.
-    """
+    """An instance of a dataclass from nested values; UserError with the first error."""
     fields_of: Any = dict[str, theclass]  # pyright: ignore[reportInvalidTypeForm]
     adapter = TypeAdapter(fields_of, config=ConfigDict(extra="forbid"))
     try:
@@ -226,16 +203,27 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def shipped(kind: str) -> dict[str, Path]:
+    """The project's files of a kind by their names."""
+    here = Path(__file__).resolve()
+    places = (here.parent / "yaml" / KINDS[kind], here.parents[2] / KINDS[kind])
+    folder = next((place for place in places if place.is_dir()), None)
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
+
+
+def find_file(name: str | Path, kind: str) -> Path:
+    """The file of a path, or the project's file of a name; UserError if there is neither."""
+    if Path(name).is_file():
+        return Path(name)
+    known = shipped(kind) if kind in KINDS else {}
+    if str(name) in known:
+        return known[str(name)]
+    other = "; coca recipes lists the project's own" if known else ""
+    raise UserError(f"{name}: no such {kind}{did_you_mean(str(name), known, other)}")
+
+
 def read_yaml(path: str | Path, kind: str) -> dict[str, Any]:
-    """The content of a YAML file.
-
-    Args:
-        path: The file, or the name of one of the project's.
-        kind: What to call it in messages.
-
-    Raises:
-        UserError: If the file is missing, not readable YAML, or not a mapping.
-    """
+    """The content of a YAML file, or of one of the project's by its name."""
     path = find_file(path, kind)
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)

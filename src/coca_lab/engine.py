@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from coca_attention.errors import RESUMABLE, UserError, install, known_problem
-from coca_lab.extensions import import_extensions
+from coca_lab import import_extensions
 
 Progress = Callable[[str, int, int], Any]
 """Called with a line of text, the work done so far and the work in all."""

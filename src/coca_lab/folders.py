@@ -1,21 +1,59 @@
-"""Converting a model from folder to folder, atomically."""
+"""Model folders that commands write whole or not at all: model, tokenizer and card, README.md."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, snapshot_download
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import AutoTokenizer, PreTrainedModel
 
-from coca_attention.errors import UserError, known_problem
+from coca_attention.errors import UserError, install, known_problem
+from coca_attention.models.configuration import (
+    GLOBAL,
+    attention_of,
+    rope_parameters,
+    training_length,
+)
 from coca_attention.models.conversion import Conversion, convert, load_original
-from coca_lab.cards import write_card
 from coca_lab.files import check_can_be_written, writing
 from coca_lab.loading import load_model, no_progress_bars
 
 UNTRAINED = "The conversion changed what the model computes: train it further before you use it."
+CARD = "README.md"
+LICENSES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+PIPELINES = {
+    "CausalLM": "text-generation",
+    "MaskedLM": "fill-mask",
+    "SequenceClassification": "text-classification",
+    "TokenClassification": "token-classification",
+    "QuestionAnswering": "question-answering",
+}
+COCA = "[CoCA](https://arxiv.org/abs/2309.08646)"
+METHODS = {
+    "slack": COCA,
+    "strict": COCA,
+    "magnitude": "[PoPE](https://arxiv.org/abs/2509.10534)",
+    "turning_pairs": "[HWFA](https://kexue.fm/archives/9603)",
+    "temperature": "[log n scaling](https://kexue.fm/archives/8823)",
+    "decay": "[KERPLE](https://arxiv.org/abs/2205.09921)",
+    "max_distance": "[ReRoPE](https://github.com/bojone/rerope)",
+}
+"""By score form or rotary parameter, where its idea is from (docs/related-work.md)."""
+USE = """\
+```python
+{registers}from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```"""
+NEEDS = f"This needs the package coca-attention:\n\n```sh\n{install()}\n```"
+UNLICENSED = "No license is named: name one in this file before you publish the model."
 
 
 def convert_folder(
@@ -28,21 +66,9 @@ def convert_folder(
     report: str = "",
     **settings: Any,
 ) -> PreTrainedModel:
-    """`convert` or `load_original` from folder to folder, including tokenizer and model card.
+    """`convert` or `load_original` from folder to folder, with tokenizer and card.
 
-    The target, which must not exist or be empty, is written whole or not at all.
-
-    Args:
-        source: Folder of a Transformers model (or its name), or of an original checkpoint.
-        target: Folder to write.
-        form: Name of the score form, or a `Conversion`.
-        from_original: Whether the source is in the format of the paper's authors.
-        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
-        report: What the model card says of how the limit of distances was chosen, in Markdown.
-        **settings: Fields of `Conversion`.
-
-    Raises:
-        UserError: If the source cannot be loaded or converted, or the target cannot be written.
+    ``settings`` are fields of `Conversion`; ``report`` says in Markdown how a limit was chosen.
     """
     target = new_folder(source, target)
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
@@ -102,3 +128,81 @@ def writing_model(model: Any, source: str | Path, target: Path) -> Iterator[Path
         if problem is None:
             raise
         raise UserError(f"{target} cannot be written: {problem}") from error
+
+
+def write_card(
+    folder: str | Path,
+    config: Any,
+    *,
+    name: str | None = None,
+    source: str | Path | None = None,
+    sections: Mapping[str, str] | None = None,
+) -> None:
+    """Write the card of a model, with sections by heading, and copy the licenses of its source."""
+    folder, theirs = Path(folder), _folder(source)
+    name, ours = name or folder.resolve().name, type(config).__module__.startswith("coca_attention")
+    head = (config.architectures or ["ForCausalLM"])[0].partition("For")[2]
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag=PIPELINES.get(head),
+        tags=["coca-attention"] if ours else None,
+        **_inherited(source, theirs),
+    )
+    use = USE.format(
+        registers="import coca_attention.models  # registers the classes of the model\n" * ours,
+        auto=f"AutoModelFor{head}" if head in PIPELINES else "AutoModel",
+        name=name,
+    )
+    licenses = [path for pattern in LICENSES for path in (theirs.glob(pattern) if theirs else ())]
+    for path in licenses:
+        shutil.copyfile(path, folder / path.name)
+    terms = ", ".join(path.name for path in licenses) or ("" if data.license else UNLICENSED)
+    parts = {"Use": f"{use}\n\n{NEEDS}" if ours else use, **(sections or {}), "Terms": terms}
+    made_from = "" if source is None else f", made from `{Path(source).name}`"
+    text = [f"---\n{data}\n---\n", f"# {name}\n", f"A `{config.model_type}` model{made_from}.\n"]
+    text += [_facts(config), *(f"## {title}\n\n{part}\n" for title, part in parts.items() if part)]
+    ModelCard("\n".join(text)).save(folder / CARD)
+
+
+def _facts(config: Any) -> str:
+    """A table of what a configuration says about attention and positions."""
+    rope, form = rope_parameters(config), attention_of(config)
+    used = {form, *(name for name, value in rope.items() if value is not None)}
+    rotation = [f"{n} {x}" for n, x in rope.items() if isinstance(x, str | int | float)]
+    kinds = getattr(config, "layer_types", None) or ()
+    facts = {
+        "attention": form,
+        "cache": getattr(config, "kv_cache", None),
+        "rotation": "" if form == "alibi" else ", ".join(rotation),
+        "layers that see all (g) or a window (l)": "".join("lg"[x == GLOBAL] for x in kinds),
+        "window, tokens": getattr(config, "sliding_window", None),
+        "training length, tokens": training_length(config),
+        "methods": ", ".join(dict.fromkeys(METHODS[x] for x in METHODS if x in used)),
+    }
+    return "| | |\n|---|---|\n" + "".join(f"| {n} | {x} |\n" for n, x in facts.items() if x)
+
+
+def _inherited(source: str | Path | None, theirs: Path | None) -> dict[str, Any]:
+    """Metadata from the card of the source; its name if it is one of the Hub."""
+    data: dict[str, Any] = {}
+    with suppress(OSError, ValueError, TypeError, yaml.YAMLError):  # no card, or none to be read
+        text = (theirs / CARD).read_text(encoding="utf-8", errors="replace") if theirs else ""
+        data = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    names = ("license", "license_name", "license_link", "language", "base_model")
+    kept = {name: data[name] for name in names if name in data}
+    with suppress(HFValidationError):
+        if source is not None and not Path(source).exists():
+            validate_repo_id(str(source))
+            kept["base_model"] = str(source)
+    return kept
+
+
+def _folder(source: str | Path | None) -> Path | None:
+    """A folder with the card and the licenses of a model, None if there is none to be had."""
+    if source is None:
+        return None
+    if Path(source).is_dir():
+        return Path(source)
+    with suppress(OSError, ValueError):
+        return Path(snapshot_download(str(source), allow_patterns=[CARD, *LICENSES]))
+    return None

@@ -22,9 +22,9 @@ from typing import Any
 import yaml
 
 from coca_attention.errors import UserError
+from coca_lab.arguments import shipped
 from coca_lab.data import Document, encode_documents, held_out, read_documents
 from coca_lab.files import read_json, write_json
-from coca_lab.shipped import shipped
 from coca_lab.training import Recipe, load_recipe
 
 MODULE = "studies.verdict.run"

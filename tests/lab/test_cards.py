@@ -8,8 +8,7 @@ from huggingface_hub import ModelCard
 
 from coca_attention.models import Roles
 from coca_attention.testing import logits, some_tokens
-from coca_lab.cards import write_card
-from coca_lab.folders import convert_folder
+from coca_lab.folders import convert_folder, write_card
 from coca_lab.training import load_recipe, train
 from conftest import CONFIGS
 from families import vanilla

@@ -16,8 +16,8 @@ Run = Callable[[list[str]], None]
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "start here": {
-        "study": ("studies", "Train and evaluate several models, and draw a page."),
-        "recipes": ("studies", "List the project's recipes, studies and suites, or print one."),
+        "study": ("evaluation", "Train and evaluate several models, and draw a page."),
+        "recipes": ("look", "List the project's recipes, studies and suites, or print one."),
     },
     "train": {
         "train": ("models", "Train a model from a recipe, or in the stages that it names."),
@@ -28,9 +28,9 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "convert and serve": {
         "convert": ("models", "Turn a vanilla model's folder into the CoCA model of its family."),
-        "export": ("export", "Write a model with layers with roles for vLLM, SGLang or llama.cpp."),
-        "generate": ("models", "Continue a prompt with a causal language model."),
-        "serve": ("serve", "Serve models behind an interface like OpenAI's."),
+        "export": ("models", "Write a model with layers with roles for vLLM, SGLang or llama.cpp."),
+        "generate": ("generate", "Continue a prompt with a causal language model."),
+        "serve": ("generate", "Serve models behind an interface like OpenAI's."),
     },
     "look": {
         "report": ("look", "Turn result files, or folders of runs, into one page."),
@@ -41,14 +41,9 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``coca``.
+    """Run ``coca`` with words, by default those of the process, and return the exit code.
 
-    Args:
-        argv: Command-line arguments; by default those of the process.
-
-    Returns:
-        Exit code: 0; 2 for a usage or input error, 1 for an internal error; 130 when interrupted,
-        143 when training was ended by SIGTERM.
+    0; 2 for a usage or input error, 1 for an internal error; 130 when interrupted, 143 by SIGTERM.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
@@ -101,7 +96,7 @@ def _run(words: list[str]) -> None:
         "coca", words, {g: {n: s for n, (_, s) in t.items()} for g, t in COMMANDS.items()}
     )
     if name is not None:
-        from coca_lab.extensions import import_extensions
+        from coca_lab import import_extensions
 
         import_extensions()
         load(name)(words[1:])
@@ -114,16 +109,7 @@ def load(name: str) -> Run:
 
 
 def choose(program: str, words: list[str], groups: Mapping[str, Mapping[str, str]]) -> str | None:
-    """The command that the first word names; None after printing all commands.
-
-    Args:
-        program: The words before it.
-        words: Words of the command line.
-        groups: Lines of help by name, in groups by their headings.
-
-    Raises:
-        UserError: If there is no such command.
-    """
+    """The command that the first word names; None after printing all, with their lines of help."""
     known = {name: line for table in groups.values() for name, line in table.items()}
     if words and words[0] in known:
         return words[0]

@@ -1,4 +1,4 @@
-"""Commands that evaluate a model."""
+"""Commands that evaluate models: one task, an analysis, a suite or a study."""
 
 import re
 from dataclasses import asdict, dataclass
@@ -12,8 +12,16 @@ from coca_lab.engine import Engine, Store
 from coca_lab.environment import describe_environment
 from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation import suite as suites
-from coca_lab.evaluation.task import ScalingFactor, ScalingKind, fingerprint
+from coca_lab.evaluation.task import Cell, ScalingFactor, ScalingKind, fingerprint
 from coca_lab.files import check_results, keep_other_results, write_json
+from coca_lab.report import printed_tables, read_results
+from coca_lab.studies import run as studies
+from coca_lab.studies.study import load_study, study_parser
+
+WORKERS = (
+    "Processes that train and evaluate a model each; 0: none but this one. By default one per "
+    "core, or one if there is a GPU."
+)
 
 
 @dataclass
@@ -93,11 +101,13 @@ def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
         environment = describe_environment()
         write_json(output, {"results": cells, "measured": measured, "environment": environment})
         store.remove(engine.used)
-    from coca_lab.report import printed_tables
+    _print_results(cells, output)
 
+
+def _print_results(cells: list[Cell], path: Path) -> None:
     for table in printed_tables(cells):
         print_table(*table)
-    print(f"Results: {output}")
+    print(f"Results: {path}")
 
 
 run_analyze = task_command(ANALYSIS, "coca")
@@ -112,8 +122,20 @@ def run_suite(words: list[str]) -> None:
     suite = suites.load_suite(path, overrides)
     with Progress() as advance:
         results = suites.run_suite(suite, chosen.output, progress=advance, ray=chosen.ray)
-    from coca_lab.report import printed_tables, read_results
+    _print_results(read_results([results])[0]["results"], results)
 
-    for table in printed_tables(read_results([results])[0]["results"]):
-        print_table(*table)
-    print(f"Results: {results}")
+
+def run_study(words: list[str]) -> None:
+    """Train and evaluate the models of a study, and draw a page; resumes when run again."""
+    usage = "coca study NAME|STUDY.yaml [--workers N] [--ray [ADDRESS]] [--training.steps 100 …]"
+    options = {**RAY, "--workers": {"type": int, "help": WORKERS}}
+    name, overrides, chosen = parse_file(
+        words, run_study, study_parser, "study", usage, options=options
+    )
+    study = load_study(name, overrides)
+    with Progress() as advance:
+        results = studies.run_study(
+            study, chosen.output, progress=advance, ray=chosen.ray, workers=chosen.workers
+        )
+    _print_results(read_results([results])[0]["results"], results)
+    print(f"Report:  {chosen.output / studies.REPORT_FILE}")

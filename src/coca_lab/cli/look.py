@@ -1,12 +1,32 @@
-"""Commands that show what there is: the report page, a model and the machine."""
+"""Commands that show what there is: a report, recipes, a model and this machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from coca_attention.errors import UserError
+import torch
+
+from coca_attention.errors import UserError, did_you_mean
+from coca_attention.models.configuration import (
+    GLOBAL,
+    LOCAL,
+    attention_of,
+    head_width,
+    rope_parameters,
+    training_length,
+)
+from coca_lab.arguments import KINDS, shipped
 from coca_lab.cli.console import parse
-from coca_lab.info import machine, model_folder
+from coca_lab.environment import describe_environment
+from coca_lab.loading import model_without_weights
 from coca_lab.report import write_report
+
+COMMANDS = {
+    "recipe": "coca train NAME",
+    "study": "coca study NAME",
+    "suite": "coca eval suite NAME",
+}
+Rows = list[tuple[str, str]]
 
 
 @dataclass
@@ -37,10 +57,84 @@ def run_report(words: list[str]) -> None:
     print(f"Report: {page}")
 
 
+def run_recipes(words: list[str]) -> None:
+    """List the project's recipes, studies and suites, or print one to change it."""
+    (name,) = parse("coca recipes", run_recipes, words, [], ["recipe?"])
+    if name is None:
+        for kind, folder in KINDS.items():
+            print(f"{folder} ({COMMANDS[kind]}):")
+            for each, path in shipped(kind).items():
+                print(f"  {each:<29} {_first_sentence(path)}")
+        return
+    kind, _, rest = name.rpartition("/")
+    for each, folder in KINDS.items():
+        if kind in ("", folder) and rest in shipped(each):
+            print(shipped(each)[rest].read_text(encoding="utf-8"), end="")
+            return
+    known = [*shipped("recipe"), *shipped("study"), *shipped("suite")]
+    raise UserError(f"no recipe, study or suite is called {name}{did_you_mean(rest, known)}")
+
+
+def _first_sentence(path: Path) -> str:
+    """What the head of a file says first, in one line."""
+    lines = path.read_text(encoding="utf-8").partition("\n#\n")[0].splitlines()
+    words = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+    return words.partition(". ")[0].rstrip(".")
+
+
 def run_info(words: list[str]) -> None:
     """Print versions and hardware of this machine, or the configuration of a model."""
     (path,) = parse("coca info", run_info, words, [], ["model?"])
-    rows = model_folder(path) if path else machine()
+    rows = _model(path) if path else _machine()
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         print(f"{name:<{width}}  {text}")
+
+
+def _machine() -> Rows:
+    """Versions and hardware, as result files record them."""
+    here = describe_environment()
+    return [
+        ("versions", ", ".join(f"{name} {number}" for name, number in here["versions"].items())),
+        ("system", here["system"]),
+        ("processor", f"{here['processor']}, {here['cores']} cores, {here['threads']} threads"),
+        ("GPUs", ", ".join(here["gpus"]) or "none"),
+        ("CUDA of torch", torch.version.cuda or "none"),
+    ]
+
+
+def _model(path: str) -> Rows:
+    """What a model's configuration says, and its number of parameters; no weight is read."""
+    model = model_without_weights(path, "auto", any_head=True)
+    config = model.config.get_text_config()
+    length, dtype = training_length(config), str(model.dtype).removeprefix("torch.")
+    return [
+        ("model", type(model).__name__),
+        ("attention", _attention(config)),
+        *_layers(config),
+        ("training length", f"{length:,} tokens" if length else "not in config.json"),
+        ("parameters", f"{model.num_parameters():,} ({dtype})"),
+    ]
+
+
+def _attention(config: Any) -> str:
+    form, heads = attention_of(config), config.num_attention_heads
+    text = {None: "unknown", "rope": "rotary", "alibi": "ALiBi"}.get(form, f"CoCA, {form}")
+    if hasattr(config, "coca_form"):
+        text += f", {config.kv_cache} cache"
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    return f"{text}; {heads} heads of {head_width(config)}, {groups} for keys and values"
+
+
+def _layers(config: Any) -> Rows:
+    """The number of layers and their roles; rotary parameters, once if all types share them."""
+    kinds = getattr(config, "layer_types", None) or [GLOBAL] * config.num_hidden_layers
+    text = f"{len(kinds)} of {config.hidden_size:,}"
+    if LOCAL in kinds:
+        letters = "".join("l" if kind == LOCAL else "g" for kind in kinds)
+        text += f": {letters} (l sees the last {config.sliding_window:,} tokens, g all)"
+    rows = [("layers", text)]
+    for kind in dict.fromkeys(kinds if attention_of(config) != "alibi" else ()):
+        fields = (f"{name} {value}" for name, value in rope_parameters(config, kind).items())
+        rows.append(("rotation", ", ".join(fields)))
+    return list(dict.fromkeys(rows))

@@ -1,16 +1,13 @@
-"""Commands that make models and let them speak."""
+"""Commands that make models: train, convert and export."""
 
 import logging
-import sys
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from accelerate import PartialState
 from pydantic import Field
-from transformers import TextStreamer, set_seed
 
 from coca_attention.errors import UserError
-from coca_attention.models import set_rotary_scaling
 from coca_attention.models.configuration import (
     original_length,
     rope_parameters,
@@ -18,26 +15,21 @@ from coca_attention.models.configuration import (
     training_length,
 )
 from coca_attention.models.conversion import Conversion, convert
-from coca_lab.cli.console import (
-    Progress,
-    parse,
-    parse_file,
-    print_table,
-)
+from coca_lab.cli.console import Progress, parse, parse_file, print_table
 from coca_lab.data import load_tokenizer
 from coca_lab.engine import Engine
 from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings, check_limits
+from coca_lab.evaluation.perplexity import TextSettings, load_text
 from coca_lab.evaluation.task import open_model
+from coca_lab.export import Cost, export_native
 from coca_lab.folders import convert_folder, new_folder
-from coca_lab.generation import FiniteScores
-from coca_lab.loading import check_vocabulary, load_model, model_without_weights
+from coca_lab.loading import model_without_weights
 from coca_lab.training import load_recipe, read_summary, recipe_parser, train
 from coca_lab.training.run import what_was_kept
 
 log = logging.getLogger(__name__)
 
-Dtype = Literal["float32", "bfloat16", "float16"]
-Count = Annotated[int, Field(ge=1)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 SHOWN = (
     "model.attention", "model.hidden_size", "model.num_layers", "model.num_heads", "model.layers",
@@ -48,46 +40,6 @@ SHOWN = (
 )  # fmt: skip
 """Fields of a recipe in the short help."""
 
-# Logits divided by less than this may overflow.
-COLDEST = 1e-3
-
-
-@dataclass
-class GenerateSettings:
-    """How text is generated."""
-
-    max_new_tokens: Count = 64
-    """Tokens to generate at most."""
-    temperature: Annotated[float, Field(ge=0, le=1e3)] = 0.0
-    """0 takes the likeliest token every time; above, tokens are drawn."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Draw from the likeliest tokens that together have this probability; by default as the model's
-    generation_config.json says."""
-    top_k: Count | None = None
-    """Draw from this many of the likeliest tokens; by default as generation_config.json says."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of the draws."""
-    scaling: str = "none"
-    """Rotary scaling, such as linear, ntk, dynamic or yarn; ntk fixes the base from the prompt's
-    length plus max_new_tokens."""
-    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
-    """Factor of the scaling."""
-    chat: bool = False
-    """Put the prompt into the tokenizer's chat template, as a user's message, and print the answer
-    alone."""
-    stream: bool = False
-    """Print the text as it is made also where the output is not a terminal."""
-    dtype: Dtype = "float32"
-    """Precision of the weights."""
-    device: str | None = None
-    """cpu, cuda, …; by default the accelerator where there is one."""
-
-    def __post_init__(self) -> None:
-        if 0 < self.temperature < COLDEST:
-            raise UserError(f"temperature must be 0, or at least {COLDEST}, got {self.temperature}")
-        if not self.temperature and (self.top_p, self.top_k) != (None, None):
-            raise UserError("top_p and top_k are for draws: set --temperature, for example to 1")
-
 
 @dataclass
 class FolderSettings:
@@ -95,7 +47,7 @@ class FolderSettings:
 
     from_original: bool = False
     """MODEL is a checkpoint in the format of the paper's authors."""
-    dtype: Literal["auto", Dtype] = "auto"
+    dtype: Dtype = "auto"
     """Precision of the weights; auto keeps it."""
 
 
@@ -120,64 +72,6 @@ def run_train(words: list[str]) -> None:
     kept = what_was_kept(summary)
     if kept:
         print(kept)
-
-
-def run_generate(words: list[str]) -> None:
-    """Continue a prompt with a Transformers causal language model."""
-    positionals = ["model", "prompt"]
-    path, prompt, settings = parse(
-        "coca generate", run_generate, words, [GenerateSettings], positionals
-    )
-    if prompt == "-":
-        prompt = _standard_input()
-    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-        raise UserError("the prompt is not valid UTF-8 text")
-    model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
-    tokenizer: Any = load_tokenizer(path)
-    check_vocabulary(model, tokenizer)
-    if settings.chat:
-        if tokenizer.chat_template is None:
-            raise UserError(f"the tokenizer of {path} has no chat template: leave out --chat")
-        message = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not settings.chat)
-    inputs = inputs.to(model.device)
-    before = inputs["input_ids"].shape[-1]
-    if before == 0:
-        raise UserError("the prompt has no tokens; give some text to continue")
-    if settings.scaling != "none":
-        total = before + settings.max_new_tokens
-        length = max(total, original_length(model.config.get_text_config()) or 0)
-        target = length if settings.scaling == "ntk" else None
-        set_rotary_scaling(model, settings.scaling, factor=settings.factor, length=target)
-    set_seed(settings.seed)
-    options: dict[str, Any] = {"do_sample": bool(settings.temperature)}
-    for name in ("temperature", "top_p", "top_k"):
-        if getattr(settings, name):
-            options[name] = getattr(settings, name)
-    streams = settings.stream or sys.stdout.isatty()
-    if streams:
-        options["streamer"] = TextStreamer(
-            tokenizer, skip_prompt=settings.chat, skip_special_tokens=True
-        )
-    ids = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=settings.max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-        logits_processor=[FiniteScores()],
-        **options,
-    )[0]
-    if not streams:
-        print(tokenizer.decode(ids[before if settings.chat else 0 :], skip_special_tokens=True))
-
-
-def _standard_input() -> str:
-    """The prompt from standard input, without the end of its last line."""
-    try:
-        return sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"the prompt is not text in {error.encoding}: {error.reason}") from error
 
 
 def run_convert(words: list[str]) -> None:
@@ -242,3 +136,54 @@ def _print_training_length(model: Any, given: int | None) -> None:
         if length != original:
             why = f"with {rope['rope_type']} scaling of {original:,}: {why}"
     print(f"Training length: {length:,} tokens ({why})")
+
+
+@dataclass
+class ExportSettings:
+    """What is written."""
+
+    context: Annotated[int, Field(ge=1)] | None = None
+    """N, the tokens among which the model is to find something: scores of global layers are
+    multiplied by ln(N + 1) / ln(L + 1), for L the training length. By default they stay."""
+    gguf: bool = False
+    """Write NAME.gguf for llama.cpp into the folder, too, for NAME its name."""
+    dtype: Dtype = "auto"
+    """Precision of the weights; auto keeps it."""
+
+
+@dataclass
+class CostSettings(TextSettings):
+    """Text on which to measure what a context costs within the training length."""
+
+    source: str = ""
+    """Text with the same values as in coca eval perplexity; by default nothing is measured."""
+    max_documents: int | None = 20
+    """Maximum number of documents."""
+    skip_short: bool = True
+    """Skip documents shorter than the training length instead of reporting an error."""
+
+
+def run_export(words: list[str]) -> None:
+    """Write a model with layers with roles as Transformers' GraniteSWA, for other engines."""
+    path, target, wanted, text = parse(
+        "coca export", run_export, words, [ExportSettings, CostSettings], ["model", "target"]
+    )
+    if text.source and wanted.context is None:
+        raise UserError("--source is the text on which the cost of --context is measured")
+    documents = []
+    if text.source:
+        length = training_length(model_without_weights(path).config) or 0
+        documents = load_text(text, load_tokenizer(path), at_least=length + 1)
+    model, cost = export_native(path, target, **vars(wanted), documents=documents)
+    print(f"{target}: {model.config.model_type}, {model.num_parameters():,} parameters")
+    if wanted.context is not None:
+        print(_describe(wanted.context, cost))
+
+
+def _describe(context: int, cost: Cost | None) -> str:
+    if cost is None:
+        return "what the context costs within the training length was not measured: give --source"
+    return (
+        f"for {context:,} tokens: perplexity within {cost.length:,} {cost.before:.2f} -> "
+        f"{cost.after:.2f} ({cost.after / cost.before - 1:+.1%}, {cost.tokens:,} tokens)"
+    )

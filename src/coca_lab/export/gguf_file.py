@@ -39,16 +39,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
 
 
 def write_gguf(model: GraniteSWAForCausalLM, source: str | Path, path: Path) -> None:
-    """Write a model and its tokenizer: matrices in the model's dtype, vectors in float32.
-
-    Args:
-        model: The model.
-        source: Folder (or name) of the tokenizer.
-        path: File to write.
-
-    Raises:
-        UserError: As `check_tokenizer`, or if the model has something that llama.cpp has not.
-    """
+    """Write a model and its tokenizer: matrices in the model's dtype, vectors in float32."""
     gguf = _package()
     config: Any = model.config
     if len({theta for theta in config.layer_rope_theta if theta}) > 1:

@@ -33,11 +33,11 @@ from transformers import (
 )
 
 from coca_attention.errors import Interrupted, UserError
-from coca_lab.cards import write_card
 from coca_lab.data import Document, load_or_train_tokenizer, load_tokenizer
 from coca_lab.data.passkey import vocabulary_text
 from coca_lab.environment import describe_environment
 from coca_lab.files import check_writable, hold, read_json, replace, write_json, write_text
+from coca_lab.folders import write_card
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 from coca_lab.training.checkpoints import (
     STATE_FILE,

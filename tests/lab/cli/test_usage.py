@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coca_lab.cli import COMMANDS, load, main, studies
+from coca_lab.cli import COMMANDS, evaluation, load, main
 from commands import run
 
 
@@ -111,7 +111,7 @@ def test_a_defect_and_an_interrupt_are_one_line_too(capsys, monkeypatch, error, 
     def broken(words):
         raise error
 
-    monkeypatch.setattr(studies, "run_study", broken)
+    monkeypatch.setattr(evaluation, "run_study", broken)
     ended, _, err = run(capsys, "study")
     assert ended == code and err.startswith(message) and err.count("\n") == 1
 

@@ -1,0 +1,130 @@
+"""Commands that let a model speak: generate and serve."""
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from transformers import TextStreamer, set_seed
+
+from coca_attention.errors import UserError
+from coca_attention.models import set_rotary_scaling
+from coca_attention.models.configuration import original_length
+from coca_lab.cli.console import parse
+from coca_lab.data import load_tokenizer
+from coca_lab.files import check_name
+from coca_lab.generation import FiniteScores
+from coca_lab.loading import check_vocabulary, load_model
+
+Count = Annotated[int, Field(ge=1)]
+COLDEST = 1e-3
+"""Logits divided by less may overflow."""
+
+
+@dataclass
+class GenerateSettings:
+    """How text is generated."""
+
+    max_new_tokens: Count = 64
+    """Tokens to generate at most."""
+    temperature: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    """0 takes the likeliest token every time; above, tokens are drawn."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Draw from the likeliest tokens that together have this probability; by default as the model's
+    generation_config.json says."""
+    top_k: Count | None = None
+    """Draw from this many of the likeliest tokens; by default as generation_config.json says."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of the draws."""
+    scaling: str = "none"
+    """Rotary scaling, such as linear, ntk, dynamic or yarn; ntk fixes the base from the prompt's
+    length plus max_new_tokens."""
+    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
+    """Factor of the scaling."""
+    chat: bool = False
+    """Put the prompt into the tokenizer's chat template, as a user's message, and print the answer
+    alone."""
+    stream: bool = False
+    """Print the text as it is made also where the output is not a terminal."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the weights."""
+    device: str | None = None
+    """cpu, cuda, …; by default the accelerator where there is one."""
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < COLDEST:
+            raise UserError(f"temperature must be 0, or at least {COLDEST}, got {self.temperature}")
+        if not self.temperature and (self.top_p, self.top_k) != (None, None):
+            raise UserError("top_p and top_k are for draws: set --temperature, for example to 1")
+
+
+def run_generate(words: list[str]) -> None:
+    """Continue a prompt with a Transformers causal language model."""
+    positionals = ["model", "prompt"]
+    path, prompt, settings = parse(
+        "coca generate", run_generate, words, [GenerateSettings], positionals
+    )
+    if prompt == "-":
+        prompt = _standard_input()
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise UserError("the prompt is not valid UTF-8 text")
+    model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
+    tokenizer: Any = load_tokenizer(path)
+    check_vocabulary(model, tokenizer)
+    if settings.chat:
+        if tokenizer.chat_template is None:
+            raise UserError(f"the tokenizer of {path} has no chat template: leave out --chat")
+        message = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not settings.chat)
+    inputs = inputs.to(model.device)
+    before = inputs["input_ids"].shape[-1]
+    if before == 0:
+        raise UserError("the prompt has no tokens; give some text to continue")
+    if settings.scaling != "none":
+        total = before + settings.max_new_tokens
+        length = max(total, original_length(model.config.get_text_config()) or 0)
+        target = length if settings.scaling == "ntk" else None
+        set_rotary_scaling(model, settings.scaling, factor=settings.factor, length=target)
+    set_seed(settings.seed)
+    options: dict[str, Any] = {"do_sample": bool(settings.temperature)}
+    for name in ("temperature", "top_p", "top_k"):
+        if getattr(settings, name):
+            options[name] = getattr(settings, name)
+    streams = settings.stream or sys.stdout.isatty()
+    if streams:
+        options["streamer"] = TextStreamer(
+            tokenizer, skip_prompt=settings.chat, skip_special_tokens=True
+        )
+    ids = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=settings.max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        logits_processor=[FiniteScores()],
+        **options,
+    )[0]
+    if not streams:
+        print(tokenizer.decode(ids[before if settings.chat else 0 :], skip_special_tokens=True))
+
+
+def _standard_input() -> str:
+    """The prompt from standard input, without the end of its last line."""
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"the prompt is not text in {error.encoding}: {error.reason}") from error
+
+
+def run_serve(words: list[str]) -> None:
+    """Serve a model over HTTP, with the interface of OpenAI's, by ``transformers serve``."""
+    from transformers.cli.transformers import app
+
+    import coca_attention.models  # noqa: F401 (registers the models)
+
+    if words and not words[0].startswith("-"):
+        check_name(words[0])
+    try:
+        app(["serve", *words], prog_name="coca")
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(f"nothing can be served: {error}") from error
