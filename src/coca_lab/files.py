@@ -81,11 +81,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def writing(target: Path) -> Iterator[Path]:
-    """A path beside a new file or folder, which takes the target's place when the block ends.
-
-    Only one process at a time writes a target, and an interruption leaves nothing of it. UserError
-    if the target exists, unless as an empty folder, or if another process writes it.
-    """
+    """A path beside a new file or folder, which takes the target's place when the block ends."""
     partial = target.with_name(f".{target.name}.coca-partial")
 
     def remove() -> None:
@@ -103,11 +99,7 @@ def writing(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def hold(path: Path, what: Path | None = None) -> Iterator[None]:
-    """Keep other processes from what a lock file stands for, by default its folder.
-
-    The lock ends with the process, however it ends; the file is removed at the end of the block.
-    UserError if another process holds it.
-    """
+    """Keep other processes from a lock file's folder; UserError if another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=0)
     try:
@@ -148,10 +140,7 @@ def check_can_be_written(target: Path) -> None:
 
 
 def keep_other_results(path: Path, field: str, value: Any) -> None:
-    """Before a result file is written: move one of another measurement to a free name beside it.
-
-    The ``field`` of its content says what was measured; one with the same ``value`` stays.
-    """
+    """Move a result file of another measurement, whose ``field`` differs, to a free name."""
     if not path.is_file():
         return
     try:
@@ -187,10 +176,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_output(path: Path, what: str, is_one: Callable[[str], bool]) -> None:
-    """Before long work: `check_writable`, and UserError if a file is there that is no ``what``.
-
-    ``is_one`` says whether a text is one; ValueError counts as no.
-    """
+    """Before long work: UserError unless a file can be written, or what is there replaced."""
     check_writable(path)
     if not path.exists():
         return

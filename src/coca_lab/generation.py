@@ -24,14 +24,11 @@ from coca_attention.models.scaling import rotary_restored, set_rotary_scaling
 def rotary_scaling_for(
     model: PreTrainedModel, kind: str, factor: float, length: int
 ) -> Iterator[dict[str, Any] | None]:
-    """Apply a rotary scaling inside the ``with`` block and restore the model afterwards.
-
-    ``none`` changes nothing; ``ntk`` computes the base from the length in tokens of each text,
-    generated ones included. Yields the rotary parameters in effect.
-    """
+    """Apply a rotary scaling inside the block; yields the rotary parameters in effect."""
     config = model.config.get_text_config()
     with rotary_restored(model):
         if kind != "none":
+            # The base of ntk is computed from the length of each text, with what is generated.
             target = max(length, original_length(config) or 0) if kind == "ntk" else None
             set_rotary_scaling(model, kind, factor=factor, length=target)  # pyright: ignore
         yield getattr(config, "rope_parameters", None)
@@ -84,16 +81,9 @@ def greedy_answers(
     use_cache: bool = True,
     together: bool = False,
 ) -> list[str]:
-    """Greedy continuation of every prompt, up to the end-of-text token.
+    """Greedy continuations of prompts (B, T) without padding, up to the end-of-text token.
 
-    Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer.
-        prompts: (B, T), without padding.
-        max_new_tokens: Maximum number of tokens in an answer.
-        use_cache: Whether to decode with a key/value cache.
-        together: Whether all processes of a group call this at the same time and make the same
-            number of forward passes, as a model whose weights they share requires.
+    With ``together``, processes that share a model's weights make as many passes as each other.
     """
     ends = model.generation_config.eos_token_id if model.generation_config else None
     ends = ends if ends is not None else tokenizer.eos_token_id

@@ -43,10 +43,7 @@ def load_model(
     device: str | None = None,
     any_head: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model in evaluation mode.
-
-    Tensors are read from the files one by one, each right onto its device and in its dtype: memory
-    holds no second copy of the model, and a GPU's model is never in the CPU's memory.
+    """Load a causal language model in evaluation mode; UserError unless all its weights are there.
 
     Args:
         path: Folder of a Transformers model, or a name that Transformers resolves.
@@ -54,10 +51,9 @@ def load_model(
         device: ``cpu``, ``cuda``, …; ``auto`` spreads layers over all accelerators, and what does
             not fit over the CPU's memory. Default: the accelerator if available.
         any_head: Load the class that was saved, for example a sequence classifier.
-
-    Raises:
-        UserError: If there is no model, its files are damaged, or weights are missing.
     """
+    # With a device map, tensors are read one by one onto their device and in their dtype: memory
+    # holds no second copy of the model, and a GPU's model is never in the CPU's memory.
     path, one = str(path), None
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -103,10 +99,7 @@ def usable_device(name: str) -> torch.device:
 def model_without_weights(
     path: str | Path, dtype: str = "float32", *, any_head: bool = False
 ) -> PreTrainedModel:
-    """A model on the meta device, to find out in a moment whether it can be loaded and used.
-
-    Arguments and errors are those of `load_model`, except for what only the weights show.
-    """
+    """A model on the meta device, to find out in a moment whether it can be loaded and used."""
     path = str(path)
     with _naming(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)

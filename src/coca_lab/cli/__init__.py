@@ -41,10 +41,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``coca`` with words, by default those of the process, and return the exit code.
-
-    0; 2 for a usage or input error, 1 for an internal error; 130 when interrupted, 143 by SIGTERM.
-    """
+    """Run ``coca`` with words, by default those of the process, and return the exit code."""
+    # 2 for a usage or input error, 1 for an internal one; 130 when interrupted, 143 by SIGTERM.
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]

@@ -113,8 +113,7 @@ class LimitCheck:
     def chosen(self) -> Measured:
         """Of those that lose nothing within L the one that finds most passkeys beyond.
 
-        Of equals that with the lowest perplexity beyond, and L if nothing is measured there or the
-        base finds no passkey within L, so that none could be lost.
+        Of equals that with the lowest perplexity there, and L where no passkey could be lost.
         """
         if not self.finds_passkeys:
             return self.limited[0]

@@ -72,10 +72,7 @@ def measure_prompts(
     about: dict[str, Any],
     scaling: RotaryScaling,
 ) -> Measurement:
-    """The prompts of one kind and length, a batch an item, and their cell with its ``samples``.
-
-    ``score`` and ``statistics`` add to the record of an answer and, from all records, to the cell.
-    """
+    """The prompts of one kind and length, a batch an item, and their cell with its ``samples``."""
     make([0])  # UserError if it does not fit
     about = {**about, "max_new_tokens": settings.max_new_tokens}
     read = length + settings.max_new_tokens
@@ -247,10 +244,8 @@ def measure_recall(
     seed: int,
     batch_tokens: int = 8192,
 ) -> dict[str, Any]:
-    """Answers that are the likeliest token, by octave of their distance from their pair in tokens.
-
-    A text is read in one pass: what the model says at one answer does not depend on the others.
-    """
+    """How often the likeliest token is the answer, by octave of the distance from its pair."""
+    # A text is read in one pass: what the model says at one answer does not depend on the others.
     every = [
         recall_text(vocabulary, pairs, length, np.random.default_rng([seed, length, pairs, index]))
         for index in range(texts)

@@ -30,25 +30,11 @@ def run_study(
     ray: str | None = None,
     workers: int | None = None,
 ) -> Path:
-    """Train and evaluate what has not been finished before, and draw the page.
+    """Train and evaluate what has not been finished before, draw the page, return the results.
 
-    A trial that fails ends alone. Nothing is recorded of it, so the next start continues it.
-
-    Args:
-        study: What to train and evaluate.
-        output: Folder for models, ``results.json`` and ``report.html``.
-        progress: Called with a line, and the share of the work that is done, in percent of 100.
-        ray: Run trials on Ray: the address of a cluster, or empty for this machine.
-        workers: Otherwise, processes that run a trial at a time; 0 for this process alone. By
-            default as many as there are cores for, but one if there are GPUs.
-
-    Returns:
-        ``results.json``: cells of all tasks with ``training_seed``, ``size`` and ``parameters``,
-        summaries of the training, failures, the study. It is written whenever a trial ends.
-
-    Raises:
-        UserError: If the study is invalid, a folder holds a model of another recipe, or trials
-            have failed; that is raised when all others are finished.
+    ``results.json`` is written whenever a trial ends. A trial that fails ends alone, and nothing is
+    recorded of it, so the next start continues it. ``ray`` is the address of a cluster, or empty
+    for this machine; otherwise ``workers`` processes run a trial at a time, 0 for this one alone.
     """
     study.check()
     output = Path(output)
@@ -96,10 +82,8 @@ def _engine(
 
 
 def _with_tokenizer(trials: Sequence[Trial], output: Path) -> list[Trial]:
-    """The trials, with one tokenizer for all models that would train the same one.
-
-    Perplexities compare only what is split into the same tokens.
-    """
+    """The trials, with one tokenizer for all models that would train the same one."""
+    # Perplexities compare only what is split into the same tokens.
     alike: dict[str, list[tuple[str, Recipe]]] = {}
     for trial in trials:
         if trial.recipe and not (trial.recipe.data.tokenizer or trial.recipe.model.start):
@@ -116,11 +100,7 @@ def _with_tokenizer(trials: Sequence[Trial], output: Path) -> list[Trial]:
 
 
 def _rounds(trials: Sequence[Trial]) -> Iterator[list[Trial]]:
-    """The trials that start from none of the others, then those that start from these, and so on.
-
-    Raises:
-        UserError: If models start from each other.
-    """
+    """The trials that start from none of the others, then those that start from these, …"""
     left, done = list(trials), {""}
     while left:
         ready = [trial for trial in left if trial.after in done]

@@ -76,13 +76,7 @@ class Study:
         return Suite(models, scalings, tasks, self.dtype)
 
     def trials(self, output: Path) -> list[Trial]:
-        """Every model in every size with every seed, in the order in which they run.
-
-        Seed by seed: cut short, a study has compared all models.
-
-        Raises:
-            UserError: If a model has no valid recipe, or two would have one folder.
-        """
+        """Every model in every size with every seed: seed by seed, so all are soon compared."""
         every = [(name, size) for size in self.sizes or [""] for name in self.models]
         lists = [self._seeds(name, size, output) for name, size in every]
         trials = [trial for each in zip_longest(*lists) for trial in each if trial is not None]
@@ -166,15 +160,9 @@ def study_parser(shown: Collection[str] = ()) -> SettingsParser:
 
 
 def load_study(name: str | Path, words: Sequence[str] = ()) -> Study:
-    """A checked study from a YAML file, or one of the project's by its name.
+    """A checked study from a YAML file or by its name, with words that override it.
 
-    Args:
-        name: The file or name.
-        words: Overrides as words of a command line: of the study, and with ``--training.steps 50``
-            and the like of the recipes of all models.
-
-    Raises:
-        UserError: If a file is missing or malformed, a key is unknown, or a value is invalid.
+    Fields of recipes, such as ``--training.steps 50``, are set for all models.
     """
     options, rest = _recipe_words(words)
     sections: Any = {"kind": "study", "program": "coca study", "sections": task_sections()}

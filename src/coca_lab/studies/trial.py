@@ -24,31 +24,18 @@ TRAINING = 0.75
 
 @dataclass(frozen=True)
 class Trial:
-    """Called, it makes the model and evaluates it.
-
-    Attributes:
-        name: Of the model.
-        size: Name of its size, or empty.
-        output: Folder of the study.
-        suite: Tasks and scalings, without models.
-        recipe: How the model is trained, or None.
-        start: The model that it starts from, or that is evaluated.
-        conversion: What the start is converted to before it is evaluated.
-        seed: Of the training.
-        key: Everything that the values depend on, wherever the study is.
-        after: Label of the trial whose model this one starts from, or empty.
-    """
+    """Called, it makes the model, trained, converted or as it is, and evaluates it."""
 
     name: str
     size: str
-    output: Path
-    suite: Suite
+    output: Path  # of the study
+    suite: Suite  # without models
     recipe: Recipe | None = None
-    start: str = ""
+    start: str = ""  # the model that it starts from, or that is evaluated
     conversion: Conversion | None = None
     seed: int = 0
-    key: Any = None
-    after: str = ""
+    key: Any = None  # everything that the values depend on, wherever the study is
+    after: str = ""  # label of the trial whose model this one starts from
 
     def with_seed(self, seed: int) -> Self:
         """The trial with a seed and its key."""
