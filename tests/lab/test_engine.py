@@ -184,7 +184,7 @@ def test_on_ray_values_are_the_same_and_a_killer_is_named(ray, tmp_path):
     with Store(tmp_path / "values.sqlite") as store:
         failed = RayEngine(store).compute(items)
         assert {item.label: engines.problem(error)[:12] for item, error in failed} == {
-            "item 1": "unexpected A", "item 2": "two is wrong",
+            "item 1": "unexpected W", "item 2": "two is wrong",
         }  # fmt: skip
         assert [store.get({"square": n}) for n in (0, 3, 4, 5, 6, 7)] == [0, 9, 16, 25, 36, 49]
     times = [len(list(count.glob(f"{n}.*"))) for n in range(8)]
