@@ -64,7 +64,7 @@ def run_recipes(words: list[str]) -> None:
         for kind, folder in KINDS.items():
             print(f"{folder} ({COMMANDS[kind]}):")
             for each, path in shipped(kind).items():
-                print(f"  {each:<29} {_first_sentence(path)}")
+                print(f"  {each:<29} {first_sentence(path)}")
         return
     kind, _, rest = name.rpartition("/")
     for each, folder in KINDS.items():
@@ -75,7 +75,7 @@ def run_recipes(words: list[str]) -> None:
     raise UserError(f"no recipe, study or suite is called {name}{did_you_mean(rest, known)}")
 
 
-def _first_sentence(path: Path) -> str:
+def first_sentence(path: Path) -> str:
     """What the head of a file says first, in one line."""
     lines = path.read_text(encoding="utf-8").partition("\n#\n")[0].splitlines()
     words = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))

@@ -15,8 +15,9 @@ import yaml
 from safetensors.torch import load_file
 
 from coca_attention.errors import UserError
-from coca_lab.arguments import KINDS, find_file, first_sentence, shipped
+from coca_lab.arguments import KINDS, find_file, shipped
 from coca_lab.cli import main
+from coca_lab.cli.look import first_sentence
 from coca_lab.files import hold
 from coca_lab.studies import trial as module
 from coca_lab.studies.run import run_study
