@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import ArceeConfig, ArceeForCausalLM, AutoModelForCausalLM
 
 import oracle
+import runs
 from coca_attention import Rotation, coca_attention, convert
 from coca_attention.models import set_rotary_scaling
 from coca_attention.models.families import FAMILIES
@@ -23,7 +23,7 @@ from coca_lab.engine import Item
 from coca_lab.evaluation import TASKS
 from coca_lab.processes import ProcessEngine
 from coca_lab.report import REPORTS
-from conftest import some_text
+from coca_lab.training import train
 from families import SIZES, vanilla
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -48,20 +48,10 @@ def extensions(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def phase(tmp_path_factory, text_folder):
     """A model of the added form after a few steps of training."""
-    folder = tmp_path_factory.mktemp("extending")
-    (folder / "text.txt").write_text(some_text(4000))
-    recipe = {
-        "model": {"attention": "phase", "hidden_size": 32, "num_layers": 2, "num_heads": 4},
-        "data": {"source": str(folder / "text.txt"), "vocab_size": 300, "block_length": 32,
-                 "held_out": 0.0, "cache": None},
-        "training": {"steps": 4, "global_batch_size": 4, "micro_batch_size": 4,
-                     "learning_rate": 0.01, "precision": "float32", "report_to": []},
-    }  # fmt: skip
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["train", str(folder / "recipe.yaml"), "--output", str(folder / "run")]) == 0
-    return folder / "run"
+    recipe = runs.recipe(text_folder, model__attention="phase", model__num_layers=2)
+    return train(recipe, tmp_path_factory.mktemp("extending") / "run")
 
 
 def test_the_form_is_the_operator_of_its_equation():
@@ -90,8 +80,8 @@ def test_the_form_is_the_operator_of_its_equation():
     )
 
 
-def test_the_form_trains_saves_loads_and_generates(trained, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(trained).eval()
+def test_the_form_trains_saves_loads_and_generates(phase, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(phase).eval()
     learned = [p for name, p in model.named_parameters() if name.endswith("form_parameters.delta")]
     assert len(learned) == 2 and all(p.abs().max() > 1e-4 for p in learned)  # begun at 0
     ids = some_tokens(model)
@@ -108,10 +98,10 @@ def test_the_form_trains_saves_loads_and_generates(trained, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["phase", "vanilla"])
-def test_the_rule_scales_models_that_keep_it(trained, tmp_path, kind):
+def test_the_rule_scales_models_that_keep_it(phase, tmp_path, kind):
     model = vanilla("Llama")
     if kind == "phase":
-        model = AutoModelForCausalLM.from_pretrained(trained).eval()
+        model = AutoModelForCausalLM.from_pretrained(phase).eval()
         for name, weight in model.named_parameters():
             if "q_proj" in name:
                 weight.data.mul_(30.0)  # so few steps leave scores near zero
@@ -133,9 +123,9 @@ def test_the_rule_scales_models_that_keep_it(trained, tmp_path, kind):
         set_rotary_scaling(model, "slowed", speed=4.0)
 
 
-def test_the_task_is_a_command_a_section_of_suites_and_of_the_report(trained, tmp_path, capsys):
+def test_the_task_is_a_command_a_section_of_suites_and_of_the_report(phase, tmp_path, capsys):
     suite = tmp_path / "suite.yaml"
-    suite.write_text(f"models: {{mine: {trained}}}\nrepeats: {{prompt: alpha1, tokens: 4}}\n")
+    suite.write_text(f"models: {{mine: {phase}}}\nrepeats: {{prompt: alpha1, tokens: 4}}\n")
     assert main(["eval", "suite", str(suite), "--output", str(tmp_path)]) == 0
     results = tmp_path / "results.json"
     (cell,) = json.loads(results.read_text())["results"]
@@ -143,10 +133,6 @@ def test_the_task_is_a_command_a_section_of_suites_and_of_the_report(trained, tm
     assert main(["report", str(results), "--output", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert "Repeated tokens" in page and f"{cell['repeated']:.2f}" in page
-    output = tmp_path / "one.json"
-    words = ["eval", "repeats", str(trained), "--prompt", "alpha1", "--tokens", "4"]
-    assert main([*words, "--name", "mine", "--output", str(output)]) == 0
-    assert json.loads(output.read_text())["results"][0]["repeated"] == cell["repeated"]
 
 
 def test_the_family_is_converted_saved_and_loaded(tmp_path):

@@ -9,10 +9,8 @@ from huggingface_hub import ModelCard
 from coca_attention.models import Roles
 from coca_attention.testing import logits, some_tokens
 from coca_lab.folders import convert_folder, write_card
-from coca_lab.training import load_recipe, train
 from conftest import CONFIGS
 from families import vanilla
-from runs import TEACHER, write_recipe
 
 
 @pytest.fixture
@@ -64,11 +62,10 @@ def test_the_card_of_rotary_attention_does_not_call_it_coca(source, tmp_path):
     assert "[CoCA]" not in text and "[ReRoPE]" in text and "train it further" not in text
 
 
-def test_a_run_has_a_card(base, text_folder, tmp_path, monkeypatch):
-    recipe = load_recipe(write_recipe(base, text_folder, tmp_path / "r.yaml", TEACHER))
-    folder = train(recipe, tmp_path / "run")
+def test_a_run_has_a_card(base, staged, monkeypatch):
+    _, folder = staged
     card = ModelCard.load(folder / "README.md")
-    assert "768 tokens in 12 steps" in card.text and "No license is named" in card.text
+    assert "1,088 tokens in 17 steps" in card.text and "No license is named" in card.text
     assert re.search(
         r"Perplexity on held-out blocks of the training text: \d+\.\d\d\.\n", card.text
     )

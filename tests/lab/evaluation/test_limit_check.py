@@ -68,8 +68,9 @@ def test_the_table_says_what_is_lost():
     assert "empty" not in check.markdown()
 
 
-@pytest.fixture
-def source(tmp_path):
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("source")
     texts = [Document("a", vocabulary_text()), Document("b", some_text(2000))]
     tokenizer = train_tokenizer(texts, 320, split_digits=True)
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 160}
@@ -83,7 +84,14 @@ def source(tmp_path):
 
 def test_coca_convert_measures_prints_and_writes_the_card(source, tmp_path, capsys):
     words = ["convert", str(source), str(tmp_path / "target"), "--form", "rope"]
-    words += ["--check", str(tmp_path / "text"), "--check-samples", "2", "--check-lengths", "[200]"]
+    words += [
+        "--check",
+        str(source.parent / "text"),
+        "--check-samples",
+        "2",
+        "--check-lengths",
+        "[200]",
+    ]
     assert main(words) == 0
     said, warned = capsys.readouterr()
     assert "warning: The model finds no passkey in texts of up to L = 160 tokens" in warned

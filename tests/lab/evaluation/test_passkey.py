@@ -24,7 +24,6 @@ from coca_lab.data.passkey import (
     vocabulary_text,
 )
 from coca_lab.data.tokens import END_OF_TEXT
-from coca_lab.engine import Engine, Store
 from coca_lab.evaluation import Model, RotaryScaling, evaluate
 from coca_lab.evaluation.retrieval import PASSKEYS, PasskeySettings
 from conftest import tiny_model
@@ -189,72 +188,38 @@ def test_models_with_a_known_answer(digits, known, accuracy):
 
 
 @pytest.mark.parametrize("kind", ["llama-slack", "llama-strict"])
-def test_batches_caches_and_being_killed_change_nothing(kind, tokenizer, tmp_path):
+def test_batches_and_caches_change_nothing(kind, tokenizer):
     """Output texts of a model that says something else for every prompt."""
     model = tiny_model(kind)
-    wanted = {"lengths": [300], "samples": 6, "max_new_tokens": 6}
 
-    def outputs(store=None, **changes):
-        cells = evaluate_passkey(
-            model, tokenizer, PasskeySettings(**wanted, **changes), scaling="ntk", factor=4.0,
-            engine=Engine(store),
-        )  # fmt: skip
+    def outputs(**changes):
+        wanted = PasskeySettings([300], samples=6, max_new_tokens=6, **changes)
+        cells = evaluate_passkey(model, tokenizer, wanted, scaling="ntk")
         return [record["output"] for record in cells[0]["samples"]]
 
     plain = outputs(batch_tokens=1)
     assert len(set(plain)) > 1
     assert outputs(batch_tokens=8 * 300) == plain
     assert outputs(batch_tokens=8 * 300, use_cache=False) == plain
-
-    def stop(line, done, total):
-        if done:
-            raise KeyboardInterrupt
-
-    path = tmp_path / "values.sqlite"
-    with Store(path) as store, pytest.raises(KeyboardInterrupt):
-        evaluate_passkey(
-            model, tokenizer, PasskeySettings(**wanted, batch_tokens=600), scaling="ntk",
-            factor=4.0, engine=Engine(store, stop),
-        )  # fmt: skip
-    seen = []
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    with Store(path) as store:
-        assert len(store) == 2  # the first batch
-        assert outputs(store, batch_tokens=300) == plain
-        assert sum(seen) == 4 * 6  # four prompts were missing, six tokens each
-        seen.clear()
-        assert outputs(store) == plain and not seen
-        # Another seed, another model: nothing of it is used.
-        assert outputs(store, seed=1) != plain and seen
+    assert outputs(seed=1) != plain
 
 
-def test_prompts_longer_than_the_training_length_need_no_reminder(tokenizer):
-    """Transformers prints one, once a process, for every generation beyond it."""
+def test_a_model_is_left_as_it_was_and_no_reminder_is_printed(tokenizer):
+    """Transformers prints one, once a process, for every generation beyond the training length."""
     log, said = logging.getLogger("transformers.generation.stopping_criteria"), []
     handler = logging.Handler()
     handler.emit = said.append
-    log.warning_once.__func__.cache_clear()
     log.addHandler(handler)
-    model, ids = tiny_model("slack"), torch.ones(1, 40, dtype=torch.long)
-    evaluate_passkey(model, tokenizer, PasskeySettings(lengths=[300], samples=1, max_new_tokens=5))
-    assert not said
     log.warning_once.__func__.cache_clear()
-    model.generate(ids, max_new_tokens=5, do_sample=False)  # which is not an evaluation
-    log.removeHandler(handler)
-    assert "predefined maximum length" in said[0].getMessage()
-
-
-def test_a_model_is_left_as_it_was_and_says_what_it_was_scaled_to(tokenizer):
-    model = tiny_model("slack")
+    model, wanted = tiny_model("slack"), PasskeySettings([300], samples=1, max_new_tokens=5)
     before = dict(model.config.rope_parameters)
-    cell = evaluate_passkey(
-        model, tokenizer, PasskeySettings(lengths=[300], samples=1, max_new_tokens=5),
-        scaling="ntk", factor=2.0,
-    )[0]  # fmt: skip
+    (cell,) = evaluate_passkey(model, tokenizer, wanted, scaling="ntk", factor=2.0)
     assert cell["rope_parameters"]["length"] == 305
-    assert model.config.rope_parameters == before
+    assert model.config.rope_parameters == before and not said
+    log.warning_once.__func__.cache_clear()
+    model.generate(torch.ones(1, 40, dtype=torch.long), max_new_tokens=5, do_sample=False)
+    log.removeHandler(handler)
+    assert "predefined maximum length" in said[0].getMessage()  # of what is no evaluation
 
 
 def test_unfit_settings_prompts_tokenizers_and_models_are_refused(tokenizer):

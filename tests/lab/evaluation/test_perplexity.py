@@ -72,20 +72,14 @@ def counting(length: int, name: str = "d") -> TokenDocument:
     return TokenDocument(name, torch.arange(length) % 50)
 
 
-@pytest.mark.parametrize("window", [1, 3, 16, 64])
-def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(window):
+@pytest.mark.parametrize(("window", "stride"), [(1, 1), (7, 3), (32, 32), (64, 5)])
+@pytest.mark.parametrize(("sure", "expected"), [(None, 50), (0.5, 2)])
+def test_a_model_whose_answer_is_known_has_its_perplexity(window, stride, sure, expected):
     scores = score_documents(
-        KnownModel(50, None), [counting(101), counting(64)], window=window, stride=1
+        KnownModel(50, sure), [counting(101), counting(64)], window=window, stride=stride
     )
-    assert perplexity(scores) == pytest.approx(50, rel=1e-6)
+    assert perplexity(scores) == pytest.approx(expected, rel=1e-6)
     assert [score.tokens for score in scores] == [100, 63]
-
-
-@pytest.mark.parametrize(("window", "stride"), [(4, 4), (7, 3), (32, 32), (64, 5)])
-def test_a_model_that_is_half_sure_has_perplexity_two(window, stride):
-    scores = score_documents(KnownModel(50, 0.5), [counting(77)], window=window, stride=stride)
-    assert perplexity(scores) == pytest.approx(2, rel=1e-6)
-    assert scores[0].tokens == 76
 
 
 def test_only_the_scored_logits_are_computed():
@@ -125,23 +119,6 @@ def test_batches_agree_with_one_token_at_a_time(kind, batch_tokens):
             assert score.nats == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_model_that_returns_nan_is_refused_by_document():
-    model = KnownModel(50, 0.5)
-    model.sure = float("nan")
-    with pytest.raises(ValueError, match=r"NaN for document 'e'"):
-        score_documents(model, [counting(1), counting(70, "e")], window=16, stride=16)
-
-
-def test_infinite_nats_become_plain_json():
-    model = KnownModel(50, 1.0)  # certain, and wrong where the text does not count on
-    model.config = tiny_model("rope").config
-    documents = [counting(100), TokenDocument("e", torch.zeros(100, dtype=torch.long))]
-    (cell,) = evaluate_perplexity(model, documents, settings(windows=[16]))
-    assert cell["perplexity"] is cell["nats"] is cell["ci95"] is None
-    assert [d["nats"] for d in cell["documents"]] == [0.0, None]
-    json.dumps(cell, allow_nan=False)
-
-
 def settings(**changes) -> WindowSettings:
     return WindowSettings(**{"windows": [16, 32, 64], "stride": 16, **changes})
 
@@ -154,16 +131,25 @@ def documents_of(model_seed: int = 0, count: int = 3, length: int = 120) -> list
     ]
 
 
-def test_shared_targets_score_the_same_tokens_at_every_window():
-    cells = evaluate_perplexity(tiny_model("slack"), documents_of(), settings())
+def test_infinite_nats_become_plain_json_and_nan_is_refused_by_document():
+    model = KnownModel(50, 1.0)  # certain, and wrong where the text does not count on
+    model.config = tiny_model("rope").config
+    documents = [counting(100), TokenDocument("e", torch.zeros(100, dtype=torch.long))]
+    (cell,) = evaluate_perplexity(model, documents, settings(windows=[16]))
+    assert cell["perplexity"] is cell["nats"] is cell["ci95"] is None
+    assert [d["nats"] for d in cell["documents"]] == [0.0, None]
+    json.dumps(cell, allow_nan=False)
+    model.sure = float("nan")
+    with pytest.raises(ValueError, match=r"NaN for document 'e'"):
+        score_documents(model, [counting(1), counting(70, "e")], window=16, stride=16)
+
+
+@pytest.mark.parametrize(("targets", "scored"), [("shared", 120 - 49), ("all", 119)])
+def test_targets_are_the_same_tokens_at_every_window(targets, scored):
+    cells = evaluate_perplexity(tiny_model("slack"), documents_of(), settings(targets=targets))
     assert [cell["window"] for cell in cells] == [16, 32, 64]
-    assert {cell["tokens"] for cell in cells} == {3 * (120 - 49)}
+    assert {cell["tokens"] for cell in cells} == {3 * scored}
     assert len({cell["nats"] for cell in cells}) == 3
-
-
-def test_all_targets_score_every_token_but_the_first():
-    cells = evaluate_perplexity(tiny_model("slack"), documents_of(), settings(targets="all"))
-    assert {cell["tokens"] for cell in cells} == {3 * 119}
 
 
 def test_scaling_reaches_the_model_and_is_taken_back():
@@ -223,13 +209,6 @@ def test_models_of_other_kinds_are_evaluated_too():
         evaluate_perplexity(gpt2, documents_of(), settings())
 
 
-def test_short_or_no_documents_are_refused():
-    with pytest.raises(ValueError, match="no documents to score"):
-        evaluate_perplexity(tiny_model("slack"), [], settings())
-    with pytest.raises(ValueError, match="'0' has 40 tokens and the largest window needs 65"):
-        evaluate_perplexity(tiny_model("slack"), documents_of(length=40), settings())
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -244,18 +223,6 @@ def test_bad_text_settings_are_refused(tokenizer, text_folder, changes, message)
         load_text(TextSettings(source=str(text_folder), **changes), tokenizer, at_least=20)
 
 
-def test_progress_ends_at_the_total():
-    seen = []
-    engine = Engine(progress=lambda line, done, total: seen.append((line, done, total)))
-    evaluate_perplexity(tiny_model("slack"), documents_of(), settings(), engine=engine)
-    assert [line.split(",")[0] for line, _, _ in seen] == [f"{n} of 3 items" for n in range(4)]
-    assert [line.split(", ")[-1] for line, _, _ in seen[1:]] == [
-        f"m none {w}" for w in (16, 32, 64)
-    ]
-    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
-    assert seen[-1][1] == seen[-1][2] > 0
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -266,11 +233,33 @@ def test_progress_ends_at_the_total():
         ({"attend_last": 0}, "attend_last must be at least 1"),
         ({"attend_last": 65}, "at most the largest window"),
         ({"batch_tokens": 0}, "batch_tokens must be at least 1"),
+        ({"positions": 0}, "positions must be at least 1"),
+        ({"positions": 17}, "positions must be at least 1"),
+        ({"targets": "one-pass", "stride": 8}, "neither stride nor positions"),
+        ({"targets": "one-pass", "stride": None, "positions": 4}, "neither stride nor positions"),
     ],
 )
 def test_bad_settings_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        evaluate_perplexity(tiny_model("slack"), documents_of(), settings(**changes))
+        check_settings(settings(**changes))
+
+
+def test_short_or_no_documents_are_refused(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="no documents to score"):
+        evaluate_perplexity(tiny_model("slack"), [], settings())
+    with pytest.raises(ValueError, match="'0' has 40 tokens and the largest window needs 65"):
+        evaluate_perplexity(tiny_model("slack"), documents_of(length=40), settings())
+    (tmp_path / "long.txt").write_text(some_text(300))
+    (tmp_path / "short.txt").write_text(some_text(5))
+    text, needed = TextSettings(source=str(tmp_path)), tokens_needed(settings())
+    assert needed == 65
+    with pytest.raises(ValueError, match=r"short\.txt' has \d+ tokens .* needs 65"):
+        load_text(text, tokenizer, at_least=needed)
+    text.skip_short = True
+    kept = load_text(text, tokenizer, at_least=needed)
+    assert [document.id for document in kept] == [str(tmp_path / "long.txt")]
+    with pytest.raises(ValueError, match=r"no document of at least 100000 tokens .2 are shorter"):
+        load_text(text, tokenizer, at_least=100_000)
 
 
 def test_text_is_cut_split_and_counted(tokenizer, tmp_path):
@@ -285,22 +274,6 @@ def test_text_is_cut_split_and_counted(tokenizer, tmp_path):
     part = load_text(TextSettings(source=str(tmp_path), held_out=0.3), tokenizer, at_least=10)
     assert 0 < len(part) < 30
     assert {d.id for d in part} < {d.id for d in whole}
-
-
-def test_short_documents_are_an_error_or_left_out(tokenizer, tmp_path):
-    (tmp_path / "long.txt").write_text(some_text(300))
-    (tmp_path / "short.txt").write_text(some_text(5))
-    text = TextSettings(source=str(tmp_path))
-    needed = tokens_needed(settings())
-    assert needed == 65
-    with pytest.raises(ValueError, match=r"short\.txt' has \d+ tokens .* needs 65"):
-        load_text(text, tokenizer, at_least=needed)
-    kept = load_text(
-        TextSettings(source=str(tmp_path), skip_short=True), tokenizer, at_least=needed
-    )
-    assert [document.id for document in kept] == [str(tmp_path / "long.txt")]
-    with pytest.raises(ValueError, match=r"no document of at least 100000 tokens .2 are shorter"):
-        load_text(TextSettings(source=str(tmp_path), skip_short=True), tokenizer, at_least=100_000)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 300])
@@ -350,11 +323,6 @@ def test_cells_hold_positions_where_asked_for():
         nats = sum(b["nats"] for b in cell["by_position"])
         assert nats == pytest.approx(cell["nats"], rel=1e-5)
     assert "by_position" not in cells[2]
-    for positions in (0, 17):
-        with pytest.raises(ValueError, match="positions must be at least 1"):
-            evaluate_perplexity(
-                tiny_model("slack"), documents, WindowSettings([16, 32], positions=positions)
-            )
 
 
 @pytest.mark.parametrize(
@@ -426,6 +394,3 @@ def test_one_pass_scores_the_beginning_by_what_was_read(kind, monkeypatch):
     monkeypatch.setattr("coca_lab.evaluation.perplexity.cut", lambda c: cut(c, 48))
     (parts,) = evaluate_perplexity(model, documents, wanted)
     assert {**parts, "seconds": 0} == {**cell, "seconds": 0}
-    for changes in ({"stride": 8}, {"positions": 4}):
-        with pytest.raises(ValueError, match="neither stride nor positions"):
-            check_settings(WindowSettings([16], targets="one-pass", **changes))

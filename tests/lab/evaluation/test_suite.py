@@ -1,12 +1,12 @@
 """Suites: only what is missing is measured, whatever happened before."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from coca_lab.analysis import task as analyses
@@ -91,23 +91,23 @@ def test_another_model_under_the_same_name_is_evaluated_again(small, tmp_path, t
 
 
 def test_killed_in_the_middle_it_continues(small, tmp_path):
-    program = (
-        "import os, signal\n"
-        "from coca_lab.engine import Store\n"
-        "put, count = Store.put, []\n"
-        "def killed(self, *values):\n"
-        "    put(self, *values)\n"
-        "    count.append(1)\n"
-        "    if len(count) == 9:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Store.put = killed\n"
-        "from coca_lab.cli import main\n"
-        f"main(['eval', 'suite', {str(small)!r}, '--output', {str(tmp_path / 'killed')!r}])\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", program], capture_output=True)
-    assert killed.returncode == -signal.SIGKILL
-    assert not (tmp_path / "killed" / "results.json").exists()
+    put, count = Store.put, []
+
+    def killed(self, *values):
+        put(self, *values)
+        count.append(1)
+        if len(count) == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     wanted, seen = load_suite(small), []
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        Store.put = killed
+        run_suite(wanted, tmp_path / "killed")
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert not (tmp_path / "killed" / "results.json").exists()
     path = run_suite(wanted, tmp_path / "killed", progress=lambda *line: seen.append(line))
     assert seen[0][0].startswith("9 of ")
     straight = json.loads(run_suite(wanted, tmp_path / "straight").read_text())["results"]
@@ -156,15 +156,6 @@ def test_from_the_command_line_to_a_report(small, tmp_path, capsys):
     assert main(["report", str(out / "results.json"), "--output", str(tmp_path / "r.html")]) == 0
     page = (tmp_path / "r.html").read_text()
     assert "Passkeys" in page and "Needles" in page
-    for task, words in (
-        ("passkey", ["--lengths", "260", "--samples", "2"]),
-        ("needles", ["--lengths", "300", "--kinds", "single,variables", "--samples", "1"]),
-    ):
-        path = tmp_path / f"{task}.json"
-        command = ["eval", task, str(tmp_path / "llama-slack"), *words, "--max-new-tokens", "3"]
-        assert main([*command, "--output", str(path)]) == 0
-        assert json.loads(path.read_text())["results"][0]["task"] == task
-        assert not list(tmp_path.glob("*.sqlite"))
 
 
 @pytest.mark.parametrize(
@@ -210,9 +201,7 @@ def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, tmp_pa
     assert not cached_text("CoCA-Slack")
 
 
-def test_a_missing_suite_and_a_second_process_are_named(small, tmp_path):
-    with pytest.raises(ValueError, match="no such suite"):
-        load_suite(tmp_path / "nowhere.yaml")
+def test_a_second_process_is_named(small, tmp_path):
     with (
         Store(tmp_path / "out" / suites.STORE_FILE),
         pytest.raises(ValueError, match="is in use by another process"),
