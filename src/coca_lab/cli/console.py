@@ -30,15 +30,9 @@ POSITIONALS = {
 MINUTE = 60.0
 """Seconds between lines of progress."""
 EVERYTHING, OUTPUT = "--help-all", "--output"
-RAY = {
-    "--ray": {
-        "nargs": "?",
-        "const": "",
-        "help": "Compute on Ray: started here, or the cluster \
-at an address (--ray HOST:PORT).",
-    }
-}
-"""For `parse_file`."""
+RAY_HELP = "Compute on Ray: started here, or the cluster at an address (--ray HOST:PORT)."
+RAY: dict[str, dict[str, Any]] = {"--ray": {"nargs": "?", "const": "", "help": RAY_HELP}}
+"""An option for `parse_file`."""
 
 
 def parse(
@@ -121,7 +115,7 @@ class Progress:
             self.bar.stop()
 
     def _say(self, label: str, done: int, total: int) -> None:
-        """A line with the time and what is left, unless there was one within the last minute."""
+        """A line with what is left, unless there was one within the last minute."""
         now = time.monotonic()
         begin, before = self.first = self.first or (now, done)
         if now - self.said < (MINUTE if done < total else 1):
@@ -132,7 +126,7 @@ class Progress:
             seconds = round((now - begin) * (total - done) / (done - before))
             left = f", {timedelta(seconds=seconds)} left"
         share = 100 * done / max(total, 1)
-        log.info("%s %s: %.0f %%%s", time.strftime("%H:%M:%S"), label, share, left)
+        log.info("%s: %.0f %%%s", label, share, left)
 
     def __exit__(self, *_: Any) -> None:
         self.bar.live.stop()  # the bar's own method prints an empty line into files
