@@ -37,11 +37,6 @@ def test_folders_that_hold_no_model_are_refused(tmp_path, capsys):
     assert code == 2 and "it has no config.json" in err
     (tmp_path / "recipe.yaml").touch()
     assert "run coca train again" in run(capsys, "info", tmp_path)[2]
-    tiny_model("slack").save_pretrained(tmp_path)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-5])
-    code, _, err = run(capsys, "info", tmp_path)
-    assert code == 2 and "a weight file is damaged or truncated" in err
 
 
 def test_the_machine_is_described(capsys):

@@ -83,9 +83,9 @@ def parse_file(
         parser.parse_args(["--help"])
     if not words or words[0].startswith("-"):
         raise UserError(f"the {kind} comes first: {usage}")
-    found, overrides = others.parse_known_args(words[1:])
-    found.output = Path(found.output or Path("runs", Path(words[0]).stem))
-    return words[0], overrides, found
+    chosen, overrides = others.parse_known_args(words[1:])
+    chosen.output = Path(chosen.output or Path("runs", Path(words[0]).stem))
+    return words[0], overrides, chosen
 
 
 class Progress:

@@ -210,12 +210,15 @@ def _measure(
     prompts = PasskeySettings([n - ANSWER for n in lengths], samples, max_new_tokens=ANSWER)
     unscaled = RotaryScaling()
     cells = finish(measure_windows(model, documents, windows, unscaled), engine)
-    asked = finish(measure_passkeys(model, prompts, unscaled), engine)
+    answers = finish(measure_passkeys(model, prompts, unscaled), engine)
     return Measured(
         limit,
         {cell["window"]: [_score(document) for document in cell["documents"]] for cell in cells},
         {cell["window"]: _finite_or_inf(cell["perplexity"]) for cell in cells},
-        {n: sum(s["hit"] for s in cell["samples"]) for n, cell in zip(lengths, asked, strict=True)},
+        {
+            n: sum(s["hit"] for s in cell["samples"])
+            for n, cell in zip(lengths, answers, strict=True)
+        },
     )
 
 

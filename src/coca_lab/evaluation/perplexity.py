@@ -170,12 +170,12 @@ def check_settings(settings: WindowSettings) -> None:
 def distant_repeats(tokens: Tensor, n: int, beyond: int) -> Tensor:
     """Which tokens (length,) end an n-gram whose latest earlier one ends further back, bool."""
     ids, last = tokens.tolist(), {}
-    found = torch.zeros(len(ids), dtype=torch.bool)
+    repeats = torch.zeros(len(ids), dtype=torch.bool)
     for index in range(n - 1, len(ids)):
         gram = tuple(ids[index - n + 1 : index + 1])
-        found[index] = index - last.get(gram, index) > beyond
+        repeats[index] = index - last.get(gram, index) > beyond
         last[gram] = index
-    return found
+    return repeats
 
 
 def text_hash(documents: Sequence[TokenDocument]) -> str:
@@ -320,14 +320,14 @@ def _tallies(
         per_token=per_token,
         part=part,
     )
-    found = {"documents": [(score.nats, score.tokens) for score in scores]}
+    sums = {"documents": [(score.nats, score.tokens) for score in scores]}
     if per_token is not None and edges is not None:
-        found["ranges"] = by_tokens_read(per_token, edges)
+        sums["ranges"] = by_tokens_read(per_token, edges)
     if per_token is not None and repeats is not None:
-        found["repeats"] = [s.summed(chosen) for s, chosen in zip(per_token, repeats, strict=True)]
+        sums["repeats"] = [s.summed(chosen) for s, chosen in zip(per_token, repeats, strict=True)]
     return {
         name: [[index, _number(nats), n] for index, (nats, n) in enumerate(rows) if n]
-        for name, rows in found.items()
+        for name, rows in sums.items()
     }
 
 

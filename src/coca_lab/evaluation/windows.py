@@ -95,11 +95,11 @@ def equal_ranges(window: int, ranges: int) -> list[int]:
 
 def by_tokens_read(scores: Sequence[TokenScores], edges: Sequence[int]) -> list[tuple[float, int]]:
     """Nats and tokens by the number of tokens read before; ranges end at ``edges``, inclusive."""
-    found = []
+    sums = []
     for low, high in pairwise(edges):
         parts = [score.summed((score.read > low) & (score.read <= high)) for score in scores]
-        found.append((sum(nats for nats, _ in parts), sum(tokens for _, tokens in parts)))
-    return found
+        sums.append((sum(nats for nats, _ in parts), sum(tokens for _, tokens in parts)))
+    return sums
 
 
 def score_documents(

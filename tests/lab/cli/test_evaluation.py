@@ -6,7 +6,6 @@ import torch
 
 from coca_lab.engine import Store
 from commands import run
-from conftest import some_text
 
 
 def test_eval_perplexity_and_report(capsys, model_folder, text_folder, tmp_path):
@@ -52,35 +51,3 @@ def test_a_command_that_was_stopped_resumes_from_its_values(
     assert code == 0, err
     assert len(json.loads((tmp_path / "r.json").read_text())["results"]) == 2
     assert not (tmp_path / "r.values.sqlite").exists()
-
-
-def test_a_result_file_that_cannot_be_written_is_found_before_the_work(capsys, tmp_path):
-    code, _, err = run(capsys, "eval", "perplexity", "nowhere", "--output", tmp_path)
-    assert code == 2 and "is a folder" in err
-
-
-def test_a_document_shorter_than_the_window_is_an_error(capsys, model_folder, tmp_path):
-    (tmp_path / "short.txt").write_text("alpha1 beta2")
-    code, _, err = run(
-        capsys, "eval", "perplexity", model_folder, "--source", tmp_path, "--windows", "64"
-    )
-    assert code == 2
-    assert "short.txt' has" in err and "--skip-short" in err
-    (tmp_path / "long.txt").write_text(some_text(300))
-    code, out, err = run(
-        capsys, "eval", "perplexity", model_folder, "--source", tmp_path, "--windows", "64",
-        "--skip-short", "--output", tmp_path / "r.json",
-    )  # fmt: skip
-    assert code == 0, err
-    assert "perplexity at" in out
-
-
-def test_analyze_measures_angles(capsys, model_folder, text_folder, tmp_path):
-    output = tmp_path / "angles.json"
-    run(
-        capsys, "analyze", model_folder, "--name", "Tiny", "--source", text_folder,
-        "--max-documents", "1", "--pairs", "8", "--shifts", "[]", "--output", output,
-    )  # fmt: skip
-    assert [(c["task"], c["model"]) for c in json.loads(output.read_text())["results"]] == [
-        ("angles", "Tiny")
-    ]
