@@ -16,7 +16,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from coca_attention.errors import UserError, install, known_problem
 from coca_attention.models.configuration import (
     GLOBAL,
+    LOCAL,
     attention_of,
+    head_width,
     rope_parameters,
     training_length,
 )
@@ -160,26 +162,45 @@ def write_card(
     parts = {"Use": f"{use}\n\n{NEEDS}" if ours else use, **(sections or {}), "Terms": terms}
     made_from = "" if source is None else f", made from `{Path(source).name}`"
     text = [f"---\n{data}\n---\n", f"# {name}\n", f"A `{config.model_type}` model{made_from}.\n"]
-    text += [_facts(config), *(f"## {title}\n\n{part}\n" for title, part in parts.items() if part)]
+    rows = {**facts(config), "methods": _methods(config)}
+    text += ["| | |\n|---|---|\n" + "".join(f"| {n} | {x} |\n" for n, x in rows.items() if x)]
+    text += [f"## {title}\n\n{part}\n" for title, part in parts.items() if part]
     ModelCard("\n".join(text)).save(folder / CARD)
 
 
-def _facts(config: Any) -> str:
-    """A table of what a configuration says about attention and positions."""
-    rope, form = rope_parameters(config), attention_of(config)
-    used = {form, *(name for name, value in rope.items() if value is not None)}
-    rotation = [f"{n} {x}" for n, x in rope.items() if isinstance(x, str | int | float)]
-    kinds = getattr(config, "layer_types", None) or ()
-    facts = {
-        "attention": form,
-        "cache": getattr(config, "kv_cache", None),
-        "rotation": "" if form == "alibi" else ", ".join(rotation),
-        "layers that see all (g) or a window (l)": "".join("lg"[x == GLOBAL] for x in kinds),
-        "window, tokens": getattr(config, "sliding_window", None),
-        "training length, tokens": training_length(config),
-        "methods": ", ".join(dict.fromkeys(METHODS[x] for x in METHODS if x in used)),
+def _methods(config: Any) -> str:
+    """Where the ideas are from that a model uses."""
+    rope = rope_parameters(config)
+    used = {attention_of(config), *(name for name, value in rope.items() if value is not None)}
+    return ", ".join(dict.fromkeys(METHODS[name] for name in METHODS if name in used))
+
+
+def facts(config: Any) -> dict[str, str]:
+    """What a configuration says about attention and positions, by name; empty where nothing."""
+    form, heads = attention_of(config), config.num_attention_heads
+    names = {None: "unknown", "rope": "rotary", "alibi": "ALiBi"}
+    attention = names.get(form, f"CoCA, {form}")
+    if hasattr(config, "coca_form"):
+        attention += f", {config.kv_cache} cache"
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    kinds = getattr(config, "layer_types", None) or [GLOBAL] * config.num_hidden_layers
+    layers = f"{len(kinds)} of {config.hidden_size:,}"
+    if LOCAL in kinds:
+        letters = "".join("l" if kind == LOCAL else "g" for kind in kinds)
+        layers += f": {letters} (l sees the last {config.sliding_window:,} tokens, g all)"
+    ropes = [] if form == "alibi" else [rope_parameters(config, kind) for kind in kinds]
+    rotations = (
+        ", ".join(f"{n} {x}" for n, x in rope.items() if isinstance(x, str | int | float))
+        for rope in ropes
+    )
+    length = training_length(config)
+    return {
+        "attention": f"{attention}; {heads} heads of {head_width(config)}, {groups} for keys and "
+        "values",
+        "layers": layers,
+        "rotation": "; ".join(dict.fromkeys(rotations)),
+        "training length": f"{length:,} tokens" if length else "",
     }
-    return "| | |\n|---|---|\n" + "".join(f"| {n} | {x} |\n" for n, x in facts.items() if x)
 
 
 def _inherited(source: str | Path | None, theirs: Path | None) -> dict[str, Any]:

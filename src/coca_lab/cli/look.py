@@ -2,22 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from coca_attention.errors import UserError, did_you_mean
-from coca_attention.models.configuration import (
-    GLOBAL,
-    LOCAL,
-    attention_of,
-    head_width,
-    rope_parameters,
-    training_length,
-)
 from coca_lab.arguments import KINDS, shipped
 from coca_lab.cli.console import parse
 from coca_lab.environment import describe_environment
+from coca_lab.folders import facts
 from coca_lab.loading import model_without_weights
 from coca_lab.report import write_report
 
@@ -106,35 +98,9 @@ def _machine() -> Rows:
 def _model(path: str) -> Rows:
     """What a model's configuration says, and its number of parameters; no weight is read."""
     model = model_without_weights(path, "auto", any_head=True)
-    config = model.config.get_text_config()
-    length, dtype = training_length(config), str(model.dtype).removeprefix("torch.")
+    dtype = str(model.dtype).removeprefix("torch.")
     return [
         ("model", type(model).__name__),
-        ("attention", _attention(config)),
-        *_layers(config),
-        ("training length", f"{length:,} tokens" if length else "not in config.json"),
+        *((name, text) for name, text in facts(model.config.get_text_config()).items() if text),
         ("parameters", f"{model.num_parameters():,} ({dtype})"),
     ]
-
-
-def _attention(config: Any) -> str:
-    form, heads = attention_of(config), config.num_attention_heads
-    text = {None: "unknown", "rope": "rotary", "alibi": "ALiBi"}.get(form, f"CoCA, {form}")
-    if hasattr(config, "coca_form"):
-        text += f", {config.kv_cache} cache"
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    return f"{text}; {heads} heads of {head_width(config)}, {groups} for keys and values"
-
-
-def _layers(config: Any) -> Rows:
-    """The number of layers and their roles; rotary parameters, once if all types share them."""
-    kinds = getattr(config, "layer_types", None) or [GLOBAL] * config.num_hidden_layers
-    text = f"{len(kinds)} of {config.hidden_size:,}"
-    if LOCAL in kinds:
-        letters = "".join("l" if kind == LOCAL else "g" for kind in kinds)
-        text += f": {letters} (l sees the last {config.sliding_window:,} tokens, g all)"
-    rows = [("layers", text)]
-    for kind in dict.fromkeys(kinds if attention_of(config) != "alibi" else ()):
-        fields = (f"{name} {value}" for name, value in rope_parameters(config, kind).items())
-        rows.append(("rotation", ", ".join(fields)))
-    return list(dict.fromkeys(rows))
