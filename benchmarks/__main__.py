@@ -11,7 +11,7 @@ import torch
 from benchmarks.cases import CASES
 from benchmarks.timing import interleaved
 from coca_attention.errors import UserError
-from coca_lab import import_extensions
+from coca_lab.engine import import_extensions
 from coca_lab.environment import describe_environment
 from coca_lab.files import write_json
 from coca_lab.report import printed_tables

@@ -19,15 +19,27 @@ from pathlib import Path
 from typing import Any, Self
 
 from coca_attention.errors import RESUMABLE, UserError, install, known_problem
-from coca_lab import import_extensions
 
 Progress = Callable[[str, int, int], Any]
 """Called with a line of text, the work done so far and the work in all."""
 
+EXTENSIONS = "COCA_IMPORT"
+"""The environment variable with the names of the user's own modules, separated by commas."""
 ATTEMPTS = 3
 """How often an item is computed before it has failed."""
 PATIENCE = 20.0
 """Seconds in which a cluster has to answer."""
+
+
+def import_extensions() -> None:
+    """Import the user's own modules, for what they register; every process begins with it."""
+    for name in filter(None, os.environ.get(EXTENSIONS, "").split(",")):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"{EXTENSIONS}={name}: {error}; install it, or set PYTHONPATH to its folder"
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from coca_attention.errors import UserError
-from coca_lab import import_extensions
-from coca_lab.engine import Engine, Item, Progress, Store, problem
+from coca_lab.engine import Engine, Item, Progress, Store, import_extensions, problem
 
 Part = Callable[[str, str, float], Any]
 """Called with the label of an item, what is done with it, and the share of it that is done."""

@@ -94,7 +94,7 @@ def _run(words: list[str]) -> None:
         "coca", words, {g: {n: s for n, (_, s) in t.items()} for g, t in COMMANDS.items()}
     )
     if name is not None:
-        from coca_lab import import_extensions
+        from coca_lab.engine import import_extensions
 
         import_extensions()
         load(name)(words[1:])
