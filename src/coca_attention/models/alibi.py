@@ -28,12 +28,7 @@ class AlibiGPTNeoXConfig(GPTNeoXConfig):
 
 
 class AlibiGPTNeoXAttention(GPTNeoXAttention):
-    """GPT-NeoX attention whose only position information is ALiBi's bias.
-
-    The bias is computed by additional columns of the heads (`alibi.augment`), so it works with
-    every attention implementation and cache, without an (H, T, S) matrix. The cache stores plain
-    keys.
-    """
+    """GPT-NeoX attention whose only position information is ALiBi's bias, in columns of heads."""
 
     def forward(
         self,

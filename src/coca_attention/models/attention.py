@@ -39,24 +39,10 @@ def eager_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scaling * Q K^T + mask) V without a fused kernel, with scores in float32 or wider.
-
-    Fused kernels compute scores in float32. The families' own eager attention computes them in the
-    model's dtype, and |q|^2 exceeds the range of float16.
-
-    Args:
-        module: The attention module; provides `num_key_value_groups` and `training`.
-        query: (B, H, T, D).
-        key: (B, G, S, D).
-        value: (B, G, S, D).
-        attention_mask: Boolean (True = may attend) or additive, broadcastable to (B, H, T, S).
-        scaling: Multiplies the scores.
-        dropout: Probability of dropping an attention weight.
-
-    Returns:
-        The output (B, T, H, D) and the attention weights (B, H, T, S).
-    """
+    """softmax(scaling * Q K^T + mask) V (B, T, H, D) without a fused kernel, and the weights."""
     repeats: Any = module.num_key_value_groups
+    # As fused kernels do. The families' own function computes scores in the model's dtype, and
+    # |q|^2 exceeds the range of float16.
     wide = torch.promote_types(query.dtype, torch.float32)
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     scores = query.to(wide) @ key.to(wide).transpose(-2, -1) * scaling
@@ -70,11 +56,7 @@ def eager_attention(
 
 
 class CollinearAttention(nn.Module):
-    """Collinear attention for a decoder layer: a mixin placed before a family's attention class.
-
-    An instance is the family's own attention module with its key projection replaced by a T
-    projection. Everything else is unchanged: other weights, scale, window, hooks.
-    """
+    """A mixin placed before a family's attention class: T in place of the key projection."""
 
     layout: ClassVar[AttentionLayout] = AttentionLayout()
     # What Q' is divided by. Serving engines read it from the module before the first pass, so it is
@@ -117,24 +99,11 @@ class CollinearAttention(nn.Module):
         attention_mask: Any = None,
         position_embeddings: Angles | None = None,
         past_key_values: Any = None,
-        layer_past: Any = None,
+        layer_past: Any = None,  # the cache, as GPT-NeoX names it
         decoder_pass: Pass = Pass(),  # noqa: B008 (it is immutable)
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """One attention layer.
-
-        Args:
-            hidden_states: (B, T, hidden).
-            attention_mask: In the format of the attention implementation.
-            position_embeddings: From `CoCARotary`.
-            past_key_values: Cache, as most families name it.
-            layer_past: Cache, as GPT-NeoX names it.
-            decoder_pass: From `CollinearModel`.
-            **kwargs: Passed to the attention implementation.
-
-        Returns:
-            (B, T, hidden), and the attention weights if the implementation returns them.
-        """
+        """(B, T, hidden), and the attention weights if the attention function returns them."""
         cache = layer_past if past_key_values is None else past_key_values
         projected, coefficients, value = self.project(hidden_states)
         layer = decoder_pass.layer(

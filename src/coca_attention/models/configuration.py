@@ -14,15 +14,10 @@ from coca_attention.ops.positions import check_real, check_whole
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 """Transformers' names for layers that see a window, and for layers that see the whole text."""
 CACHES = ("full", "half")
-# Fields of a `Rotation` besides rule, base and width: our additions to ``rope_parameters``, with
-# their names there.
-ROTATION_FIELDS = {
-    "turning_pairs": "turning",
-    "temperature": "temperature",
-    "decay": "decay",
-    "decay_length": "decay_length",
-    "max_distance": "max_distance",
+ROTATION_FIELDS = {"turning_pairs": "turning"} | {
+    name: name for name in ("temperature", "decay", "decay_length", "max_distance")
 }
+"""Our additions to ``rope_parameters``, and the fields of a `Rotation` that they are."""
 LOCAL_RULE = "local"
 """Our addition to ``rope_parameters``: those of local layers that keep a rule of the original."""
 LETTERS = {"l": LOCAL, "g": GLOBAL}
@@ -57,11 +52,8 @@ def free_pairs(config: Any, layer_type: str | None = None) -> int:
 
 
 def attention_of(config: Any) -> str | None:
-    """The name of a CoCA model's score form, ``rope``, ``alibi``, or None for any other model.
-
-    A CoCA model whose pairs are all free is a rotary one.
-    """
-    if hasattr(config, "coca_form"):
+    """The name of a CoCA model's score form, ``rope``, ``alibi``, or None for any other model."""
+    if hasattr(config, "coca_form"):  # with all pairs free it is rotary attention
         kinds = set(getattr(config, "layer_types", None) or (GLOBAL,))
         pairs = head_width(config) // 2
         return "rope" if all(free_pairs(config, k) == pairs for k in kinds) else config.coca_form
@@ -92,16 +84,13 @@ def head_width(config: Any) -> int:
 
 
 def has_own_roles(config: Any) -> bool:
-    """Whether a CoCA model gives local and global layers masks and rotations of their own.
-
-    It does where the family has no layer types, or where free pairs or one of `ROTATION_FIELDS`
-    make layer types differ that share one set of rotary parameters.
-    """
+    """Whether a CoCA model gives local and global layers masks and rotations of their own."""
     kinds, rope = getattr(config, "layer_types", None) or (), rope_parameters(config)
     if LOCAL not in kinds or not hasattr(config, "coca_form"):
         return False
     if rope is not (config.rope_parameters or {}):  # a set for each layer type
         return False
+    # Types that share a set differ by free pairs or our fields; some families have no types.
     differ = isinstance(config.coca_free_pairs, dict) or any(n in rope for n in ROTATION_FIELDS)
     return differ or "layer_types" not in type(config).__dataclass_fields__
 
@@ -118,15 +107,10 @@ def rule_of(rope_type: str) -> type[Rule]:
 
 
 def rotation(config: Any, layer_type: str | None = None) -> Rotation:
-    """The rotation described by ``rope_parameters``; ValueError if one is out of range.
-
-    With one set of parameters for all layers, the rule and `ROTATION_FIELDS` apply to global layers
-    alone: a local layer never sees far. A rule that a converted model was trained with stays in its
-    local layers (`LOCAL_RULE`).
-    """
+    """The rotation described by ``rope_parameters``; ValueError if one is out of range."""
     rope = rope_parameters(config, layer_type)
     local = layer_type == LOCAL and has_own_roles(config)
-    if local:
+    if local:  # it never sees far, so our fields and the rule are for global layers
         kept = ("rope_theta", "partial_rotary_factor")
         rope = rope.get(LOCAL_RULE) or {name: rope[name] for name in kept if name in rope}
     rope_type = rope.get("rope_type", "default")
@@ -144,21 +128,14 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
         width=int(head_width(config) * rope.get("partial_rotary_factor", 1.0)),
         base=float(rope.get("rope_theta", 10000.0)),
         rule=made.for_length(config.sliding_window) if local else made,
-        **{
-            field: rope[name]
-            for name, field in ROTATION_FIELDS.items()
-            if rope.get(name) is not None
-        },
+        **{name: rope[key] for key, name in ROTATION_FIELDS.items() if rope.get(key) is not None},
     )
 
 
 def transformers_frequencies(
     config: Any, device: Any = None, seq_len: Any = None, layer_type: Any = None
 ) -> tuple[torch.Tensor, float]:
-    """Frequencies (P,), float32, and the factor on cos and sin, as in Transformers' table.
-
-    Without an entry there, Transformers cannot build a model whose configuration uses our rules.
-    """
+    """Frequencies (P,), float32, and the factor on cos and sin, for Transformers' table."""
     found = rotation(config, layer_type)
     if found.follows_length:
         found = found.for_length(seq_len or original_length(config) or 1)
@@ -179,29 +156,6 @@ def check_cache_kind(kind: str) -> None:
     """Raise UserError unless ``kind`` is one of `CACHES`."""
     if kind not in CACHES:
         raise UserError(f"kv_cache must be one of {', '.join(CACHES)}; got {kind!r}")
-
-
-def check_continuous_batching(config: Any) -> None:
-    """Raise ValueError if the cache or rotation of a CoCA model rules out continuous batching."""
-    if not hasattr(config, "coca_form"):
-        return
-    found = rotation(config)
-    if config.kv_cache == "half":
-        raise ValueError(
-            "continuous batching stores keys and values in one pool, so it does not support "
-            'keys of half the width: set config.kv_cache = "full"'
-        )
-    if found.follows_length:
-        raise ValueError(
-            "continuous batching reads several texts in one pass, so it does not support "
-            f"{found.rule.kind} scaling, which depends on the length of a text: use ntk, or set a "
-            "target length"
-        )
-    if found.decay is not None or found.max_distance is not None:
-        raise ValueError(
-            "continuous batching mixes the tokens of several texts, so it does not support a "
-            "decay or max_distance: use generate() with a batch"
-        )
 
 
 @dataclass(kw_only=True, repr=False)
@@ -354,31 +308,18 @@ class Roles:
             "layer_types": [LETTERS[x] for x in (self.layers * num_layers)[:num_layers]],
             # Some families apply a window in all layers if there is one.
             "sliding_window": (self.window or max(1, length // 8)) if "l" in self.layers else None,
-            "rope_parameters": rope_parameters
-            | rotation_fields(
-                length,
-                turning_pairs=self.turning_pairs,
-                temperature=self.temperature,
-                decay=self.decay,
-                decay_length=self.decay_length,
-                max_distance=self.max_distance,
-            ),
+            "rope_parameters": rope_parameters | rotation_fields(self, length),
         }
 
 
-def rotation_fields(
-    length: int,
-    *,
-    turning_pairs: int | None = None,
-    temperature: bool | None = None,
-    decay: float | None = None,
-    decay_length: float | None = None,
-    max_distance: int | None = None,
-) -> dict[str, Any]:
-    """Additions to the rotary parameters, as for `Roles`, for a training length in tokens."""
-    given: dict[str, Any] = {"turning_pairs": turning_pairs, "max_distance": max_distance}
-    if temperature:
-        given["temperature"] = length
-    if decay:
-        given |= {"decay": decay, "decay_length": decay_length or length / 8}
-    return {name: value for name, value in given.items() if value is not None}
+def rotation_fields(settings: Any, length: int) -> dict[str, Any]:
+    """Rotary parameters of settings like those of `Roles`, for a training length in tokens."""
+    fields: dict[str, Any] = {
+        "turning_pairs": settings.turning_pairs,
+        "max_distance": settings.max_distance,
+        "temperature": length if settings.temperature else None,
+    }
+    if settings.decay:
+        decay_length = settings.decay_length or length / 8
+        fields |= {"decay": settings.decay, "decay_length": decay_length}
+    return {name: value for name, value in fields.items() if value is not None}

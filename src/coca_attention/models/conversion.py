@@ -26,7 +26,6 @@ from coca_attention.models.configuration import (
     head_width,
     rope_parameters,
     rotation,
-    rotation_fields,
     training_length,
 )
 from coca_attention.models.decoder import (
@@ -241,7 +240,8 @@ def _added_fields(config: Any, wanted: Conversion) -> dict[str, Any]:
             raise UserError(
                 f"max_distance must be at most the training length of {length} tokens, got {limit}"
             )
-        limited = rope | rotation_fields(length, temperature=True, decay=DECAY, max_distance=limit)
+        limited = {"temperature": length, "max_distance": limit}
+        limited = rope | limited | {"decay": DECAY, "decay_length": length / 8}
         return added | {"rope_parameters": limited if rope is every else every | {GLOBAL: limited}}
     if rope is not every:
         raise UserError(

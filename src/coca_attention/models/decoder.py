@@ -20,7 +20,6 @@ from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
     check_cache_kind,
-    check_continuous_batching,
     has_own_roles,
     rope_parameters,
     rotation,
@@ -45,12 +44,7 @@ def change_class(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
 
 
 def replace_attention(body: Any, cls: type) -> None:
-    """Turn a family's decoder into its CoCA class in place.
-
-    Args:
-        body: The decoder, for example a `LlamaModel`, which already has its CoCA configuration.
-        cls: A `CollinearModel`.
-    """
+    """Turn a family's decoder, which already has its CoCA configuration, into its CoCA class."""
     change_class(body, cls, body.config)
     own_roles = has_own_roles(body.config)
     if own_roles and hasattr(body, "has_sliding_layers"):
@@ -81,11 +75,7 @@ class CollinearPreTrained:
 
 
 class CollinearModel(CollinearPreTrained):
-    """A decoder with collinear attention that derives the true position of every token.
-
-    Scores of the slack form depend on true positions, so padding must not shift them. If the caller
-    passes a mask but no positions, positions are computed from the mask.
-    """
+    """A decoder with collinear attention that derives the true position of every token."""
 
     config_class: Any
     attention_class: type[CollinearAttention]
@@ -112,7 +102,7 @@ class CollinearModel(CollinearPreTrained):
             return forward(**kwargs)  # which says what is missing
         mask = attention_mask if isinstance(attention_mask, Tensor) else None
         mask = mask.long() if mask is not None and mask.dim() == 2 else None
-        if position_ids is None and mask is not None:
+        if position_ids is None and mask is not None:  # scores of slack depend on true positions
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         band = self._band(tokens, attention_mask, position_ids, cache, kwargs.get("use_cache"))
         has_roles, half = has_own_roles(self.config), self.config.kv_cache == "half"
@@ -157,10 +147,7 @@ class CollinearModel(CollinearPreTrained):
     def _band(
         self: Any, tokens: Tensor, mask: Any, position_ids: Any, cache: Any, use_cache: bool | None
     ) -> Band | None:
-        """What layers hide by themselves under SDPA; None leaves the masks to Transformers.
-
-        Masks of all queries and keys are quadratic in the text; `attend` forms them in blocks.
-        """
+        """What layers hide by themselves under SDPA; None leaves the masks to Transformers."""
         (batch, length), past = tokens.shape[:2], 0
         causal = self.attention_class.layout.modules(self)[0].is_causal
         if self.config._attn_implementation != "sdpa" or not causal or length == 1:
@@ -229,6 +216,22 @@ class CollinearForCausalLM(CollinearHead):
         return super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue]
 
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' continuous batching, see `check_continuous_batching`."""
-        check_continuous_batching(self.config)
+        """Transformers' continuous batching; ValueError if cache or rotation rule it out."""
+        scaled = rotation(self.config)
+        if self.config.kv_cache == "half":
+            raise ValueError(
+                "continuous batching stores keys and values in one pool, so it does not support "
+                'keys of half the width: set config.kv_cache = "full"'
+            )
+        if scaled.follows_length:
+            raise ValueError(
+                "continuous batching reads several texts in one pass, so it does not support "
+                f"{scaled.rule.kind} scaling, which depends on the length of a text: use ntk, or "
+                "set a target length"
+            )
+        if scaled.decay is not None or scaled.max_distance is not None:
+            raise ValueError(
+                "continuous batching mixes the tokens of several texts, so it does not support a "
+                "decay or max_distance: use generate() with a batch"
+            )
         return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore

@@ -1,13 +1,13 @@
 """The supported families: a table of Transformers' classes, and their CoCA classes.
 
 A CoCA model is the family's own Transformers model whose key projections were replaced, so a family
-is a row of `FAMILIES`: `make_family` derives its classes. What a family has of its own stands above
-the table. To add one, see docs/extending.md.
+is a row of `FAMILIES`, from which its classes are derived. Above the table is what a family has of
+its own. To add one, see docs/extending.md.
 """
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -48,9 +48,14 @@ class Family:
     """A family of decoders or encoders: Transformers' classes, and the CoCA classes of them."""
 
     vanilla: Any
-    """Transformers' language model, causal or, in an encoder, masked."""
-    causal_lm: type[CollinearHead]
-    """Its CoCA class."""
+    """Transformers' language model, causal or masked, such as ``LlamaForCausalLM``. The decoder is
+    that of AutoModel, and the attention the class ``LlamaAttention`` beside it."""
+    layout: AttentionLayout = field(default_factory=AttentionLayout)
+    """What is different about the projections of the attention modules, converted or not."""
+    config_mixin: type = CoCAConfig
+    """`CoCAConfig`, or a subclass with what the configuration has of its own."""
+    attention_mixin: type = CollinearAttention
+    """`CollinearAttention`, or a subclass with what the attention has of its own."""
 
     @property
     def vanilla_body(self) -> Any:
@@ -62,20 +67,37 @@ class Family:
         """Transformers' class of the rotary embedding."""
         return _beside(self.vanilla, "RotaryEmbedding")
 
-    @property
-    def body(self) -> type[CollinearModel]:
-        """The CoCA class of the decoder."""
-        return self.causal_lm.body_class
-
-    @property
+    @cached_property
     def config(self) -> Any:
         """The CoCA class of the configuration."""
-        return self.body.config_class
+        theirs = self.vanilla.config_class
+        made = _make_class(
+            f"CoCA{theirs.__name__}",
+            (self.config_mixin, theirs),
+            f"{theirs.__name__} with CoCA attention; see `CoCAConfig`.",
+            model_type=f"coca_{theirs.model_type}",
+            base_model_tp_plan=_sharding_plan(theirs, self.layout),
+        )
+        return strict(made)
 
-    @property
-    def layout(self) -> AttentionLayout:
-        """Layout of the family's attention modules, converted or not."""
-        return self.body.attention_class.layout
+    @cached_property
+    def body(self) -> type[CollinearModel]:
+        """The CoCA class of the decoder."""
+        attention = _beside(self.vanilla, "Attention")
+        ours = _make_class(
+            f"CoCA{attention.__name__}",
+            (self.attention_mixin, attention),
+            f"{attention.__name__} with a T projection instead of its key projection.",
+            layout=self.layout,
+        )
+        return self._model(self.vanilla_body, CollinearModel, attention_class=ours)
+
+    @cached_property
+    def causal_lm(self) -> type[CollinearHead]:
+        """The CoCA class of the language model."""
+        causal = _auto_class(self.vanilla) is AutoModelForCausalLM
+        mixin = CollinearForCausalLM if causal else CollinearHead
+        return self._model(self.vanilla, mixin, body_class=self.body)
 
     @cached_property
     def classes(self) -> list[tuple[Any, Any, Any]]:
@@ -86,7 +108,18 @@ class Family:
             *(self._head(auto, generic) for auto, generic in HEADS.items()),
         ]
 
+    def _model(self, vanilla: Any, mixin: type, **attributes: Any) -> Any:
+        """The CoCA class of one of Transformers' models."""
+        return _make_class(
+            f"CoCA{vanilla.__name__}",
+            (mixin, vanilla),
+            f"{vanilla.__name__} with CoCA attention.",
+            __annotations__={"config": self.config},
+            **attributes,
+        )
+
     def _head(self, auto: Any, generic: type) -> tuple[Any, Any, Any]:
+        """A row of `classes` for a task, for which Transformers may have no class."""
         vanilla = auto._model_mapping.get(self.vanilla.config_class, None)
         kinds = self.vanilla_body.__mro__
         own = next(kind for kind in kinds if PreTrainedModel in kind.__bases__)
@@ -96,7 +129,7 @@ class Family:
             f"{name}For{task}",
             (CollinearHead, *((generic, own) if vanilla is None else (vanilla,))),
             f"{name} with a head for {task}.",
-            config=self.config,
+            __annotations__={"config": self.config},
             body_class=self.body,
         )
         return auto, vanilla, made
@@ -113,66 +146,11 @@ def _beside(model: type, part: str) -> Any:
     return getattr(sys.modules[model.__module__], f"{prefix}{part}")
 
 
-def _make_class(
-    name: str, bases: tuple[type, ...], doc: str, *, config: type | None = None, **attributes: Any
-) -> Any:
-    """A class of this module, where pickle looks for it; models are annotated with their config."""
-    annotations = {} if config is None else {"__annotations__": {"config": config}}
-    made = type(name, bases, {"__module__": __name__, "__doc__": doc, **annotations, **attributes})
+def _make_class(name: str, bases: tuple[type, ...], doc: str, **attributes: Any) -> Any:
+    """A class of this module, where pickle looks for it."""
+    made = type(name, bases, {"__module__": __name__, "__doc__": doc, **attributes})
     setattr(sys.modules[__name__], name, made)
     return made
-
-
-def make_family(
-    vanilla: Any,
-    *,
-    layout: AttentionLayout | None = None,
-    config_mixin: type = CoCAConfig,
-    attention_mixin: type = CollinearAttention,
-) -> Family:
-    """The family of a Transformers language model, with its CoCA classes.
-
-    Args:
-        vanilla: The language model, such as ``LlamaForCausalLM``. The decoder is that of AutoModel,
-            and the attention the class ``LlamaAttention`` beside it.
-        layout: What is different about the projections.
-        config_mixin: `CoCAConfig`, or a subclass with what the configuration has of its own.
-        attention_mixin: `CollinearAttention`, or a subclass with what the attention has of its own.
-    """
-    theirs, layout = vanilla.config_class, layout or AttentionLayout()
-    body: Any = AutoModel._model_mapping[theirs]
-    attention = _beside(vanilla, "Attention")
-    config = strict(
-        _make_class(
-            f"CoCA{theirs.__name__}",
-            (config_mixin, theirs),
-            f"{theirs.__name__} with CoCA attention; see `CoCAConfig`.",
-            model_type=f"coca_{theirs.model_type}",
-            base_model_tp_plan=_sharding_plan(theirs, layout),
-        )
-    )
-    ours = _make_class(
-        f"CoCA{attention.__name__}",
-        (attention_mixin, attention),
-        f"{attention.__name__} with a T projection instead of its key projection.",
-        layout=layout,
-    )
-    decoder = _make_class(
-        f"CoCA{body.__name__}",
-        (CollinearModel, body),
-        f"{body.__name__} with CoCA attention.",
-        config=config,
-        attention_class=ours,
-    )
-    causal = _auto_class(vanilla) is AutoModelForCausalLM
-    model = _make_class(
-        f"CoCA{vanilla.__name__}",
-        (CollinearForCausalLM if causal else CollinearHead, vanilla),
-        f"{vanilla.__name__} with CoCA attention.",
-        config=config,
-        body_class=decoder,
-    )
-    return Family(vanilla, model)
 
 
 def _sharding_plan(config: Any, layout: AttentionLayout) -> dict[str, str]:
@@ -266,8 +244,8 @@ class ModernBertMixin(CollinearAttention):
         return self.out_drop(super()._projected(output, hidden_states))
 
 
-LLAMA = make_family(transformers.LlamaForCausalLM)
-GPT_NEOX = make_family(
+LLAMA = Family(transformers.LlamaForCausalLM)
+GPT_NEOX = Family(
     transformers.GPTNeoXForCausalLM,
     layout=AttentionLayout(
         module_name="attention",
@@ -280,23 +258,23 @@ GPT_NEOX = make_family(
 )
 FAMILIES: list[Family] = [
     LLAMA,
-    make_family(transformers.MistralForCausalLM),
-    make_family(transformers.Qwen2ForCausalLM),
-    make_family(transformers.Qwen3ForCausalLM),
-    make_family(transformers.Gemma3ForCausalLM, layout=AttentionLayout(norm_offset=1.0)),
-    make_family(
+    Family(transformers.MistralForCausalLM),
+    Family(transformers.Qwen2ForCausalLM),
+    Family(transformers.Qwen3ForCausalLM),
+    Family(transformers.Gemma3ForCausalLM, layout=AttentionLayout(norm_offset=1.0)),
+    Family(
         transformers.Phi3ForCausalLM,
         layout=AttentionLayout(fused_name="qkv_proj", split_fused=_split_sections),
         config_mixin=Phi3Fields,
     ),
-    make_family(transformers.Olmo2ForCausalLM, layout=AttentionLayout(norm_spans_heads=True)),
+    Family(transformers.Olmo2ForCausalLM, layout=AttentionLayout(norm_spans_heads=True)),
     GPT_NEOX,
-    make_family(
+    Family(
         transformers.CohereForCausalLM,
         layout=AttentionLayout(interleaved=True, interleaved_tables=True),
     ),
-    make_family(transformers.Glm4ForCausalLM, layout=AttentionLayout(interleaved=True)),
-    make_family(
+    Family(transformers.Glm4ForCausalLM, layout=AttentionLayout(interleaved=True)),
+    Family(
         transformers.ModernBertForMaskedLM,
         layout=AttentionLayout(
             module_name="attn",

@@ -3,8 +3,8 @@
 A decay, limited distances, windows without a mask, and one token over a half cache. Every method is
 exact.
 
-Legend: B batch, T query length, S key length, H query heads, G key/value heads, D head width,
-P = D/2 rotary pairs, F free pairs, R rotary width.
+Legend: B batch, T query length, S key length or slots of a cache, H query heads, G key/value heads,
+D head width, P = D/2 rotary pairs, F free pairs, R rotary width.
 """
 
 from typing import Any, NamedTuple
@@ -43,19 +43,10 @@ def _(x: Tensor) -> Tensor:
 
 
 class KeyPositions:
-    """Positions of all cache slots in one forward pass, and their tables, shared by all layers.
-
-    Tokens of this pass have the given positions. Earlier tokens are assumed to be consecutive and
-    are counted back from them, skipping padding if there is a mask.
-
-    Args:
-        body: The decoder.
-        cache: Its cache before this pass, or None.
-        position_ids: Positions of the tokens of this pass, (1 or B, T).
-        mask: 1 for every real token of the text so far, (B, S), or None.
-    """
+    """Positions of all cache slots in one forward pass, and their tables, shared by all layers."""
 
     def __init__(self, body: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> None:
+        """position_ids: (1 or B, T). mask: (B, S), 1 for every real token so far, or None."""
         self.config, self.position_ids = body.config, position_ids
         self.dtype = torch.promote_types(body.dtype, torch.float32)
         device, length = position_ids.device, position_ids.shape[1]
@@ -73,7 +64,7 @@ class KeyPositions:
             self.consecutive = self.consecutive and whole
         slot = torch.arange(slots, device=device)
         # Index in this pass, negative for earlier tokens. Computed here, because a static cache
-        # updates its length in place.
+        # updates its length in place. Earlier tokens are assumed to be consecutive.
         self.index_in_pass = slot - start
         if mask is None:
             self.earlier = position_ids[:, :1] + self.index_in_pass
@@ -117,10 +108,7 @@ class KeyPositions:
     def frames(
         self, layer_type: str | None, first: int, keys: int, pairs: int, tile: int
     ) -> KeyFrames | None:
-        """Tables of `attend_half` for these slots in tiles, of heads with so many rotary pairs.
-
-        None if positions are not consecutive, or the base depends on the largest.
-        """
+        """Tables of `attend_half` for these slots in tiles; None if positions do not allow them."""
         if self.first_position is None:
             return None
         kind = (layer_type, first, keys, pairs, tile)
@@ -141,27 +129,18 @@ class KeyPositions:
 
 
 class Band(NamedTuple):
-    """A mask that layers form by themselves, in blocks: nothing later, nothing out of a window.
-
-    Nor tokens of other segments: a number for every token so far, (B, S) int64, such as its
-    document, or whether it is padding.
-    """
+    """A mask that layers form in blocks: nothing later, out of a window or of another segment."""
 
     segments: Tensor | None = None
+    """A number for every token so far, (B, S) int64: its document, or whether it is padding."""
 
 
 class Pass(NamedTuple):
-    """What one forward pass of a decoder hands to all layers.
+    """What one forward pass of a decoder hands to all layers."""
 
-    Attributes:
-        positions: With a half cache, a decay or limited distances, where tokens are.
-        band: In place of Transformers' masks, or None.
-        roles: Where one set of rotary parameters serves local and global layers, the mask and the
-            angles of each layer type.
-    """
-
-    positions: KeyPositions | None = None
-    band: Band | None = None
+    positions: KeyPositions | None = None  # with a half cache, a decay or limited distances
+    band: Band | None = None  # in place of Transformers' masks
+    # Mask and angles of each layer type, where all share one set of rotary parameters.
     roles: dict[str, tuple[Any, Angles]] | None = None
 
     def layer(self, module: Any, mask: Any, angles: Any, cache: Any, length: int) -> "LayerPass":
@@ -179,22 +158,14 @@ class LayerPass(NamedTuple):
     """What a layer attends with in one pass, beside queries, keys and values.
 
     Outputs are (B, T, H, D), as those of Transformers' attention functions.
-
-    Attributes:
-        module: The attention module.
-        mask: In the format of the attention implementation.
-        band: The mask that the layer forms itself in place of it, or None.
-        angles: Those of the tokens of this pass.
-        positions: See `Pass`.
-        first: First slot that the layer's cache returns.
     """
 
     module: Any
-    mask: Any
+    mask: Any  # in the format of the attention implementation
     band: Band | None
     angles: Angles
     positions: KeyPositions | None
-    first: int
+    first: int  # slot that the layer's cache returns
 
     @property
     def kind(self) -> str | None:
@@ -256,17 +227,7 @@ class LayerPass(NamedTuple):
     def attend_coefficients(
         self, projected: Tensor, query: Tensor, coefficients: Tensor, value: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Attention over all coefficients (B, G, S, P + F) and values, where keys do not suffice.
-
-        Args:
-            projected: q before rotation, (B, H, T, D).
-            query: Q', (B, H, T, D).
-            coefficients: Of all tokens, (B, G, S, P + F).
-            value: (B, G, S, D).
-
-        Returns:
-            The output, or None if keys do; and the attention weights of eager attention, or None.
-        """
+        """Output and weights over coefficients (B, G, S, P + F); None for both where keys do."""
         if self.angles.far is not None:
             return self._attend_far(projected, query, coefficients, value)
         if self.positions is None or not self._decodes(query):
@@ -338,11 +299,7 @@ class LayerPass(NamedTuple):
         return output.transpose(1, 2), weights
 
     def attend_keys(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """Attention without a mask, or with a decay, in place of ``scaled_dot_product_attention``.
-
-        Never has all T * S elements of a mask or bias at once. None if the attention function of
-        Transformers computes it.
-        """
+        """Attention without a mask, or with a decay; None if Transformers' function computes it."""
         decay = self.angles.decay
         if self.implementation != "sdpa" or (decay is None and self.band is None):
             return None
@@ -365,11 +322,7 @@ class LayerPass(NamedTuple):
         return output.transpose(1, 2)
 
     def mask_for(self, query: Tensor, keys: int) -> Any:
-        """The mask for the configured attention function, with the decay added.
-
-        Raises:
-            ValueError: If there is a decay and the attention function adds no bias to scores.
-        """
+        """The mask with the decay added; ValueError if the attention function adds no bias."""
         if self.angles.decay is None:
             return self.mask
         shape = self.mask.shape if isinstance(self.mask, Tensor) else ()
@@ -389,14 +342,11 @@ class LayerPass(NamedTuple):
         return with_bias(self.mask, self.angles.decay(*places, wide).unsqueeze(1))
 
     def _check_limits(self, beyond: bool) -> None:
-        """Raise ValueError if the attention function cannot attend with a largest distance.
-
-        If no key is beyond it, any function can that gets all keys, in training for example;
-        serving engines keep keys themselves.
-        """
+        """Raise ValueError if the attention function cannot attend with a largest distance."""
         name = self.implementation
         able = name in ("sdpa", "eager")
         if not beyond:
+            # Any function can that gets all keys. Serving engines keep keys themselves.
             known = ("flex_attention", "flash_attention_2", "flash_attention_3")
             able = able or name in known or ("/" in name and not name.startswith("paged|"))
         if not able:
@@ -407,16 +357,8 @@ class LayerPass(NamedTuple):
 
 
 def halve_static_keys(module: Any) -> Any:
-    """Give a module prepared by Transformers for ExecuTorch the keys of a half cache, in place.
-
-    Transformers makes all keys of its static cache as wide as the values before it exports.
-
-    Args:
-        module: A `TorchExportableModuleWithStaticCache` of a CoCA model with ``kv_cache="half"``.
-
-    Returns:
-        The same module.
-    """
+    """Give a `TorchExportableModuleWithStaticCache` the keys of a half cache, in place."""
+    # Transformers has made all keys of its static cache as wide as the values.
     body = module.model.base_model
     for index, attention in enumerate(body.attention_class.layout.modules(body)):
         layer = module.static_cache.layers[index]

@@ -20,28 +20,23 @@ from coca_attention.ops import fold, get_form
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Names and layout of the projections and norms in a family's attention modules.
-
-    Attributes:
-        module_name: Name of the attention module in a decoder layer.
-        output_name: Name of the output projection.
-        interleaved: Pair layout, see `split_pairs`.
-        interleaved_tables: Whether Transformers' tables of cos and sin have that layout, too.
-        norm_spans_heads: Whether q and k norms normalise all heads together, not each separately.
-        norm_offset: Number that a q or k norm adds to its weight.
-        fused_name: Name of the fused projection to queries, keys and values, if there is one.
-        split_fused: Maps (attention module, output of the fused projection (..., out)) to queries,
-            keys and values, with heads concatenated along the last dimension.
-    """
+    """Names and layout of the projections and norms in a family's attention modules."""
 
     module_name: str = "self_attn"
     output_name: str = "o_proj"
     interleaved: bool = False
+    """Pair layout, see `split_pairs`."""
     interleaved_tables: bool = False
+    """Whether Transformers' tables of cos and sin have that layout, too."""
     norm_spans_heads: bool = False
+    """Whether q and k norms normalise all heads together, not each separately."""
     norm_offset: float = 0.0
+    """Number that a q or k norm adds to its weight."""
     fused_name: str | None = None
+    """Name of the fused projection to queries, keys and values, if there is one."""
     split_fused: Callable[[Any, Tensor], Sequence[Tensor]] | None = None
+    """From attention module and output (..., out) of the fused projection to queries, keys and
+    values, with heads concatenated along the last dimension."""
 
     def modules(self, body: Any) -> list[Any]:
         """The attention modules of a decoder, in the order of its layers."""
@@ -49,10 +44,7 @@ class AttentionLayout:
 
 
 class FoldedLinear(nn.Linear):
-    """The T projection, stored folded: one output per collinear pair instead of two.
-
-    A separate class, so that it is initialised like the mean of two rows of an unfolded projection.
-    """
+    """The T projection, initialised like the mean of two rows of an unfolded projection."""
 
     kv_heads = 1
     free_pairs = 0
@@ -115,14 +107,7 @@ def separate_projections(attention: Any, layout: AttentionLayout) -> None:
 
 
 def replace_key_projection(attention: Any) -> None:
-    """Replace the key projection (and norm) of a module by their pair means, in place.
-
-    Args:
-        attention: A CoCA attention module that still has the family's projections.
-
-    Raises:
-        UserError: If DeepSpeed ZeRO-3 has left this process only shards of the weights.
-    """
+    """Replace the key projection (and norm) of a CoCA module by their pair means, in place."""
     if any(hasattr(parameter, "ds_id") for parameter in attention.parameters()):
         raise UserError(
             "DeepSpeed ZeRO-3 has split the key projections, from which T projections are made: "

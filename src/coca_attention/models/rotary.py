@@ -1,4 +1,7 @@
-"""Stateless rotary modules for Transformers models."""
+"""Stateless rotary modules for Transformers models.
+
+Legend: B batch, T tokens of a pass, R rotary width.
+"""
 
 from typing import Any, NamedTuple
 
@@ -17,34 +20,21 @@ class Far(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """How the positions of a pass act on the scores of layers of one type.
+    """How the positions of a pass act on the scores of layers of one type."""
 
-    Attributes:
-        cos: (B, T, R/2) for a rotary width R.
-        sin: Like cos.
-        factor: On the queries, (B, T), or None.
-        decay: Addend of the scores, or None.
-        far: Where distances are limited, or None.
-    """
-
-    cos: Tensor
+    cos: Tensor  # (B, T, R/2)
     sin: Tensor
-    factor: Tensor | None
-    decay: Decay | None
-    far: Far | None
+    factor: Tensor | None  # on the queries, (B, T)
+    decay: Decay | None  # addend of the scores
+    far: Far | None  # where distances are limited
 
 
 class CoCARotary(nn.Module):
-    """cos and sin with half the rotary width, in float32 or wider.
-
-    Computed from the configuration at every call. The module has no buffers: a long input does not
-    affect later short ones, and loading a model or changing its ``rope_parameters`` leaves nothing
-    stale.
-    """
+    """cos and sin with half the rotary width, from the configuration at every call."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.config = config
+        self.config = config  # and no buffers, which another length or rule would leave stale
 
     @torch.no_grad()
     def forward(
@@ -61,23 +51,16 @@ class CoCARotary(nn.Module):
 
 
 class VanillaRotary(CoCARotary):
-    """Stateless replacement for a Transformers rotary module: cos and sin at full rotary width.
+    """Stateless replacement for a Transformers rotary module: cos and sin at full rotary width."""
 
-    Unlike Transformers' own ``dynamic``, it does not remember the longest input seen.
-
-    Args:
-        config: The model's configuration.
-        interleaved: Whether the two values of a pair are adjacent (Cohere).
-    """
-
-    def __init__(self, config: Any, interleaved: bool = False) -> None:
+    def __init__(self, config: Any, interleaved: bool) -> None:
         super().__init__(config)
-        self.interleaved = interleaved
+        self.interleaved = interleaved  # whether the two values of a pair are adjacent (Cohere)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: Tensor, position_ids: Tensor, layer_type: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (B, T, rotary width), in the dtype of the hidden states."""
+        """cos and sin, each (B, T, R), in the dtype of the hidden states."""
         cos, sin = (
             join_pairs(x, x, self.interleaved).to(hidden_states.dtype)
             for x in super().forward(hidden_states, position_ids, layer_type)[:2]

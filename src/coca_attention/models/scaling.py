@@ -142,16 +142,11 @@ def _changed_parameters(config: Any, kind: str, given: dict[str, Any]) -> dict[s
 
 @contextmanager
 def rotary_restored(model: PreTrainedModel) -> Iterator[None]:
-    """Restore the rotary embedding of a model after the ``with`` block, to the last bit.
-
-    Restores the rule, the modules, and what they remember: Transformers' own ``dynamic`` keeps the
-    frequencies of the longest text read until a short one.
-
-    Args:
-        model: A loaded model, CoCA or vanilla; without rotary embedding, nothing happens.
-    """
+    """Restore the rotary embedding of a model after the ``with`` block, to the last bit."""
     config = model.config.get_text_config()
     rule = getattr(config, "rope_parameters", None)
+    # With what modules remember: Transformers' own ``dynamic`` keeps the frequencies of the longest
+    # text read until a short one.
     kept = [
         (name, module, vars(module).copy(), module._buffers.copy())
         for name, module in _rotary_modules(model).items()

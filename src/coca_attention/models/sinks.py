@@ -44,25 +44,8 @@ def sink_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with a sink per head for Transformers' `AttentionInterface`.
-
-    Args:
-        module: The layer.
-        query: (B, H, T, D).
-        key: (B, G, S, D).
-        value: (B, G, S, D).
-        attention_mask: From `sink_mask`: all that a query sees, or None for causal attention
-            within the window.
-        scaling: Multiplies the scores.
-        s_aux: The sinks, (H,).
-        dropout: Probability of dropping an attention weight.
-        sliding_window: Tokens that a query sees, its own included; None for all.
-        **kwargs: Not used.
-
-    Returns:
-        (B, T, H, D), and None for the weights.
-    """
-    causal = attention_mask is None
+    """Attention with a sink per head, `s_aux` (H,), for Transformers' `AttentionInterface`."""
+    causal = attention_mask is None  # and within the window; otherwise the mask says all
     output = attend(
         query,
         key,
@@ -88,11 +71,7 @@ def sink_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of `sink_attention` for Transformers' `AttentionMaskInterface`.
-
-    None if the queries are the last tokens of the keys, without padding and packing: `attend`
-    then applies causality and window in blocks. Otherwise that of `sdpa`, (B, 1, T, S).
-    """
+    """None if the queries are the last tokens, without padding; otherwise that of `sdpa`."""
     last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     padded = attention_mask is not None and (compiling() or not attention_mask.all())
     if allow_is_causal_skip and last and not padded:

@@ -253,19 +253,11 @@ def _attention_fields(
             length=length,
             rope_parameters=rope_parameters,
         )
-    added = rotation_fields(
-        length,
-        turning_pairs=model.turning_pairs,
-        temperature=model.temperature,
-        decay=model.decay,
-        decay_length=model.decay_length,
-        max_distance=model.max_distance,
-    )
     rotary = model.attention == "rope"
     return {
         "coca_form": "strict" if rotary else model.attention,
         "coca_free_pairs": pairs if rotary else 0,
-        "rope_parameters": rope_parameters | added,
+        "rope_parameters": rope_parameters | rotation_fields(model, length),
     }
 
 
