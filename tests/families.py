@@ -1,9 +1,13 @@
 """Tiny models of every family, and the capabilities listed in the table of docs/families.md."""
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from itertools import pairwise
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+import oracle
 from coca_attention import convert
+from coca_attention.models.configuration import rotation
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 
 SIZES = {
@@ -92,14 +96,17 @@ def table(passed: set[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def vanilla(family: str, seed: int = 0, **changes):
-    """A small random model whose attention is far from uniform."""
+def configuration(family: str, **changes):
+    """Transformers' own configuration of a tiny model."""
     model_type, differences = FAMILIES[family]
     settings = {**SIZES, **differences, **changes}
-    settings = {name: value for name, value in settings.items() if value is not None}
+    return AutoConfig.for_model(model_type, **{n: x for n, x in settings.items() if x is not None})
+
+
+def vanilla(family: str, seed: int = 0, **changes):
+    """A small random model whose attention is far from uniform."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **settings)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(configuration(family, **changes)).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # Weights of norms differ from 1 too, so that swapped norms are detected.
@@ -112,6 +119,64 @@ def vanilla(family: str, seed: int = 0, **changes):
 
 def collinear(family: str, form: str = "slack", seed: int = 0, **changes):
     return convert(vanilla(family, seed, **changes), form)
+
+
+def reloaded(model, folder, auto=AutoModelForCausalLM):
+    """The model, saved and loaded again."""
+    model.save_pretrained(folder)
+    return auto.from_pretrained(folder).to(model.dtype).eval()
+
+
+@torch.no_grad()
+def read_in_pieces(model, ids, edges, mask=None, cache=None, positions=None):
+    """Logits of a text that is read from edge to edge with a cache."""
+    cache, pieces = DynamicCache(config=model.config) if cache is None else cache, []
+    for a, b in pairwise((0, *edges)):
+        options = {} if positions is None else {"position_ids": positions[:, a:b]}
+        seen = None if mask is None else mask[:, :b]
+        out = model(ids[:, a:b], attention_mask=seen, past_key_values=cache, **options)
+        pieces.append(out.logits)
+    return torch.cat(pieces, 1)
+
+
+def left_padded(ids, pads):
+    """A batch with padding on the left, and its mask."""
+    zeros = torch.zeros(len(ids), pads, dtype=torch.long)
+    return torch.cat((zeros, ids), 1), torch.cat((zeros, torch.ones_like(ids)), 1)
+
+
+def attentions(model):
+    """The attention modules of a CoCA model in the order of its layers."""
+    return model.base_model.attention_class.layout.modules(model.base_model)
+
+
+@torch.no_grad()
+def attended(model, ids):
+    """Logits under eager attention, and of every layer: module, q, t per query head, weights."""
+    model.set_attn_implementation("eager")
+    inputs = {}
+
+    def remember(module, args, kwargs):
+        inputs[module] = args[0] if args else kwargs["hidden_states"]
+
+    hooks = [m.register_forward_pre_hook(remember, with_kwargs=True) for m in attentions(model)]
+    output, rows = model(ids, output_attentions=True), []
+    for hook in hooks:
+        hook.remove()
+    for attention, weights in zip(attentions(model), output.attentions, strict=True):
+        q, t, _ = attention.project(inputs[attention])
+        rows.append((attention, q, t.repeat_interleave(q.shape[1] // t.shape[1], 1), weights))
+    return output.logits, rows
+
+
+def oracle_scores(form, attention, q, t):
+    """Scores (B, H, T, T) of a layer without free pairs by the printed equations."""
+    turning = rotation(attention.config, getattr(attention, "layer_type", None))
+    arguments = (q, t, *[torch.arange(q.shape[2])] * 2)
+    options = {"theta": turning.frequencies(), "interleaved": attention.layout.interleaved}
+    if turning.width == attention.head_dim:
+        return oracle.form_scores(form, *arguments, **options)
+    return oracle.partial_scores(form, *arguments, rotary_width=turning.width, **options)
 
 
 def assert_reads_the_same(model, ids):

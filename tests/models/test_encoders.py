@@ -8,19 +8,17 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
 )
 
-import oracle
 from coca_attention import convert
 from coca_attention.errors import UserError
 from coca_attention.models import Roles
-from coca_attention.models.configuration import LOCAL, rotation
+from coca_attention.models.configuration import LOCAL
+from coca_attention.models.families import HEADS
 from coca_attention.ops import FORMS
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
+from families import attended, oracle_scores, reloaded
 
 MASK, ROUND_OFF = 3, 1e-12
 SETTINGS = {
@@ -56,21 +54,12 @@ def test_attention_weights_match_the_oracle_in_both_directions(form):
     model = convert(vanilla(), form).double()
     ids = some_tokens(model)
     by_sdpa = logits(model, ids)
-    model.set_attn_implementation("eager")
-    inputs = {}
-    for layer in model.model.layers:
-        layer.attn.register_forward_pre_hook(lambda m, args: inputs.update({m: args[0]}))
-    with torch.no_grad():
-        output = model(ids, output_attentions=True)
-    assert difference(output.logits, by_sdpa) < ROUND_OFF
+    by_eager, layers = attended(model, ids)
+    assert difference(by_eager, by_sdpa) < ROUND_OFF
     positions = torch.arange(ids.shape[1])
     distance = (positions.unsqueeze(-1) - positions).abs()
-    for layer, weights in zip(model.model.layers, output.attentions, strict=True):
-        attention = layer.attn
-        with torch.no_grad():
-            q, t, _ = attention.project(inputs[attention])
-        theta = rotation(model.config, attention.layer_type).frequencies()
-        scores = oracle.SCORES[form](q, t, positions, positions, theta=theta) * 8**-0.5
+    for attention, q, t, weights in layers:
+        scores = oracle_scores(form, attention, q, t) * 8**-0.5
         if attention.layer_type == LOCAL:
             scores = scores.masked_fill(distance > 4, float("-inf"))
         assert (weights - scores.softmax(-1)).abs().max() < 1e-9
@@ -85,8 +74,7 @@ def test_with_all_pairs_free_the_model_is_the_rotary_one():
     assert difference(logits(convert(model, free_pairs=4), ids), expected) < 1e-5
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("form", ["slack", "strict"])
+@pytest.mark.parametrize(("form", "side"), [("slack", "left"), ("strict", "right")])
 def test_padding_changes_nothing(form, side):
     model = convert(vanilla(), form).double()
     ids = some_tokens(model)
@@ -117,8 +105,7 @@ def test_masked_tokens_are_learned_saved_and_reloaded(tmp_path):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
-    model.eval().save_pretrained(tmp_path)
-    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    loaded = reloaded(model.eval(), tmp_path, AutoModelForMaskedLM)
     assert type(loaded) is type(model) and loaded.config.coca_form == "strict"
     assert torch.equal(logits(loaded, ids), logits(model, ids))
     body = AutoModel.from_pretrained(tmp_path).eval()  # for embeddings of texts
@@ -126,19 +113,11 @@ def test_masked_tokens_are_learned_saved_and_reloaded(tmp_path):
         assert torch.equal(body(ids).last_hidden_state, model.model(ids).last_hidden_state)
 
 
-@pytest.mark.parametrize(
-    "auto",
-    [
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-        AutoModelForQuestionAnswering,
-    ],
-)
+@pytest.mark.parametrize("auto", HEADS)
 def test_heads(auto, tmp_path):
     model = convert(vanilla(auto), "strict").eval()
     ids = some_tokens(model)
-    model.save_pretrained(tmp_path)
-    loaded = auto.from_pretrained(tmp_path).eval()
+    loaded = reloaded(model, tmp_path, auto)
     with torch.no_grad():
         ours, theirs = model(ids)[0], loaded(ids)[0]
     assert type(loaded) is type(model) and torch.equal(ours, theirs)

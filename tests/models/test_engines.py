@@ -164,8 +164,7 @@ def test_families_in_sglang(family):
     assert_same_in_an_engine(collinear(family), "sglang")
 
 
-@pytest.mark.parametrize("form", ["strict", "magnitude"])
-@pytest.mark.parametrize("family", ["Llama", "GPT-NeoX"])
+@pytest.mark.parametrize(("family", "form"), [("Llama", "strict"), ("GPT-NeoX", "magnitude")])
 def test_every_form_in_an_engine(family, form):
     assert_same_in_an_engine(convert(vanilla(family), form, free_pairs=1))
 
@@ -177,8 +176,7 @@ def test_roles_and_temperature_in_an_engine(family):
 
 
 def test_a_half_cache_is_a_full_one_in_an_engine():
-    model = convert(vanilla("Llama"), kv_cache="half")
-    assert_same_in_an_engine(model)
+    assert_same_in_an_engine(convert(vanilla("Llama"), kv_cache="half"))
 
 
 def test_a_decay_is_refused_by_an_engine():
@@ -187,8 +185,7 @@ def test_a_decay_is_refused_by_an_engine():
         assert_same_in_an_engine(model)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize("form", ["rope", "strict"])
+@pytest.mark.parametrize(("engine", "form"), [("vllm", "rope"), ("sglang", "strict")])
 def test_limited_distances_are_refused_by_an_engine(form, engine):
     """Also in texts within the limit, where a longer one could follow."""
     model = convert(vanilla("Llama"), form, max_distance=64)

@@ -5,7 +5,6 @@ import pickle
 import pytest
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -14,8 +13,7 @@ from transformers import (
 from coca_attention import convert
 from coca_attention.models.families import HEADS
 from coca_attention.testing import difference, some_tokens
-from coca_lab.cli import main
-from families import FAMILIES, SIZES, vanilla
+from families import FAMILIES, configuration, left_padded, reloaded, vanilla
 
 TASKS = {
     "sequence": AutoModelForSequenceClassification,
@@ -32,19 +30,13 @@ WITHOUT = {
 }
 
 
-def configuration(family):
-    model_type, differences = FAMILIES[family]
-    settings = {**SIZES, **differences, "num_labels": 3}
-    return AutoConfig.for_model(
-        model_type, **{name: value for name, value in settings.items() if value is not None}
-    )
-
-
 def collinear_head(family, task):
     """Converted from the vanilla head, or built, where Transformers has none."""
     torch.manual_seed(0)
     if task not in WITHOUT.get(family, ()):
-        return convert(TASKS[task].from_config(configuration(family)), "strict").eval()
+        return convert(
+            TASKS[task].from_config(configuration(family, num_labels=3)), "strict"
+        ).eval()
     body = convert(vanilla(family), "strict")
     body.config.num_labels = 3
     return TASKS[task].from_config(body.config).eval()
@@ -64,8 +56,10 @@ def outputs(model, ids, mask=None):
     return found.logits if "logits" in found else torch.stack(found[:2], -1)
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "task"),
+    [(f, t) for i, f in enumerate(FAMILIES) for j, t in enumerate(TASKS) if (i + j) % 3 or i == 0],
+)
 def test_a_head_is_trained_saved_and_reloaded(family, task, tmp_path):
     model = collinear_head(family, task)
     assert model.config.coca_form == "strict" and model.config.num_labels == 3
@@ -82,12 +76,10 @@ def test_a_head_is_trained_saved_and_reloaded(family, task, tmp_path):
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     expected = outputs(model, ids)
-    pads = torch.zeros(4, 3, dtype=torch.long)
-    padded = outputs(model, torch.cat((pads, ids), 1), torch.cat((pads, torch.ones_like(ids)), 1))
+    padded = outputs(model, *left_padded(ids, 3))
     padded = padded if task == "sequence" else padded[:, 3:]
     assert difference(padded.double(), expected.double()) < 1e-5
-    model.save_pretrained(tmp_path)
-    loaded = TASKS[task].from_pretrained(tmp_path).eval()
+    loaded = reloaded(model, tmp_path, TASKS[task])
     assert type(loaded) is type(model)
     assert torch.equal(outputs(loaded, ids), expected)
 
@@ -103,46 +95,3 @@ def test_a_language_model_becomes_a_classifier(tmp_path):
     ours = classifier.base_model.state_dict()
     assert all(torch.equal(w, ours[n]) for n, w in model.base_model.state_dict().items())
     assert classifier.score.weight.shape == (3, 32)
-
-
-def test_the_command_converts_a_classifier(tmp_path):
-    source, target = tmp_path / "source", tmp_path / "target"
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(configuration("Llama"))
-    model.save_pretrained(source)
-    assert main(["convert", str(source), str(target), "--form", "strict"]) == 0
-    loaded = AutoModelForSequenceClassification.from_pretrained(target).eval()
-    ids = some_tokens(loaded)
-    assert torch.equal(outputs(loaded, ids), outputs(convert(model, "strict").eval(), ids))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_reward_trainer_takes_a_path(tmp_path):
-    trl = pytest.importorskip("trl", reason="needs trl, which is not among the requirements")
-    datasets = pytest.importorskip("datasets")
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {"pad": 0, "a": 1, "b": 2, "c": 3, "d": 4}
-    words = Tokenizer(models.WordLevel(vocabulary, "pad"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="pad", eos_token="d"
-    )
-    model = convert(vanilla("Llama"))
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    rows = {"chosen": ["a b c", "a c c"] * 4, "rejected": ["b b", "c a"] * 4}
-    trainer = trl.RewardTrainer(
-        model=str(tmp_path / "model"),
-        args=trl.RewardConfig(
-            output_dir=str(tmp_path / "run"), max_steps=2, report_to=[], use_cpu=True, bf16=False
-        ),
-        train_dataset=datasets.Dataset.from_dict(rows),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    assert type(trainer.model).__name__ == "CoCALlamaForSequenceClassification"
-    trainer.save_model(str(tmp_path / "reward"))
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
-    assert torch.equal(again.score.weight, trainer.model.score.weight)

@@ -11,7 +11,7 @@ from coca_attention import convert
 from coca_attention.models import Roles
 from coca_attention.ops import attention, clipped
 from coca_attention.testing import difference, logits, some_tokens
-from families import VARIED, vanilla
+from families import VARIED, read_in_pieces, vanilla
 
 KINDS = {
     "roles": {"roles": Roles("lg", window=6)},
@@ -104,12 +104,7 @@ def test_padded_prompts_are_read_in_pieces(kind, family):
     mask[0, :7] = 0
     expected = logits(model, ids, attention_mask=mask)
     for cache in (DynamicCache(), DynamicCache(config=model.config)):
-        with torch.no_grad():
-            found = [
-                model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits
-                for a, b in ((0, 21), (21, 22), (22, 35), (35, 40))
-            ]
-        found = torch.cat(found, dim=1)
+        found = read_in_pieces(model, ids, (21, 22, 35, 40), mask, cache)
         assert difference(found[0, 7:], expected[0, 7:]) < 1e-12
         assert difference(found[1], expected[1]) < 1e-12
 

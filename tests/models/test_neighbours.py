@@ -6,21 +6,36 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
-    DynamicCache,
     GenerationConfig,
     StaticCache,
     TextStreamer,
     pipeline,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.models import set_rotary_scaling
 from coca_attention.models.attention import eager_attention
 from coca_attention.ops import attend_half
 from coca_attention.testing import difference, logits, some_tokens
-from families import FAMILIES, collinear
+from families import FAMILIES, collinear, left_padded, read_in_pieces, reloaded
 
 FORMS = ["slack", "strict", "magnitude"]
+# Every form, kind of cache and kind of room for it, each pair of them once or more.
+COVERING = [
+    ("slack", "full", False),
+    ("slack", "half", True),
+    ("strict", "half", False),
+    ("strict", "full", True),
+    ("magnitude", "full", False),
+    ("magnitude", "half", True),
+]
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+
+
+def model_of(form="slack", kind="full", **changes):
+    model = collinear("Llama", form, **changes).double()
+    model.config.kv_cache = kind
+    return model
 
 
 def greedy(model, ids, **options):
@@ -31,22 +46,18 @@ def greedy(model, ids, **options):
 @pytest.mark.parametrize("form", FORMS)
 def test_float16_survives_queries_of_ten_thousand(form, backend):
     """With |q| of 1e4 and scores of 1e7, attention weights are finite and match float64."""
-    exact = collinear("Llama", form).double()
-    with torch.no_grad():
-        for layer in exact.model.layers:
-            # Queries in the direction of one hidden state, to know their length.
-            layer.self_attn.q_proj.weight.mul_(1e4)
+    exact, sizes = model_of(form), []
     ids = some_tokens(exact)
-    sizes = []
     for layer in exact.model.layers:
+        # Queries in the direction of one hidden state, to know their length.
+        layer.self_attn.q_proj.weight.data.mul_(1e4)
         layer.self_attn.q_proj.register_forward_hook(
             lambda _, __, out: sizes.append(out.unflatten(-1, (-1, 8)).norm(dim=-1).max().item())
         )
-    expected = logits(exact, ids)
+    logits(exact, ids)
     scale = 1e4 / max(sizes)
-    with torch.no_grad():
-        for layer in exact.model.layers:
-            layer.self_attn.q_proj.weight.mul_(scale)
+    for layer in exact.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(scale)
     sizes.clear()
     expected = logits(exact, ids)
     assert 9_900 < max(sizes) < 10_100
@@ -58,29 +69,24 @@ def test_float16_survives_queries_of_ten_thousand(form, backend):
     # Softmax is nearly one-hot here, and float16 queries may pick a neighbour: most rows agree.
     close = (found - expected).abs().amax(-1) < 0.05 * expected.abs().max()
     assert close.float().mean() > 0.8
-    padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), ids), 1)
-    mask = (padded != 0).long()
+    padded, mask = left_padded(ids, 3)
     assert logits(model, padded, attention_mask=mask)[:, 3:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 def test_half_precision_is_within_its_rounding(form, dtype):
-    exact = collinear("Llama", form).double()
-    with torch.no_grad():
-        for weight in exact.parameters():
-            if weight.dim() == 2:
-                weight.div_(4)
+    exact, rough = model_of(form), collinear("Llama", form)
+    for weight in exact.parameters():
+        if weight.dim() == 2:
+            weight.data.div_(4)
     ids = some_tokens(exact)
-    rough = collinear("Llama", form)
     rough.load_state_dict(exact.state_dict())
     rough.to(dtype)
     # About forty roundings in a row between the embedding and the logits.
     assert difference(logits(rough, ids), logits(exact, ids)) < 40 * torch.finfo(dtype).eps
-    for kind in ("full", "half"):
-        rough.config.kv_cache = kind
-        cached = greedy(rough, ids)
-        assert cached.shape == (2, 36)
+    for rough.config.kv_cache in ("full", "half"):
+        assert greedy(rough, ids).shape == (2, 36)
 
 
 def test_eager_attention_in_float16_hides_what_is_masked_from_huge_scores():
@@ -96,11 +102,9 @@ def test_eager_attention_in_float16_hides_what_is_masked_from_huge_scores():
     assert output.flatten().tolist() == [1.0, 1.5]
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize(("form", "kind"), [(f, k) for f in FORMS for k in ("full", "half")])
+@pytest.mark.parametrize(("form", "kind", "static"), COVERING)
 def test_packed_documents_are_independent(form, kind, static):
-    model = collinear("Llama", form).double()
-    model.config.kv_cache = kind
+    model = model_of(form, kind)
     ids, options = some_tokens(model), {}
     positions = torch.cat((torch.arange(10), torch.arange(14))).unsqueeze(0)
     packed = torch.cat((ids[:1, :10], ids[1:, :14]), 1)
@@ -116,48 +120,30 @@ def test_packed_documents_are_independent(form, kind, static):
     assert difference(found[0, 10:], logits(model, ids[1:, :14])[0]) < 1e-12
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("kind", ["full", "half"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "kind", "static"), COVERING)
 def test_padding_in_the_middle_of_a_cache(form, kind, static):
     """Right-padded prompts, then more text: the keys' positions must not count the padding."""
-    model = collinear("Llama", form).double()
-    model.config.kv_cache = kind
+    model = model_of(form, kind)
     ids = some_tokens(model)
-    cache = (
-        StaticCache(config=model.config, max_cache_len=40)
-        if static
-        else DynamicCache(config=model.config)
-    )
-    prompt = torch.cat((ids[:, :8], torch.zeros(2, 3, dtype=torch.long)), 1)
-    mask = torch.ones(2, 11, dtype=torch.long)
-    mask[:, 8:] = 0
-    with torch.no_grad():
-        model(prompt, attention_mask=mask, past_key_values=cache, use_cache=True)
-        rest = []
-        for start, stop in ((8, 13), (13, 14), (14, 24)):
-            # The last piece ends in padding too.
-            pads = 2 if stop == 24 else 0
-            piece = torch.cat((ids[:, start:stop], torch.zeros(2, pads, dtype=torch.long)), 1)
-            added = (torch.arange(piece.shape[1]) < stop - start).long().expand(2, -1)
-            mask = torch.cat((mask, added), 1)
-            out = model(piece, attention_mask=mask, past_key_values=cache).logits
-            rest.append(out[:, : stop - start])
-    assert difference(torch.cat(rest, 1), logits(model, ids)[:, 8:]) < 1e-12
+    cache = StaticCache(config=model.config, max_cache_len=40) if static else None
+    pads = torch.zeros(2, 3, dtype=torch.long)
+    padded = torch.cat((ids[:, :8], pads, ids[:, 8:], pads[:, :2]), 1)  # the last piece ends in it
+    found = read_in_pieces(model, padded, (11, 16, 17, 29), (padded != 0).long(), cache)
+    assert difference(found[:, 11:27], logits(model, ids)[:, 8:]) < 1e-12
 
 
 def test_an_unknown_kind_of_cache_is_refused_at_run_time():
-    model = collinear("Llama")
-    model.config.kv_cache = "Half"
+    model = model_of(kind="Half")
     with pytest.raises(ValueError, match="kv_cache must be one of full, half; got 'Half'"):
         model(some_tokens(model))
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Gemma 3", "Llama"])
-def test_attention_kernels_receive_the_window(family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [("Mistral", [8, 8]), ("Gemma 3", [8, None]), ("Llama", [None, None])],
+)
+def test_attention_kernels_receive_the_window(family, windows, monkeypatch):
     """FlashAttention needs the window as an argument, not as a mask."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     model, told = collinear(family), []
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -167,36 +153,25 @@ def test_attention_kernels_receive_the_window(family, monkeypatch):
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", listening)
     model(some_tokens(model))
-    expected = {"Mistral": [8, 8], "Gemma 3": [8, None], "Llama": [None, None]}
-    assert told == expected[family]
+    assert told == windows
 
 
 @pytest.mark.parametrize("kind", ["full", "half"])
 @pytest.mark.parametrize("form", FORMS)
 def test_custom_positions_with_a_cache(form, kind):
-    model = collinear("Llama", form).double()
-    model.config.kv_cache = kind
-    ids = some_tokens(model)
-    positions = torch.arange(1000, 1024).expand(2, 24)
+    model = model_of(form, kind)
+    ids, positions = some_tokens(model), torch.arange(1000, 1024).expand(2, 24)
     whole = logits(model, ids, position_ids=positions)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        pieces = [
-            model(ids[:, a:b], position_ids=positions[:, a:b], past_key_values=cache).logits
-            for a, b in ((0, 9), (9, 10), (10, 24))
-        ]
-    assert difference(torch.cat(pieces, 1), whole) < 1e-12
-    moved = difference(whole, logits(model, ids))
-    assert moved > 1e-2 if form == "slack" else moved < 1e-9
+    pieces = read_in_pieces(model, ids, (9, 10, 24), positions=positions)
+    assert difference(pieces, whole) < 1e-12
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma 3", "GPT-NeoX", "GLM-4"])
 @pytest.mark.parametrize("form", FORMS)
 def test_half_caches_are_decoded_without_forming_keys(family, form, monkeypatch):
     """Also with left padding; the logits match those of a single pass."""
-    model = collinear(family, form).double()
+    model, calls = collinear(family, form).double(), []
     model.config.kv_cache = "half"
-    calls = []
 
     def counted(*arguments, **options):
         calls.append(options["attention_mask"])
@@ -206,21 +181,11 @@ def test_half_caches_are_decoded_without_forming_keys(family, form, monkeypatch)
     ids = some_tokens(model)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    for given in (None, mask):
+    for seen, given in ((slice(None), None), (slice(5, None), mask)):
         calls.clear()
         whole = logits(model, ids, attention_mask=given)
-        cache = DynamicCache(config=model.config)
-        with torch.no_grad():
-            pieces = [
-                model(
-                    ids[:, a:b],
-                    attention_mask=None if given is None else given[:, :b],
-                    past_key_values=cache,
-                ).logits
-                for a, b in ((0, 20), (20, 21), (21, 22), (22, 24))
-            ]
-        seen = slice(5 if given is not None else 0, None)
-        assert difference(torch.cat(pieces, 1)[:, seen], whole[:, seen]) < 1e-11
+        pieces = read_in_pieces(model, ids, (20, 21, 22, 24), given)
+        assert difference(pieces[:, seen], whole[:, seen]) < 1e-11
         assert len(calls) == 2 * len(model.base_model.layers)
         # A window smaller than the text is a mask too.
         assert given is None or any(call is not None for call in calls)
@@ -228,18 +193,13 @@ def test_half_caches_are_decoded_without_forming_keys(family, form, monkeypatch)
 
 def test_half_caches_with_gaps_are_decoded_with_keys(monkeypatch):
     """With padding in the middle, positions are not consecutive."""
-    model = collinear("Llama").double()
-    model.config.kv_cache = "half"
+    model = model_of(kind="half")
     monkeypatch.setattr("coca_attention.models.layer_pass.attend_half", None)
-    ids = some_tokens(model)
+    ids = some_tokens(model, length=21)
     mask = torch.ones_like(ids)
     mask[:, 7:9] = 0
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
-        last = model(ids[:, 20:21], attention_mask=mask[:, :21], past_key_values=cache).logits
-    whole = logits(model, ids[:, :21], attention_mask=mask[:, :21])
-    assert difference(last, whole[:, -1:]) < 1e-11
+    last = read_in_pieces(model, ids, (20, 21), mask)[:, -1]
+    assert difference(last, logits(model, ids, attention_mask=mask)[:, -1]) < 1e-11
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -257,8 +217,7 @@ def test_all_forms_but_slack_are_invariant_to_shifts(family):
 
 @pytest.mark.parametrize("kind", ["full", "half"])
 def test_assisted_decoding_and_prompt_lookup(kind):
-    model, helper = collinear("Llama").double(), collinear("Llama", num_hidden_layers=1).double()
-    model.config.kv_cache = helper.config.kv_cache = kind
+    model, helper = model_of(kind=kind), model_of(kind=kind, num_hidden_layers=1)
     ids = some_tokens(model, batch=1)
     plain = greedy(model, ids, use_cache=False)
     assert torch.equal(greedy(model, ids, assistant_model=helper), plain)
@@ -267,8 +226,7 @@ def test_assisted_decoding_and_prompt_lookup(kind):
 
 @pytest.mark.parametrize("kind", ["full", "half"])
 def test_chunked_prefill(kind):
-    model = collinear("Llama").double()
-    model.config.kv_cache = kind
+    model = model_of(kind=kind)
     ids = some_tokens(model)
     plain = greedy(model, ids, use_cache=False)
     assert torch.equal(greedy(model, ids, prefill_chunk_size=7), plain)
@@ -290,12 +248,11 @@ def test_pipeline_and_streaming(tokenizer, capsys):
 
 def test_device_map(tmp_path):
     model = collinear("Llama", "strict")
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
-    ids = some_tokens(model)
-    assert torch.equal(logits(loaded.eval(), ids), logits(model, ids))
-    automatic = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto")
-    assert torch.equal(logits(automatic.eval(), ids), logits(model, ids))
+    ids, expected = some_tokens(model), logits(model, some_tokens(model))
+    assert torch.equal(logits(reloaded(model, tmp_path), ids), expected)
+    for where in ({"": "cpu"}, "auto"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=where).eval()
+        assert torch.equal(logits(loaded, ids), expected)
 
 
 def test_prefix_tuning_requires_a_full_cache():
@@ -337,21 +294,11 @@ def test_continuous_batching_works_with_a_full_cache():
     ],
 )
 def test_continuous_batching_is_refused(kind, scaling, message):
-    model = collinear("Llama").float()
-    model.config.kv_cache = kind
+    model = model_of(kind=kind).float()
     set_rotary_scaling(model, scaling, factor=2.0)
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
     with pytest.raises(ValueError, match=message):
         model.generate_batch([[3, 4, 5]], generation_config=settings, progress_bar=False)
-
-
-def test_switching_the_kind_of_cache_is_refused():
-    model = collinear("Llama")
-    ids, cache = some_tokens(model), DynamicCache(config=model.config)
-    model(ids, past_key_values=cache, use_cache=True)
-    model.config.kv_cache = "half"
-    with pytest.raises(ValueError, match="keys of width 8 but this model adds keys of width 4"):
-        model(ids[:, :1], past_key_values=cache, use_cache=True)
 
 
 @pytest.mark.slow
@@ -360,8 +307,7 @@ def test_switching_the_kind_of_cache_is_refused():
 def test_compiled_generation(form, kind):
     """torch.compile with the default backend, one graph, a static cache, as generate() uses it."""
     torch._dynamo.reset()  # it compiles one function a few times only, and all models share theirs
-    model = collinear("Llama", form).float()
-    model.config.kv_cache = kind
+    model = model_of(form, kind).float()
     ids = some_tokens(model)
     whole = logits(model, ids)
     compiled = torch.compile(model.forward, fullgraph=True)
@@ -378,8 +324,7 @@ def test_compiled_generation(form, kind):
 @pytest.mark.parametrize("kind", ["full", "half"])
 def test_exported_programs_contain_only_pytorch_operations(kind):
     """So that they can be loaded without this package."""
-    model = collinear("Llama").float()
-    model.config.kv_cache = kind
+    model = model_of(kind=kind).float()
     ids = some_tokens(model)
     cache = StaticCache(config=model.config, max_cache_len=32)
 
@@ -405,8 +350,7 @@ def test_exported_programs_contain_only_pytorch_operations(kind):
 def test_compiled_decoding_over_a_half_cache_forms_no_keys():
     """Neither keys nor cos and sin per layer: two tables are written for all layers."""
     torch._dynamo.reset()
-    model = collinear("Llama").float()
-    model.config.kv_cache = "half"
+    model = model_of(kind="half").float()
     ids, targets = some_tokens(model), []
     cache = StaticCache(config=model.config, max_cache_len=32)
 

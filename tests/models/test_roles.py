@@ -1,4 +1,4 @@
-"""Local layers with a window beside global layers without positions, in every kind of family."""
+"""Layers with roles, free pairs, pairs that do not turn, and the temperature, in models."""
 
 import math
 from dataclasses import replace
@@ -7,21 +7,38 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-import oracle
 from coca_attention import convert
 from coca_attention.errors import UserError
 from coca_attention.models import Roles, layer_pass, set_rotary_scaling
 from coca_attention.models.configuration import attention_of, rotation
 from coca_attention.ops import attend
-from coca_attention.testing import decoded_logits, difference, logits, some_tokens
+from coca_attention.testing import (
+    assert_consistent,
+    decoded_logits,
+    difference,
+    logits,
+    some_tokens,
+)
 from coca_lab.analysis import AnalysisSettings, analyze, collect_layers
 from coca_lab.analysis.scores import score_rows
-from families import VARIED, assert_compiles_and_trains, assert_reads_the_same, vanilla
+from families import (
+    FAMILIES,
+    VARIED,
+    assert_compiles_and_trains,
+    assert_reads_the_same,
+    attended,
+    oracle_scores,
+    reloaded,
+    vanilla,
+)
 
 WINDOW = 6
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+# What leaves the function of a model as it is.
+NEUTRAL = {"turning_pairs": None, "temperature": False, "decay": 0}
 
 
-def with_roles(family, form="strict", kinds=("sliding_attention", "full_attention"), **changes):
+def with_roles(family="Llama", form="strict", kinds=(LOCAL, GLOBAL), **changes):
     """A local layer of collinear pairs and a global one of free pairs that do not turn."""
     model = vanilla(family, layer_types=list(kinds), sliding_window=WINDOW)
     model.config.rope_parameters |= {
@@ -30,12 +47,13 @@ def with_roles(family, form="strict", kinds=("sliding_attention", "full_attentio
         "decay": 1.5,
         "decay_length": 4.0,
     }
-    free = {"sliding_attention": 0, "full_attention": 4} | changes.pop("free", {})
+    free = {LOCAL: 0, GLOBAL: 4} | changes.pop("free", {})
     return convert(model, form, free_pairs=free, **changes).double().eval()
 
 
-@pytest.mark.parametrize("family", VARIED)
-@pytest.mark.parametrize("cache", ["full", "half"])
+@pytest.mark.parametrize(
+    ("family", "cache"), [(f, ("full", "half")[i % 2]) for i, f in enumerate(VARIED)]
+)
 def test_every_way_of_reading_gives_the_same(family, cache):
     model = with_roles(family, kv_cache=cache)
     assert_reads_the_same(model, some_tokens(model, length=40))
@@ -44,25 +62,16 @@ def test_every_way_of_reading_gives_the_same(family, cache):
 @pytest.mark.parametrize("family", VARIED)
 def test_attention_weights_are_the_oracles(family):
     model = with_roles(family)
-    model.set_attn_implementation("eager")
-    ids, inputs = some_tokens(model, length=20), []
-    for attention in model.base_model.attention_class.layout.modules(model.base_model):
-        attention.register_forward_pre_hook(
-            lambda m, a, k: inputs.append((m, a[0] if a else k["hidden_states"])), with_kwargs=True
-        )
-    with torch.no_grad():
-        found = model(ids, output_attentions=True).attentions
-        projected = [(m, *m.project(x)[:2]) for m, x in inputs]
     positions = torch.arange(20)
     distance = positions.unsqueeze(-1) - positions
-    for weights, (attention, q, t) in zip(found, projected, strict=True):
-        t = t.repeat_interleave(q.shape[1] // t.shape[1], 1)
-        layout = {"interleaved": attention.layout.interleaved}
-        rotated = rotation(model.config, attention.layer_type).width
-        if attention.layer_type == "full_attention":
+    for attention, q, t, weights in attended(model, some_tokens(model, length=20))[1]:
+        hidden = distance < 0
+        if attention.layer_type == LOCAL:
+            scores, hidden = oracle_scores("strict", attention, q, t), hidden | (distance >= WINDOW)
+        else:
             # The members of a pair follow one another in Q' and K', half-split in the query.
-            order = torch.arange(8)
-            if layout["interleaved"]:
+            order, rotated = torch.arange(8), rotation(model.config, GLOBAL).width
+            if attention.layout.interleaved:
                 order = torch.cat((order[:rotated].view(-1, 2).T.flatten(), order[rotated:]))
             if rotated < 8:
                 first, second = rotated // 2, (8 - rotated) // 2
@@ -72,20 +81,12 @@ def test_attention_weights_are_the_oracles(family):
             scores = scores * ((positions + 2).log() / torch.tensor(17.0).log()).unsqueeze(-1)
             # The decay multiplies weights by a power of the distance.
             scores = scores + ((1 + distance.clamp(min=0) / 4.0) ** -1.5).log() / attention.scaling
-            hidden = distance < 0
-        else:
-            arguments = (q, t, positions, positions)
-            if rotated == 8:
-                scores = oracle.strict_scores(*arguments, **layout)
-            else:
-                scores = oracle.partial_scores("strict", *arguments, rotary_width=rotated, **layout)
-            hidden = (distance < 0) | (distance >= WINDOW)
         expected = (scores * attention.scaling).masked_fill(hidden, -torch.inf).softmax(-1)
         assert (weights - expected).abs().max() < 1e-6
 
 
 def test_local_layers_alone_see_a_window_and_cache_no_more():
-    model = with_roles("Llama", kinds=("sliding_attention",) * 2)
+    model = with_roles(kinds=(LOCAL,) * 2)
     ids = some_tokens(model, length=30)
     changed = ids.clone()
     changed[:, :10] = (changed[:, :10] + 1) % 90 + 3
@@ -97,8 +98,9 @@ def test_local_layers_alone_see_a_window_and_cache_no_more():
     assert cache.layers[0].keys.shape[-2] == WINDOW - 1
 
 
-@pytest.mark.parametrize("family", VARIED)
-@pytest.mark.parametrize("cache", ["full", "half"])
+@pytest.mark.parametrize(
+    ("family", "cache"), [(f, ("half", "full")[i % 2]) for i, f in enumerate(VARIED)]
+)
 def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, cache, monkeypatch):
     model = with_roles(family, kv_cache=cache)
     ids, windows = some_tokens(model, length=200), []
@@ -120,23 +122,15 @@ def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, ca
     without = [way() for way in ways]
     # The local layer in one pass each, then in every piece of several tokens.
     assert windows == [WINDOW] * 9
-    made, by_layers = lambda *_: None, type(model.base_model)._band
-    monkeypatch.setattr(type(model.base_model), "_band", made)
+    monkeypatch.setattr(type(model.base_model), "_band", lambda *_: None)
     dense = logits(model, ids)
     assert len(windows) == 9
     assert all(difference(found, dense) < 1e-12 for found in without)
-    gradients = []
-    for masks in (by_layers, made):
-        monkeypatch.setattr(type(model.base_model), "_band", masks)
-        model.zero_grad()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append(torch.cat([w.grad.flatten() for w in model.parameters()]))
-    assert len(windows) == 10 and difference(*gradients) < 1e-12
 
 
 def test_a_boolean_mask_hides_alike_in_every_implementation():
     """(B, 1, T, S), as for packed documents; without a window, which the caller's mask contains."""
-    model = with_roles("Llama")
+    model = with_roles()
     ids = some_tokens(model, batch=2, length=20)
     mask = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
     mask[:, :, 9:, :9] = False
@@ -150,7 +144,7 @@ def test_a_boolean_mask_hides_alike_in_every_implementation():
 
 @pytest.mark.parametrize("case", ["eager", "static"])
 def test_other_masks_of_local_layers_are_made(case, monkeypatch):
-    model = with_roles("Llama")
+    model, options = with_roles(), {}
     ids = some_tokens(model, length=40)
 
     def without_window(*tensors, **options):
@@ -158,82 +152,58 @@ def test_other_masks_of_local_layers_are_made(case, monkeypatch):
         return attend(*tensors, **options)
 
     monkeypatch.setattr(layer_pass, "attend", without_window)
-    options = {}
     if case == "eager":
         model.set_attn_implementation("eager")
     else:
-        options["past_key_values"] = StaticCache(config=model.config, max_cache_len=60)
-        options["past_key_values"].layers[0] = StaticCache(
-            config=vanilla("Llama").config, max_cache_len=60
-        ).layers[0]
+        caches = [
+            StaticCache(config=c, max_cache_len=60) for c in (model.config, vanilla("Llama").config)
+        ]
+        caches[0].layers[0] = caches[1].layers[0]
+        options["past_key_values"] = caches[0]
     assert logits(model, ids, **options).isfinite().all()
 
 
 def test_a_model_with_all_pairs_free_is_a_rotary_one(tmp_path):
-    model = with_roles("Llama", free={"sliding_attention": 4})
-    assert attention_of(model.config) == "rope"
-    assert attention_of(with_roles("Llama").config) == "strict"
-    ids = some_tokens(model)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    model, other = with_roles(free={LOCAL: 4}), with_roles()
+    assert (attention_of(model.config), attention_of(other.config)) == ("rope", "strict")
+    ids, again = some_tokens(model), reloaded(model, tmp_path)
     assert torch.equal(logits(again, ids), logits(model, ids))
-    assert again.config.coca_free_pairs == {"sliding_attention": 4, "full_attention": 4}
-    other = logits(with_roles("Llama"), ids)
-    assert difference(logits(model, ids), other) > 1e-4
+    assert again.config.coca_free_pairs == {LOCAL: 4, GLOBAL: 4}
+    assert difference(logits(model, ids), logits(other, ids)) > 1e-4
 
 
 def test_documents_in_a_block_are_read_apart():
-    model = with_roles("Llama")
+    model = with_roles()
     ids = some_tokens(model, batch=1, length=24)
-    positions = torch.arange(12).repeat(2).unsqueeze(0)
-    packed = logits(model, ids, position_ids=positions)
+    packed = logits(model, ids, position_ids=torch.arange(12).repeat(2).unsqueeze(0))
     alone = torch.cat([logits(model, part) for part in ids.split(12, dim=1)], dim=1)
     assert difference(packed, alone) < 1e-12
 
 
-@pytest.mark.parametrize("family", ["Llama", "GLM-4"])
-def test_it_compiles_in_one_graph_and_trains(family):
-    assert_compiles_and_trains(with_roles(family).float())
+def test_it_compiles_in_one_graph_and_trains():
+    assert_compiles_and_trains(with_roles("GLM-4").float())
 
 
 def test_analysis_looks_at_layers_with_pairs_that_turn():
-    model = with_roles("Llama").float()
+    model = with_roles().float()
     text = some_tokens(model, batch=1, length=30)
     settings = AnalysisSettings(pairs=16, pairs_per_distance=4, shifts=[3])
     (layer,) = analyze(model, text, settings)["layers"]
     assert (layer["layer"], layer["window"], layer["form"]) == (0, WINDOW, "strict")
     assert layer["shifts"][0]["score_change"] < 1e-5
-    result = analyze(with_roles("Llama", free={"sliding_attention": 4}).float(), text, settings)
+    result = analyze(with_roles(free={LOCAL: 4}).float(), text, settings)
     (layer,) = result["layers"]
     assert (layer["layer"], layer["form"], result["form"]) == (0, "vanilla", "vanilla")
     assert layer["angles"]["largest"] > 1
-    still = with_roles("Llama", kinds=("full_attention", "full_attention")).float()
     with pytest.raises(ValueError, match="no layer has pairs that turn"):
-        analyze(still, text, settings)
-
-
-def test_scaling_leaves_local_layers_alone():
-    model = with_roles("Llama")
-    set_rotary_scaling(model, "linear", factor=4.0)
-    found = rotation(model.config, "sliding_attention")
-    assert found.rule.kind == "none" and found.temperature is None and found.turning is None
-    found = rotation(model.config, "full_attention")
-    assert (found.rule.kind, found.temperature, found.turning) == ("linear", 16, 0)
-    assert (found.decay, found.decay_length) == (1.5, 4.0)
-
-
-def test_a_window_is_needed():
-    model = vanilla("Llama", layer_types=["sliding_attention"] * 2)
-    with pytest.raises(ValueError, match="need sliding_window"):
-        convert(model)
+        analyze(with_roles(kinds=(GLOBAL, GLOBAL)).float(), text, settings)
 
 
 @pytest.mark.parametrize("family", VARIED)
 def test_a_layer_of_free_pairs_is_analysed_as_a_rotary_one(family):
     """Its captured queries and keys give the scores of the vanilla model it was converted from."""
     original = vanilla(family).double()
-    ids = some_tokens(original, batch=1, length=12)
-    rows = torch.arange(12)
+    ids, rows = some_tokens(original, batch=1, length=12), torch.arange(12)
     expected = [score_rows(heads, rows) for heads in collect_layers(original, ids)]
     found = collect_layers(convert(original, "strict", free_pairs=4), ids)
     assert [heads.form for heads in found] == ["vanilla"] * 2
@@ -245,40 +215,32 @@ def test_a_layer_of_free_pairs_is_analysed_as_a_rotary_one(family):
     torch.testing.assert_close(score_rows(hot, rows), expected[0] * factor[:, None])
 
 
+def test_scaling_leaves_local_layers_alone():
+    model = with_roles()
+    set_rotary_scaling(model, "linear", factor=4.0)
+    found = rotation(model.config, LOCAL)
+    assert found.rule.kind == "none" and found.temperature is None and found.turning is None
+    found = rotation(model.config, GLOBAL)
+    assert (found.rule.kind, found.temperature, found.turning) == ("linear", 16, 0)
+    assert (found.decay, found.decay_length) == (1.5, 4.0)
+
+
 @pytest.mark.parametrize("family", [*VARIED, "Qwen3"])
 def test_a_model_is_converted_to_roles(family, tmp_path):
     kinds = {"use_sliding_window": False, "layer_types": None} if "Qwen" in family else {}
-    model = vanilla(family, **kinds).double().eval()
-    ids = some_tokens(model, length=20)
-    before, length = logits(model, ids), model.config.max_position_embeddings
+    model, other = (vanilla(family, **kinds).double().eval() for _ in range(2))
+    ids, length = some_tokens(model, length=20), model.config.max_position_embeddings
+    before = logits(model, ids)
     # Windows as long as the text and rotary attention everywhere: what it was.
-    same = Roles("lg", window=20, turning_pairs=None, temperature=False, decay=0)
-    assert difference(logits(convert(model, "rope", roles=same), ids), before) < 1e-6
-    converted = convert(vanilla(family, **kinds).double().eval(), "rope", roles=Roles("lg"))
-    config = converted.config
-    assert config.layer_types == ["sliding_attention", "full_attention"]
+    convert(model, "rope", roles=Roles("lg", window=20, **NEUTRAL))
+    assert difference(logits(model, ids), before) < 1e-6
+    config = convert(other, "rope", roles=Roles("lg")).config
+    assert config.layer_types == [LOCAL, GLOBAL]
     assert config.sliding_window == length // 8
-    found = rotation(config, "full_attention")
+    found = rotation(config, GLOBAL)
     assert (found.turning, found.temperature) == (0, length)
     assert (found.decay, found.decay_length) == (1.0, length / 8)
-    converted.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).double().eval()
-    assert difference(logits(again, ids), logits(converted, ids)) < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ("Gemma 3", {}, "has rotary parameters per layer type"),
-        ("Llama", {"free_pairs": 2}, "roles determine the free pairs"),
-        ("Llama", {"roles": "llg"}, "needs a model of at least 3 layers, got 2"),
-    ],
-)
-def test_roles_that_do_not_fit_are_refused(family, options, message):
-    model = vanilla(family)
-    with pytest.raises(UserError, match=message):
-        convert(model, "strict", **(options | {"roles": Roles(options.get("roles", "lg"))}))
-    assert not hasattr(model.config, "coca_form")
+    assert difference(logits(reloaded(other, tmp_path), ids), logits(other, ids)) < 1e-12
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Phi-3", "Llama"])
@@ -300,13 +262,28 @@ def test_any_kinds_of_layers_generate_with_a_static_cache(layers):
 
 
 def test_what_cannot_add_a_bias_is_refused():
-    model = with_roles("Llama").float()
+    model = with_roles().float()
     with pytest.raises(ValueError, match="does not support a decay"):
         model.init_continuous_batching()
     model = convert(vanilla("Llama"), "rope", roles=Roles("g"))
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="sdpa or eager; got flex_attention"):
         model(some_tokens(model), use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("Gemma 3", {}, "has rotary parameters per layer type"),
+        ("Llama", {"free_pairs": 2}, "roles determine the free pairs"),
+        ("Llama", {"roles": "llg"}, "needs a model of at least 3 layers, got 2"),
+    ],
+)
+def test_roles_that_do_not_fit_are_refused(family, options, message):
+    model = vanilla(family)
+    with pytest.raises(UserError, match=message):
+        convert(model, "strict", **(options | {"roles": Roles(options.get("roles", "lg"))}))
+    assert not hasattr(model.config, "coca_form")
 
 
 @pytest.mark.parametrize(
@@ -324,3 +301,57 @@ def test_what_cannot_add_a_bias_is_refused():
 def test_roles_out_of_range_are_refused(fields, message):
     with pytest.raises(UserError, match=message):
         Roles(**fields)
+
+
+def test_a_window_is_needed():
+    with pytest.raises(ValueError, match="need sliding_window"):
+        convert(vanilla("Llama", layer_types=[LOCAL] * 2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_all_pairs_free_a_converted_model_is_what_it_was(family):
+    model = vanilla(family).double()
+    ids = some_tokens(model)
+    set_rotary_scaling(model, "none")  # cos and sin of float64 angles, not of float32 ones
+    expected = logits(model, ids)
+    convert(model, "strict", free_pairs=4)
+    # Cohere's own attention rotates in float32.
+    tolerance = 1e-5 if family == "Cohere" else 1e-12
+    assert difference(logits(model, ids), expected) < tolerance * expected.abs().max()
+    some = convert(vanilla(family).double(), "strict", free_pairs=3)
+    assert difference(logits(some, ids), expected) > 1e-4
+
+
+# Grouped heads; partial rotary and pairs (2j, 2j + 1); windows and key norms; fused projections.
+@pytest.mark.parametrize(
+    ("family", "form", "cache"),
+    [
+        ("Llama", "slack", "full"),
+        ("GLM-4", "slack", "half"),
+        ("Gemma 3", "magnitude", "half"),
+        ("GPT-NeoX", "magnitude", "full"),
+    ],
+)
+def test_some_free_pairs_and_a_temperature_read_the_same_in_every_way(family, form, cache):
+    model, plain = (convert(vanilla(family), form, free_pairs=2).double() for _ in range(2))
+    model.config.kv_cache = cache
+    kind = GLOBAL if family == "Gemma 3" else None
+    rope = model.config.rope_parameters
+    rope.get(kind, rope).update({"temperature": 16, "turning_pairs": 1})
+    assert rotation(model.config, kind).frequencies()[1:].sum() == 0
+    ids = some_tokens(model, length=40)
+    assert difference(logits(model, ids), logits(plain, ids)) > 1e-4
+    assert_consistent(model, ids)
+
+
+def test_free_pairs_are_saved_loaded_initialised_and_trained(tmp_path):
+    model = convert(vanilla("Llama"), "strict", free_pairs=3)
+    model.config.rope_parameters |= {"temperature": 16, "turning_pairs": 1}
+    ids = some_tokens(model)
+    assert torch.equal(logits(reloaded(model, tmp_path), ids), logits(model, ids))
+    drawn = AutoModelForCausalLM.from_config(model.config).model.layers[0].self_attn.t_proj.weight
+    rows = drawn.unflatten(0, (-1, 7))
+    assert 0.5 < rows[:, :1].std() / rows[:, 1:].std() < 0.95  # 1/√2, of few numbers
+    model.train()(ids, labels=ids).loss.backward()
+    rows = model.model.layers[0].self_attn.t_proj.weight.grad.unflatten(0, (-1, 7))
+    assert (rows.abs().amax((0, 2)) > 0).all()

@@ -46,7 +46,7 @@ def test_every_way_of_reading_gives_the_same():
     assert_reads_the_same(model, some_tokens(model, length=40))
 
 
-@pytest.mark.parametrize("length", [1, WINDOW, WINDOW + 1, 40, 300])
+@pytest.mark.parametrize("length", [1, WINDOW, WINDOW + 1, 300])
 def test_logits_and_gradients_are_those_of_eager(length):
     # In float64, too, `eager` takes softmax and sinks in float32.
     ids, found = some_tokens(granite(), length=length), []

@@ -1,7 +1,9 @@
 """TRL's trainers, which look the class of a model up by its name in `transformers`."""
 
 import pytest
+import torch
 from datasets import Dataset
+from transformers import AutoModelForSequenceClassification
 
 from coca_attention.models import CoCALlamaForCausalLM
 from conftest import tiny_model
@@ -43,3 +45,15 @@ def test_preferences_with_the_default_reference_model(path, tmp_path):
     trainer = trl.DPOTrainer(model=path, args=settings, train_dataset=Dataset.from_list([pair] * 8))
     assert type(trainer.model) is CoCALlamaForCausalLM
     assert trainer.train().training_loss > 0
+
+
+def test_reward_trainer_takes_a_path(path, tmp_path):
+    pair = {"chosen": "alpha1 beta2 gamma3", "rejected": "alpha1 theta4"}
+    settings = arguments(trl.RewardConfig, tmp_path)
+    rows = Dataset.from_list([pair] * 8)
+    trainer = trl.RewardTrainer(model=path, args=settings, train_dataset=rows)
+    trainer.train()
+    assert type(trainer.model).__name__ == "CoCALlamaForSequenceClassification"
+    trainer.save_model(str(tmp_path / "reward"))
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
+    assert torch.equal(again.score.weight, trainer.model.score.weight)
