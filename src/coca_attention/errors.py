@@ -17,12 +17,7 @@ class UserError(ValueError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has ended the work; the message says what was saved.
-
-    Args:
-        message: What to tell the user.
-        number: The signal, which determines the exit code.
-    """
+    """A signal, which determines the exit code, has ended the work; the message says what is saved."""
 
     def __init__(self, message: str, number: int = signal.SIGINT) -> None:
         super().__init__(message)
@@ -30,13 +25,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The end of a message about an unknown word: the nearest known one.
-
-    Args:
-        word: What was given.
-        known: What there is.
-        otherwise: The end of the message if nothing is near.
-    """
+    """The end of a message about an unknown word: the nearest known one, or ``otherwise``."""
     near = get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else otherwise
 
@@ -49,11 +38,7 @@ def install(extra: str = "") -> str:
 
 @contextmanager
 def error_prefix(prefix: str) -> Iterator[None]:
-    """Put a prefix before the message of every UserError raised in the context.
-
-    Args:
-        prefix: What the error is about, such as ``"stage 'first': "``.
-    """
+    """Put what it is about before the message of every UserError raised in the context."""
     try:
         yield
     except UserError as error:
@@ -69,14 +54,9 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def known_problem(error: BaseException) -> str | None:
-    """One line for an exception whose cause lies outside the program, or None.
-
-    Full disks, missing permissions and a lack of memory come as many types: OSError, MemoryError,
-    and from PyTorch, safetensors and tokenizers as RuntimeError or a plain Exception with a text.
-
-    Args:
-        error: Any exception.
-    """
+    """One line for an exception whose cause lies outside the program, or None."""
+    # Full disks, missing permissions and a lack of memory come as many types: OSError, MemoryError,
+    # and from PyTorch, safetensors and tokenizers as RuntimeError or a plain Exception with a text.
     text = " ".join(str(error).split())[:300]
     if isinstance(error, MemoryError) or re.search(r"out of memory|can't allocate memory", text):
         return (

@@ -298,7 +298,7 @@ def test_the_defaults_of_a_rule_are_saved(tmp_path):
     [
         ({"kind": "linear", "factor": 0.0}, "from 1"),
         ({"kind": "ntk", "factor": -1.0}, "from 1"),
-        ({"kind": "ntk", "factor": 2.0, "length": 31}, "shorter than the training length"),
+        ({"kind": "ntk", "factor": 2.0, "length": 31}, "a whole number from 32, got 31"),
         ({"kind": "cubic"}, "unknown rotary scaling"),
         (
             {"kind": "linear", "factor": 2.0, "length": 64},
@@ -314,7 +314,7 @@ def test_the_defaults_of_a_rule_are_saved(tmp_path):
         ({"kind": ["ntk"]}, "unknown rotary scaling"),
         ({"kind": "ntk", "factor": "x"}, "could not convert"),
         ({"kind": "ntk", "factor": 1e300}, "out of range"),
-        ({"kind": "ntk", "factor": 2.0, "length": 128.5}, "an integer number of tokens"),
+        ({"kind": "ntk", "factor": 2.0, "length": 128.5}, "a whole number from 32, got 128.5"),
         ({"kind": "yarn", "attention_factor": float("inf")}, "must be a positive number"),
         (
             {"kind": "longrope", "short_factor": [float("nan")] * 4, "long_factor": [1.0] * 4},

@@ -20,9 +20,8 @@ from coca_attention.models.configuration import (
 from coca_attention.models.families import FAMILIES, supported_families
 from coca_attention.models.rotary import CoCARotary, VanillaRotary
 from coca_attention.ops import RULES
-from coca_attention.ops.positions import NTK
+from coca_attention.ops.positions import NTK, check_whole
 
-CHANGED = ("rope_type", "type", "factor", "length")
 KEPT = (
     "rope_theta",
     "partial_rotary_factor",
@@ -99,7 +98,8 @@ def _changed_parameters(config: Any, kind: str, given: dict[str, Any]) -> dict[s
         raise UserError(
             "this model has no layer with full attention, and sliding windows are not scaled"
         )
-    known = {*KEPT, *CHANGED, *(name for r in RULES.values() for name in r.field_names())}
+    fields = {name for other in RULES.values() for name in other.field_names()}
+    known = {*KEPT, *fields, "rope_type", "type"}
     unsupported = sorted(name for name in rope if name not in known and rope[name] is not None)
     if unsupported:
         raise UserError(
@@ -115,11 +115,10 @@ def _changed_parameters(config: Any, kind: str, given: dict[str, Any]) -> dict[s
         takes = f"; it takes {', '.join(sorted(taken))}" if taken else ""
         raise UserError(f"rotary scaling {kind!r} does not take {', '.join(unknown)}{takes}")
     length = given.get("length")
-    if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
-        raise UserError(f"the target length must be an integer number of tokens, got {length!r}")
-    if length is not None and trained is not None and length < trained and kind == "ntk":
-        raise UserError(
-            f"the target length ({length} tokens) is shorter than the training length ({trained})"
+    if length is not None:
+        lowest = trained if kind == "ntk" and trained else 1
+        check_whole(
+            "the target length, in tokens and no less than L,", length, lowest, error=UserError
         )
     changed = {name: rope[name] for name in KEPT if name in rope} | {"rope_type": rule.rope_type}
     if "training_length" in rule.field_names() and not issubclass(rule, NTK) and trained:
