@@ -17,7 +17,7 @@ class UserError(ValueError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal, which determines the exit code, has ended the work; the message says what is saved."""
+    """A signal has ended the work and determines the exit code; the message says what is saved."""
 
     def __init__(self, message: str, number: int = signal.SIGINT) -> None:
         super().__init__(message)

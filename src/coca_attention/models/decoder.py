@@ -107,17 +107,14 @@ class CollinearModel(CollinearPreTrained):
         band = self._band(tokens, attention_mask, position_ids, cache, kwargs.get("use_cache"))
         has_roles, half = has_own_roles(self.config), self.config.kv_cache == "half"
         placed = self._counts_distances() or (half and cache is not None)
-        shared = Pass(band=band)
-        if placed or has_roles:
-            if position_ids is None:
-                past = 0 if cache is None else cache.get_seq_length()
-                position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
-            if placed:
-                positions = KeyPositions(self, cache, position_ids, mask)
-                shared = shared._replace(positions=positions)
-            if has_roles:
-                roles = self._roles(tokens, attention_mask, position_ids, cache, band)
-                shared = shared._replace(roles=roles)
+        positions = roles = None
+        if (placed or has_roles) and position_ids is None:
+            past = 0 if cache is None else cache.get_seq_length()
+            position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
+        if placed:
+            positions = KeyPositions(self, cache, position_ids, mask)
+        if has_roles:
+            roles = self._roles(tokens, attention_mask, position_ids, cache, band)
         if band is not None or has_roles:
             # Transformers makes no mask where it gets one.
             attention_mask = torch.empty(1, 1, 1, 0, device=tokens.device)
@@ -130,7 +127,7 @@ class CollinearModel(CollinearPreTrained):
             position_ids=position_ids,
             past_key_values=cache,
             inputs_embeds=inputs_embeds,
-            decoder_pass=shared,
+            decoder_pass=Pass(positions, band, roles),
             **kwargs,
         )
 
