@@ -166,8 +166,16 @@ def test_custom_positions_with_a_cache(form, kind):
     assert difference(pieces, whole) < 1e-12
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma 3", "GPT-NeoX", "GLM-4"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("Llama", "slack"),
+        ("Mistral", "strict"),
+        ("Gemma 3", "magnitude"),
+        ("GPT-NeoX", "slack"),
+        ("GLM-4", "strict"),
+    ],
+)
 def test_half_caches_are_decoded_without_forming_keys(family, form, monkeypatch):
     """Also with left padding; the logits match those of a single pass."""
     model, calls = collinear(family, form).double(), []

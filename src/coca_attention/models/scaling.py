@@ -20,7 +20,7 @@ from coca_attention.models.configuration import (
 from coca_attention.models.families import FAMILIES, supported_families
 from coca_attention.models.rotary import CoCARotary, VanillaRotary
 from coca_attention.ops import RULES
-from coca_attention.ops.positions import NTK, check_whole
+from coca_attention.ops.positions import NTK, LongRoPE, check_whole
 
 KEPT = (
     "rope_theta",
@@ -116,7 +116,7 @@ def _changed_parameters(config: Any, kind: str, given: dict[str, Any]) -> dict[s
         raise UserError(f"rotary scaling {kind!r} does not take {', '.join(unknown)}{takes}")
     length = given.get("length")
     if length is not None:
-        lowest = trained if kind == "ntk" and trained else 1
+        lowest = trained if rule is NTK and trained else 1
         check_whole(
             "the target length, in tokens and no less than L,", length, lowest, error=UserError
         )
@@ -129,7 +129,7 @@ def _changed_parameters(config: Any, kind: str, given: dict[str, Any]) -> dict[s
         value = given.get(name)
         if value is None and name != "length":  # a target is for one call
             value = current.get(name)
-        if value is None and (name, kind) != ("factor", "longrope"):  # which derives it
+        if value is None and (name, rule) != ("factor", LongRoPE):  # which derives it
             # With defaults, because Transformers requires some parameters to save a configuration.
             value = getattr(rule, name, None)
         if value is not None:
