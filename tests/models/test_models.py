@@ -33,7 +33,8 @@ def test_alibi_reads_the_same_in_every_way_and_trains():
     by_sdpa = logits(model, ids)
     model.set_attn_implementation("eager")
     output = model(ids, output_attentions=True)
-    assert difference(output.logits, by_sdpa) < 1e-12 and len(output.attentions) == 2
+    # GPT-NeoX's own eager attention takes the softmax in float32.
+    assert difference(output.logits, by_sdpa) < 1e-6 and len(output.attentions) == 2
     model.train()(ids, labels=ids).loss.backward()
     assert all(weight.grad.abs().max() > 0 for weight in model.parameters())
 
