@@ -45,17 +45,7 @@ def log_to(path: Path) -> None:
 
 
 class ProcessEngine(Engine):
-    """Computes items in processes of this machine, one item at a time in each.
-
-    An item has to be picklable. It has failed when its process is killed, and the next start
-    computes it again.
-
-    Args:
-        store: As for `Engine`.
-        progress: As for `Engine`.
-        processes: How many.
-        threads: Of PyTorch in each.
-    """
+    """Computes picklable items in processes; one whose process is killed has failed."""
 
     def __init__(
         self,
@@ -74,10 +64,8 @@ class ProcessEngine(Engine):
         try:
             while waiting or busy:
                 while waiting and len(busy) < self.processes:
-                    process, item = (
-                        idle.pop() if idle else _Process(self.threads),
-                        waiting.popleft(),
-                    )
+                    process = idle.pop() if idle else _Process(self.threads)
+                    item = waiting.popleft()
                     process.connection.send((item.work, self._arguments(item)))
                     busy[process.connection] = process, item
                 for ready in connection.wait([*busy]):

@@ -103,11 +103,8 @@ def _item(block: np.ndarray, end: int | None) -> dict[str, Tensor]:
 
 
 def separate_documents(item: dict[str, Tensor], end: int) -> dict[str, Tensor]:
-    """Keep the documents of an item apart, which ``end`` follows.
-
-    Positions restart in every document, which makes Transformers mask attention between documents.
-    The end of a document has no target.
-    """
+    """Keep the documents of an item apart, which ``end`` follows, and which has no target."""
+    # Positions that restart make Transformers mask attention between documents.
     ended = item["input_ids"] == end
     steps = torch.arange(len(ended))
     starts = torch.zeros_like(steps)

@@ -111,11 +111,7 @@ def held_out(document: Document, share: float) -> bool:
 
 
 def source_files(source: str) -> list[Path]:
-    """Files of a source, in reading order; empty for a dataset on the Hub.
-
-    Raises:
-        DataError: If there are none, or not all are files of a known type.
-    """
+    """Files of a source, in reading order; DataError if there are none, or not of a known type."""
     if source == "stdlib":
         topics = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
         return [*_stdlib_files(), *([topics] if topics.is_file() else [])]

@@ -52,17 +52,11 @@ def needle_text(
     count: int = 4,
     before: Sequence[int] = (),
 ) -> Prompt:
-    """A prompt of one kind and ``length`` tokens, ``before`` included, determined by the seed.
-
-    ``single``: one fact. ``multi-key``: ``count`` facts about different names, one of which is
-    requested. ``multi-value``: ``count`` facts about one name, all requested. ``variables``: a
-    chain of ``count`` variables, each assigned from the previous one, all of which are requested,
-    and between its links those of a second chain with another value.
-
-    The prompt has the numbers or names ``expected`` of a complete answer, the ``needles`` in its
-    order, the share of the filler before each (``depths``), and the tokens between each and its end
-    (``distances``); UserError if the length is too short.
-    """
+    """A prompt of one kind and ``length`` tokens, ``before`` included, determined by the seed."""
+    # single: one fact. multi-key: `count` facts about different names, one of which is requested.
+    # multi-value: `count` facts about one name, all requested. variables: a chain of `count`
+    # variables, each assigned from the previous one, all of which are requested, and between its
+    # links those of a second chain with another value.
     drawn = np.random.default_rng(list(seed))
     count = 1 if kind == "single" else count
     if kind == "variables":
@@ -104,10 +98,7 @@ def ask_for_needles(
     seed: int = 0,
     count: int = 4,
 ) -> list[Prompt]:
-    """Prompts of one kind and length, which seed, kind, length and index determine.
-
-    UserError if the length is too short, or the tokenizer does not reproduce the needles.
-    """
+    """Prompts of one kind and length, which seed, kind, length and index determine."""
     encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
     prompts = []
     for index in indices:
@@ -120,12 +111,9 @@ def ask_for_needles(
 
 
 def r_precision(answer: str, expected: list[str]) -> float:
-    """Share of the requested numbers or names among the first ones of an answer.
-
-    As many different ones count as were requested, so precision and recall are the same: a wrong
-    number or name takes the place of a right one, and what follows a complete answer is free. They
-    are whole words of the form of those requested: as many digits, or capital letters.
-    """
+    """Share of the requested numbers or names among the first different ones of an answer."""
+    # As many count as were requested, so precision and recall are the same. They are whole words
+    # of the form of those requested: as many digits, or capital letters.
     alike = str.isdigit if expected[0].isdigit() else str.isupper
     words = [
         word for word in re.findall(WORD, answer) if len(word) == len(expected[0]) and alike(word)

@@ -66,13 +66,9 @@ def fill(
     after: Sequence[int],
     length: int,
 ) -> tuple[list[int], list[float], list[int]]:
-    """Hide needles in repeated filler, between a beginning and an end, in ``length`` tokens.
-
-    A needle is inserted between whole repetitions of the filler, after ``depth`` of them, a share.
-    The end of one more repetition, right after the beginning, makes the length exact. Returns the
-    token ids, every needle's actual depth, and the number of tokens after every needle; UserError
-    if the length is too short even without filler.
-    """
+    """Token ids with needles after shares of repeated filler; their depths, and tokens behind."""
+    # Needles are between whole repetitions of the filler. The end of one more repetition, right
+    # after the beginning, makes the length exact.
     needed = len(before) + sum(map(len, needles)) + len(after)
     if length < needed:
         raise UserError(
@@ -103,11 +99,7 @@ def draw_key(generator: np.random.Generator) -> tuple[int, float]:
 def passkey_text(
     encode: Encode, key: int, length: int | None, depth: float, *, before: Sequence[int] = ()
 ) -> Prompt:
-    """Listing 1 up to the question: a key after a share of the filler, in ``length`` tokens.
-
-    Special tokens ``before`` are included in the length, which without filler is None. The prompt
-    has its actual ``depth`` and the key's ``distance``, the tokens after its line.
-    """
+    """Listing 1 up to the question, in ``length`` tokens, or without filler if it is None."""
     beginning, line = [*before, *encode(INTRODUCTION)], encode(KEY_LINE.format(key=key))
     question = encode(QUESTION)
     if length is None:
@@ -124,11 +116,7 @@ def ask_for_passkeys(
     seed: int = 0,
     depths: int | None = None,
 ) -> list[Prompt]:
-    """Prompts of one length, each with a key of its own, which seed, length and index determine.
-
-    They cycle through ``depths`` evenly spaced depths, which are random by default. UserError if
-    the length is too short, or the tokenizer cannot write the key's digits.
-    """
+    """Prompts by seed, length and index; at random depths, or in turn at evenly spaced ones."""
     encode, before = encoder(tokenizer), leading_special_tokens(tokenizer)
     prompts = []
     for index in indices:
@@ -163,13 +151,10 @@ def vocabulary_text() -> str:
 
 
 def passkey_block(encode: Encode, end: int, length: int, seed: Sequence[int]) -> np.ndarray:
-    """A training block (length,), int64: passkey texts with answers, which the seed determines.
-
-    Lengths, keys and depths are random, so that the question occurs at any position. Otherwise a
-    model whose attention depends on absolute positions (CoCA's slack form) learns to answer at one
-    position only, and fails one token off. The last text is truncated at the end of the block;
-    UserError if no complete text fits.
-    """
+    """A training block (length,), int64: passkey texts with answers, the last one truncated."""
+    # Lengths are random, so that the question occurs at any position. Otherwise a model whose
+    # attention depends on absolute positions (CoCA's slack form) learns to answer at one position
+    # only, and fails one token off.
     generator = np.random.default_rng(list(seed))
     block: list[int] = []
     while len(block) < length:

@@ -20,25 +20,19 @@ FEWEST_PAIRS, MOST_PAIRS = 4, 32
 
 @dataclass(frozen=True)
 class RecallText:
-    """A text, the places of the values that follow a query, and how far they are from the pair's.
+    """A text, the places of the values that follow a query, and how far they are from the pairs."""
 
-    ids is (length,), int64; answers and distances, in the order of the text, are (pairs,).
-    """
-
-    ids: np.ndarray
-    answers: np.ndarray
-    distances: np.ndarray
+    ids: np.ndarray  # (length,), int64
+    answers: np.ndarray  # (pairs,), in the order of the text
+    distances: np.ndarray  # (pairs,)
 
 
 def recall_text(
     vocabulary: Sequence[int] | np.ndarray, pairs: int, length: int, generator: np.random.Generator
 ) -> RecallText:
-    """A text of exactly ``length`` tokens that asks for every pair once.
-
-    Keys are drawn from the first half of the vocabulary, without repetition, values from the
-    second; other tokens are drawn from all but the keys of the text. UserError if there are too
-    few tokens in the text, or in the vocabulary.
-    """
+    """A text of exactly ``length`` tokens that asks for every pair once."""
+    # Keys are drawn from the first half of the vocabulary, without repetition, values from the
+    # second; other tokens from all but the keys of the text.
     half = len(vocabulary) // 2
     if pairs < 1 or length < 4 * pairs or half < pairs:
         raise UserError(
@@ -62,10 +56,7 @@ def recall_text(
 def recall_block(
     vocabulary: Sequence[int] | np.ndarray, end: int, length: int, seed: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A training block: recall texts of random lengths and loads, with the end of text after each.
-
-    Returns the tokens, (length,), int64, and whether each is an answer, (length,), bool.
-    """
+    """Recall texts of random lengths and loads, (length,) int64, and whether each is an answer."""
     generator = np.random.default_rng(list(seed))
     block, is_answer = np.full(length, end, dtype=np.int64), np.zeros(length, dtype=bool)
     start, shortest = 0, 4 * FEWEST_PAIRS

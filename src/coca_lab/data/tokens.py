@@ -284,9 +284,6 @@ def _write(path: Path, arrays: Iterator[np.ndarray], source: str) -> None:
 
 
 def _state(source: str) -> list[Any]:
-    """Path, size and times of the files of a source: different after every change.
-
-    Unlike the modification time, the time of the last status change (ctime) cannot be set back.
-    """
+    """Path, size and times of the files of a source; unlike mtime, ctime cannot be set back."""
     files = [(os.path.abspath(path), path.stat()) for path in source_files(source)]
     return [(path, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for path, x in files]

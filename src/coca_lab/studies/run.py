@@ -17,7 +17,7 @@ from coca_lab.report import write_report
 from coca_lab.studies.study import Study
 from coca_lab.studies.trial import Trial
 from coca_lab.training import Recipe
-from coca_lab.training.run import load_run_tokenizer
+from coca_lab.training.data import load_run_tokenizer
 
 REPORT_FILE = "report.html"
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which are complete, and what writing them reports."""
+"""Checkpoints on disk: which are complete, which one a run resumes, and errors in files."""
 
 import json
 import logging
@@ -9,8 +9,11 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import WRITER, UserError, known_problem
@@ -22,12 +25,7 @@ STATE_FILE = "trainer_state.json"
 
 @contextmanager
 def catch_write_errors(folder: Path, describe_saved: Callable[[], str]) -> Iterator[None]:
-    """Turn errors in writing files, such as a full disk, into a UserError.
-
-    Args:
-        folder: The folder to write to.
-        describe_saved: Says in the message what has been saved before.
-    """
+    """Turn errors in writing, such as a full disk, into a UserError that says what was saved."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
@@ -75,12 +73,8 @@ def sorted_checkpoints(folder: Path) -> list[Path]:
     return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
-def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end.
-
-    The first process writes ``trainer_state.json`` after all others have written their parts. What
-    damages files later is noticed when they are read, see `catch_read_errors`.
-    """
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether the file is there that the first process writes after all others have finished."""
     try:
         int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -88,21 +82,23 @@ def is_whole(checkpoint: Path) -> bool:
     return True
 
 
-def last_checkpoint(folder: Path, *, say: bool = False) -> Path | None:
-    """The latest complete checkpoint, or None.
+def last_checkpoint(folder: Path) -> Path | None:
+    """The latest complete checkpoint in a folder, or None."""
+    return next(filter(_is_whole, sorted_checkpoints(folder)), None)
 
-    Args:
-        folder: The folder of the checkpoints.
-        say: Whether to log which later ones are not complete.
-    """
-    unfinished: list[str] = []
-    for path in sorted_checkpoints(folder):
-        if is_whole(path):
-            break
-        unfinished.append(path.name)
-    else:
-        path = None
-    if say and unfinished:
-        then = f"goes on from {path.name}" if path else "starts again at the first step"
-        log.warning("%s: %s not complete; training %s", folder, ", ".join(unfinished), then)
-    return path
+
+def last_state(folder: Path) -> tuple[Path | None, TrainerState]:
+    """The checkpoint to resume from, or None, and its state; a warning names incomplete ones."""
+    chosen = None
+    if PartialState().is_main_process:  # others may see an older state of a network file system
+        chosen = last_checkpoint(folder)
+        every = sorted_checkpoints(folder)
+        unfinished = [path.name for path in every[: every.index(chosen) if chosen else None]]
+        if unfinished:
+            then = f"resumes from {chosen.name}" if chosen else "starts again at the first step"
+            log.warning("%s: %s not complete; training %s", folder, ", ".join(unfinished), then)
+    chosen = broadcast_object_list([chosen])[0]
+    if chosen is None:
+        return None, TrainerState()
+    with catch_read_errors(chosen):
+        return chosen, TrainerState.load_from_json(str(chosen / STATE_FILE))

@@ -1,11 +1,13 @@
 """The data of a training run: from a recipe and a tokenizer to blocks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError, error_prefix
@@ -16,10 +18,13 @@ from coca_lab.data import (
     TaskBlocks,
     apportion,
     held_out,
+    load_or_train_tokenizer,
+    load_tokenizer,
     mixture_order,
     tokenise,
 )
 from coca_lab.data.documents import source_files
+from coca_lab.data.passkey import vocabulary_text
 from coca_lab.data.tokens import (
     TOKENIZER_CHARACTERS,
     TokenText,
@@ -30,29 +35,19 @@ from coca_lab.data.tokens import (
 from coca_lab.training.recipe import TEXT, DataRecipe, Recipe
 from coca_lab.training.retrieval import Retrieval, load_retrieval
 
-VALIDATION = "validation"
+VALIDATION, TOKENIZER = "validation", "tokenizer"
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Everything that a run reads.
+    """Everything that a run reads."""
 
-    Attributes:
-        blocks: Training blocks in whole global batches. For a mixture, the blocks of the whole run
-            in training order; otherwise those of one pass over the text, to be shuffled.
-        validation: Blocks that perplexity is measured on, in whole global batches, or None.
-        retrieval: Prompts that are asked next to it, or None.
-        fingerprint: For every text, its number of tokens and their SHA-256.
-        epochs: For every source, the number of passes that the run makes over it.
-        is_ordered: Whether `blocks` are those of the whole run in training order.
-    """
-
-    blocks: Subset
-    validation: Subset | None
+    blocks: Subset  # in whole global batches: of a mixture, of the whole run in training order;
+    is_ordered: bool  # otherwise of one pass over the text, to be shuffled
+    validation: Subset | None  # to measure perplexity on, in whole global batches
     retrieval: Retrieval | None
-    fingerprint: dict[str, Any]
-    epochs: dict[str, float]
-    is_ordered: bool
+    fingerprint: dict[str, Any]  # of every text, its number of tokens and their SHA-256
+    epochs: dict[str, float]  # passes over each source
 
     def describe(self) -> str:
         """The tokens of every text and how often they are read, in a few words."""
@@ -60,16 +55,23 @@ class TrainingData:
         return f"{', '.join(counts)}; {max(self.epochs.values()):.2f} passes"
 
 
+def load_run_tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
+    """The recipe's tokenizer; a newly trained one is saved in the run folder for later starts."""
+    data = recipe.data
+    name = data.tokenizer or recipe.model.start
+    if name is not None:
+        return load_tokenizer(name)
+    extra = [Document("passkey", vocabulary_text())] if data.passkey_share else []
+    return load_or_train_tokenizer(
+        output / TOKENIZER,
+        lambda: chain(extra, training_documents(data)),
+        data.vocab_size,
+        split_digits=data.split_digits,
+    )
+
+
 def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
-    """Tokenise the texts of a recipe, or find them in the cache, and cut them into blocks.
-
-    Args:
-        recipe: The run.
-        tokenizer: Its tokenizer.
-
-    Raises:
-        UserError: If a source is missing, malformed or too short, or a cache cannot be written.
-    """
+    """Tokenise the texts of a recipe, or find them in the cache, and cut them into blocks."""
     data = recipe.data
     # Before the text is read, which can take hours.
     retrieval = load_retrieval(recipe, tokenizer)
@@ -106,7 +108,27 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
     fingerprint = {
         name: {"tokens": len(text.tokens), "sha256": text.sha256} for name, text in texts.items()
     }
-    return TrainingData(dataset, validation, retrieval, fingerprint, epochs, read is not None)
+    return TrainingData(dataset, read is not None, validation, retrieval, fingerprint, epochs)
+
+
+def stage_blocks(recipe: Recipe, data: TrainingData) -> Sequence[Dataset[Any]]:
+    """The blocks of every stage: consecutive slices of one order for the whole run."""
+    if not recipe.stages:
+        return [data.blocks]  # which the Trainer shuffles if they have no order
+    every = [stage.settings(recipe.training) for stage in recipe.stages]
+    borders = np.cumsum([0, *(settings.steps * settings.global_batch_size for settings in every)])
+    blocks, order = data.blocks, np.arange(len(data.blocks))
+    if not data.is_ordered:
+        order = block_order(len(blocks), int(borders[-1]), recipe.training.seed)
+    slices: list[Any] = [order[first:end] for first, end in pairwise(borders)]
+    return [Subset[Any](blocks, indices) for indices in slices]
+
+
+def block_order(blocks: int, needed: int, seed: int) -> np.ndarray:
+    """Order in which a run reads its blocks, (needed,) int64: one permutation after another."""
+    generator = np.random.default_rng(seed)
+    passes = -(-needed // blocks)
+    return np.concatenate([generator.permutation(blocks) for _ in range(passes)])[:needed]
 
 
 def check_sources(recipe: Recipe) -> None:
@@ -121,12 +143,7 @@ def check_sources(recipe: Recipe) -> None:
 
 
 def training_documents(data: DataRecipe) -> Iterator[Document]:
-    """Documents to train a tokenizer on: of every source, as many as its weight asks for.
-
-    Args:
-        data: The recipe's section. No held-out documents are read, and about
-            `TOKENIZER_CHARACTERS` characters in all.
-    """
+    """Documents to train a tokenizer on: of every source, as many as its weight asks for."""
     for name, source in data.sources.items():
         most = getattr(source, "weight", 1.0) * TOKENIZER_CHARACTERS
         with error_prefix(_place(data, name)):
@@ -180,10 +197,7 @@ def _blocks_read(recipe: Recipe) -> np.ndarray:
 def _load_validation(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[TokenText, Subset]:
-    """The validation text, and blocks spread evenly over it.
-
-    Whole global batches, so that all processes get equally many.
-    """
+    """The validation text, and blocks spread evenly over it, in whole global batches."""
     data, validation = recipe.data, recipe.validation
     count = validation.batches * recipe.training.global_batch_size
     source = SourceSettings(validation.source or data.source, data.text_field, data.bad_lines)

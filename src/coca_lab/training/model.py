@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -46,15 +45,7 @@ def own_device() -> str:
 
 
 def make_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
-    """The model that training starts from, in float32.
-
-    Args:
-        recipe: The recipe.
-        tokenizer: Its tokenizer, of which the length and ``eos_token_id`` are read.
-
-    Raises:
-        UserError: If ``model.start`` cannot be loaded or converted, or does not fit the recipe.
-    """
+    """The model that training starts from, in float32; UserError if it does not fit the recipe."""
     if recipe.model.start is None:
         config = model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
         model: Any = use_fused_attention(AutoModelForCausalLM.from_config(config))
@@ -71,14 +62,7 @@ def make_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
 
 
 def load_teacher(recipe: Recipe) -> PreTrainedModel:
-    """The teacher in the dtype of its files.
-
-    Args:
-        recipe: A recipe with a start or a teacher.
-
-    Raises:
-        UserError: If it cannot be loaded, or there is nothing to learn from it.
-    """
+    """The teacher in the dtype of its files; UserError if there is nothing to learn from it."""
     name = recipe.model.teacher or recipe.model.start
     assert name is not None  # `Recipe.check`
     teacher = load_model(name, dtype="auto", device=own_device())
@@ -117,24 +101,6 @@ def _load_start(recipe: ModelRecipe, start: str, vocab_size: int) -> PreTrainedM
     return model
 
 
-def start_sizes(model: PreTrainedModel) -> dict[str, Any]:
-    """Sizes of a model to start from, by the names of a recipe, and ``vocab_size``."""
-    config: Any = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    found = {
-        "body": config.model_type.removeprefix("coca_").removeprefix("alibi_"),
-        "hidden_size": config.hidden_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": config.num_attention_heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None),
-        "intermediate_size": getattr(config, "intermediate_size", None),
-        "rope_base": rope.get("rope_theta"),
-        "tie_embeddings": model.config.tie_word_embeddings,
-        "vocab_size": config.vocab_size,
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
 def _extend_length(model: PreTrainedModel, recipe: Recipe) -> None:
     """Set a longer training length in the configuration of a trained model."""
     config: Any = model.config.get_text_config()
@@ -151,18 +117,7 @@ def _extend_length(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def choose_parameters(model: PreTrainedModel, stage: StageRecipe) -> Any:
-    """Freeze all parameters except those that a stage trains.
-
-    Args:
-        model: Modified in place.
-        stage: The stage; for ``lora``, adapters are initialised with PyTorch's global generator.
-
-    Returns:
-        The model; for ``lora``, wrapped by PEFT.
-
-    Raises:
-        UserError: If the model has no such parameters.
-    """
+    """The model with all parameters frozen but those that a stage trains; PEFT's for ``lora``."""
     if stage.train == "all":
         return model.requires_grad_(True)
     if stage.train == "lora":
@@ -186,12 +141,6 @@ def choose_parameters(model: PreTrainedModel, stage: StageRecipe) -> Any:
             f"{' or '.join(names)}"
         )
     return model
-
-
-def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """Number of trainable parameters, and of all parameters."""
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 
 
 def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> PretrainedConfig:
@@ -263,14 +212,7 @@ def _attention_fields(
 
 @torch.no_grad()
 def check_separable(model: PreTrainedModel) -> None:
-    """Check that a model keeps documents apart when positions restart within a block.
-
-    The model reads two texts that differ only in their first document; its logits for the second
-    document must be the same.
-
-    Raises:
-        UserError: If they differ.
-    """
+    """Raise UserError if a second document is read otherwise after another first document."""
     words = torch.arange(1, 9, device=model.device) % model.config.get_text_config().vocab_size
     positions = torch.arange(4, device=model.device).repeat(1, 2)
     training = model.training

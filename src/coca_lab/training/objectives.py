@@ -37,17 +37,7 @@ HIDDEN_WEIGHT = 4.0
 def teacher_loss(
     teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective
 ) -> Iterator[Loss]:
-    """Context manager that gives the loss of an objective.
-
-    Args:
-        teacher: A causal language model; set to evaluation mode and frozen.
-        student: The model to train, not wrapped by anything other than PEFT.
-        objective: ``attention``, ``logits`` or ``hidden_states``.
-
-    Raises:
-        UserError: If the teacher's vocabulary or, except for ``logits``, its shape differs from the
-            student's, or if ``attention`` does not support the family of one of them.
-    """
+    """The loss of an objective, while hooks are in place; UserError if the teacher does not fit."""
     inner = without_adapters(student)
     check_teacher(teacher, inner, objective)
     teacher.requires_grad_(False).eval()
@@ -90,30 +80,14 @@ def _shape(config: Any, objective: Objective) -> dict[str, int]:
 
 
 def relative_distance(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error divided by the variance of the targets; 1 is as bad as a constant.
-
-    Args:
-        outputs: Any shape.
-        targets: The same shape.
-
-    Returns:
-        A scalar in float32.
-    """
+    """Mean squared error divided by the variance of the targets; 1 is as bad as a constant."""
     targets = targets.float()
     variance = targets.var().clamp_min(torch.finfo(torch.float32).tiny)
     return F.mse_loss(outputs.float(), targets) / variance
 
 
 def prediction_distance(logits: Tensor, targets: Tensor) -> Tensor:
-    """KL divergence from the teacher's next-token distribution, in nats per token.
-
-    Args:
-        logits: The student's, (..., vocabulary).
-        targets: The teacher's, the same shape.
-
-    Returns:
-        A scalar in float32.
-    """
+    """KL divergence of logits (..., vocabulary) from the teacher's, in nats per token."""
     ours, theirs = (x.float().log_softmax(-1).flatten(0, -2) for x in (logits, targets))
     return F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
 
@@ -141,12 +115,10 @@ def _matched_hidden_states(teacher: PreTrainedModel) -> Loss:
 
 @contextmanager
 def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> Iterator[Loss]:
-    """Hooks that pass the teacher's inputs to the student and record the outputs of both.
-
-    They stay for the whole context, as a checkpointed layer runs again in the backward pass. The
-    student returns the distance as its own loss: wrappers for several processes only reduce the
-    gradients of what the model returns.
-    """
+    """Hooks that pass the teacher's inputs to the student and record the outputs of both."""
+    # They stay for the whole context, as a checkpointed layer runs again in the backward pass. The
+    # student returns the distance as its loss, since wrappers for several processes reduce the
+    # gradients of nothing but what the model returns.
     inputs: dict[int, Tensor] = {}
     targets: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
@@ -226,9 +198,6 @@ def without_adapters(model: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def _read(teacher: Any, batch: dict[str, Tensor], **kwargs: Any) -> Any:
-    device = batch["input_ids"].device
-    if teacher.device != device:
-        teacher.to(device)
     return teacher(**_inputs(batch), **kwargs)
 
 

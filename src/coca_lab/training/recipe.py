@@ -456,23 +456,17 @@ class Recipe:
                 stage.check(self.model)
 
 
-def as_yaml(recipe: Recipe, start: dict[str, Any] | None = None) -> str:
-    """The recipe as YAML, including every default.
-
-    Args:
-        recipe: The recipe.
-        start: Sizes of the model to start from. They are written as a comment, in place of the
-            recipe's own, which do not apply.
-    """
+def all_fields(recipe: Recipe) -> dict[str, Any]:
+    """The fields of a recipe by section, but for the sizes of a start, which its files have."""
     content = asdict(recipe.resolved())
-    if start is None:
-        return yaml.safe_dump(content, sort_keys=False)
-    for name in SIZES:
+    for name in SIZES if recipe.model.start is not None else ():
         del content["model"][name]
-    if recipe.data.vocab_size == DataRecipe().vocab_size:
-        del content["data"]["vocab_size"]
-    sizes = ", ".join(f"{name} {value}" for name, value in start.items())
-    return f"# {recipe.model.start}: {sizes}\n" + yaml.safe_dump(content, sort_keys=False)
+    return content
+
+
+def as_yaml(recipe: Recipe) -> str:
+    """The recipe as YAML, including every default that applies."""
+    return yaml.safe_dump(all_fields(recipe), sort_keys=False)
 
 
 def load_recipe(path: str | Path | None = None, overrides: list[str] | None = None) -> Recipe:

@@ -28,34 +28,21 @@ ANSWER = 32
 
 @dataclass(frozen=True)
 class Questions:
-    """Prompts of one kind and length with known answers.
+    """Prompts of one kind and length with known answers."""
 
-    Attributes:
-        what: What they ask for, such as ``passkeys``.
-        length: Their tokens.
-        prompts: The prompts.
-        score: Maps an answer and its prompt to the share found, 0 to 1.
-    """
-
-    what: str
+    what: str  # such as passkeys
     length: int
     prompts: list[Prompt]
-    score: Callable[[str, Prompt], float]
+    score: Callable[[str, Prompt], float]  # of an answer, 0 to 1
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """What a model is asked next to perplexity.
-
-    Attributes:
-        tokenizer: The model's tokenizer.
-        questions: By the names of their figures, such as ``passkey_256``.
-        tokens: Prompt tokens of a batch.
-    """
+    """What a model is asked next to perplexity."""
 
     tokenizer: PreTrainedTokenizerBase
-    questions: dict[str, Questions]
-    tokens: int
+    questions: dict[str, Questions]  # by the names of their figures, such as passkey_256
+    tokens: int  # of the prompts of a batch
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """``what`` is asked for, the ``length`` and the number of ``prompts``, by name."""
@@ -65,14 +52,7 @@ class Retrieval:
         }
 
     def shares(self, model: Any) -> dict[str, float]:
-        """Ask a model, in all processes together.
-
-        Args:
-            model: A causal language model in evaluation mode, sharded or not.
-
-        Returns:
-            The share found, by the names of `questions`; the same in all processes.
-        """
+        """What a model in evaluation mode finds, by name; all processes ask together."""
         return {name: self._share(model, asked) for name, asked in self.questions.items()}
 
     def _share(self, model: Any, questions: Questions) -> float:
@@ -97,27 +77,20 @@ class Retrieval:
 
 
 def load_retrieval(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Retrieval | None:
-    """What a recipe asks for, or None.
-
-    Raises:
-        UserError: If a length is too short, or the tokenizer cannot write the answers.
-    """
+    """What a recipe asks for, or None; UserError if there is no room, or token, for an answer."""
     validation, block = recipe.validation, recipe.data.block_length
     questions: dict[str, Questions] = {}
+    passkeys, needles = range(validation.passkeys), range(validation.needles)
     for length in validation.lengths or [block]:
-        if validation.passkeys:
+        if passkeys:
             with error_prefix("validation.passkeys: "):
-                count = range(validation.passkeys)
-                prompts = ask_for_passkeys(tokenizer, length, count, seed=SEED)
-                asked = Questions("passkeys", length, prompts, _passkey_score)
-                questions[f"passkey_{length}"] = asked
-        if validation.needles:
+                prompts = ask_for_passkeys(tokenizer, length, passkeys, seed=SEED)
+            questions[f"passkey_{length}"] = Questions("passkeys", length, prompts, _passkey_score)
+        for kind in KINDS if needles else ():
             with error_prefix("validation.needles: "):
-                count = range(validation.needles)
-                for kind in KINDS:
-                    prompts = ask_for_needles(tokenizer, kind, length, count, seed=SEED)
-                    asked = Questions(f"{kind} needles", length, prompts, _needle_score)
-                    questions[f"{kind}_{length}"] = asked
+                prompts = ask_for_needles(tokenizer, kind, length, needles, seed=SEED)
+            asked = Questions(f"{kind} needles", length, prompts, _needle_score)
+            questions[f"{kind}_{length}"] = asked
     tokens = recipe.training.micro_batch_size * block
     return Retrieval(tokenizer, questions, tokens) if questions else None
 

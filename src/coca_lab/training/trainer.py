@@ -1,6 +1,10 @@
-"""Transformers' Trainer with the paper's schedule, a stop at NaN, and reliable checkpoints."""
+"""Transformers' Trainer with the paper's schedule, a stop at NaN, and reliable checkpoints.
+
+Under FSDP2 it needs more than the configuration of Accelerate: see `prepare_sharding`.
+"""
 
 import math
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -9,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import AutocastKwargs, gather_object
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -20,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
 from coca_lab.files import sync, sync_folder
+from coca_lab.training.callbacks import LogLastStep
 from coca_lab.training.checkpoints import (
     catch_read_errors,
     catch_write_errors,
@@ -27,10 +34,8 @@ from coca_lab.training.checkpoints import (
     sorted_checkpoints,
 )
 from coca_lab.training.objectives import Loss
-from coca_lab.training.progress import LogLastStep
-from coca_lab.training.recipe import TrainingRecipe
+from coca_lab.training.recipe import TrainingRecipe, refuse
 from coca_lab.training.retrieval import Retrieval
-from coca_lab.training.sharding import check_parallelism, prepare_sharding
 
 
 class TrainingDiverged(UserError):
@@ -38,15 +43,8 @@ class TrainingDiverged(UserError):
 
 
 def learning_rate_share(step: int, settings: TrainingRecipe) -> float:
-    """Learning rate of a step, as a share of the peak (paper §3.3).
-
-    It rises linearly from ``initial_learning_rate`` over the first ``warmup_share`` of the steps,
-    then falls linearly to ``final_share`` of the peak at the last step.
-
-    Args:
-        step: 0 … steps - 1.
-        settings: The recipe's training section.
-    """
+    """Learning rate of a step, 0 … steps - 1, as a share of the peak: a line up, a line down."""
+    # From paper §3.3. Trainer's schedulers begin at 0 and end at 0, or one step later.
     start = settings.initial_learning_rate / settings.learning_rate
     warmup = round(settings.warmup_share * settings.steps)
     if step < warmup:
@@ -56,19 +54,9 @@ def learning_rate_share(step: int, settings: TrainingRecipe) -> float:
 
 
 def training_arguments(
-    settings: TrainingRecipe, output: Path, world_size: int, *, validate_every: int | None = None
+    settings: TrainingRecipe, folder: Path, world_size: int, **options: Any
 ) -> TrainingArguments:
-    """Transformers' arguments for a recipe.
-
-    Args:
-        settings: The recipe's training section.
-        output: Run folder; checkpoints go into a subfolder.
-        world_size: Number of processes.
-        validate_every: Steps between measurements on the validation blocks, if there are any.
-
-    Raises:
-        UserError: If the batch sizes do not divide or an extra field is unknown.
-    """
+    """Transformers' arguments for a recipe, with further ones; UserError if they do not fit."""
     if world_size == 1 and torch.cuda.device_count() > 1:
         raise UserError(
             f"one process cannot use {torch.cuda.device_count()} GPUs: start one process per GPU "
@@ -81,7 +69,7 @@ def training_arguments(
             f"{settings.global_batch_size} and {settings.micro_batch_size} x {world_size}"
         )
     known: dict[str, Any] = {
-        "output_dir": str(output / "checkpoints"),
+        "output_dir": str(folder / "checkpoints"),
         "max_steps": settings.steps,
         "per_device_train_batch_size": settings.micro_batch_size,
         "per_device_eval_batch_size": settings.micro_batch_size,
@@ -100,16 +88,15 @@ def training_arguments(
         "logging_steps": settings.log_every,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
-        # `fit` adds TensorBoard's callback, with the run's own folder.
+        # `shown` adds TensorBoard's callback, with the folder of the run.
         "report_to": [name for name in settings.report_to if name != "tensorboard"] or "none",
         "remove_unused_columns": False,
         "dataloader_drop_last": True,
         # A resumed run continues with the next block.
         "ignore_data_skip": False,
         "use_cpu": not torch.accelerator.is_available(),
+        **options,
     }
-    if validate_every is not None:
-        known |= {"eval_strategy": "steps", "eval_steps": validate_every}
     if settings.compile:
         known["torch_compile"] = True
     if settings.gradient_checkpointing:
@@ -131,15 +118,7 @@ def training_arguments(
 
 
 class RecipeTrainer(Trainer):
-    """Trainer with the recipe's schedule, which stops at NaN and never saves it.
-
-    Args:
-        settings: The recipe's training section.
-        loss: Loss to minimise instead of the model's own, see `objectives`.
-        retrieval: Prompts to ask whenever the validation loss is measured.
-        callbacks: In place of Trainer's own bar.
-        **kwargs: Trainer's own.
-    """
+    """Trainer with the recipe's schedule, another loss and retrieval; it never saves NaN."""
 
     def __init__(
         self,
@@ -235,15 +214,7 @@ class RecipeTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def final_weights(self, dtype: torch.dtype | None) -> tuple[Any, dict[str, Tensor]]:
-        """The model with its adapters merged, and its weights, gathered from all processes.
-
-        Args:
-            dtype: Of the weights; by default that of training.
-
-        Raises:
-            UserError: If the dtype cannot hold a weight.
-            TrainingDiverged: If a weight is not finite.
-        """
+        """The model with adapters merged, and its weights in a dtype, from all processes."""
         model: Any = self.accelerator.unwrap_model(self.model)
         if hasattr(model, "merge_and_unload"):
             model = self.model = model.merge_and_unload()
@@ -267,6 +238,7 @@ class RecipeTrainer(Trainer):
             raise self._diverged(f"{name} has values that are not finite")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        check_kind(Path(resume_from_checkpoint), sharded=self.is_fsdp_enabled)
         with catch_read_errors(Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -296,11 +268,11 @@ class RecipeTrainer(Trainer):
 
     def measured(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """``perplexity`` and, if prompts were asked, ``retrieval`` from what validation logs."""
-        found: dict[str, Any] = {"perplexity": math.exp(metrics["eval_loss"])}
+        measured: dict[str, Any] = {"perplexity": math.exp(metrics["eval_loss"])}
         if self.retrieval is not None:
-            asked = self.retrieval.questions
-            found["retrieval"] = {name: metrics[f"eval_{name}"] for name in asked}
-        return found
+            names = self.retrieval.questions
+            measured["retrieval"] = {name: metrics[f"eval_{name}"] for name in names}
+        return measured
 
     def curves(self) -> dict[str, list[dict[str, Any]]]:
         """``curve``, the loss and the learning rate by step, and ``validation``, see `measured`."""
@@ -319,11 +291,7 @@ class RecipeTrainer(Trainer):
 
 
 def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights in another precision.
-
-    Raises:
-        UserError: If it cannot hold one of them.
-    """
+    """Weights in another precision; UserError if it cannot hold one of them."""
     cast = {n: w.to(dtype) if w.is_floating_point() else w for n, w in weights.items()}
     for name, weight in cast.items():
         if not torch.isfinite(weight).all():
@@ -332,3 +300,61 @@ def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
                 "model.dtype to bfloat16 or float32, and run the same command again"
             )
     return cast
+
+
+def prepare_sharding(accelerator: Accelerator, arguments: TrainingArguments) -> None:
+    """Adjust a new Accelerator where FSDP is configured; UserError if it cannot be used so."""
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if not launched and arguments.fsdp_plugin_args is None:
+        return
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        raise UserError(
+            "FSDP is configured but there is no process per GPU: start with accelerate launch "
+            "--config_file recipes/accelerate/NAME.yaml, on a machine with GPUs"
+        )
+    if arguments.torch_compile:
+        raise UserError("training.compile cannot be combined with FSDP: leave one of them out")
+    check_options(plugin)
+    # Autocast in place of FSDP's casts, which would round cos and sin. Its cache would keep the
+    # weights that are freed after each layer.
+    plugin.mixed_precision_policy = None
+    accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)  # pyright: ignore
+    # Gradients are sharded after every micro-batch, so accumulation never holds a full copy.
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+
+
+def check_options(plugin: Any) -> None:
+    """Raise UserError if the configuration of FSDP is not supported."""
+    refuse(
+        {
+            f"FSDP version {plugin.fsdp_version} is not supported: set fsdp_version: 2 in the "
+            "configuration of accelerate launch": plugin.fsdp_version != 2,
+            "cpu_ram_efficient_loading leaves the weights empty on all processes except the first, "
+            "but each has to convert its start and load its teacher: set "
+            "fsdp_cpu_ram_efficient_loading: false": plugin.cpu_ram_efficient_loading,
+            "activation checkpointing is controlled by the recipe: set "
+            "fsdp_activation_checkpointing: false, and training.gradient_checkpointing": (
+                plugin.activation_checkpointing
+            ),
+        }
+    )
+
+
+def check_parallelism(parallel: ParallelismConfig | None) -> None:
+    """Raise UserError if processes would share sequences or layers: every one is a replica here."""
+    if parallel is not None and parallel.non_data_parallel_size > 1:
+        raise UserError(
+            "coca train reads other blocks in every process: set cp_size, sp_size and tp_size of "
+            "parallelism_config to 1, and shard the weights by FSDP2 instead"
+        )
+
+
+def check_kind(checkpoint: Path, sharded: bool) -> None:
+    """Raise UserError unless a checkpoint was written as this run is: with FSDP, or without."""
+    if sharded != any(checkpoint.glob(f"{FSDP_MODEL_NAME}*")):
+        written, now = ("without", "with") if sharded else ("with", "without")
+        raise UserError(
+            f"{checkpoint} was written {written} FSDP, and this run is {now} it: resume it as it "
+            "was started, or start over in another --output"
+        )

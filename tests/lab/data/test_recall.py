@@ -103,19 +103,6 @@ def test_recipes_mix_recall_into_their_text(tokenizer, tmp_path):
     assert abs(np.mean(masked) - 0.4) < 0.02
 
 
-@pytest.mark.parametrize(
-    ("tasks", "error"),
-    [
-        ("{recal: 0.1}", "data.tasks.recal: Input should be 'recall', got 'recal'"),
-        ("{recall: 1.0}", "data.tasks.recall: Input should be less than 1, got 1.0"),
-        ("{recall: 0.6}", "must sum to less than 1"),
-    ],
-)
-def test_shares_are_checked(tasks, error):
-    with pytest.raises(UserError, match=error):
-        load_recipe(None, [f"--data.tasks={tasks}", "--data.passkey_share=0.5"])
-
-
 class Oracle:
     """Knows the answers of distances below a limit."""
 

@@ -105,37 +105,6 @@ def test_a_tokenizer_sees_every_source(sources, monkeypatch):
     assert "alpha" in texts[0] and texts[1].startswith("zz")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"code": {"weight": 0.2}}, r"data\.mixture needs .* sum to 1, got 0\.75 \+ 0\.2 = 0\.95"),
-        ({"code": {"weight": 0}}, r"weight: Input should be greater than 0, got 0"),
-        ({"code": {"weight": -0.25}}, r"weight: Input should be greater than 0"),
-        ({"code": {"source": ""}}, r"data\.mixture\.code\.source is missing"),
-        ({"code": {"sauce": "x"}}, r"sauce"),
-        ({"code": {"max_tokens": 0}}, r"max_tokens: Input should be .* equal to 1"),
-    ],
-)
-def test_invalid_mixtures_are_rejected(sources, change, message):
-    for name, fields in change.items():
-        sources[name].update(fields)
-    with pytest.raises(UserError, match=message) as raised:
-        recipe(sources)
-    assert "\n" not in str(raised.value)
-
-
-def test_a_mixture_beside_one_source_is_rejected(sources):
-    with pytest.raises(UserError, match=r"data\.source cannot be combined with data\.mixture"):
-        recipe(sources, data__source="books")
-    with pytest.raises(UserError, match=r"data\.max_tokens cannot be combined with data"):
-        recipe(sources, data__max_tokens=10)
-
-
-def test_weights_may_sum_to_1_up_to_rounding(sources):
-    sources["text"]["weight"] = 0.7500004
-    assert recipe(sources).data.mixture["text"].weight == 0.7500004
-
-
 def test_missing_and_empty_sources_are_rejected_by_name(sources, tokenizer, tmp_path):
     sources["code"]["source"] = str(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*nowhere: no such file"):

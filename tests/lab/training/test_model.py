@@ -66,33 +66,3 @@ def test_distances_can_be_limited(tmp_path):
     model.save_pretrained(tmp_path / "limited")
     with pytest.raises(UserError, match=r"already has attention rope.*leave out"):
         _load_start(started, str(tmp_path / "limited"), 97)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"layers": "lx"}, "letters l and g, at most num_layers of them, got 'lx'"),
-        ({"layers": "lg", "window": 0}, "model.window: Input should be greater than or equal to 1"),
-        ({"layers": "lg", "attention": "alibi"}, "attention alibi has no layers"),
-        ({"layers": "lg", "start": "folder"}, "leave out layers"),
-        ({"layers": "llg", "num_layers": 2}, "got 'llg' for 2 layers"),
-        ({"window": 8}, "window is for local layers: set layers"),
-        ({"decay_length": 5.0}, "decay_length 5.0 requires a decay"),
-        ({"turning_pairs": 99}, "turning_pairs must be at most 32"),
-        (
-            {"attention": "alibi", "decay": 1.0},
-            "attention alibi has no decay",
-        ),
-        ({"attention": "slack", "max_distance": 9}, "got attention slack: use rope, strict or"),
-        ({"attention": "alibi", "max_distance": 9}, "attention alibi has no max_distance"),
-        ({"max_distance": 0}, "max_distance: Input should be greater than or equal to 1, got 0"),
-        ({"decay": -1.0}, "decay: Input should be greater than or equal to 0, got -1"),
-        (
-            {"layers": "lg", "decay_length": 0.0},
-            "decay_length: Input should be greater than 0, got 0",
-        ),
-    ],
-)
-def test_invalid_roles_are_refused(fields, message):
-    with pytest.raises(UserError, match=message):
-        Recipe(ModelRecipe(**fields)).check()

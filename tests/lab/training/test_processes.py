@@ -34,13 +34,13 @@ from coca_lab.training import (
 )
 from coca_lab.training.checkpoints import catch_read_errors, catch_write_errors
 from coca_lab.training.recipe import TrainingRecipe
-from coca_lab.training.sharding import (
+from coca_lab.training.trainer import (
     check_kind,
     check_options,
     check_parallelism,
     prepare_sharding,
+    training_arguments,
 )
-from coca_lab.training.trainer import training_arguments
 from conftest import VOCABULARY
 from families import FAMILIES, vanilla
 

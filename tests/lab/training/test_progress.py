@@ -1,15 +1,13 @@
 """What a training shows, by a clock of the test's own."""
 
-import io
 import logging
-import sys
 from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerControl
 
-from coca_lab.training import progress
-from coca_lab.training.progress import Lines
+from coca_lab.training import callbacks
+from coca_lab.training.callbacks import Lines
 
 
 @pytest.fixture
@@ -17,7 +15,7 @@ def shown(monkeypatch, caplog):
     """A function that runs steps of some seconds each, and returns the lines."""
     caplog.set_level(logging.INFO, "coca_lab")
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
 
     def run(steps, seconds, before=0):
         lines = Lines(None)
@@ -43,22 +41,3 @@ def test_the_first_line_says_when_a_training_ends_and_others_follow_every_minute
 def test_a_resumed_training_counts_its_own_steps(shown):
     first, *_ = shown(steps=100, seconds=10.0, before=90)
     assert first.startswith("step 92 of 100, loss 0.110, 0:01:20 left, until ")
-
-
-def test_in_a_terminal_every_loss_appears_once(text_folder, tmp_path, monkeypatch, capfd):
-    from test_train import recipe
-
-    from coca_lab.training import read_summary, train
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    changes = {"training__steps": 4, "training__log_every": 1, "validation__every": 2}
-    folder = train(recipe(text_folder, **changes, validation__batches=1), tmp_path / "run")
-    told, said = capfd.readouterr()
-    assert "{'loss'" not in terminal.getvalue() + told + said
-    last = f"loss={read_summary(folder)['curve'][-1]['loss']:.3f}"
-    assert last in terminal.getvalue() and "4/4" in terminal.getvalue()

@@ -13,13 +13,12 @@ from coca_attention.errors import UserError
 from coca_attention.models import CoCALlamaConfig
 from coca_lab.data import BlockDataset, load_tokenizer
 from coca_lab.loading import load_model
-from coca_lab.training import load_recipe, read_summary, recipe, train
-from coca_lab.training.data import load_data
-from coca_lab.training.model import choose_parameters, parameter_counts
+from coca_lab.training import load_recipe, read_summary, train
+from coca_lab.training.data import block_order, load_data, stage_blocks
+from coca_lab.training.model import choose_parameters
 from coca_lab.training.recipe import StageRecipe
-from coca_lab.training.stages import block_order, stage_blocks
 from families import vanilla
-from runs import PAPER, TEACHER, TRAINING, changed, weights, write_recipe
+from runs import PAPER, TEACHER, TRAINING, assert_the_same, changed, weights, write_recipe
 
 
 def test_each_stage_trains_what_it_names(base, staged):
@@ -147,14 +146,14 @@ def test_learning_from_the_original(base, text_folder, tmp_path):
     base = shutil.copytree(base, tmp_path / "sharp")
     # The trained one's attention is nearly uniform, so that there would be nothing to learn.
     vanilla("Llama", vocab_size=300).save_pretrained(base)
-    stages = [{**stage, "steps": 40, "learning_rate": 3e-3} for stage in TEACHER]
+    stages = [{**stage, "steps": 25, "learning_rate": 5e-3} for stage in TEACHER]
     path = write_recipe(base, text_folder, tmp_path / "r.yaml", stages, attention="strict")
     before = weights(base)
     run = train(load_recipe(path), tmp_path / "run")
     curve = read_summary(run)["curve"]
     for name in ("attention", "logits"):
         losses = [entry["loss"] for entry in curve if entry["stage"] == name]
-        assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), (name, losses)
+        assert sum(losses[-3:]) < 0.8 * sum(losses[:3]), (name, losses)
     assert changed(weights(run / "stages" / "attention"), weights(run)) > {"o_proj", "v_proj"}
     assert changed(before, weights(base)) == set()
     assert not [name for name in weights(run) if "k_proj" in name or "teacher" in name]
@@ -162,38 +161,20 @@ def test_learning_from_the_original(base, text_folder, tmp_path):
 
 def test_accumulated_passes_average_the_loss_of_an_objective(base, text_folder, tmp_path):
     """Two passes of two blocks a step are one pass of four: the mean, not the sum."""
-    runs = []
+    runs, options = [], ["--validation.every=null", "--training.steps=3"]
     for size in (2, 4):
         path = write_recipe(base, text_folder, tmp_path / f"{size}.yaml", TEACHER[1:])
-        recipe = load_recipe(path, ["--training.micro_batch_size", str(size)])
+        recipe = load_recipe(path, [*options, f"--training.micro_batch_size={size}"])
         runs.append(read_summary(train(recipe, tmp_path / str(size)))["curve"])
     for ours, theirs in zip(*runs, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
 
 
-def test_adapters_train_and_are_merged(base, text_folder, tmp_path):
+def test_adapters_train_resume_and_are_merged(base, text_folder, tmp_path):
+    """Interrupted in the stage, and after its last step, before the model is saved."""
     stages = [{"name": "adapters", "train": "lora", "lora_rank": 2}, {"name": "rest", "steps": 1}]
     path = write_recipe(base, text_folder, tmp_path / "r.yaml", stages)
-    run = train(load_recipe(path), tmp_path / "run")
-    stage = run / "stages" / "adapters"
-    model = AutoModelForCausalLM.from_pretrained(stage)
-    assert not [name for name in weights(stage) if "lora" in name]
-    assert not list(stage.glob("adapter*"))
-    original, merged = weights(base), weights(stage)
-    assert not torch.equal(merged[Q], original[Q])
-    difference = torch.linalg.matrix_rank(merged[Q] - original[Q], tol=1e-5)
-    assert difference == 2
-    assert torch.equal(merged["model.norm.weight"], original["model.norm.weight"])
-    summary = read_summary(run)["stages"][0]
-    assert 0 < summary["trained"] < 0.5 * sum(p.numel() for p in model.parameters())
-
-
-Q = "model.layers.0.self_attn.q_proj.weight"
-
-
-def test_adapters_resume_where_they_were_interrupted(base, text_folder, tmp_path):
-    """Also after the last step, before the model was saved."""
-    path = write_recipe(base, text_folder, tmp_path / "r.yaml", [{"name": "a", "train": "lora"}])
+    options = ["--validation.every=null"]
 
     class Stop(TrainerCallback):
         def __init__(self, step):
@@ -208,15 +189,28 @@ def test_adapters_resume_where_they_were_interrupted(base, text_folder, tmp_path
 
     for step in (3, None):
         with pytest.raises(KeyboardInterrupt):
-            train(load_recipe(path), tmp_path / "two", callbacks=[Stop(step)])
-    runs = [train(load_recipe(path), tmp_path / name) for name in ("one", "two")]
-    assert changed(*map(weights, runs)) == set()
+            train(load_recipe(path, options), tmp_path / "two", callbacks=[Stop(step)])
+    run, resumed = (train(load_recipe(path, options), tmp_path / name) for name in ("one", "two"))
+    assert_the_same(resumed, run)
+    stage = run / "stages" / "adapters"
+    model = AutoModelForCausalLM.from_pretrained(stage)
+    assert not [name for name in weights(stage) if "lora" in name]
+    assert not list(stage.glob("adapter*"))
+    original, merged = weights(base), weights(stage)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(merged[name], original[name])
+    difference = torch.linalg.matrix_rank(merged[name] - original[name], tol=1e-5)
+    assert difference == 2
+    assert torch.equal(merged["model.norm.weight"], original["model.norm.weight"])
+    summary = read_summary(run)["stages"][0]
+    assert summary["parameters"] == sum(p.numel() for p in model.parameters())
+    assert 0 < summary["trained"] < 0.5 * summary["parameters"]
 
 
 def test_a_start_is_trained_further_without_stages(base, staged, text_folder, tmp_path):
     """A converted model with position interpolation and longer blocks; and vanilla ones."""
     _, run = staged
-    options = ["--data.block_length", "32", "--training.steps", "2"]
+    options = ["--data.block_length=32", "--training.steps=1", "--validation.every=null"]
 
     def rotary(name, **model):
         path = write_recipe(base, text_folder, tmp_path / name, [], attention="rope", **model)
@@ -236,8 +230,7 @@ def test_a_start_is_trained_further_without_stages(base, staged, text_folder, tm
     ).config
     assert (longer.rope_parameters["rope_type"], longer.rope_parameters["factor"]) == ("linear", 2)
     assert longer.max_position_embeddings == 32 and longer.coca_form == "slack"
-    path = write_recipe(base, text_folder, tmp_path / "b.yaml", [], attention="rope")
-    assert changed(weights(base), weights(train(load_recipe(path), tmp_path / "b")))
+    assert changed(weights(base), weights(tmp_path / "run-limited"))
 
 
 @pytest.mark.parametrize(
@@ -273,50 +266,13 @@ def test_a_stage_whose_parameters_the_model_lacks_is_rejected(base):
         choose_parameters(rotary, StageRecipe("x", train="t"))
 
 
-def test_lora_without_peft_is_rejected(monkeypatch):
-    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="stage 'x': lora needs peft"):
-        load_recipe(None, ["--stages", '[{"name": "x", "train": "lora"}]'])
-
-
-@pytest.mark.parametrize(
-    ("model", "stage", "message"),
-    [
-        ({}, {"train": "k"}, "train"),
-        ({}, {"objective": "perplexity"}, "objective"),
-        ({}, {"stepz": 3}, "stepz"),
-        ({}, {"name": "../x"}, "stage '../x': name is also"),
-        ({}, {"steps": 0}, "steps: Input should be greater than or equal to 1"),
-        ({}, {"learning_rate": -1}, "learning_rate: Input should be greater than 0"),
-        ({}, {"warmup_share": 2}, "warmup_share: Input should be less than or equal to 1, got 2"),
-        ({}, {"lora_rank": 0}, "lora_rank: Input should be greater than or equal to 1"),
-        ({}, {"objective": "logits"}, "needs a teacher"),
-        ({"start": "a"}, {"objective": "attention"}, "set train to t, qt or qtv, got all"),
-        ({"attention": "rope"}, {"train": "t"}, "stage 'x': train t needs T projections"),
-        ({"start": "a", "hidden_size": 64}, {}, "leave out hidden_size"),
-        ({"interpolation": 0.5}, {}, "interpolation: Input should be greater than or equal to 1"),
-        ({"attention": "alibi", "interpolation": 2}, {}, "attention alibi has no interpolation"),
-    ],
-)
-def test_invalid_stages_are_rejected_in_one_line(tmp_path, model, stage, message):
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump({"model": model, "stages": [{"name": "x", **stage}]}))
-    with pytest.raises(UserError) as raised:
-        load_recipe(path)
-    assert message.replace("'", '"') in str(raised.value).replace("'", '"')
-    assert "\n" not in str(raised.value)
-    path.write_text(yaml.safe_dump({"stages": [{"name": "x"}, {"name": "x"}]}))
-    with pytest.raises(UserError, match="stages must have different names, got x, x"):
-        load_recipe(path)
-
-
 @pytest.mark.parametrize(("train", "share"), [("t", 0.0415), ("qtv", 0.20745), ("all", 1.0)])
 def test_shares_of_llama_7b(train, share):
     """The paper says 7 % and 21 %; T is stored folded here, half as large as a key projection."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CoCALlamaConfig())
     choose_parameters(model, StageRecipe("x", train=train))
-    trained, every = parameter_counts(model)
+    trained, every = model.num_parameters(only_trainable=True), model.num_parameters()
     assert every == 6_738_415_616 - 32 * 4096 * 2048
     assert trained / every == pytest.approx(share, abs=5e-5)
     assert all(weight.is_meta for weight in model.parameters())
@@ -334,7 +290,8 @@ def test_the_model_is_saved_in_the_dtype_of_its_start(
     load_tokenizer(base).save_pretrained(tmp_path / "start")
     stages = [{"name": "t", "train": "t"}, {"name": "adapters", "train": "lora"}]
     path = write_recipe(tmp_path / "start", text_folder, tmp_path / "recipe.yaml", stages)
-    recipe = load_recipe(path, ["--model.dtype", asked, "--training.steps", "2"])
+    options = [f"--model.dtype={asked}", "--training.steps=2", "--validation.every=null"]
+    recipe = load_recipe(path, options)
     run = train(recipe, tmp_path / "run")
     wanted = getattr(torch, saved)
     assert {weight.dtype for weight in weights(run).values()} == {wanted}
@@ -367,22 +324,14 @@ def test_a_weight_that_the_dtype_cannot_hold_is_not_saved(base, text_folder, tmp
         train(recipe, run)
 
 
-def test_the_record_names_the_sizes_and_steps_of_the_run(staged):
+def test_the_record_has_the_steps_of_the_run_and_no_sizes_that_do_not_apply(staged):
     path, run = staged
     recorded = read_summary(run)["recipe"]
-    sizes = {
-        "body": "llama", "hidden_size": 16, "num_layers": 2, "num_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 64, "tie_embeddings": True,
-    }  # fmt: skip
-    assert sizes.items() <= recorded["model"].items() and recorded["data"]["vocab_size"] == 288
     assert [stage["steps"] for stage in recorded["stages"]] == [6, 6, 5]
     assert recorded["stages"][0]["learning_rate"] == 1e-2 and recorded["training"]["steps"] == 17
+    assert recorded["model"]["attention"] == "slack" and "hidden_size" not in recorded["model"]
     text = (run / "recipe.yaml").read_text()
-    assert "body llama, hidden_size 16, num_layers 2, num_heads 4" in text.splitlines()[0]
-    assert "vocab_size 288" in text.splitlines()[0]
-    written = yaml.safe_load(text)
-    assert not sizes.keys() & written["model"].keys() and "vocab_size" not in written["data"]
-    assert [stage["steps"] for stage in written["stages"]] == [6, 6, 5]
+    assert yaml.safe_load(text) == recorded
     # Both recipes are those of the run, and so is one written before stages were filled in.
     for same in (run / "recipe.yaml", path):
         assert train(load_recipe(same), run) == run

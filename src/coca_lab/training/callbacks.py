@@ -1,14 +1,20 @@
-"""What a training shows: a bar in a terminal, elsewhere a line at most once a minute."""
+"""What a training shows, and how a signal ends it: callbacks of Trainer."""
 
 import logging
 import math
+import os
+import signal
+import sys
+import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
+from coca_attention.errors import Interrupted
 from coca_lab.training.retrieval import Retrieval
 
 log = logging.getLogger(__name__)
@@ -17,6 +23,10 @@ EVERY = 60.0
 """Seconds between lines."""
 SETTLED = 2.0
 """Seconds from the first step, which may compile, to the first line: the speed is known then."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ONE_SIGNAL = 1.0
+"""Seconds within which further signals count as the first: torchrun passes Ctrl-C on to processes
+that the terminal has already sent it to."""
 
 
 def describe(metrics: dict[str, Any], retrieval: Retrieval | None) -> str:
@@ -26,6 +36,21 @@ def describe(metrics: dict[str, Any], retrieval: Retrieval | None) -> str:
         share = metrics[f"eval_{name}"]
         parts.append(f"{asked.what} at {asked.length:,} tokens {share:.0%}")
     return ", ".join(parts)
+
+
+def shown(
+    arguments: TrainingArguments, report_to: list[str], folder: Path, retrieval: Retrieval | None
+) -> list[TrainerCallback]:
+    """What shows a training: a bar in a terminal, elsewhere lines, and TensorBoard if asked for."""
+    in_terminal = sys.stderr.isatty() and not arguments.disable_tqdm
+    callbacks: list[TrainerCallback] = [Bar(retrieval) if in_terminal else Lines(retrieval)]
+    if "tensorboard" in report_to and arguments.process_index == 0:
+        # In the run folder; Trainer's own takes its folder from the environment.
+        from torch.utils.tensorboard import SummaryWriter
+        from transformers.integrations import TensorBoardCallback
+
+        callbacks.append(TensorBoardCallback(SummaryWriter(folder / "logs")))
+    return callbacks
 
 
 class LogLastStep(TrainerCallback):
@@ -55,10 +80,7 @@ class Bar(ProgressCallback):
 
 
 class Lines(TrainerCallback):
-    """Lines with the step, the last loss and measurement, and the time left.
-
-    The first one comes as soon as the speed is known, the last one at the end.
-    """
+    """Lines with step, loss, measurement, time left: when the speed is known, then by `EVERY`."""
 
     def __init__(self, retrieval: Retrieval | None) -> None:
         self.retrieval = retrieval
@@ -91,3 +113,55 @@ class Lines(TrainerCallback):
         if state.is_world_process_zero:
             where = f"step {state.global_step:,} of {state.max_steps:,}"
             log.info("%s", ", ".join(filter(None, (where, self.loss, self.validation, *more))))
+
+
+class StopOnSignal(TrainerCallback):
+    """In its ``with`` block, a signal ends training after the step, which is saved."""
+
+    # All processes stop after the same step, whichever of them received the signal; a second one
+    # raises `Interrupted` at once.
+    # Transformers' `enable_jit_checkpoint` reacts to SIGTERM alone, after three seconds, and may
+    # save before the optimizer's step, when the random state is already that of the next.
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        self.signal: int | None = None
+        self.stopped = False
+
+    def __enter__(self) -> "StopOnSignal":
+        main = threading.current_thread() is threading.main_thread()
+        self.before = {n: signal.signal(n, self._receive) for n in SIGNALS if main}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _frame: Any) -> None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self.since = number, now
+            if self.accelerator.is_main_process:
+                # Not by print, which the signal may have interrupted.
+                text = "\ncoca: training ends after this step; once more ends it at once\n"
+                os.write(2, text.encode())
+        elif now - self.since >= ONE_SIGNAL:
+            raise Interrupted(
+                "training ended within a step; the same command continues from the last "
+                "checkpoint, if there is one",
+                number,
+            )
+
+    def requested(self) -> bool:
+        """Whether any process has received a signal; all processes have to ask."""
+        if not self.stopped:
+            if self.signal is not None:
+                self.accelerator.set_trigger()
+            self.stopped = self.accelerator.check_trigger()
+        return self.stopped
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.requested():
+            control.should_save = control.should_training_stop = True
+
+    on_evaluate = on_step_end  # before the step's checkpoint would be saved

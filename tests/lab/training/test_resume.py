@@ -1,0 +1,512 @@
+"""Interrupted runs end with the same weights to the last bit; what cannot be resumed is named."""
+
+import errno
+import json
+import logging
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback, modeling_utils
+
+from coca_attention.errors import UserError
+from coca_lab.training import (
+    TrainingDiverged,
+    as_yaml,
+    callbacks,
+    is_finished,
+    last_checkpoint,
+    load_recipe,
+    read_summary,
+    train,
+)
+from coca_lab.training import run as module
+from conftest import some_text
+from runs import assert_the_same, recipe, write_recipe
+
+
+class AtStep(TrainerCallback):
+    """Calls a function at the end, or the beginning, of a step."""
+
+    def __init__(self, step, call, begin=False):
+        self.step, self.call, self.begin = step, call, begin
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step and not self.begin:
+            self.call(model)
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step - 1 and self.begin:
+            self.call(model)
+
+
+class Record(TrainerCallback):
+    """The steps that a run takes, with the name of its folder."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps.append((args.output_dir.split(os.sep)[-2], state.global_step))
+
+
+def unfinished(run, output, last=8):
+    """A copy of a run as after a kill behind its checkpoint of a step."""
+    shutil.copytree(run, output)
+    for name in ("training.json", "model.safetensors", "config.json"):
+        (output / name).unlink()
+    for path in (output / "checkpoints").iterdir():
+        if int(path.name.rpartition("-")[2]) > last:
+            shutil.rmtree(path)
+    return output
+
+
+def garbage(path):
+    path.write_bytes(b"\x00garbage" * 50)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+STATE = "trainer_state.json"
+
+
+@pytest.mark.parametrize(
+    ("last", "damaged", "first", "warning"),
+    [
+        (8, {}, 9, ""),
+        (12, {}, 13, ""),  # after the last step, of which none is repeated
+        (12, {12: os.unlink}, 9, "checkpoint-12 not complete; training resumes from checkpoint-8"),
+        (12, {12: truncate, 8: garbage}, 1, "checkpoint-8 not complete; training starts again at"),
+    ],
+)
+def test_a_run_resumes_from_its_last_complete_checkpoint(
+    trained, text_folder, tmp_path, caplog, capsys, last, damaged, first, warning
+):
+    output = unfinished(trained, tmp_path / "run", last)
+    for step, damage in damaged.items():
+        damage(output / "checkpoints" / f"checkpoint-{step}" / STATE)
+    seen = Record()
+    with caplog.at_level(logging.INFO, "coca_lab"):
+        train(recipe(text_folder), output, callbacks=[seen])
+    assert [step for _, step in seen.steps] == list(range(first, 13))
+    assert_the_same(output, trained)
+    assert last_checkpoint(output / "checkpoints").name == "checkpoint-12"
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("coca")]
+    assert said[0] == f"{output}: reading the text" and " tokens; " in said[1]
+    start = f"resuming from step {first - 1}" if first > 1 else "from the first step"
+    assert any(" parameters on " in line and line.endswith(start) for line in said)
+    warnings = [line for line in said if "not complete" in line]
+    assert len(warnings) == bool(warning) and all(warning in line for line in warnings)
+    captured = capsys.readouterr()
+    assert "missing keys" not in captured.out + captured.err  # of tied weights
+    assert last_checkpoint(output / "nowhere") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("optimizer.pt", garbage),
+        ("optimizer.pt", truncate),
+        ("scheduler.pt", truncate),
+        ("rng_state.pth", truncate),
+        ("rng_state.pth", garbage),
+        ("model.safetensors", truncate),
+        ("model.safetensors", empty),
+        ("model.safetensors", os.unlink),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(trained, text_folder, tmp_path, name, damage):
+    """PyTorch would advise to run code in the file."""
+    output = unfinished(trained, tmp_path / "run")
+    damage(output / "checkpoints" / "checkpoint-8" / name)
+    with pytest.raises(
+        UserError, match=r"checkpoint-8 cannot be read.*remove the folder"
+    ) as caught:
+        train(recipe(text_folder), output)
+    assert "weights_only" not in str(caught.value)
+
+
+def test_files_are_on_the_disk_before_another_checkpoint_goes(
+    trained, text_folder, tmp_path, monkeypatch
+):
+    synced, plain, removed = [], os.fsync, []
+
+    def fsync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        plain(descriptor)
+
+    def rmtree(path, **options):
+        if os.path.isdir(path):
+            removed.append(len(synced))
+        remove(path, **options)
+
+    remove = shutil.rmtree
+    output = unfinished(trained, tmp_path / "run")
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr("coca_lab.training.trainer.shutil.rmtree", rmtree)
+    name = "training.keep_checkpoints"
+    train(recipe(text_folder, **{name: 1}), output, may_change=[name])
+    newest = (output / "checkpoints" / "checkpoint-12").resolve()
+    files = {str(path) for path in newest.iterdir()}
+    assert files and removed
+    assert {str(newest), str(newest.parent), *files} <= set(synced[: removed[-1]])
+    assert str(output.resolve()) in synced
+    assert [path.name for path in newest.parent.iterdir()] == [newest.name]
+
+
+# Text and settings of a run that resumes
+
+
+def test_named_fields_of_an_unfinished_run_may_change_but_not_its_text(
+    trained, text_folder, tmp_path
+):
+    output, moved = unfinished(trained, tmp_path / "run"), tmp_path / "moved"
+
+    def again(fields, **changes):
+        changed = {"data__source": moved, "training__micro_batch_size": 4, **changes}
+        return train(recipe(text_folder, **changed), output, may_change=fields)
+
+    begun = (output / "recipe.yaml").read_text()
+    shutil.copytree(text_folder, moved)
+    both = ("data.source", "training.micro_batch_size")
+    for fields, changes, refused in (
+        ((), {}, ", ".join(both)),
+        (both[:1], {}, both[1]),
+        (both, {"training__seed": 5}, "training.seed"),
+    ):
+        with pytest.raises(UserError, match=rf"another recipe \(different: {refused}\)"):
+            again(fields, **changes)
+        assert (output / "recipe.yaml").read_text() == begun
+    (moved / "zz.txt").write_text(some_text(400, seed=99))
+    with pytest.raises(UserError, match="the training text has changed"):
+        again(both)
+    (moved / "zz.txt").unlink()
+    assert is_finished(again(both))
+    assert load_recipe(output / "recipe.yaml").data.source == str(moved)
+    assert read_summary(output)["recipe"]["training"]["micro_batch_size"] == 4
+    with pytest.raises(UserError, match=r"another recipe \(different: data.source\)"):
+        again(both, data__source=text_folder)
+
+
+# Signals
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_saves_the_step_in_which_it_came(
+    trained, text_folder, tmp_path, name, monkeypatch
+):
+    """Twice at once, as torchrun sends it; the resumed run ends with the same weights."""
+    monkeypatch.setattr(callbacks, "ONE_SIGNAL", math.inf)
+    number, output = getattr(signal, name), unfinished(trained, tmp_path / "run")
+    before = signal.getsignal(number)
+    if name == "SIGTERM":  # must not end the tests if nothing handles it
+        signal.signal(number, signal.SIG_IGN)
+
+    def send(_):
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+
+    try:
+        with pytest.raises(KeyboardInterrupt, match=r"after step 10 of 12, which is saved") as e:
+            train(recipe(text_folder), output, callbacks=[AtStep(10, send, begin=True)])
+    finally:
+        signal.signal(number, before)
+    assert e.value.signal == number
+    assert last_checkpoint(output / "checkpoints").name == "checkpoint-10"
+    seen = Record()
+    train(recipe(text_folder), output, callbacks=[seen])
+    assert [step for _, step in seen.steps] == [11, 12]
+    assert_the_same(output, trained)
+
+
+def test_a_second_signal_ends_a_step_at_once(trained, text_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(callbacks, "ONE_SIGNAL", 0.0)
+    before, output = signal.getsignal(signal.SIGINT), unfinished(trained, tmp_path / "run")
+
+    def send(_):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match="within a step"):
+        train(recipe(text_folder), output, callbacks=[AtStep(10, send, begin=True)])
+    assert last_checkpoint(output / "checkpoints").name == "checkpoint-8"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=pytest.mark.slow)]
+)
+def test_the_command_names_the_step_that_a_signal_saved(text_folder, tmp_path, name, code):
+    path = tmp_path / "recipe.yaml"
+    changes = {"training__steps": 10**6, "training__save_every": 10**6}
+    path.write_text(as_yaml(recipe(text_folder, validation__every="null", **changes)))
+    command = ["-m", "coca_lab.cli", "train", path, "--output", tmp_path / "run"]
+    with subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = iter(process.stderr)
+        assert any(re.match(r"\S+ step \d+ of 1,000,000, loss .* left, until ", x) for x in said)
+        process.send_signal(getattr(signal, name))
+        *_, last = said
+    assert process.returncode == code
+    step = re.search(r"interrupted: .*ended after step (\S+) of 1,000,000, which is saved", last)[1]
+    saved = last_checkpoint(tmp_path / "run" / "checkpoints")
+    assert saved is not None and saved.name == f"checkpoint-{step.replace(',', '')}"
+
+
+# Values that are not finite
+
+
+def poison(model):
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("last", "step", "message"),
+    [
+        (8, 9, "the loss is nan at step 10: training stopped, the last good checkpoint is .*-8"),
+        (8, 12, "not finite at step .*: training stopped, the last good checkpoint is .*-8"),
+        (8, 10, "the validation loss is nan at step"),
+        (0, 1, "the loss is nan at step 2: training stopped, no checkpoint was saved yet"),
+    ],
+)
+def test_nan_stops_training_and_is_never_saved(trained, text_folder, tmp_path, last, step, message):
+    output = unfinished(trained, tmp_path / "run", last)
+    with pytest.raises(TrainingDiverged, match=message):
+        train(recipe(text_folder), output, callbacks=[AtStep(step, poison)])
+    assert not is_finished(output) and not (output / "model.safetensors").exists()
+    saved = list(output.rglob("model.safetensors"))
+    assert len(saved) == bool(last)
+    for path in saved:
+        assert all(weight.isfinite().all() for weight in load_file(path).values())
+
+
+# Full disks
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(
+    trained, text_folder, tmp_path, monkeypatch
+):
+    """At the first checkpoint, at one after a restart, and at the model of the run."""
+    write, count = modeling_utils.safe_save_file, []
+
+    def full(tensors, name, **kwargs):
+        count.append(name)
+        if len(count) == fail_at:
+            with open(name, "wb") as file:
+                file.write(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(tensors, name, **kwargs)
+
+    monkeypatch.setattr(modeling_utils, "safe_save_file", full)
+    for last, fail_at, saved in (
+        (0, 1, "no checkpoint was saved yet"),
+        (8, 1, r"the last good checkpoint is .*checkpoint-8\b"),
+        (8, 2, r"the last good checkpoint is .*checkpoint-12\b"),
+    ):
+        count.clear()
+        output = unfinished(trained, tmp_path / f"{last} {fail_at}", last)
+        with pytest.raises(
+            UserError, match=f"training stopped, {saved}.* No space left on device: free"
+        ):
+            train(recipe(text_folder), output)
+        assert not is_finished(output)
+        fail_at = None
+        train(recipe(text_folder), output)
+        assert_the_same(output, trained)
+
+
+def test_a_disk_that_fills_up_within_an_optimizer_state(trained, text_folder, tmp_path):
+    """PyTorch's own writer, under a real limit: the state is twice the weights."""
+    output = unfinished(trained, tmp_path / "run")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit = (trained / "model.safetensors").stat().st_size + 2000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"checkpoints cannot be written"):
+            train(recipe(text_folder), output)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    train(recipe(text_folder), output)
+    assert_the_same(output, trained)
+
+
+# Kills
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from transformers import TrainerCallback
+from coca_lab.training import load_recipe, run, train
+
+where, path, output = sys.argv[1:]
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        print("a step", flush=True)
+        if where == f"{Path(args.output_dir).parent.name} {state.global_step}":
+            die()
+
+replace = os.replace
+def move(source, target):
+    # Among the first files of a finished stage's model that are moved to their place.
+    if where == "moving" and ".model.partial" in str(source) and "tokenizer" in str(source):
+        die()
+    replace(source, target)
+os.replace = move
+
+summary = run.write_json
+def write(path, value):
+    if where == "before the summary" and path.name == "stage.json":
+        die()
+    summary(path, value)
+    if where == "after the summary" and path.name == "stage.json":
+        die()
+run.write_json = write
+
+print("begins", flush=True)
+train(load_recipe(path), output, callbacks=[Kill()])
+"""
+
+
+def program(where, path, output):
+    return [sys.executable, "-c", KILLED, where, str(path), str(output)]
+
+
+def killed(where, path, output):
+    result = subprocess.run(program(where, path, output), capture_output=True)
+    assert result.returncode == -signal.SIGKILL, result.stderr.decode()
+
+
+def test_stopped_between_stages_and_killed_in_one_it_ends_in_the_same_weights(
+    staged, tmp_path, monkeypatch
+):
+    path, run = staged
+    output = tmp_path / "killed"
+
+    write = module.write_json
+
+    def stop(path, value):
+        if path.name == "stage.json":
+            raise KeyboardInterrupt
+        write(path, value)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "write_json", stop)  # the first stage's summary
+        train(load_recipe(path), output)
+    assert not (output / "stages" / "first" / "stage.json").exists()
+    killed("second 3", path, output)
+    assert (output / "stages" / "first" / "stage.json").is_file()
+    seen = Record()
+    train(load_recipe(path), output, callbacks=[seen])
+    second, third = (range(3, 7), range(1, 6))
+    assert seen.steps == [("second", i) for i in second] + [("third", i) for i in third]
+    assert_the_same(output, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where", ["first 1", "moving", "before the summary", "after the summary", "third 5"]
+)
+def test_killed_anywhere_it_ends_in_the_same_weights(staged, tmp_path, where):
+    path, run = staged
+    killed(where, path, tmp_path / "killed")
+    train(load_recipe(path), tmp_path / "killed")
+    assert_the_same(tmp_path / "killed", run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 7])
+def test_killed_before_a_checkpoint_and_between_two(trained, text_folder, tmp_path, step):
+    path, output = tmp_path / "r.yaml", tmp_path / "killed"
+    path.write_text(as_yaml(recipe(text_folder)))
+    killed(f"killed {step}", path, output)
+    checkpoint = last_checkpoint(output / "checkpoints")
+    assert checkpoint is None if step == 2 else checkpoint.name == "checkpoint-4"
+    train(load_recipe(path), output)
+    assert_the_same(output, trained)
+
+
+@pytest.mark.slow
+def test_a_mixture_killed_twice_ends_with_the_same_weights(text_folder, tmp_path):
+    """Killed between checkpoints, and again after resuming; its cache is deleted as well."""
+    code = tmp_path / "code.txt"
+    code.write_text("def f(x):\n    return x\n" * 30)
+    mixture = {
+        "text": {"source": str(text_folder), "weight": 0.75},
+        "code": {"source": str(code), "weight": 0.25},
+    }
+    changes = {
+        "data__mixture": json.dumps(mixture),
+        "data__separate_documents": True,
+        "data__held_out": 0,
+        "data__cache": tmp_path / "cache",
+        "validation__every": "null",
+    }
+    path = tmp_path / "r.yaml"
+    path.write_text(as_yaml(recipe("stdlib", **changes)))
+    straight = train(load_recipe(path), tmp_path / "straight")
+    shutil.rmtree(tmp_path / "cache")
+    output = tmp_path / "killed"
+    for step in (6, 9):
+        killed(f"killed {step}", path, output)
+    assert last_checkpoint(output / "checkpoints").name == "checkpoint-8"
+    train(load_recipe(path), output)
+    assert_the_same(output, straight)
+    summaries = [read_summary(path) for path in (output, straight)]
+    assert summaries[0]["source_epochs"] == summaries[1]["source_epochs"]
+    assert summaries[0]["source_epochs"].keys() == {"text", "code"}
+
+
+@pytest.mark.slow
+def test_killed_at_ten_random_moments_it_ends_in_the_same_weights(base, text_folder, tmp_path):
+    """Some steps and a moment after each start, in all of three stages."""
+    parts = [
+        {"name": "first", "train": "qt", "objective": "attention"},
+        {"name": "second", "train": "qtv"},
+        {"name": "third", "objective": "logits"},
+    ]
+    parts = [{**part, "steps": 30} for part in parts]
+    path = write_recipe(base, text_folder, tmp_path / "r.yaml", parts)
+    straight, output = train(load_recipe(path), tmp_path / "straight"), tmp_path / "killed"
+    draw, finished_stages = random.Random(0), []
+    while len(finished_stages) < 10:
+        with (
+            (tmp_path / "errors").open("wb") as errors,
+            subprocess.Popen(
+                program("nowhere", path, output), stdout=subprocess.PIPE, stderr=errors
+            ) as process,
+        ):
+            assert process.stdout is not None
+            for _ in range(draw.randint(1, 12)):
+                process.stdout.readline()
+            time.sleep(draw.uniform(0, 0.3))
+            process.kill()
+        if process.returncode == -signal.SIGKILL:
+            finished_stages.append(len(list(output.glob("stages/*/stage.json"))))
+            continue
+        assert process.returncode == 0, (tmp_path / "errors").read_text()
+        assert_the_same(output, straight)
+        shutil.rmtree(output)
+    assert {0, 1, 2} <= set(finished_stages)
+    train(load_recipe(path), output)
+    assert_the_same(output, straight)
