@@ -281,7 +281,7 @@ def poison(model):
     ("last", "step", "message"),
     [
         (8, 9, "the loss is nan at step 10: training stopped, the last good checkpoint is .*-8"),
-        (8, 12, "not finite at step .*: training stopped, the last good checkpoint is .*-8"),
+        (0, 4, "not finite at step .*: training stopped, no checkpoint was saved yet"),
         (8, 10, "the validation loss is nan at step"),
         (0, 1, "the loss is nan at step 2: training stopped, no checkpoint was saved yet"),
     ],

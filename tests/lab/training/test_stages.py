@@ -146,14 +146,14 @@ def test_learning_from_the_original(base, text_folder, tmp_path):
     base = shutil.copytree(base, tmp_path / "sharp")
     # The trained one's attention is nearly uniform, so that there would be nothing to learn.
     vanilla("Llama", vocab_size=300).save_pretrained(base)
-    stages = [{**stage, "steps": 25, "learning_rate": 5e-3} for stage in TEACHER]
+    stages = [{**stage, "steps": 40, "learning_rate": 3e-3} for stage in TEACHER]
     path = write_recipe(base, text_folder, tmp_path / "r.yaml", stages, attention="strict")
     before = weights(base)
     run = train(load_recipe(path), tmp_path / "run")
     curve = read_summary(run)["curve"]
     for name in ("attention", "logits"):
         losses = [entry["loss"] for entry in curve if entry["stage"] == name]
-        assert sum(losses[-3:]) < 0.8 * sum(losses[:3]), (name, losses)
+        assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), (name, losses)
     assert changed(weights(run / "stages" / "attention"), weights(run)) > {"o_proj", "v_proj"}
     assert changed(before, weights(base)) == set()
     assert not [name for name in weights(run) if "k_proj" in name or "teacher" in name]
@@ -230,7 +230,7 @@ def test_a_start_is_trained_further_without_stages(base, staged, text_folder, tm
     ).config
     assert (longer.rope_parameters["rope_type"], longer.rope_parameters["factor"]) == ("linear", 2)
     assert longer.max_position_embeddings == 32 and longer.coca_form == "slack"
-    assert changed(weights(base), weights(tmp_path / "run-limited"))
+    assert changed(weights(base), weights(tmp_path / "run-yarn"))
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,10 @@ def test_what_needs_no_text_is_checked_first(text_folder, tmp_path, monkeypatch,
         ({"data__held_out": 1e-9}, r"data\.held_out: no documents"),
         ({"validation__batches": 5000}, r"data\.held_out: .* fewer than 20000 .*fewer batches"),
         ({"data__block_length": 9999}, r"data\.source: .* fewer than one block"),
-        ({"training__global_batch_size": 800}, "fewer than global_batch_size"),
+        (
+            {"training__global_batch_size": 800, "validation__every": "null"},
+            "fewer than global_batch_size",
+        ),
         ({"training__report_to": '["bogus"]'}, "bogus"),
     ],
 )
