@@ -32,9 +32,9 @@ that the terminal has already sent it to."""
 def describe(metrics: dict[str, Any], retrieval: Retrieval | None) -> str:
     """What validation has measured, in a few words."""
     parts = [f"validation perplexity {math.exp(metrics['eval_loss']):.2f}"]
-    for name, asked in retrieval.questions.items() if retrieval else ():
+    for name, questions in retrieval.questions.items() if retrieval else ():
         share = metrics[f"eval_{name}"]
-        parts.append(f"{asked.what} at {asked.length:,} tokens {share:.0%}")
+        parts.append(f"{questions.what} at {questions.length:,} tokens {share:.0%}")
     return ", ".join(parts)
 
 

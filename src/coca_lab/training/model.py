@@ -28,7 +28,7 @@ from coca_attention.models.conversion import convert
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.sinks import use_fused_attention
 from coca_attention.ops import FORMS
-from coca_lab.loading import load_model
+from coca_lab.loading import check_vocabulary, load_model
 from coca_lab.training.recipe import OWN, ModelRecipe, Recipe, StageRecipe
 
 # Modules of an attention layer to train, by a stage's setting `train`.
@@ -50,7 +50,8 @@ def make_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
         config = model_config(recipe, len(tokenizer), tokenizer.eos_token_id)
         model: Any = use_fused_attention(AutoModelForCausalLM.from_config(config))
     else:
-        model = _load_start(recipe.model, recipe.model.start, len(tokenizer))
+        model = _load_start(recipe.model, recipe.model.start)
+        check_vocabulary(model, tokenizer)
     if recipe.model.interpolation is not None:
         # Before the length is extended: some rules record it.
         set_rotary_scaling(model, recipe.model.scaling, factor=recipe.model.interpolation)
@@ -74,28 +75,22 @@ def load_teacher(recipe: Recipe) -> PreTrainedModel:
     return teacher
 
 
-def _load_start(recipe: ModelRecipe, start: str, vocab_size: int) -> PreTrainedModel:
+def _load_start(recipe: ModelRecipe, start: str) -> PreTrainedModel:
     model = load_model(start, device=own_device())
-    entries: int = model.config.get_text_config().vocab_size
-    if vocab_size > entries:
-        raise UserError(
-            f"the tokenizer has {vocab_size} entries and {start} has embeddings for {entries}: "
-            "leave out data.tokenizer to use the model's own"
-        )
-    found, wanted = attention_of(model.config) or "rope", recipe.attention
+    present, wanted = attention_of(model.config) or "rope", recipe.attention
     limit = recipe.max_distance
-    if found == wanted and limit is not None:
-        if found != "rope" or hasattr(model.config, "coca_form"):
+    if present == wanted and limit is not None:
+        if present != "rope" or hasattr(model.config, "coca_form"):
             raise UserError(
-                f"{start} already has attention {found}, and its distances stay as they are: leave "
-                "out model.max_distance"
+                f"{start} already has attention {present}, and its distances stay as they are: "
+                "leave out model.max_distance"
             )
         convert(model, "rope", max_distance=limit)
-    elif found != wanted:
-        if found != "rope" or wanted not in FORMS:
+    elif present != wanted:
+        if present != "rope" or wanted not in FORMS:
             raise UserError(
-                f"{start} has attention {found}, which cannot be converted to {wanted}: set "
-                f"model.attention to {found}, or start from a rotary model"
+                f"{start} has attention {present}, which cannot be converted to {wanted}: set "
+                f"model.attention to {present}, or start from a rotary model"
             )
         convert(model, wanted, max_distance=limit)
     return model
@@ -189,12 +184,12 @@ def _attention_fields(
     """Fields of a CoCA configuration that describe the attention, for a training length."""
     pairs = model.hidden_size // model.num_heads // 2
     if model.layers:
-        given = {
+        parts = {
             name: getattr(model, name)
             for name in ("turning_pairs", "temperature", "decay", "max_distance")
             if getattr(model, name) is not None
         }
-        roles = Roles(model.layers, model.window, decay_length=model.decay_length, **given)
+        roles = Roles(model.layers, model.window, decay_length=model.decay_length, **parts)
         return roles.fields(
             model.attention,
             num_layers=model.num_layers,

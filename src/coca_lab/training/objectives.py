@@ -133,17 +133,17 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if not module.training:  # validation measures the model as it is
                 return args, kwargs
-            own = args[0] if args else kwargs["hidden_states"]
-            given = inputs[index].to(own.dtype)
+            hidden = args[0] if args else kwargs["hidden_states"]
+            taught = inputs[index].to(hidden.dtype)
             if args:
-                return (given, *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": given}
+                return (taught, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": taught}
 
         return hook
 
-    def record_output(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
+    def record_output(record: dict[int, Tensor], index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
-            kept[index] = args[0]
+            record[index] = args[0]
 
         return hook
 

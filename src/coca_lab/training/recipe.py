@@ -227,7 +227,7 @@ class DataRecipe(SourceSettings):
         shares = self.task_shares
         default = DataRecipe()
         names = ("source", "text_field", "bad_lines", "max_tokens")
-        given = [name for name in names if getattr(self, name) != getattr(default, name)]
+        present = [name for name in names if getattr(self, name) != getattr(default, name)]
         weights = [source.weight for source in self.mixture.values()]
         unnamed = [name for name, source in self.mixture.items() if not source.source]
         unweighted = [name for name, source in self.mixture.items() if not source.weight]
@@ -236,8 +236,8 @@ class DataRecipe(SourceSettings):
                 f"the shares of tasks and passkey_share must sum to less than 1, got {shares}": (
                     sum(shares.values()) >= 1
                 ),
-                f"{', '.join(given)} cannot be combined with data.mixture: leave it out, or set it "
-                "for each source of the mixture": self.mixture and given,
+                f"{', '.join(present)} cannot be combined with data.mixture: leave it out, or set "
+                "it for each source of the mixture": self.mixture and present,
                 f"mixture.{', '.join(unnamed)}.source is missing: name the text to read": unnamed,
                 f"mixture.{', '.join(unweighted)}.weight is missing": unweighted,
                 f"mixture needs weights that sum to 1, got {' + '.join(map(str, weights))} = "
@@ -358,9 +358,9 @@ class StageRecipe:
     """Rank of the adapters of lora; they are scaled by 2."""
 
     def settings(self, training: TrainingRecipe) -> TrainingRecipe:
-        """The section training with this stage's own values."""
-        own = {name: getattr(self, name) for name in SCHEDULE}
-        return replace(training, **{n: value for n, value in own.items() if value is not None})
+        """The section training with the values of this stage."""
+        values = {name: getattr(self, name) for name in SCHEDULE}
+        return replace(training, **{n: value for n, value in values.items() if value is not None})
 
     def check(self, model: ModelRecipe) -> None:
         """Raise UserError if settings contradict each other or the model, or peft is missing."""

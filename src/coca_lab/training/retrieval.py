@@ -47,13 +47,13 @@ class Retrieval:
     def describe(self) -> dict[str, dict[str, Any]]:
         """``what`` is asked for, the ``length`` and the number of ``prompts``, by name."""
         return {
-            name: {"what": asked.what, "length": asked.length, "prompts": len(asked.prompts)}
-            for name, asked in self.questions.items()
+            name: {"what": each.what, "length": each.length, "prompts": len(each.prompts)}
+            for name, each in self.questions.items()
         }
 
     def shares(self, model: Any) -> dict[str, float]:
         """What a model in evaluation mode finds, by name; all processes ask together."""
-        return {name: self._share(model, asked) for name, asked in self.questions.items()}
+        return {name: self._share(model, each) for name, each in self.questions.items()}
 
     def _share(self, model: Any, questions: Questions) -> float:
         prompts, state = questions.prompts, PartialState()
@@ -61,18 +61,18 @@ class Retrieval:
         # All processes answer equally many; the first prompts are repeated, and counted once.
         every = -(-len(prompts) // state.num_processes) * state.num_processes
         mine = range(state.process_index, every, state.num_processes)
-        found: list[float] = []
+        scores: list[float] = []
         for batch in torch.tensor(mine).split(size):
-            asked = [prompts[index % len(prompts)] for index in batch.tolist()]
+            part = [prompts[index % len(prompts)] for index in batch.tolist()]
             answers = greedy_answers(
                 model,
                 self.tokenizer,
-                torch.tensor([prompt.ids for prompt in asked]),
+                torch.tensor([prompt.ids for prompt in part]),
                 max_new_tokens=ANSWER,
                 together=state.num_processes > 1,
             )
-            found += map(questions.score, answers, asked)
-        counted = [value for index, value in zip(mine, found, strict=True) if index < len(prompts)]
+            scores += map(questions.score, answers, part)
+        counted = [score for index, score in zip(mine, scores, strict=True) if index < len(prompts)]
         return fmean(gather_object(counted))
 
 
@@ -89,8 +89,8 @@ def load_retrieval(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Retrie
         for kind in KINDS if needles else ():
             with error_prefix("validation.needles: "):
                 prompts = ask_for_needles(tokenizer, kind, length, needles, seed=SEED)
-            asked = Questions(f"{kind} needles", length, prompts, _needle_score)
-            questions[f"{kind}_{length}"] = asked
+            name, what = f"{kind}_{length}", f"{kind} needles"
+            questions[name] = Questions(what, length, prompts, _needle_score)
     tokens = recipe.training.micro_batch_size * block
     return Retrieval(tokenizer, questions, tokens) if questions else None
 

@@ -72,10 +72,6 @@ LOCK_FILE = ".lock"
 TEXT_FILE, START_FILE = "text.json", "start.json"
 
 
-class TrainingStopped(UserError):
-    """A callback has ended training before the last step; the same command resumes it."""
-
-
 @dataclass(frozen=True)
 class Run:
     """A run that is ready to train: its recipe, folder, tokenizer, blocks, and callbacks."""
@@ -277,8 +273,7 @@ def fit(run: Run, number: int, blocks: Dataset[Any], dtype: torch.dtype | None) 
 
     Raises:
         UserError: If the Trainer rejects the settings, a file cannot be written or read, or the
-            teacher or the starting model does not fit the recipe.
-        TrainingStopped: If a callback has stopped training early.
+            teacher or the starting model does not fit the recipe, or a callback stops training.
         TrainingDiverged: If the loss or a weight is no longer finite.
         Interrupted: If SIGINT or SIGTERM came; the last step is saved unless two came.
     """
@@ -399,7 +394,7 @@ def _train_to_the_end(
             stop.signal or signal.SIGTERM,
         )
     if done != steps:
-        raise TrainingStopped(
+        raise UserError(
             f"training stopped at step {done} of {steps}; run the same command again to resume"
         )
     return result.metrics["train_runtime"]
@@ -488,8 +483,8 @@ def what_was_kept(summary: dict[str, Any]) -> str:
     last = curve[-1]
     parts = [f"perplexity {100 * (last['perplexity'] / start['perplexity'] - 1):+.1f} %"]
     before = start.get("retrieval", {})
-    for name, asked in summary.get("retrieval", {}).items():
-        count, where = asked["prompts"], f"{asked['what']} at {asked['length']:,} tokens"
+    for name, asks in summary.get("retrieval", {}).items():
+        count, where = asks["prompts"], f"{asks['what']} at {asks['length']:,} tokens"
         had = f" where it has {round(before[name] * count)}" if name in before else ""
         parts.append(f"{where} {round(last['retrieval'][name] * count)} of {count}{had}")
     return f"kept of {start['name']}: {', '.join(parts)}"

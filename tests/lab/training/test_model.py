@@ -61,8 +61,8 @@ def test_distances_can_be_limited(tmp_path):
     assert (limit(roles, "sliding_attention"), limit(roles, "full_attention")) == (None, 16)
     vanilla("Llama").save_pretrained(tmp_path / "base")
     started = ModelRecipe("rope", start=str(tmp_path / "base"), max_distance=16)
-    model = _load_start(started, str(started.start), 97)
+    model = _load_start(started, str(started.start))
     assert rotation(model.config).max_distance == 16
     model.save_pretrained(tmp_path / "limited")
     with pytest.raises(UserError, match=r"already has attention rope.*leave out"):
-        _load_start(started, str(tmp_path / "limited"), 97)
+        _load_start(started, str(tmp_path / "limited"))
