@@ -230,7 +230,6 @@ class DataRecipe(SourceSettings):
         present = [name for name in names if getattr(self, name) != getattr(default, name)]
         weights = [source.weight for source in self.mixture.values()]
         unnamed = [name for name, source in self.mixture.items() if not source.source]
-        unweighted = [name for name, source in self.mixture.items() if not source.weight]
         refuse(
             {
                 f"the shares of tasks and passkey_share must sum to less than 1, got {shares}": (
@@ -239,7 +238,6 @@ class DataRecipe(SourceSettings):
                 f"{', '.join(present)} cannot be combined with data.mixture: leave it out, or set "
                 "it for each source of the mixture": self.mixture and present,
                 f"mixture.{', '.join(unnamed)}.source is missing: name the text to read": unnamed,
-                f"mixture.{', '.join(unweighted)}.weight is missing": unweighted,
                 f"mixture needs weights that sum to 1, got {' + '.join(map(str, weights))} = "
                 f"{sum(weights):g}": weights and abs(sum(weights) - 1) > 1e-6,
                 "a source of the mixture has the name of a task whose texts are mixed in: rename "

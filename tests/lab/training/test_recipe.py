@@ -155,7 +155,7 @@ INVALID = [
     ("data.mixture={a:{source:x,weight:0}}", "weight: Input should be greater than 0, got 0"),
     ("data.mixture={a:{source:x,weight:-1}}", "weight: Input should be greater than 0"),
     ("data.mixture={a:{weight:1}}", r"data\.mixture\.a\.source is missing"),
-    ("data.mixture={a:{source:x}}", r"data\.mixture\.a\.weight is missing"),
+    ("data.mixture={a:{source:x}}", r"mixture\.a\.weight: Input should be greater than 0, got 0"),
     ("data.mixture={a:{sauce:x}}", "sauce"),
     ("data.mixture={a:{source:x,weight:1,max_tokens:0}}", "max_tokens: .* equal to 1"),
     ("data.mixture={a:{source:x,weight:1}} data.source=y", r"data\.source cannot be combined"),
