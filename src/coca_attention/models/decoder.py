@@ -108,13 +108,14 @@ class CollinearModel(CollinearPreTrained):
         has_roles, half = has_own_roles(self.config), self.config.kv_cache == "half"
         placed = self._counts_distances() or (half and cache is not None)
         positions = roles = None
-        if (placed or has_roles) and position_ids is None:
-            past = 0 if cache is None else cache.get_seq_length()
-            position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
-        if placed:
-            positions = KeyPositions(self, cache, position_ids, mask)
-        if has_roles:
-            roles = self._roles(tokens, attention_mask, position_ids, cache, band)
+        if placed or has_roles:
+            if position_ids is None:
+                past = 0 if cache is None else cache.get_seq_length()
+                position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
+            if placed:
+                positions = KeyPositions(self, cache, position_ids, mask)
+            if has_roles:
+                roles = self._roles(tokens, attention_mask, position_ids, cache, band)
         if band is not None or has_roles:
             # Transformers makes no mask where it gets one.
             attention_mask = torch.empty(1, 1, 1, 0, device=tokens.device)
