@@ -16,7 +16,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import latex2mathml.converter
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files, InclusionLevel
+
+from coca_lab.cli.look import first_sentence
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (".ipynb", ".md")  # have to be in the navigation
@@ -75,9 +78,19 @@ def on_post_page(output: str, **_) -> str:
     return output.replace('role="dialog">', 'role="dialog" aria-label="Search">', 1)
 
 
+@event_priority(-100)  # once the search has written its index
 def on_post_build(config) -> None:
-    """Warn, which is an error in strict mode, of dead links and of requests to other hosts."""
+    """Check the links, and take headings without text out of the search."""
     site = Path(config.site_dir)
+    check_links(site)
+    index = site / "search" / "search_index.json"
+    content = json.loads(index.read_text(encoding="utf-8"))
+    content["docs"] = [entry for entry in content["docs"] if entry["text"].strip()]
+    index.write_text(json.dumps(content), encoding="utf-8")
+
+
+def check_links(site: Path) -> None:
+    """Warn, which is an error in strict mode, of dead links and of requests to other hosts."""
     pages = {path: _read(path) for path in site.rglob("*.html")}
     for path, page in pages.items():
         for tag, link in page.links:
@@ -145,8 +158,8 @@ def _content(path: Path) -> tuple[str | bytes, list[str]]:
     """What the site has at `_uri(path)`, and its links, relative to the file or into the folder."""
     if path.is_dir():
         names = sorted(p.name for p in path.iterdir() if not p.name.startswith(("_", ".")))
-        lines = [f"# {path.name}", "", *(f"- [{name}]({name})" for name in names)]
-        return "\n".join(lines), names
+        lines = [f"- [{name}]({name}){_summary(path / name)}" for name in names]
+        return "\n".join([f"# {path.name}", "", *lines]), names
     if path.suffix in SHOWN:
         code = path.read_text(encoding="utf-8")
         head = "---\nsearch:\n  exclude: true\n---\n"
@@ -157,6 +170,12 @@ def _content(path: Path) -> tuple[str | bytes, list[str]]:
         text = path.read_text(encoding="utf-8")
         return text, [match[1] for match in LINK.finditer(text) if not urlsplit(match[1]).scheme]
     return path.read_bytes(), []
+
+
+def _summary(path: Path) -> str:
+    """What `coca recipes` says of a file."""
+    text = first_sentence(path) if path.suffix == ".yaml" else ""
+    return f": {text}" if text else ""
 
 
 def _notebook(notebook: dict) -> str:

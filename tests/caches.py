@@ -1,4 +1,4 @@
-"""The pieces of attention and the caches in the table of docs/families.md."""
+"""The pieces of attention, and the caches that each is tested with."""
 
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
@@ -56,16 +56,3 @@ def make_cache(name: str, model, length: int):
     if name == "offloaded":
         return DynamicCache(config=config, offloading=True)
     return QuantizedCache("fp8", config)
-
-
-def table(passed: set[tuple[str, str, str]]) -> str:
-    """The table as Markdown: the kinds of cached keys whose tests passed."""
-    lines = ["| | " + " | ".join(CACHES) + " |", "|---|" + "---|" * len(CACHES)]
-    for piece in PIECES:
-        cells = []
-        for cache in CACHES:
-            works = [k for k in KINDS if refusal(piece, cache, k) is None]
-            works = [k for k in works if (piece, cache, k) in passed]
-            cells.append(", ".join(works) or "–")
-        lines.append(f"| {piece} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)

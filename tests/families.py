@@ -1,4 +1,4 @@
-"""Tiny models of every family, and the capabilities listed in the table of docs/families.md."""
+"""Tiny models of every family, and the capabilities that each is tested for."""
 
 from itertools import pairwise
 
@@ -80,20 +80,6 @@ def applies(family: str, capability: str) -> bool:
 
 CELLS = [(f, c) for f in FAMILIES for c in CAPABILITIES if applies(f, c)]
 
-
-def table(passed: set[tuple[str, str]]) -> str:
-    """The table as Markdown: ✓ if the test of a cell passed, ✗ if not, – if not applicable."""
-    lines = [
-        "| | " + " | ".join(CAPABILITIES) + " |",
-        "|---|" + ":-:|" * len(CAPABILITIES),
-    ]
-    for family in FAMILIES:
-        marks = [
-            "–" if not applies(family, c) else "✓" if (family, c) in passed else "✗"
-            for c in CAPABILITIES
-        ]
-        lines.append(f"| {family} | " + " | ".join(marks) + " |")
-    return "\n".join(lines)
 
 
 def configuration(family: str, **changes):

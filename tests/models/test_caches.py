@@ -1,4 +1,4 @@
-"""Every piece of attention with every cache: one test per cell of the table in docs/families.md."""
+"""Every piece of attention with every cache: one test per cell."""
 
 from unittest.mock import MagicMock
 

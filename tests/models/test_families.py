@@ -1,4 +1,4 @@
-"""Every family and capability: one test per cell of the table in docs/families.md.
+"""Every family and capability: one test per cell.
 
 Score forms and kinds of caches alternate, so that every capability meets each with half of the
 families.
