@@ -81,7 +81,6 @@ def applies(family: str, capability: str) -> bool:
 CELLS = [(f, c) for f in FAMILIES for c in CAPABILITIES if applies(f, c)]
 
 
-
 def configuration(family: str, **changes):
     """Transformers' own configuration of a tiny model."""
     model_type, differences = FAMILIES[family]
