@@ -15,7 +15,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +26,49 @@ from coca_lab.arguments import shipped
 from coca_lab.data import Document, encode_documents, held_out, read_documents
 from coca_lab.files import read_json, write_json
 from coca_lab.training import Recipe, load_recipe
+from studies.verdict.model import limit_distances
+from studies.verdict.rule import (
+    LIMITED,
+    LONGER,
+    NEAR,
+    REPEATS,
+    SEEDS,
+    TEST_WINDOWS,
+    TIMES,
+    TRIALS,
+    TUNING_SEED,
+    read_runs,
+    to_repeat,
+)
 
 MODULE = "studies.verdict.run"
-TRIALS = "results/verdict/trials"
 RUNS = "runs/verdict"
 
 RATES = (1.5e-3, 3e-3, 6e-3)
 """Learning rates that every arm is tried with; beyond an end that is best follow its next ones."""
 MOST_RATES = 5
-TUNING_SEED = 100
-SEEDS = (0, 1, 2, 3, 4)
 
 # Shares of the documents, by the hash that holds them out of training.
 VALIDATION, TEST = (0.0, 0.05), (0.05, 0.2)
 STRIDE = 128
-NEAR = 256
 # The largest window, behind whose tokens targets begin, and the tokens read of a document.
 VALIDATION_WINDOW = (NEAR, 2304)
-TEST_WINDOWS = [(1024, 2048), (4096, 4224)]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An arm with a learning rate and a seed."""
+    """An arm with a learning rate and a seed, and how many times the usual steps it takes."""
 
     arm: str
     learning_rate: float
     seed: int
+    times: int = 1
 
     @property
     def name(self) -> str:
         """Name of its file and folder."""
-        return f"{self.arm}-{self.learning_rate:g}-{self.seed}"
+        times = f"-{self.times}x" if self.times > 1 else ""
+        return f"{self.arm}-{self.learning_rate:g}-{self.seed}{times}"
 
     def recipe(self) -> Recipe:
         """The recipe of its arm; UserError if there is no such arm."""
@@ -69,7 +80,9 @@ class Trial:
             "training.seed": self.seed,
         }
         words = [word for name, x in options.items() for word in (f"--{name}", json.dumps(x))]
-        return load_recipe(study["recipe"], words)
+        recipe = load_recipe(study["recipe"], words)
+        steps = recipe.training.steps * self.times
+        return load_recipe(study["recipe"], [*words, "--training.steps", str(steps)])
 
 
 def read_study() -> tuple[dict[str, Any], dict[str, str]]:
@@ -79,14 +92,17 @@ def read_study() -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def next_trial(folder: str | Path, arms: Iterable[str]) -> Trial | None:
-    """The first trial without a file, or None: the learning rates of all arms, then seed by seed.
+    """The first trial without a file, or None.
+
+    The learning rates of all arms, then seed by seed, what the rule wants repeated, and the longer
+    runs.
 
     Args:
         folder: That of the files.
         arms: Names of the arms.
     """
     found = {
-        Trial(each["arm"], each["learning_rate"], each["seed"]): each
+        Trial(each["arm"], each["learning_rate"], each["seed"], each.get("times", 1)): each
         for each in map(read_json, sorted(Path(folder).glob("*.json")))
     }
     best: dict[str, float] = {}
@@ -103,7 +119,11 @@ def next_trial(folder: str | Path, arms: Iterable[str]) -> Trial | None:
         beyond = {min(tried): min(tried) / 2, max(tried): max(tried) * 2}.get(best[arm])
         if beyond is not None and len(tried) < MOST_RATES:
             return Trial(arm, beyond, TUNING_SEED)
-    planned = (Trial(arm, rate, seed) for seed in SEEDS for arm, rate in best.items())
+    planned = [Trial(arm, rate, seed) for seed in SEEDS for arm, rate in best.items()]
+    if found.keys() >= set(planned):
+        again = to_repeat(read_runs(folder)[1])
+        planned += [Trial(arm, best[arm], seed) for seed in REPEATS for arm in again]
+        planned += [Trial(arm, best[arm], SEEDS[0], TIMES) for arm in LONGER if arm in best]
     return next((trial for trial in planned if trial not in found), None)
 
 
@@ -125,34 +145,29 @@ def run(trials: str = TRIALS, runs: str = RUNS) -> None:
     while trial := next_trial(trials, read_study()[1]):
         print(f"{time.strftime('%F %T')} {trial.name}", flush=True)
         words = [f"--trials={trials}", f"--runs={runs}", "trial"]
-        words += [trial.arm, f"{trial.learning_rate:g}", str(trial.seed)]
+        words += [trial.arm, f"{trial.learning_rate:g}", str(trial.seed), str(trial.times)]
         subprocess.run([sys.executable, "-m", MODULE, *words], check=True)
 
 
-def trial(
-    arm: str, learning_rate: float, seed: int, trials: str = TRIALS, runs: str = RUNS
-) -> None:
+def run_trial(trial: Trial, trials: str = TRIALS, runs: str = RUNS) -> None:
     """Train and evaluate one trial, and write its file.
 
     Args:
-        arm: Name of the arm.
-        learning_rate: Peak learning rate.
-        seed: Seed of the training.
+        trial: What to train.
         trials: Folder of the trials' files.
-        runs: Folder of the trained models; an interrupted run goes on.
+        runs: Folder of the trained models; an interrupted run is continued.
     """
     from coca_lab.training import train
     from coca_lab.training.trainer import TrainingDiverged
 
-    trial = Trial(arm, learning_rate, seed)
     folder = Path(runs) / trial.name
-    result = {"arm": arm, "learning_rate": learning_rate, "seed": seed, "status": "finished"}
+    result = {**asdict(trial), "status": "finished"}
     try:
         train(trial.recipe(), folder)
     except TrainingDiverged as error:
         result |= {"status": "diverged", "error": str(error)}
     else:
-        result |= _measure(folder, final=seed != TUNING_SEED)
+        result |= _measure(folder, trial)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     write_json(Path(trials) / f"{trial.name}.json", result)
 
@@ -177,25 +192,25 @@ def make_arm(arm: str) -> Any:
         return AutoModelForCausalLM.from_config(model_config(recipe, recipe.data.vocab_size))
 
 
-def _measure(folder: Path, *, final: bool) -> dict[str, Any]:
-    """Figures of a trained model.
-
-    Args:
-        folder: Of the run.
-        final: Whether to score the test text; otherwise the validation text.
-    """
+def _measure(folder: Path, trial: Trial) -> dict[str, Any]:
+    """Figures of a trained model: on the validation text while tuning, else on the test text."""
     from coca_lab.data import load_tokenizer
     from coca_lab.loading import load_model
 
     start = time.monotonic()
     model, tokenizer = load_model(folder), load_tokenizer(folder)
-    if final:
+    if trial.seed != TUNING_SEED:
         texts = _documents(tokenizer, TEST)
         text = [
             _score(model, texts, window, longest, most)
             for longest, most in TEST_WINDOWS
             for window in (NEAR, longest)
         ]
+        if trial.arm in LIMITED:
+            limit_distances(model, NEAR)
+            longest, most = TEST_WINDOWS[0]
+            cell = _score(model, texts, longest, longest, most)
+            text.append(cell | {"max_distance": NEAR})
     else:
         texts = _documents(tokenizer, VALIDATION)
         text = [_score(model, texts, NEAR, *VALIDATION_WINDOW)]
@@ -264,10 +279,12 @@ def main(words: list[str] | None = None) -> None:
     one = commands.add_parser("trial", help="one trial in place of all that are missing")
     for name, kind in (("arm", str), ("learning_rate", float), ("seed", int)):
         one.add_argument(name, type=kind)
+    one.add_argument("times", type=int, nargs="?", default=1)
     commands.add_parser("table", help="cache and parameters of every arm")
     read = parser.parse_args(words)
     if read.command == "trial":
-        trial(read.arm, read.learning_rate, read.seed, read.trials, read.runs)
+        trial = Trial(read.arm, read.learning_rate, read.seed, read.times)
+        run_trial(trial, read.trials, read.runs)
     elif read.command == "table":
         table()
     else:

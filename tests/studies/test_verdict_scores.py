@@ -7,9 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import studies.verdict as verdict
+from coca_attention import convert
 from coca_attention.models import CoCALlamaConfig, CoCALlamaForCausalLM
 from studies.verdict import BaselineConfig, BaselineForCausalLM
-from studies.verdict.model import BaselineAttention
+from studies.verdict.model import BaselineAttention, limit_distances
 from studies.verdict.pope import PoPE
 
 HIDDEN, HEADS, LENGTH, VALUES = 24, 4, 9, 6
@@ -233,6 +234,18 @@ def test_rotary_is_llama():
     llama = LlamaForCausalLM(LlamaConfig(**SIZES))
     llama.load_state_dict(model.state_dict())
     same_logits(model, llama)
+
+
+def test_limited_distances_are_the_librarys():
+    model = baseline("rotary")
+    llama = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=8))
+    llama.load_state_dict(model.state_dict())
+    converted = convert(llama, "rope")
+    converted.config.rope_parameters.pop("decay", None)
+    with pytest.raises(AssertionError):
+        same_logits(model, converted)
+    limit_distances(model, 8)
+    same_logits(model, converted)
 
 
 @pytest.mark.parametrize("form", ["strict", "magnitude"])

@@ -1,0 +1,238 @@
+"""What the trials say: docs/verdict.md's rule, its intervals and what it reports besides.
+
+    python -m studies.verdict.rule     # writes results.json and README.md of results/verdict
+
+Values are log perplexities, so a difference of 0.01 is one percent, and less is better.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import ttest_rel
+
+from coca_lab.files import read_json, write_json, write_text
+from coca_lab.intervals import mean_interval
+
+TRIALS = "results/verdict/trials"
+
+TUNING_SEED = 100
+SEEDS, REPEATS = range(5), range(5, 10)
+LONGER, TIMES = ("a", "b2", "c", "d"), 4
+"""Arms that are also trained with so many times the steps."""
+LIMITED = ("a", "c", "d", "h")
+"""Arms that are also read with limited distances."""
+
+NEAR = 256
+# The largest window, behind whose tokens targets begin, and the tokens read of a document.
+TEST_WINDOWS = [(1024, 2048), (4096, 4224)]
+(FAR, _), (FARTHEST, _) = TEST_WINDOWS
+MEASURES = {"near": (FAR, NEAR, None), "far": (FAR, FAR, None), "limited": (FAR, FAR, NEAR)}
+"""By measure: the longest window of the same targets, the window, and the limit of distances."""
+OTHERS = {"4,096": (FARTHEST, FARTHEST, None), "256, same documents": (FARTHEST, NEAR, None)}
+
+RULE = [("b", "c"), ("b1", "c"), ("b2", "c"), ("g", "f"), ("g1", "f"), ("d", "a"), ("h", "a")]
+"""Who has to beat whom."""
+BESIDES = [(arm, "a") for arm in ("b", "b1", "b2", "c", "e", "f", "g", "g1")]
+BESIDES += [(arm, "e") for arm in ("f", "g", "g1")]
+
+BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
+
+EQUIVALENT = math.log(1.01)
+DRAWS = 10_000
+
+Runs = dict[tuple[str, int], dict[str, Any]]
+"""Final runs that ended, by arm and seed."""
+
+
+def read_runs(folder: str | Path) -> tuple[list[dict[str, Any]], Runs]:
+    """All trials in the order of their names, and of them the final runs at the usual length."""
+    trials = [read_json(path) for path in sorted(Path(folder).glob("*.json"))]
+    return trials, {
+        (each["arm"], each["seed"]): each
+        for each in trials
+        if each["seed"] != TUNING_SEED and each.get("times", 1) == 1
+    }
+
+
+def scores(run: dict[str, Any], place: tuple[int, int, int | None]) -> dict[str, Any]:
+    """Nats and tokens of every document at a place; empty where it was not measured."""
+    cells = (x for x in run.get("text", ()) if (x["longest"], x["window"]) == place[:2])
+    return next((x for x in cells if x.get("max_distance") == place[2]), {})
+
+
+def value(run: dict[str, Any], place: tuple[int, int, int | None]) -> float:
+    """Log perplexity at a place; infinite for a run that diverged, NaN if it was not measured."""
+    if run["status"] != "finished":
+        return math.inf
+    cell = scores(run, place)
+    return sum(cell["nats"]) / sum(cell["tokens"]) if cell else math.nan
+
+
+def compare(runs: Runs, arm: str, other: str, measure: str, seeds: range) -> dict[str, Any] | None:
+    """The difference of two arms on a measure, or None before all seeds of both are measured.
+
+    A run that diverged leaves no interval, and its arm does not win.
+    """
+    if any((name, seed) not in runs for name in (arm, other) for seed in seeds):
+        return None
+    pairs = [(runs[arm, seed], runs[other, seed]) for seed in seeds]
+    first, second = np.array([[value(run, MEASURES[measure]) for run in pair] for pair in pairs]).T
+    if np.isnan([first, second]).any():
+        return None
+    if np.isinf([first, second]).any():
+        return {"diverged": True}
+    test = ttest_rel(first, second)
+    narrow = test.confidence_interval(0.9)
+    return {
+        "difference": float((first - second).mean()),
+        "interval": [float(x) for x in test.confidence_interval(0.95)],
+        "equivalent": bool(narrow.low > -EQUIVALENT and narrow.high < EQUIVALENT),
+        "bootstrap": bootstrap(pairs, MEASURES[measure]),
+        "correlation": float(np.corrcoef(first, second)[0, 1]),
+    }
+
+
+def bootstrap(pairs: list[Any], place: tuple[int, int, int | None]) -> list[float]:
+    """95 % interval of the difference, with seeds and documents both drawn again."""
+    cells = [[scores(run, place) for run in pair] for pair in pairs]
+    nats = np.array([np.subtract(a["nats"], b["nats"]) for a, b in cells])
+    tokens = np.array(cells[0][0]["tokens"])
+    draw = np.random.default_rng(0)
+    seeds, documents = nats.shape
+    means = []
+    for _ in range(DRAWS):
+        rows, columns = draw.integers(seeds, size=seeds), draw.integers(documents, size=documents)
+        means.append(nats[rows][:, columns].sum() / seeds / tokens[columns].sum())
+    return [float(x) for x in np.quantile(means, [0.025, 0.975])]
+
+
+def wins(runs: Runs, arm: str, other: str, seeds: range) -> list[str]:
+    """The measures on which an arm beats another by the rule, in the runs of some seeds."""
+    found = {name: compare(runs, arm, other, name, seeds) for name in MEASURES}
+    low_high = {
+        name: each["interval"] for name, each in found.items() if each and "interval" in each
+    }
+    if not {"near", "far"} <= low_high.keys():
+        return []
+    better = {name: high < 0 for name, (_, high) in low_high.items()}
+    worse = {name: low > 0 for name, (low, _) in low_high.items()}
+    # Bare rotary attention collapses beyond its length: a win over it must hold with limits, too.
+    far = better["far"] and (other != "a" or better.get("limited", False))
+    won = {"near": better["near"] and not worse["far"], "far": far and not worse["near"]}
+    return [name for name, is_so in won.items() if is_so]
+
+
+def to_repeat(runs: Runs) -> list[str]:
+    """The arms that won, and those they beat, in their order."""
+    pairs = [pair for pair in RULE if wins(runs, *pair, SEEDS)]
+    return sorted({arm for pair in pairs for arm in pair})
+
+
+def verdict(runs: Runs) -> list[dict[str, Any]]:
+    """All comparisons; of those that the rule names, who won and whether it was repeated."""
+    found = []
+    for arm, other in RULE + BESIDES:
+        each: dict[str, Any] = {"arm": arm, "other": other, "decides": (arm, other) in RULE}
+        each |= {name: compare(runs, arm, other, name, SEEDS) for name in MEASURES}
+        if each["decides"]:
+            won, again = wins(runs, arm, other, SEEDS), wins(runs, arm, other, REPEATS)
+            each |= {"wins": won, "repeated": [name for name in won if name in again]}
+        found.append(each)
+    return found
+
+
+def arms_table(runs: Runs) -> Iterator[list[str]]:
+    """Means of every arm over its seeds, as perplexities with 95 % intervals."""
+    places = MEASURES | OTHERS
+    yield ["arm", "seeds", *places]
+    for arm, each in groupby(sorted(runs.items()), key=lambda item: item[0][0]):
+        of_seeds = [run for _, run in each]
+        cells = [_mean([value(run, place) for run in of_seeds]) for place in places.values()]
+        yield [arm, ", ".join(str(run["seed"]) for run in of_seeds), *cells]
+
+
+def _mean(values: list[float]) -> str:
+    if any(map(math.isnan, values)):
+        return ""
+    if any(map(math.isinf, values)):
+        return "diverged"
+    middle, interval = math.exp(sum(values) / len(values)), mean_interval(values)
+    ends = f" ({math.exp(interval[0]):.2f} to {math.exp(interval[1]):.2f})" if interval else ""
+    return f"{middle:.2f}{ends}"
+
+
+def comparisons_table(compared: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """The differences in percent of perplexity."""
+    yield ["comparison", "measure", "difference, %", "95 %, seeds", "95 %, seeds × documents",
+           "equivalent", "correlation", "wins"]  # fmt: skip
+    for each in compared:
+        for name in MEASURES:
+            found = each[name]
+            if not found:
+                continue
+            row = [f"{each['arm']} against {each['other']}", name]
+            if "diverged" in found:
+                yield [*row, "diverged", "", "", "", "", ""]
+                continue
+            won = name in each.get("wins", ())
+            again = ", repeated" if name in each.get("repeated", ()) else ", not repeated"
+            yield [*row, _percent(found["difference"]), _ends(found["interval"]),
+                   _ends(found["bootstrap"]), "yes" if found["equivalent"] else "no",
+                   f"{found['correlation']:.2f}", f"yes{again}" if won else ""]  # fmt: skip
+
+
+def _percent(nats: float) -> str:
+    return f"{100 * math.expm1(nats):+.1f}"
+
+
+def _ends(interval: list[float]) -> str:
+    return " to ".join(map(_percent, interval))
+
+
+def trials_table(trials: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """Every trial, with what it was trained with and what it came to."""
+    yield ["arm", "learning rate", "seed", "steps", "status", "perplexity", "seconds"]
+    for each in trials:
+        place = (NEAR if each["seed"] == TUNING_SEED else FAR, NEAR, None)
+        result = value(each, place)
+        times = f"{each['times']} times" if each.get("times", 1) > 1 else ""
+        yield [each["arm"], f"{each['learning_rate']:g}", str(each["seed"]), times, each["status"],
+               f"{math.exp(result):.2f}" if math.isfinite(result) else "",
+               f"{each.get('seconds', 0):.0f}"]  # fmt: skip
+
+
+def markdown(rows: Iterator[list[str]]) -> str:
+    """A table in Markdown; the first row is its head, and without others there is none."""
+    head, *body = rows
+    if not body:
+        return "Not run yet."
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body])
+
+
+def main(folder: str = TRIALS) -> None:
+    """Write the results, and the tables of the page, beside a folder of trials."""
+    trials, runs = read_runs(folder)
+    compared = verdict(runs)
+    longer = {(x["arm"], x["seed"]): x for x in trials if x.get("times") == TIMES}
+    target = Path(folder).parent
+    write_json(target / "results.json", {"trials": len(trials), "comparisons": compared})
+    sections = {
+        "Arms": markdown(arms_table(runs)),
+        "Comparisons": markdown(comparisons_table(compared)),
+        f"{TIMES} times the steps": markdown(arms_table(longer)),
+        "Trials": markdown(trials_table(trials)),
+    }
+    page, body = target / "README.md", ""
+    for title, text in sections.items():
+        body += f"\n## {title}\n\n{text}\n"
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    write_text(page, f"{before}{BEGIN}\n{body}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
