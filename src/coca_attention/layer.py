@@ -24,11 +24,7 @@ from coca_attention.ops.positions import check_positions, check_width
 
 
 class Cache(Protocol):
-    """Interface of a cache: `update` appends, and returns all keys and values so far.
-
-    Transformers' `DynamicCache()` does this. Static and sliding caches do not: they return a
-    different number of keys.
-    """
+    """A cache that returns all keys and values so far, such as Transformers' `DynamicCache()`."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of cached keys of a layer."""
@@ -49,20 +45,8 @@ def project_collinear(
     q_norm: Callable[[Tensor], Tensor] | None = None,
     t_norm: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries before rotation, key coefficients and values of one layer.
-
-    Args:
-        hidden_states: (B, T, hidden).
-        q_proj: hidden to H * D.
-        t_proj: hidden to G * (P + F), the folded T projection, before the ReLU (Eq. 5, 6).
-        v_proj: hidden to G * D.
-        head_dim: D.
-        q_norm: Applied to queries as (B, T, H, D).
-        t_norm: Applied to coefficients as (B, T, G, P + F), before the ReLU.
-
-    Returns:
-        q (B, H, T, D), key coefficients (B, G, T, P + F), and V (B, G, T, D).
-    """
+    """Queries (B, H, T, D), coefficients (B, G, T, P + F) and values (B, G, T, D) of a layer."""
+    # t_proj is the folded T projection, before the ReLU (Eq. 5, 6); norms get (B, T, heads, …).
     query = q_proj(hidden_states).unflatten(-1, (-1, head_dim))
     value = v_proj(hidden_states).unflatten(-1, (-1, head_dim))
     coefficients = t_proj(hidden_states).unflatten(-1, (value.shape[2], -1))

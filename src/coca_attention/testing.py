@@ -11,6 +11,7 @@ Example:
     >>> assert_consistent(model)
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -48,17 +49,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 def decoded_logits(
     model: PreTrainedModel, input_ids: Tensor, cache: Any = None, first: int = 0
 ) -> Tensor:
-    """Logits of a text read in pieces with a cache: a prefill, one token, a chunk, single tokens.
-
-    Args:
-        model: The model.
-        input_ids: (B, T).
-        cache: An empty cache; default: a `DynamicCache` for the model's configuration.
-        first: Tokens of the prefill; default: two fifths of the text.
-
-    Returns:
-        (B, T, vocabulary), float64.
-    """
+    """Logits of a text read with a cache: a prefill, one token, a chunk, then single tokens."""
     length = input_ids.shape[1]
     first = first or max(1, 2 * length // 5)
     chunk = min(first + 1 + max(2, length // 5), length)
@@ -111,7 +102,7 @@ def batch_composition(model: PreTrainedModel, input_ids: Tensor) -> float:
     return difference(together, alone)
 
 
-def _padded(model: PreTrainedModel, input_ids: Tensor, left: bool) -> float:
+def padding(model: PreTrainedModel, input_ids: Tensor, left: bool) -> float:
     """Rows of different lengths in one padded batch, compared with each row alone."""
     length = input_ids.shape[1]
     rows = [row[: length - 3 * index] for index, row in enumerate(input_ids) if length > 3 * index]
@@ -130,40 +121,21 @@ def _padded(model: PreTrainedModel, input_ids: Tensor, left: bool) -> float:
     )
 
 
-def left_padding(model: PreTrainedModel, input_ids: Tensor) -> float:
-    """A batch padded on the left, compared with its rows alone."""
-    return _padded(model, input_ids, left=True)
-
-
-def right_padding(model: PreTrainedModel, input_ids: Tensor) -> float:
-    """A batch padded on the right, compared with its rows alone."""
-    return _padded(model, input_ids, left=False)
-
-
 CHECKS: dict[str, Check] = {
     "decoding": decoding,
     "static decoding": static_decoding,
     "long then short": long_then_short,
     "batch order": batch_order,
     "batch composition": batch_composition,
-    "left padding": left_padding,
-    "right padding": right_padding,
+    "left padding": functools.partial(padding, left=True),
+    "right padding": functools.partial(padding, left=False),
 }
 
 
 def measure_consistency(
     model: PreTrainedModel, input_ids: Tensor | None = None, checks: Iterable[str] = tuple(CHECKS)
 ) -> dict[str, float]:
-    """Largest difference of logits, relative to the largest logit, for every check.
-
-    Args:
-        model: A causal language model in evaluation mode.
-        input_ids: (B, T), at least 2 rows of 10 tokens, without padding; default `some_tokens`.
-        checks: Names in `CHECKS`.
-
-    Raises:
-        ValueError: If there are too few tokens or a check is unknown.
-    """
+    """Largest difference of logits, relative to the largest logit, for every check of `CHECKS`."""
     ids, checks = input_ids if input_ids is not None else some_tokens(model), tuple(checks)
     if not checks:
         raise ValueError(f"no checks; choose from {', '.join(CHECKS)}")
@@ -187,16 +159,11 @@ def assert_consistent(
     """Raise AssertionError unless every check is within round-off.
 
     Args:
-        model: A causal language model in evaluation mode, float32 or float64.
-        input_ids: See `measure_consistency`.
+        model: A causal language model in evaluation mode; in half precision with a tolerance.
+        input_ids: (B, T), at least 2 rows of 10 tokens, without padding; default `some_tokens`.
         checks: Names in `CHECKS`.
         tolerance: Largest difference relative to the largest logit; default: 1,000 times the
             machine epsilon of the model's dtype.
-
-    Raises:
-        AssertionError: If a check fails.
-        ValueError: As in `measure_consistency`, or if the model is in half precision and no
-            tolerance is given.
     """
     if tolerance is None:
         if torch.finfo(model.dtype).bits < 32:

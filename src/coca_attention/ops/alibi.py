@@ -19,18 +19,10 @@ EXTRA_COLUMNS = 8
 
 
 def slopes(num_heads: int) -> Tensor:
-    """The slope of every head.
-
-    A geometric series with first element and ratio ``2 ** (-8 / H)`` if H is a power of two.
-    Otherwise, as in the ALiBi authors' code, the series of the next lower power of two, followed by
-    every other element of the series of twice that power.
-
-    Args:
-        num_heads: H, at least 1.
-
-    Returns:
-        (H,), float64.
-    """
+    """The slope of every head, (H,), float64."""
+    # A geometric series with first element and ratio 2 ** (-8 / H) if H is a power of two.
+    # Otherwise, as in the ALiBi authors' code, the series of the next lower power of two, followed
+    # by every other element of the series of twice that power.
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}")
 
@@ -42,17 +34,7 @@ def slopes(num_heads: int) -> Tensor:
 
 
 def augment(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Queries and keys whose inner products carry the bias.
-
-    Args:
-        query: (B, H, T, D).
-        key: (B, H, S, D), at consecutive positions (only their differences matter).
-        scale: The scale that will be passed to attention.
-
-    Returns:
-        (B, H, T, D + 8) and (B, H, S, D + 8): scale * Q'_m · K'_n equals
-        scale * q_m · k_n + slope * n plus a number that does not depend on n.
-    """
+    """Queries (B, H, T, D + 8) and keys (B, H, S, D + 8) with scale Q'·K' = scale q·k + slope n."""
     heads, queries = query.shape[-3:-1]
     keys = key.shape[-2]
     slope = (slopes(heads) / scale).to(query)[:, None].expand(heads, queries)

@@ -110,18 +110,9 @@ def _paired(x: Tensor, free_pairs: int) -> Tensor:
 
 
 def paired_query(query: Tensor, coefficients: int) -> Tensor:
-    """Q' with one pair for every coefficient.
-
-    The score of a free pair is k_0 (q_0 cos + q_1 sin) + k_1 (q_1 cos - q_0 sin), so k_1 is scored
-    like a coefficient with the query pair (q_1, -q_0).
-
-    Args:
-        query: Q', (..., D).
-        coefficients: W.
-
-    Returns:
-        (..., 2W).
-    """
+    """Q' (..., D) with one pair for every coefficient, (..., 2W)."""
+    # The score of a free pair is k_0 (q_0 cos + q_1 sin) + k_1 (q_1 cos - q_0 sin), so k_1 is
+    # scored like a coefficient with the query pair (q_1, -q_0).
     free = coefficients - query.shape[-1] // 2
     if not free:
         return query
@@ -264,14 +255,7 @@ def _weighted_values(scores: Tensor, value: Tensor, mask: Tensor | None) -> Tens
 
 
 def _scores(rotated0: Tensor, rotated1: Tensor, coefficients: Tensor, frames: KeyFrames) -> Tensor:
-    """Q' · K', (B, G, H/G, S), computed in tiles that fit a CPU's caches.
-
-    Args:
-        rotated0: First members of the pairs of Q', rotated for every tile, (B, tiles, G, H/G, W).
-        rotated1: Second members, like rotated0.
-        coefficients: (B, G, S, W).
-        frames: Tables for these keys.
-    """
+    """Q' · K', (B, G, H/G, S), in tiles, from Q' rotated for each, (B, tiles, G, H/G, W)."""
     batch, _, kv_heads, queries, pairs = rotated0.shape
     keys = coefficients.shape[-2]
     longest = min(frames.tile, keys)

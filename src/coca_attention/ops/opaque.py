@@ -20,14 +20,9 @@ def compiling() -> bool:
 
 
 def opaque(differentiable: int) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Make attention an operator whose backward pass computes it again.
-
-    The function's annotations are its schema. It starts with a query (..., T, D) and tensors that
-    have gradients, of which the last are values (..., S, Dv), and returns (..., T, Dv).
-
-    Args:
-        differentiable: Number of the leading tensors that have gradients.
-    """
+    """Make attention an operator whose backward pass computes it again."""
+    # The function's annotations are its schema. It starts with a query (..., T, D) and as many
+    # differentiable tensors, of which the last are values (..., S, Dv), and returns (..., T, Dv).
 
     def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         name = function.__name__.strip("_")

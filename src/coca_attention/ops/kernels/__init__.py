@@ -20,10 +20,8 @@ def _installed() -> bool:
 
 
 def supports(tensor: Tensor) -> bool:
-    """Whether the kernels support a tensor: on CUDA, with Triton, and not under torch.compile.
-
-    torch.compile fuses the PyTorch operations itself, together with those around them.
-    """
+    """Whether the kernels support a tensor: on CUDA, with Triton, and not under torch.compile."""
+    # Which fuses the PyTorch operations itself, together with those around them.
     return (
         tensor.is_cuda
         and tensor.dtype in DTYPES

@@ -17,10 +17,8 @@ HEADS = 8
 
 @triton.jit
 def _indices(heads, length, HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr):  # noqa: N803
-    """Indices of a program: batch, row, head (HEADS, 1), pair (1, PAIRS); and their bounds mask.
-
-    Offsets into large tensors exceed int32, so indices that are multiplied by strides are int64.
-    """
+    """Indices of a program: batch, row, head (HEADS, 1), pair (1, PAIRS); and their bounds mask."""
+    # Offsets into large tensors exceed int32, so indices that are multiplied by strides are int64.
     batch = (tl.program_id(0) // length).to(tl.int64)
     row = (tl.program_id(0) % length).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
