@@ -1,4 +1,7 @@
-"""The table of cases: what is computed in several ways, which are measured side by side."""
+"""The table of cases: what is computed in several ways, which are measured side by side.
+
+B batch, T length, H query heads, G key/value heads, D head width.
+"""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -15,56 +18,149 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from benchmarks.operators import ROTARY, Operator, error_of, operators, random_inputs
 from benchmarks.timing import Variant, isolated, peak_megabytes
 from coca_attention import ops
 from coca_attention.models import CoCALlamaConfig
 from coca_attention.models.configuration import Roles
-from coca_attention.ops import FORMS
+from coca_attention.ops import FORMS, Rotation, coca_attention
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 
 Run = Callable[[], Any]
+Tensors = dict[str, Tensor]
 VOCABULARY = 1024
 LLAMA, COPY = "Llama", "copy of as many bytes"
+ROTARY, CONTRACTION = "RoPE + SDPA", "paper's contraction"
+CHECKED = 4
+"""Number of queries compared with float64: the last ones, which see the whole text."""
 
 
 class Case(NamedTuple):
-    """Something that can be computed in several ways.
-
-    Attributes:
-        title: Title of its section in the report.
-        make: Returns the variants for a length in tokens; the first one is the baseline. A variant
-            of ``memory`` returns megabytes (see `peak_megabytes`) and is called once.
-        sizes: Settings to report with the results.
-        text: Text below the title.
-    """
+    """Something that can be computed in several ways: a section of the report."""
 
     title: str
     make: Callable[[int, Namespace], Sequence[Variant]]
+    """The variants for a length in tokens, the baseline first; those of ``memory`` run once."""
     sizes: tuple[str, ...]
+    """Settings to report with the results."""
     text: str = ""
 
 
+class Operator(NamedTuple):
+    """A function of `random_inputs`, and the options of `coca_attention` that compute the same."""
+
+    run: Callable[..., Tensor]
+    options: dict[str, Any]
+
+
+def rotary_attention(query: Tensor, key: Tensor, value: Tensor, **_: Tensor) -> Tensor:
+    """Rotary attention as Transformers' Llama computes it: angles, rotation, SDPA."""
+    length = query.shape[-2]
+    theta = Rotation(query.shape[-1]).frequencies().to(query.device, torch.float32)
+    angles = torch.arange(length, device=query.device, dtype=torch.float32)[:, None] * theta
+    angles = torch.cat((angles, angles), dim=-1)[None]
+    cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+    query, key = apply_rotary_pos_emb(query, key, cos, sin)
+    return F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def coca(query: Tensor, value: Tensor, *, form: str, rotation: Any = None, **keys: Tensor):
+    """`coca_attention` as users call it; of the form rope, with keys whose pairs are all free."""
+    key = keys["key" if form == "rope" else "key_coefficients"]
+    form = "strict" if form == "rope" else form  # which does not matter without collinear pairs
+    return coca_attention(query, key, value, form=form, rotation=rotation)
+
+
+def contraction(query: Tensor, key_coefficients: Tensor, value: Tensor, **_: Tensor) -> Tensor:
+    """Slack scores contracted into a matrix (paper, Eq. 18), mask, softmax, times V."""
+    # The order is the one opt_einsum chooses: q with its own rotation first, then with the keys.
+    length, width = query.shape[-2:]
+    positions = torch.arange(length, device=query.device)
+    cos, sin = Rotation(width).tables(positions, query.dtype)
+    cos, sin = (torch.cat((x, x), dim=-1)[None] for x in (cos, sin))
+    key = torch.cat((key_coefficients, key_coefficients), dim=-1)
+    rotated, key = apply_rotary_pos_emb(query, key, cos, sin)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    scores = torch.einsum("bhqd,bhqd,bhkd->bhqk", query, rotated, key) / width**0.5
+    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    return scores.masked_fill(future, float("-inf")).softmax(-1) @ value
+
+
+def operators(length: int, settings: Namespace) -> dict[str, Operator]:
+    """Rotary attention, every form, and the paper's contraction where it fits into memory."""
+    compared = {ROTARY: Operator(rotary_attention, {"form": "rope"})}
+    compared |= {f"CoCA {x}": Operator(partial(coca, form=x), {"form": x}) for x in FORMS}
+    if length <= settings.longest_contraction:
+        compared[CONTRACTION] = Operator(contraction, {"form": "slack"})
+    return compared
+
+
+def limits(length: int, settings: Namespace) -> dict[str, Operator]:
+    """Rotary attention, and with distances limited to two thirds and a quarter of the text."""
+    compared = {ROTARY: Operator(rotary_attention, {"form": "rope"})}
+    for name, limit in (("2/3", 2 * length // 3), ("1/4", length // 4)):
+        rotation = Rotation(settings.head_width, max_distance=limit)
+        options = {"form": "rope", "rotation": rotation}
+        compared[f"W = {name} of the text"] = Operator(partial(coca, **options), options)
+    return compared
+
+
+def random_inputs(length: int, settings: Namespace) -> Tensors:
+    """q, k, t and V (B, H or G, T, D or D/2), with the strides that projections give them."""
+    generator = torch.Generator(settings.device).manual_seed(0)
+
+    def draw(heads: int, width: int) -> Tensor:
+        shape = (settings.batch, length, heads, width)
+        drawn = torch.randn(shape, generator=generator, device=settings.device)
+        return drawn.to(getattr(torch, settings.dtype)).transpose(1, 2)
+
+    kv_heads, width = settings.kv_heads or settings.heads, settings.head_width
+    return {
+        "query": draw(settings.heads, width),
+        "key": draw(kv_heads, width),
+        "key_coefficients": draw(kv_heads, width // 2).relu(),
+        "value": draw(kv_heads, width),
+    }
+
+
+def error_of(output: Tensor, tensors: Tensors, form: str, rotation: Any = None) -> float:
+    """Largest error against the operator in float64, relative to the largest exact value.
+
+    Of ``output`` (B, H, T, D), the last queries of the last key head's query heads are compared.
+    """
+    group, rows = output.shape[1] // tensors["value"].shape[1], min(CHECKED, output.shape[-2])
+    key, value = tensors["key" if form == "rope" else "key_coefficients"], tensors["value"]
+    compared = tensors["query"][-1:, -group:, -rows:], key[-1:, -1:], value[-1:, -1:]
+    form = "strict" if form == "rope" else form
+    exact = coca_attention(*(x.cpu().double() for x in compared), form=form, rotation=rotation)
+    return difference(output[-1:, -group:, -rows:].cpu().double(), exact)
+
+
 def operator_variants(
-    make_run: Callable[[Operator, dict[str, Tensor]], Run], length: int, settings: Namespace
+    make: Callable[[int, Namespace], dict[str, Operator]],
+    make_run: Callable[[Callable[..., Tensor], Tensors], Run],
+    length: int,
+    settings: Namespace,
 ) -> list[Variant]:
     """A variant per operator; ``make_run`` turns its function and tensors into what is timed."""
-    tensors = random_inputs(length, settings)
-    variants = []
-    for name, (function, form) in operators(length, settings).items():
+    tensors, variants = random_inputs(length, settings), []
+    for name, (function, options) in make(length, settings).items():
         with torch.inference_mode():
-            error = error_of(function(**tensors), tensors, form)
+            error = error_of(function(**tensors), tensors, **options)
         variants.append(Variant(name, make_run(function, tensors), error))
     return variants
 
 
-def forward_run(function: Operator, tensors: dict[str, Tensor]) -> Run:
+def forward_run(function: Callable[..., Tensor], tensors: Tensors) -> Run:
     """One call without gradients."""
     return torch.inference_mode()(partial(function, **tensors))
 
 
-def backward_run(function: Operator, tensors: dict[str, Tensor]) -> Run:
+def backward_run(function: Callable[..., Tensor], tensors: Tensors) -> Run:
     """One forward and backward pass."""
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
 
@@ -80,38 +176,33 @@ def backward_run(function: Operator, tensors: dict[str, Tensor]) -> Run:
 def memory_variants(length: int, settings: Namespace) -> list[Variant]:
     """A variant per operator, whose run returns its peak memory."""
     peak = partial(peak_megabytes, settings.device, single_forward)
-    return [
-        Variant(name, partial(peak, name, length, settings)) for name in operators(length, settings)
-    ]
+    names = operators(length, settings)
+    return [Variant(name, partial(peak, name, length, settings)) for name in names]
 
 
 def single_forward(name: str, length: int, settings: Namespace) -> Run:
     """One operator for the process that measures its memory, after a short run to warm up."""
-    function = operators(length, settings)[name][0]
+    function = operators(length, settings)[name].run
     function(**random_inputs(64, settings))
     return forward_run(function, random_inputs(length, settings))
 
 
 def one_query_variants(length: int, settings: Namespace) -> list[Variant]:
-    """SDPA, every form, and a copy of as many bytes as keys and values have.
-
-    No kernel that reads keys and values can be faster than the copy.
-    """
+    """SDPA, every form, and a copy of as many bytes, than which none of them can be faster."""
     tensors = {name: x.contiguous() for name, x in random_inputs(length, settings).items()}
     value, t = tensors["value"], tensors["key_coefficients"]
-    positions = torch.arange(length, device=value.device)
-    cos, sin = ops.Rotation(settings.head_width).tables(positions)
+    cos, sin = Rotation(settings.head_width).tables(torch.arange(length, device=value.device))
     key = ops.apply_rotary(tensors["key"], cos, sin)
     query = ops.apply_rotary(tensors["query"], cos, sin)[..., -1:, :].contiguous()
     grouped = query.shape[1] != key.shape[1]
     sdpa = partial(F.scaled_dot_product_attention, query, key, value, enable_gqa=grouped)
     half = partial(half_attention, tensors["query"], t, value, cos, sin)
     target, variants = torch.empty_like(value), []
-    compared = [(ROTARY, sdpa, key, None)]
+    compared = [(ROTARY, sdpa, key, "rope")]
     compared += [(f"half keys, CoCA {form}", half(form), t, form) for form in FORMS]
     for name, run, keys, form in [*compared, (COPY, partial(target.copy_, value), value, COPY)]:
         run = torch.inference_mode()(run)
-        error = None if form == COPY else error_of(run(), tensors, form)
+        error = None if form == COPY else error_of(run(), tensors, form=form)
         read = (keys.numel() + value.numel()) * value.element_size() / 1e6
         variants.append(Variant(name, run, error, {"cache_megabytes": read}))
     return variants
@@ -122,13 +213,9 @@ def half_attention(
 ) -> Callable[[], Tensor]:
     """Attention of the last query over key coefficients, without forming keys."""
     width, divisor = query.shape[-1], ops.score_scale(query.dtype)
-    frames = ops.key_frames(
-        torch.zeros(1, dtype=torch.long, device=query.device),
-        t.shape[-2],
-        ops.Rotation(width),
-        tile=ops.tile_length(t, query.shape[1]),
-        pairs=width // 2,
-    )
+    first = torch.zeros(1, dtype=torch.long, device=query.device)
+    tile = ops.tile_length(t, query.shape[1])
+    frames = ops.key_frames(first, t.shape[-2], Rotation(width), tile=tile, pairs=width // 2)
     scale, last = width**-0.5 / divisor, query[..., -1:, :]
     mapped = ops.query_map(last, cos[-1:], sin[-1:], form=form, scale=scale).contiguous()
     return partial(ops.attend_half, mapped, t, value, frames, scale=divisor)
@@ -137,13 +224,7 @@ def half_attention(
 def make_model(
     settings: Namespace, form: str | None = None, kv_cache: str = "full"
 ) -> PreTrainedModel:
-    """A Llama of the settings' sizes, always with the same weights.
-
-    Args:
-        settings: Sizes and, if there are any, roles of the layers.
-        form: None for vanilla; a score form, with roles that of local layers (or ``rotary``).
-        kv_cache: ``full`` or ``half``.
-    """
+    """A Llama, always with the same weights: vanilla, or of a form (with roles, local layers)."""
     heads = settings.hidden_size // settings.head_width
     fields: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -157,7 +238,7 @@ def make_model(
     }
     if form is not None and settings.roles:
         fields |= Roles(settings.roles, settings.window).fields(
-            "rope" if form == "rotary" else form,
+            form,
             num_layers=settings.layers,
             head_width=settings.head_width,
             length=8 * settings.window,
@@ -198,10 +279,7 @@ def random_cache(cache: Any, model: PreTrainedModel, length: int, settings: Name
 
 
 def decoder_variants(compiled: bool, length: int, settings: Namespace) -> list[Variant]:
-    """The vanilla model, and the paper's forms with full and half cache.
-
-    Other forms differ in the query map of one token alone.
-    """
+    """The vanilla model, and the paper's forms (others map one query alone) with both caches."""
     kinds = {LLAMA: (None, "full")} | {
         f"CoCA {form}, {kind} cache": (form, kind)
         for form in ("slack", "strict")
@@ -214,11 +292,9 @@ def decoder_variants(compiled: bool, length: int, settings: Namespace) -> list[V
 def decoder(
     name: str, form: str | None, kind: str, length: int, settings: Namespace, compiled: bool
 ) -> Variant:
-    """A model that decodes the same token in every run, and removes it from the cache.
-
-    A compiled model, which is compared with itself without compilation, has a static cache, which
-    grows by a token in every run.
-    """
+    """A model that decodes the same token in every run, and removes it from the cache."""
+    # A compiled model, which is compared with itself without compilation, has a static cache, which
+    # grows by a token in every run.
     model, token = make_model(settings, form, kind), random_tokens(1, settings)
     cache = random_cache(DynamicCache(), model, length, settings)
     step = model.forward
@@ -245,26 +321,21 @@ def decoder(
 def model_variants(
     make_run: Callable[[PreTrainedModel, Tensor], Run], length: int, settings: Namespace
 ) -> list[Variant]:
-    """The vanilla model and one per form, each compared with itself decoding token by token.
-
-    With roles, the forms are those of the local layers, and rotary attention is one of them.
-    """
-    forms = ["rotary", *FORMS] if settings.roles else [*FORMS]
+    """The vanilla model and one per form (of local layers: and rotary), checked by decoding."""
+    forms = {"rope": "rotary"} if settings.roles else {}
     label = f"{settings.roles}, local" if settings.roles else "CoCA"
     models = {LLAMA: make_model(settings)}
-    models |= {f"{label} {form}": make_model(settings, form) for form in forms}
+    for form in [*forms, *FORMS]:
+        models[f"{label} {forms.get(form, form)}"] = make_model(settings, form)
     ids = random_tokens(length, settings)
     return [Variant(name, make_run(x, ids), decoding_error(x)) for name, x in models.items()]
 
 
 def prefill(model: PreTrainedModel, ids: Tensor) -> Run:
     """One pass over a prompt, with the logits of its last token."""
-
-    @torch.inference_mode()
-    def run() -> None:
-        model(input_ids=ids, past_key_values=DynamicCache(), logits_to_keep=1)
-
-    return run
+    return torch.inference_mode()(
+        lambda: model(input_ids=ids, past_key_values=DynamicCache(), logits_to_keep=1)
+    )
 
 
 def training_step(model: PreTrainedModel, ids: Tensor) -> Run:
@@ -283,18 +354,20 @@ HEADS = ("heads", "kv_heads", "head_width")
 MODEL = ("kv_heads", "head_width", "hidden_size", "layers")
 ROLES = (*MODEL, "roles", "window")
 FIGURE, TABLE = "As in the paper's Figure 6.", "Linear or quadratic in the length, as in Table 6."
-STEP, PREFILL = partial(model_variants, training_step), partial(model_variants, prefill)
-FORWARD, BACKWARD = (
-    partial(operator_variants, forward_run),
-    partial(operator_variants, backward_run),
-)
+_operators = partial(partial, operator_variants)
 CASES = {
-    "operator": Case("Operator, forward", FORWARD, HEADS, FIGURE),
-    "operator-training": Case("Operator, forward and backward", BACKWARD, HEADS),
+    "operator": Case("Operator, forward", _operators(operators, forward_run), HEADS, FIGURE),
+    "operator-training": Case(
+        "Operator, forward and backward", _operators(operators, backward_run), HEADS
+    ),
+    "limits": Case("Limited distances, forward", _operators(limits, forward_run), HEADS),
+    "limits-training": Case(
+        "Limited distances, forward and backward", _operators(limits, backward_run), HEADS
+    ),
     "operator-decode": Case("One query over a cache, attention alone", one_query_variants, HEADS),
     "memory": Case("Memory of the operator, forward", memory_variants, HEADS, TABLE),
-    "prefill": Case("Prefill of a model", PREFILL, ROLES),
-    "training": Case("Training step of a model", STEP, ROLES),
+    "prefill": Case("Prefill of a model", partial(model_variants, prefill), ROLES),
+    "training": Case("Training step of a model", partial(model_variants, training_step), ROLES),
     "decode": Case("One token decoded, by cache length", partial(decoder_variants, False), MODEL),
     "decode-compiled": Case(
         "One token decoded with torch.compile, static caches",

@@ -1,8 +1,4 @@
-"""Run the GPU tests and every benchmark case: ``make gpu-check`` (under 8 minutes, no network).
-
-The Python that runs it needs PyTorch 2.11 or later for CUDA, Triton, Transformers, pytest, Altair
-and vl-convert; nothing is installed. Writes results/gpu-NAME, where NAME is the GPU's.
-"""
+"""Run the GPU tests and every benchmark case: ``make gpu-check``; writes results/gpu-NAME."""
 
 import re
 import subprocess

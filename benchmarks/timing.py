@@ -16,27 +16,21 @@ QUARTILES = (0.25, 0.5, 0.75)
 
 
 class Variant(NamedTuple):
-    """One of the ways to compute something that a case compares.
-
-    Attributes:
-        name: Its name in the results.
-        run: Runs it once. If it returns a float, that is taken as its time in seconds.
-        error: Largest error, relative to the largest exact value; None if there is no exact result.
-        facts: Further numbers for the results, such as the megabytes of its cache.
-    """
+    """One of the ways to compute something that a case compares."""
 
     name: str
     run: Callable[[], Any]
+    """Runs it once. If it returns a float, that is taken as its time in seconds."""
     error: float | None = None
+    """Largest error, relative to the largest exact value; None if there is no exact result."""
     facts: dict[str, float] = {}
+    """Further numbers for the results, such as the megabytes of its cache."""
 
 
 def interleaved(variants: Sequence[Variant], settings: Namespace) -> dict[str, dict[str, Any]]:
     """Time every variant once per round, so that changes in machine load affect all of them.
 
-    Returns:
-        By name the number of rounds, the median and quartiles of the time in ms, and of its ratio
-        to the first variant's time in the same round. Three rounds run even if the time is over.
+    Ratios are to the first variant in the same round. Three rounds run even if the time is over.
     """
     synchronize = torch.cuda.synchronize if settings.device == "cuda" else lambda: None
     durations: dict[str, list[float]] = {variant.name: [] for variant in variants}
@@ -73,22 +67,16 @@ def interleaved(variants: Sequence[Variant], settings: Namespace) -> dict[str, d
 
 
 def isolated(make: Callable[..., Variant], *arguments: Any) -> Variant:
-    """A variant made in a process of its own, which measures its runs itself, and ends with it.
-
-    When every run frees and allocates large blocks (a growing cache), variants of different sizes
-    fragment a heap that they share, and page faults dominate the time.
-    """
+    """A variant made in a process of its own, which measures its runs itself, and ends with it."""
+    # When every run frees and allocates large blocks (a growing cache), variants of different sizes
+    # fragment a heap that they share, and page faults dominate the time.
     pool = _process()
     name, error, facts = pool.submit(_make, make, *arguments).result()
     return Variant(name, lambda: pool.submit(_run).result(), error, facts)
 
 
 def peak_megabytes(device: str, make: Callable[..., Callable[[], Any]], *arguments: Any) -> float:
-    """Peak memory of one run above its inputs, in MB (10^6 bytes).
-
-    On a CPU (of Linux) this is the growth of the largest resident size of a new process; on CUDA,
-    the growth of what the allocator has handed out.
-    """
+    """Peak memory of one run above its inputs, in MB; on a CPU that of a new process, on Linux."""
     if device == "cpu":
         return _process().submit(_resident_growth, make, *arguments).result()
     run = make(*arguments)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cases, compare, gpu_check, operators
+from benchmarks import cases, compare, gpu_check
 from benchmarks.__main__ import main, measure, parser
 from benchmarks.timing import Variant, interleaved, isolated, peak_megabytes
 from coca_attention import ops
@@ -36,9 +36,9 @@ def test_cells_are_plain_values_of_correct_variants(cells):
     assert json.loads(json.dumps(cells, allow_nan=False)) == cells
     for cell in cells:
         names = list(cell["variants"])
-        base = operators.ROTARY if "operator" in cell["case"] else cases.LLAMA
+        base = cases.ROTARY if "operator" in cell["case"] else cases.LLAMA
         assert names[: 1 + len(FORMS)] == [base, *(f"CoCA {form}" for form in FORMS)]
-        assert (operators.CONTRACTION in names) == ("operator" in cell["case"])
+        assert (cases.CONTRACTION in names) == ("operator" in cell["case"])
         for measured in cell["variants"].values():
             assert measured["rounds"] == 3 and measured["error"] < 1e-4
             low, high = measured["quartiles_ms"]
@@ -51,17 +51,24 @@ def test_models_with_roles_take_the_place_of_forms_in_every_layer():
     cell = measure("prefill", 32, chosen)
     assert list(cell["variants"]) == ["Llama", *(f"lg, local {x}" for x in ("rotary", *FORMS))]
     assert (cell["sizes"]["roles"], cell["sizes"]["window"]) == ("lg", 4)
-    model = cases.make_model(chosen, "rotary")
+    model = cases.make_model(chosen, "rope")
     assert [kind[0] for kind in model.config.layer_types] == ["s", "f", "s"]
 
 
+@pytest.mark.parametrize("case", ["limits", "limits-training"])
+def test_limited_distances_are_measured_beside_plain_attention(case):
+    measured = measure(case, 48, settings("--kv-heads 2"))["variants"]
+    assert list(measured) == [cases.ROTARY, "W = 2/3 of the text", "W = 1/4 of the text"]
+    assert max(x["error"] for x in measured.values()) < 1e-5
+
+
 def test_a_wrong_result_is_not_timed(monkeypatch):
-    right = operators.coca
+    right = cases.coca
 
     def wrong(*arguments, **options):
         return right(*arguments, **options) * (1.01 if options["form"] == "strict" else 1)
 
-    monkeypatch.setattr(operators, "coca", wrong)
+    monkeypatch.setattr(cases, "coca", wrong)
     for case in ("operator", "operator-training"):
         with pytest.raises(UserError, match=r"CoCA strict is off by 0\.01"):
             measure(case, 32, settings())
@@ -70,7 +77,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 def test_one_query_over_a_cache_is_checked_too(monkeypatch):
     measured = measure("operator-decode", 50, settings("--kv-heads 2"))["variants"]
     halves = [f"half keys, CoCA {form}" for form in FORMS]
-    assert list(measured) == [operators.ROTARY, *halves, cases.COPY]
+    assert list(measured) == [cases.ROTARY, *halves, cases.COPY]
     errors = [variant["error"] for variant in measured.values()]
     assert max(errors[:-1]) < 1e-5 and errors[-1] is None
     monkeypatch.setattr(ops, "query_map", lambda query, *_, **__: query)
@@ -126,7 +133,7 @@ def test_peak_memory_of_the_contraction_and_of_the_operator():
     """At 2,048 tokens the scores of 4 heads alone take 67 MB; everything else is small."""
     matrix, ours = (
         peak_megabytes("cpu", cases.single_forward, name, 2048, settings())
-        for name in (operators.CONTRACTION, "CoCA slack")
+        for name in (cases.CONTRACTION, "CoCA slack")
     )
     assert matrix > 67 and ours < 20
 
@@ -196,7 +203,7 @@ def test_the_command(capsys, tmp_path):
     assert "CoCA slack" in capsys.readouterr().out
     content = json.loads((tmp_path / "b.json").read_text())
     assert [cell["length"] for cell in content["results"]] == [32, 64]
-    has_matrix = [operators.CONTRACTION in cell["variants"] for cell in content["results"]]
+    has_matrix = [cases.CONTRACTION in cell["variants"] for cell in content["results"]]
     assert has_matrix == [True, False]
     assert content["results"][0]["sizes"] == {"heads": 2, "kv_heads": 1, "head_width": 8}
     assert content["environment"]["versions"]["torch"] == torch.__version__
