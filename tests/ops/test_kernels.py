@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coca_attention.ops import FORMS, Rotation, coca_attention, kernels, key_map, query_map
+from covering import covering
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,23 +50,19 @@ def lie(x, layout):
     return x
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("width", "span", "interleaved", "free"),
-    [
-        (16, 16, False, 0),
-        (12, 12, True, 2),
-        (12, 4, False, 0),
-        (12, 4, True, 0),
-        (16, 16, False, 8),
-    ],
-)
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [("heads", torch.float32), ("gaps", torch.float32), ("rows", torch.bfloat16)],
+    ("form", "pairs", "layout", "dtype"),
+    covering(
+        FORMS,
+        [(16, 16, False, 0), (12, 12, True, 2), (12, 4, False, 0), (12, 4, True, 0),
+         (16, 16, False, 8)],
+        ["heads", "gaps", "rows"],
+        [torch.float32, torch.bfloat16],
+    ),
     ids=str,
-)
-def test_maps(monkeypatch, form, width, span, interleaved, free, layout, dtype):
+)  # fmt: skip
+def test_maps(monkeypatch, form, pairs, layout, dtype):
+    width, span, interleaved, free = pairs
     q = lie(tensor(2, 3, 5, width, dtype=dtype), layout)
     t = lie(tensor(2, 9, 5, width // 2 + free, seed=1, dtype=dtype), layout)
     positions = torch.stack((torch.arange(5), torch.arange(5) + 100)).to(DEVICE)

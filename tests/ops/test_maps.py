@@ -5,6 +5,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from coca_attention.ops import FORMS, Rotation, key_map, query_map
+from covering import covering
 
 
 def tensors(*shape, seed=0, dtype=torch.float64):
@@ -13,10 +14,11 @@ def tensors(*shape, seed=0, dtype=torch.float64):
     ).to(dtype)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("span", "free"), [(8, 0), (4, 0), (8, 3)])
-def test_first_and_second_derivatives(form, interleaved, span, free):
+@pytest.mark.parametrize(
+    ("form", "interleaved", "share"), covering(FORMS, [False, True], [(8, 0), (4, 0), (8, 3)])
+)
+def test_first_and_second_derivatives(form, interleaved, share):
+    span, free = share
     q, t = tensors(2, 2, 3, 8).requires_grad_(), tensors(2, 1, 3, 4 + free, seed=1).requires_grad_()
     cos, sin = Rotation(span).tables(torch.arange(3), torch.float64)
 

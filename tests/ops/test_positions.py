@@ -37,98 +37,49 @@ def theta(width: int, rule: Rule = UNSCALED, base: float = 10000.0) -> torch.Ten
     return rule.frequencies(width, base)
 
 
-def transformers_frequencies(kind: str, seq_len: int | None = None, **parameters):
-    config = LlamaConfig(
-        hidden_size=64,
-        num_attention_heads=1,
-        max_position_embeddings=128,
-        rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **parameters},
-    )
-    return ROPE_INIT_FUNCTIONS[kind](config, seq_len=seq_len)
-
-
 def test_unscaled_frequencies_are_the_papers():
     assert theta(8).tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001], rel=1e-14)
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
-def test_linear_agrees_with_transformers(factor):
-    theirs, _ = transformers_frequencies("linear", factor=factor)
-    ours = theta(64, Linear(factor))
-    assert torch.allclose(ours.float(), theirs, rtol=1e-6)
+DIVISORS = {
+    "short_factor": tuple(1.0 + 0.01 * j for j in range(32)),
+    "long_factor": tuple(2.0 + j for j in range(32)),
+}
 
 
-@pytest.mark.parametrize("length", [100, 128, 300, 4096])
-def test_dynamic_agrees_with_transformers(length):
-    theirs, _ = transformers_frequencies("dynamic", seq_len=length, factor=4.0)
-    scaling = DynamicNTK(4.0, training_length=128, length=length)
-    assert torch.allclose(theta(64, scaling).float(), theirs, rtol=1e-5)
-
-
-@pytest.mark.parametrize("factor", [2.0, 16.0])
-@pytest.mark.parametrize("attention_factor", [None, 1.25])
-def test_yarn_agrees_with_transformers(factor, attention_factor):
-    optional = {} if attention_factor is None else {"attention_factor": attention_factor}
-    theirs, magnitude = transformers_frequencies(
-        "yarn", factor=factor, original_max_position_embeddings=128, **optional
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Linear(1.0),
+        Linear(8.0),
+        *(DynamicNTK(4.0, training_length=128, length=n) for n in (100, 128, 300, 4096)),
+        YaRN(2.0, training_length=128),
+        YaRN(16.0, training_length=128, attention_factor=1.25),
+        YaRN(4.0, training_length=128, truncate=False),
+        YaRN(4.0, training_length=128),
+        Llama3(1.0, training_length=128),
+        Llama3(8.0, training_length=128, low_freq_factor=0.5, high_freq_factor=12.0),
+        *(LongRoPE(8.0, training_length=128, length=n, **DIVISORS) for n in (1, 128, 129, None)),
+        LongRoPE(8.0, training_length=128, attention_factor=1.5, **DIVISORS),
+    ],
+    ids=str,
+)
+def test_rules_agree_with_transformers(rule):
+    given = {"rope_type": rule.rope_type, "rope_theta": 10000.0}
+    if not isinstance(rule, Linear | DynamicNTK):
+        given["original_max_position_embeddings"] = 128
+    for name in set(rule.field_names()) - {"training_length", "length"}:
+        given |= {name: getattr(rule, name)} if getattr(rule, name) is not None else {}
+    config = LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=1,
+        max_position_embeddings=128,
+        rope_parameters=given,
     )
-    scaling = YaRN(factor, training_length=128, attention_factor=attention_factor)
-    assert torch.allclose(theta(64, scaling).float(), theirs, rtol=1e-5)
-    assert scaling.magnitude == pytest.approx(magnitude)
-
-
-def test_yarn_without_rounding_of_its_ramp():
-    theirs, _ = transformers_frequencies(
-        "yarn", factor=4.0, original_max_position_embeddings=128, truncate=False
-    )
-    scaling = YaRN(4.0, training_length=128, truncate=False)
-    ours = theta(64, scaling)
-    assert torch.allclose(ours.float(), theirs, rtol=1e-5)
-    rounded = theta(64, YaRN(4.0, training_length=128))
-    assert not torch.allclose(ours, rounded, rtol=1e-3)
-
-
-@pytest.mark.parametrize("factor", [1.0, 8.0])
-@pytest.mark.parametrize("edges", [(1.0, 4.0), (0.5, 12.0)])
-def test_llama3_agrees_with_transformers(factor, edges):
-    low, high = edges
-    theirs, _ = transformers_frequencies(
-        "llama3",
-        factor=factor,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position_embeddings=128,
-    )
-    scaling = Llama3(factor, training_length=128, low_freq_factor=low, high_freq_factor=high)
-    assert torch.allclose(theta(64, scaling).float(), theirs, rtol=1e-5)
-    assert scaling.magnitude == 1.0
-
-
-@pytest.mark.parametrize("length", [1, 128, 129, None])
-@pytest.mark.parametrize("attention_factor", [None, 1.5])
-def test_longrope_agrees_with_transformers(length, attention_factor):
-    short = [1.0 + 0.01 * j for j in range(32)]
-    long = [2.0 + j for j in range(32)]
-    optional = {} if attention_factor is None else {"attention_factor": attention_factor}
-    theirs, magnitude = transformers_frequencies(
-        "longrope",
-        seq_len=length or 10**6,
-        factor=8.0,
-        short_factor=short,
-        long_factor=long,
-        original_max_position_embeddings=128,
-        **optional,
-    )
-    scaling = LongRoPE(
-        8.0,
-        training_length=128,
-        length=length,
-        short_factor=tuple(short),
-        long_factor=tuple(long),
-        attention_factor=attention_factor,
-    )
-    assert torch.allclose(theta(64, scaling).float(), theirs, rtol=1e-5)
-    assert scaling.magnitude == pytest.approx(magnitude)
+    seen = getattr(rule, "length", None) or 10**6
+    theirs, magnitude = ROPE_INIT_FUNCTIONS[rule.rope_type](config, seq_len=seen)
+    assert torch.allclose(theta(64, rule).float(), theirs, rtol=1e-5)
+    assert rule.magnitude == pytest.approx(magnitude)
 
 
 def test_ntk_without_a_length_multiplies_the_base():
@@ -140,39 +91,26 @@ def test_ntk_with_a_length_is_dynamic_ntk_at_that_length():
     dynamic = DynamicNTK(4.0, training_length=128, length=1024)
     assert torch.equal(theta(64, fixed), theta(64, dynamic))
     assert fixed.scaled_base(64, 10000.0) == pytest.approx(10000.0 * (4 * 8 - 3) ** (64 / 62))
-
-
-def test_ntk_within_the_training_length_changes_nothing():
-    scaling = NTK(4.0, training_length=128, length=100)
-    assert torch.equal(theta(64, scaling), theta(64))
+    assert torch.equal(theta(64, NTK(4.0, training_length=128, length=100)), theta(64))
 
 
 def test_dynamic_derives_its_length_from_the_positions_without_state():
-    scaling = DynamicNTK(4.0, training_length=16)
-    short = torch.arange(8)
-    before = Rotation(32, rule=scaling).tables(short)
-    Rotation(32, rule=scaling).tables(torch.arange(1000))
-    after = Rotation(32, rule=scaling).tables(short)
-    assert torch.equal(before[0], after[0])
-    at_100 = DynamicNTK(4.0, training_length=16, length=100)
-    positions = torch.arange(100)
-    assert torch.equal(
-        Rotation(32, rule=scaling).tables(positions)[0],
-        Rotation(32, rule=at_100).tables(positions)[0],
-    )
+    rotation = Rotation(32, rule=DynamicNTK(4.0, training_length=16))
+    for length in (8, 1000, 8, 100):
+        at_length = DynamicNTK(4.0, training_length=16, length=length)
+        positions = torch.arange(length)
+        found, expected = (x.tables(positions)[0] for x in (rotation, Rotation(32, rule=at_length)))
+        assert torch.equal(found, expected)
 
 
-def test_far_positions_keep_their_precision():
+def test_far_positions_keep_their_precision_and_magnitudes_multiply_tables():
     position = 131_071
     cos, _ = Rotation(64).tables(torch.tensor([position]))
     frequencies = [10000.0 ** (-2 * j / 64) for j in range(32)]
     expected = [math.cos(position * angle) for angle in frequencies]
     assert cos[0].tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def test_yarn_magnitude_multiplies_cos_and_sin():
-    scaling = YaRN(4.0, training_length=128, attention_factor=1.5)
-    cos, sin = Rotation(16, rule=scaling).tables(torch.arange(5), torch.float64)
+    scaled = Rotation(16, rule=YaRN(4.0, training_length=128, attention_factor=1.5))
+    cos, sin = scaled.tables(torch.arange(5), torch.float64)
     assert torch.allclose(cos**2 + sin**2, torch.full((5, 8), 2.25, dtype=torch.float64))
 
 
@@ -193,35 +131,37 @@ def test_rotation_gives_the_scores_of_equation_2(pairs, interleaved, first, seed
 
 
 @pytest.mark.parametrize(
-    ("rule", "arguments", "message"),
+    ("make", "arguments", "message"),
     [
         (Linear, {"factor": 0.0}, "factor must be a finite number from 1, got 0"),
-        (Linear, {"factor": float("nan")}, "factor must be a finite number from 1, got nan"),
+        (Linear, {"factor": math.nan}, "factor must be a finite number from 1, got nan"),
         (Linear, {"factor": "2"}, "factor must be a finite number from 1, got '2'"),
         (DynamicNTK, {"factor": 2.0}, "needs training_length"),
         (NTK, {"length": 64}, "needs training_length"),
         (NTK, {"length": 0, "training_length": 8}, "must be a whole number from 1, got 0"),
         (NTK, {"length": "8", "training_length": 8}, "whole number from 1, got '8'"),
         (YaRN, {"training_length": 8, "beta_slow": 64.0}, "beta_fast > beta_slow"),
+        *((Rotation, {"width": width}, "must be even") for width in (0, 1, 7, 64.0, "8", True)),
+        *(
+            (Rotation, {"width": 8, "base": base}, "rotary base must be a finite number above 0")
+            for base in (0.0, -1.0, math.nan, math.inf)
+        ),
+        (Rotation, {"width": 8, "turning": 5}, "between 0 and 4, got 5"),
+        (Rotation, {"width": 8, "temperature": 0}, "whole number from 1, got 0"),
+        (Rotation, {"width": 8, "temperature": math.nan}, "whole number from 1, got nan"),
+        (Rotation, {"width": 8, "max_distance": 0}, "whole number from 1, got 0"),
+        (Rotation, {"width": 8, "max_distance": 2.5}, "whole number from 1, got 2.5"),
+        (Rotation, {"width": 8, "decay": -1.0}, "decay must be a finite number from 0, got -1"),
+        (Rotation, {"width": 8, "decay": math.nan}, "decay must be a finite number from 0, got"),
+        (Rotation, {"width": 8, "decay": 1.0, "decay_length": 0.0}, "above 0, got 0"),
     ],
 )
-def test_bad_scaling_is_refused(rule, arguments, message):
+def test_bad_rules_and_rotations_are_refused(make, arguments, message):
     with pytest.raises(ValueError, match=message):
-        rule(**arguments)
+        make(**arguments)
 
 
-@pytest.mark.parametrize("width", [0, 1, 7, 64.0, "8", True])
-def test_odd_width_is_refused(width):
-    with pytest.raises(ValueError, match="must be even"):
-        Rotation(width)
-
-
-def test_bad_base_and_dynamic_without_length_are_refused():
-    with pytest.raises(ValueError, match="base must be a finite number above 0"):
-        Rotation(8, base=0.0)
-    for base in (-1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="rotary base must be a finite number above 0"):
-            Rotation(8, base=base)
+def test_dynamic_scaling_without_a_length_is_refused():
     with pytest.raises(ValueError, match="needs the current length"):
         theta(8, DynamicNTK(2.0, training_length=8))
 
@@ -253,24 +193,6 @@ def test_names_of_rules_are_unique():
     with pytest.raises(ValueError, match="rope_type 'linear' already belongs to Linear"):
         register_rule(Other)
     assert "other" not in RULES
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"turning": 5}, "between 0 and 4, got 5"),
-        ({"temperature": 0}, "whole number from 1, got 0"),
-        ({"temperature": float("nan")}, "whole number from 1, got nan"),
-        ({"max_distance": 2.5}, "whole number from 1, got 2.5"),
-        ({"max_distance": float("nan")}, "whole number from 1, got nan"),
-        ({"decay": -1.0}, "decay must be a finite number from 0, got -1"),
-        ({"decay": float("nan")}, "decay must be a finite number from 0, got nan"),
-        ({"decay": 1.0, "decay_length": 0.0}, "above 0, got 0"),
-    ],
-)
-def test_bad_rotations_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Rotation(8, **arguments)
 
 
 def test_pairs_that_do_not_turn_and_the_temperature():

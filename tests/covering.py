@@ -1,0 +1,22 @@
+"""Covering arrays: few cases in which every two values of different axes meet."""
+
+from collections.abc import Iterable
+from itertools import combinations, product
+from typing import Any
+
+
+def covering(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Cases with a value of every axis, for `pytest.mark.parametrize`; the same in every run."""
+    values = [list(axis) for axis in axes]
+    cases = list(product(*(range(len(axis)) for axis in values)))
+
+    def pairs(case: tuple[int, ...]) -> set[Any]:
+        return {(i, j, case[i], case[j]) for i, j in combinations(range(len(case)), 2)}
+
+    missing = set().union(*map(pairs, cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return [tuple(axis[k] for axis, k in zip(values, case, strict=True)) for case in chosen]
