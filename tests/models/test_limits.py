@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.models import Roles
+from coca_attention.models import CoCALlamaConfig, Roles
 from coca_attention.models.configuration import attention_of, rotation
 from coca_attention.ops import coca_attention
 from coca_attention.testing import difference, logits, some_tokens
@@ -37,8 +37,7 @@ def test_nothing_changes_within_the_training_length(family, tmp_path):
     assert convert(model, "rope", max_distance=64) is model
     assert attention_of(model.config) == "rope"
     found = rotation(model.config, "full_attention")
-    assert (found.max_distance, found.temperature) == (64, 64)
-    assert (found.decay, found.decay_length) == (0.5, 8)
+    assert (found.max_distance, found.temperature, found.decay) == (64, 64, None)
     assert difference(logits(model, ids), before) < 1e-6
     model.float().save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -73,7 +72,7 @@ def test_by_default_nothing_changes_in_texts_that_the_model_was_made_to_read(cha
 
 def test_the_training_length_can_be_set():
     found = rotation(convert(vanilla("Llama"), "rope", length=16).config)
-    assert (found.max_distance, found.temperature, found.decay_length) == (16, 16, 2)
+    assert (found.max_distance, found.temperature) == (16, 16)
     roles = rotation(convert(vanilla("Llama"), "rope", roles=Roles("lg"), length=16).config)
     assert (roles.temperature, roles.decay_length) == (16, 2)
     for arguments, message in (
@@ -204,7 +203,6 @@ def test_padding_between_real_tokens_is_no_distance():
 
 def test_scores_stay_wide_under_autocast():
     model = limited("Llama", max_distance=8).float()
-    model.config.rope_parameters["decay"] = None
     ids = some_tokens(model, length=30)
     exact = logits(model, ids)
     with torch.autocast("cpu", torch.bfloat16):
@@ -222,7 +220,7 @@ def test_bidirectional_models_are_refused():
 def test_what_cannot_work_is_refused():
     with pytest.raises(UserError, match="those of form slack depend on both positions"):
         limited("Llama", "slack")
-    with pytest.raises(UserError, match="roles determine the largest distance"):
+    with pytest.raises(UserError, match="roles limit no distances: leave out max_distance"):
         limited("Llama", roles=Roles("lg"))
     with pytest.raises(UserError, match="all pairs are free with form rope"):
         limited("Llama", free_pairs=2)
@@ -230,6 +228,10 @@ def test_what_cannot_work_is_refused():
         limited("Llama", max_distance=0)
     with pytest.raises(UserError, match="at most the training length of 64 tokens, got 65"):
         limited("Llama", max_distance=65)
+    values = limited("Llama").config.to_dict()
+    values["rope_parameters"] |= {"decay": 0.5, "decay_length": 8}
+    with pytest.raises(Exception, match=r"remove decay from rope_parameters in its config\.json"):
+        CoCALlamaConfig.from_dict(values)
     model = limited("Llama").float()
     with pytest.raises(ValueError, match="a decay or max_distance: use generate"):
         model.init_continuous_batching()

@@ -6,19 +6,35 @@ import pytest
 import torch
 
 import oracle
-from coca_attention import coca_attention
 from coca_attention.ops import (
     Clipping,
     Rotation,
     attend_clipped,
+    attention,
     clipped,
+    coca_attention,
     far_query_map,
     key_map,
     query_map,
 )
+from coca_attention.ops.parts import clipped_parts, document_parts
 from coca_attention.ops.positions import YaRN
+from covering import covering
 
 WIDTH, LIMIT = 16, 7
+WAYS = ["parts", "whole masks", "masks of 5 queries"]
+
+
+@pytest.fixture
+def take(monkeypatch):
+    """Selects one of `WAYS` to compute the same."""
+
+    def selected(way: str) -> None:
+        if way != "parts":
+            monkeypatch.setattr(clipped, "can_attend_parts", lambda query: False)
+            monkeypatch.setattr(attention, "QUERY_BLOCK", 5 if "5" in way else 1000)
+
+    return selected
 
 
 def inputs(free: int, queries: int = 23, keys: int = 29):
@@ -33,23 +49,112 @@ def inputs(free: int, queries: int = 23, keys: int = 29):
     return normal(2, 4, queries, WIDTH), t, normal(2, 2, keys, 12)
 
 
-@pytest.mark.parametrize(("form", "free"), [("strict", 0), ("magnitude", 3), ("slack", 8)])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("block", [None, 5])
-def test_agrees_with_the_oracle(form, free, interleaved, block, monkeypatch):
-    q, t, v = inputs(free)
-    if block:
-        monkeypatch.setattr(clipped, "can_attend_parts", lambda query: False)
-        monkeypatch.setattr(clipped, "CPU_SCORES", 1)
-        monkeypatch.setattr(clipped, "MIN_ROWS", block)
-    rotation = Rotation(WIDTH, max_distance=LIMIT)
+@pytest.mark.parametrize(
+    ("way", "form_and_free", "interleaved", "queries", "limit"),
+    covering(
+        WAYS,
+        [("strict", 0), ("magnitude", 3), ("slack", 8)],
+        [False, True],
+        [29, 23, 1],
+        [1, 7, 28],
+    ),
+)
+def test_agrees_with_the_oracle(take, way, form_and_free, interleaved, queries, limit):
+    take(way)
+    form, free = form_and_free
+    q, t, v = inputs(free, queries)
     options = {"form": form, "interleaved": interleaved}
-    ours = coca_attention(q, t, v, rotation=rotation, **options)
-    expected = oracle.coca_attention(q, t, v, max_distance=LIMIT, **options)
+    ours = coca_attention(q, t, v, rotation=Rotation(WIDTH, max_distance=limit), **options)
+    expected = oracle.coca_attention(q, t, v, max_distance=limit, **options)
     assert (ours - expected).abs().max() <= 1e-12
-    assert (ours - coca_attention(q, t, v, **options)).abs().max() > 1e-3
+    assert limit == 28 or (ours - coca_attention(q, t, v, **options)).abs().max() > 1e-3
     unlimited = coca_attention(q, t, v, rotation=Rotation(WIDTH, max_distance=29), **options)
     assert torch.equal(unlimited, coca_attention(q, t, v, **options))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients(take, way):
+    take(way)
+    q, t, v = inputs(3, queries=6, keys=8)
+    t = t + 0.1 * t.sign()  # away from the kink of the ReLU's range
+    rotation = Rotation(WIDTH, max_distance=3)
+    tensors = [x[:1, :2].clone().requires_grad_() for x in (q, t, v)]
+    assert torch.autograd.gradcheck(
+        lambda *x: coca_attention(*x, rotation=rotation, form="strict"), tensors, fast_mode=True
+    )
+
+
+SHAPES = [(37, 37, 8), (5, 37, 8), (2, 37, 8), (40, 40, 1), (17, 40, 39), (17, 40, 40)]
+
+
+@pytest.mark.parametrize(
+    ("way", "shape", "widths", "hidden"),
+    covering(WAYS[::2], SHAPES, [(16, 12, 16), (16, 8, 24)], ["nothing", "documents", "window"]),
+)
+def test_output_and_gradients_agree_with_scores_at_positions(take, way, shape, widths, hidden):
+    """Written out: near and far scores, chosen by the distance."""
+    take(way)
+    (queries, keys, limit), (width, far_width, value_width) = shape, widths
+    generator = torch.Generator().manual_seed(queries)
+    shapes = [
+        (2, 4, queries, width), (2, 2, keys, width), (2, 4, queries, far_width),
+        (2, 2, keys, far_width), (2, 2, keys, value_width),
+    ]  # fmt: skip
+    leaves = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+    ]
+    places = torch.arange(keys - queries, keys), torch.arange(keys)
+    distance = places[0][:, None] - places[1]
+    segments, window = None, 11 if hidden == "window" else None
+    visible = (distance >= 0) & (distance < (window or keys))
+    if hidden == "documents":
+        segments = torch.stack((places[1] // 13, places[1] // 40))
+        rows = segments[:, keys - queries :]
+        visible = visible & (rows[:, :, None] == segments[:, None]).unsqueeze(1)
+    clipping = Clipping(limit, window=window, scale=0.3)
+    ours = attend_clipped(*leaves, clipping, positions=places, segments=segments)
+    query, key, far_query, far_key, value = (
+        x.repeat_interleave(4 // x.shape[1], 1) for x in leaves
+    )
+    scores = torch.where(distance < limit, query @ key.mT, far_query @ far_key.mT)
+    scores = (0.3 * scores).masked_fill(~visible, -torch.inf)
+    expected = scores.softmax(-1) @ value
+    assert (ours - expected).abs().max() < 1e-12
+    gradient = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
+    for a, b in zip(
+        *(
+            torch.autograd.grad(x, leaves, gradient, materialize_grads=True)
+            for x in (ours, expected)
+        ),
+        strict=True,
+    ):
+        assert (a - b).abs().max() < 1e-12
+
+
+def covered(parts, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """How often every pair is near, and how often it is far."""
+    counts = torch.zeros(2, queries, keys, dtype=torch.long)
+    for part in parts:
+        square = torch.ones_like(counts[0, part.rows, part.columns])
+        shaped = {"full": square, "lower": square.tril(), "upper": square.triu()}[part.shape]
+        counts[int(part.far), part.rows, part.columns] += shaped
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize(("queries", "keys", "limit"), [*SHAPES, (33, 40, 11)])
+@pytest.mark.parametrize("documents", [False, True])
+def test_every_visible_pair_is_in_one_part(queries, keys, limit, documents):
+    lengths = [3, 20, 1, keys - 24] if documents else [keys]
+    parts = document_parts(lengths, queries, limit)
+    if not documents:
+        assert parts == list(clipped_parts(queries, keys, limit))
+    near, far = covered(parts, queries, keys)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    seen = (document[keys - queries :, None] == document) & (distance >= 0)
+    assert torch.equal(near, (seen & (distance < limit)).long())
+    assert torch.equal(far, (seen & (distance >= limit)).long())
 
 
 def test_a_temperature_shrinks_no_query():
@@ -62,20 +167,17 @@ def test_a_temperature_shrinks_no_query():
     assert (ours - scores).abs().max() <= 1e-12
 
 
-def test_a_decay_counts_from_the_limit_and_masks_apply():
+def test_masks_apply():
     q, t, v = inputs(8)
-    positions = torch.arange(29)
-    distance = positions[-23:, None] - positions
-    bias = -1.5 * ((distance - LIMIT).clamp(min=0).double() / 3.0).log1p()
     visible = torch.rand(23, 29, generator=torch.Generator().manual_seed(1)) > 0.4
     visible[:, 0] = True
-    bias = bias.masked_fill(~visible, -torch.inf)
-    rotation = Rotation(WIDTH, decay=1.5, decay_length=3.0, max_distance=LIMIT)
+    bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, -torch.inf)
+    rotation = Rotation(WIDTH, max_distance=LIMIT)
     ours = coca_attention(q, t, v, rotation=rotation, attention_mask=visible)
     expected = oracle.coca_attention(q, t, v, max_distance=LIMIT, bias=bias)
     assert (ours - expected).abs().max() <= 1e-12
-    additive = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, -torch.inf)
-    assert torch.equal(ours, coca_attention(q, t, v, rotation=rotation, attention_mask=additive))
+    ours = coca_attention(q, t, v, rotation=rotation, attention_mask=bias)
+    assert (ours - expected).abs().max() <= 1e-12
     visible[4] = False
     q.requires_grad_()
     ours = coca_attention(q, t, v, rotation=rotation, attention_mask=visible)
@@ -87,9 +189,7 @@ def test_a_decay_counts_from_the_limit_and_masks_apply():
 def test_positions_decide_and_not_the_order_of_keys():
     q, t, v = inputs(0)
     order = torch.randperm(29, generator=torch.Generator().manual_seed(0))
-    rotation = Rotation(WIDTH, max_distance=LIMIT)
-    later = torch.ones(1, 29, dtype=torch.bool)
-    options = {"form": "strict", "rotation": rotation}
+    options = {"form": "strict", "rotation": Rotation(WIDTH, max_distance=LIMIT)}
     last = q[:, :, -1:]
     ours = coca_attention(
         last,
@@ -97,7 +197,7 @@ def test_positions_decide_and_not_the_order_of_keys():
         v[:, :, order],
         key_positions=order,
         query_positions=torch.tensor([28]),
-        attention_mask=later,
+        attention_mask=torch.ones(1, 29, dtype=torch.bool),
         **options,
     )
     assert (ours - coca_attention(last, t, v, **options)).abs().max() <= 1e-12
@@ -115,35 +215,22 @@ def test_the_magnitude_of_a_rule_acts_at_every_distance():
     assert (ours - expected).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("block", [None, 3])
-def test_gradients(block, monkeypatch):
-    q, t, v = inputs(3, queries=6, keys=8)
-    t = t + 0.1 * t.sign()  # away from the kink of the ReLU's range
-    if block:
-        monkeypatch.setattr(clipped, "CPU_SCORES", 1)
-        monkeypatch.setattr(clipped, "MIN_ROWS", block)
-    rotation = Rotation(WIDTH, max_distance=3, decay=1.0, decay_length=2.0)
-    tensors = [x[:1, :2].clone().requires_grad_() for x in (q, t, v)]
-    assert torch.autograd.gradcheck(
-        lambda *x: coca_attention(*x, rotation=rotation, form="strict"), tensors
-    )
-
-
+@pytest.mark.parametrize("way", WAYS[:2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
+def test_half_precision(take, way, dtype):
+    take(way)
     q, t, v = inputs(0)
-    rotation = Rotation(WIDTH, max_distance=LIMIT)
-    exact = coca_attention(q, t, v, rotation=rotation, form="strict")
-    ours = coca_attention(*(x.to(dtype) for x in (q, t, v)), rotation=rotation, form="strict")
+    options = {"rotation": Rotation(WIDTH, max_distance=LIMIT), "form": "strict"}
+    exact = coca_attention(q, t, v, **options)
+    ours = coca_attention(*(x.to(dtype) for x in (q, t, v)), **options)
     assert ours.dtype == dtype
     assert (ours.double() - exact).abs().max() < 0.05
 
 
 def test_masks_of_float16_hide_however_large_the_scores_are():
     q, t, v = (x.half() for x in inputs(0, queries=29))
-    rotation = Rotation(WIDTH)
     places = torch.arange(29)
-    tables = rotation.tables(places, torch.float32)
+    tables = Rotation(WIDTH).tables(places, torch.float32)
     hidden = torch.ones(29, 29, dtype=torch.bool).triu(1)
     additive = torch.zeros(29, 29).half().masked_fill(hidden, torch.finfo(torch.float16).min)
 
@@ -152,7 +239,7 @@ def test_masks_of_float16_hide_however_large_the_scores_are():
         key, far = key_map(t, *tables), far_query_map(query, 0)
         clipping = Clipping(LIMIT, is_causal=False)
         options = {"positions": (places, places), "attention_mask": additive}
-        return attend_clipped(query, key, far, t, v, clipping, **options)[0]
+        return attend_clipped(query, key, far, t, v, clipping, **options)
 
     changed = t.clone()
     changed[..., -1, :] += 90  # scores beyond the range of float16
@@ -178,7 +265,5 @@ def test_errors():
     for options in ({"window": 5}, {"is_causal": False}):
         with pytest.raises(ValueError, match="max_distance requires causal attention"):
             coca_attention(q, t, v, rotation=rotation, form="strict", **options)
-    with pytest.raises(
-        ValueError, match="max_distance, a number of tokens, must be a whole number from 1"
-    ):
-        Rotation(WIDTH, max_distance=0)
+    with pytest.raises(ValueError, match=r"remove decay from rope_parameters in its config\.json"):
+        Rotation(WIDTH, max_distance=LIMIT, decay=0.5)

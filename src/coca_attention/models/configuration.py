@@ -259,14 +259,11 @@ class Roles:
     """Exponent of the power law by which attention of global layers decays; 0 is none."""
     decay_length: float | None = None
     """Distance in tokens at which it begins; by default an eighth of L."""
-    max_distance: int | None = None
-    """W: in global layers, keys farther back than W tokens are scored as if W back, the decay
-    begins there, and no query becomes smaller. By default no limit."""
 
     def __post_init__(self) -> None:
         if not self.layers or set(self.layers) - set("lg"):
             raise UserError(f"layers must consist of the letters l and g, got {self.layers!r}")
-        for name, smallest in (("window", 1), ("turning_pairs", 0), ("max_distance", 1)):
+        for name, smallest in (("window", 1), ("turning_pairs", 0)):
             value = getattr(self, name)
             if value is not None:
                 check_whole(name, value, smallest, error=UserError)
@@ -316,7 +313,6 @@ def rotation_fields(settings: Any, length: int) -> dict[str, Any]:
     """Rotary parameters of settings like those of `Roles`, for a training length in tokens."""
     fields: dict[str, Any] = {
         "turning_pairs": settings.turning_pairs,
-        "max_distance": settings.max_distance,
         "temperature": length if settings.temperature else None,
     }
     if settings.decay:

@@ -39,9 +39,6 @@ from coca_attention.models.projections import AttentionLayout
 from coca_attention.ops import FORMS
 from coca_attention.ops.positions import check_whole
 
-DECAY = 0.5
-"""Exponent of the decay beyond ``max_distance``, with a decay length of L / 8."""
-
 
 @dataclass(frozen=True)
 class Conversion:
@@ -63,8 +60,8 @@ class Conversion:
     with rotary parameters of their own per layer type."""
     max_distance: int | None = None
     """W: in layers that see the whole text, keys farther back than W tokens are scored as if W
-    back, their weight falls with a power of the distance, and queries beyond the training length L
-    grow with the logarithm of the tokens they see. By default L for rope without roles, and no
+    back, and queries beyond the training length L grow with the logarithm of the tokens they see.
+    By default L for rope without roles, and no
     limit for other forms. Less may find more in longer texts, and may lose what is found within L:
     coca convert --check measures it."""
     length: int | None = None
@@ -84,7 +81,7 @@ class Conversion:
         if self.free_pairs and self.form == "rope":
             raise UserError("all pairs are free with form rope: leave out free_pairs")
         if self.max_distance is not None and self.roles is not None:
-            raise UserError("roles determine the largest distance: set max_distance there")
+            raise UserError("roles limit no distances: leave out max_distance")
         for name in ("length", "max_distance"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), error=UserError)
@@ -240,8 +237,7 @@ def _added_fields(config: Any, wanted: Conversion) -> dict[str, Any]:
             raise UserError(
                 f"max_distance must be at most the training length of {length} tokens, got {limit}"
             )
-        limited = {"temperature": length, "max_distance": limit}
-        limited = rope | limited | {"decay": DECAY, "decay_length": length / 8}
+        limited = rope | {"temperature": length, "max_distance": limit}
         return added | {"rope_parameters": limited if rope is every else every | {GLOBAL: limited}}
     if rope is not every:
         raise UserError(

@@ -206,7 +206,7 @@ class LayerPass(NamedTuple):
         return self.mask is None and self.band is None and query.shape[-2] > 1
 
     def within_limits(self, keys: int) -> "LayerPass":
-        """The same without a largest distance, and the decay from there on, if no key is beyond.
+        """The same without a largest distance if no key is beyond.
 
         Raises:
             ValueError: If the attention function cannot attend with a largest distance.
@@ -215,7 +215,7 @@ class LayerPass(NamedTuple):
             return self
         beyond = min(keys, self.window or keys) > self.angles.far.max_distance
         self._check_limits(beyond)
-        return self if beyond else self._replace(angles=self.angles._replace(decay=None, far=None))
+        return self if beyond else self._replace(angles=self.angles._replace(far=None))
 
     def key_tables(self, keys: int) -> tuple[Tensor, Tensor]:
         """cos and sin of all keys, (1 or B, keys, R/2) each, where the cache has none of them."""
@@ -278,24 +278,26 @@ class LayerPass(NamedTuple):
         near = max(0, keys - length - far.max_distance + 1) if consecutive else 0
         cos, sin = cos[:, near:keys], sin[:, near:keys]
         far_query = self.module.map_query(projected, self.angles, *far.tables)
-        output, weights = attend_clipped(
+        tensors = (
             query,
             key_map(coefficients[..., near:, :], cos, sin, free_pairs=free_pairs),
             far_query_map(far_query, free_pairs),
             coefficients,
-            value,
-            Clipping(
-                far.max_distance,
-                consecutive,
-                is_causal=self.mask is None,
-                window=None if self.band is None else self.window,
-                scale=self.module.kernel_scale,
-                decay=self.angles.decay,
-            ),
-            positions=self._at.places(self.first, keys),
-            with_weights=self.implementation == "eager",
-            **self._options(keys),
         )
+        clipping = Clipping(
+            far.max_distance,
+            consecutive,
+            is_causal=self.mask is None,
+            window=None if self.band is None else self.window,
+            scale=self.module.kernel_scale,
+        )
+        options = {"positions": self._at.places(self.first, keys), **self._options(keys)}
+        weights = None
+        if self.implementation == "eager":
+            each = torch.eye(keys, dtype=value.dtype, device=value.device)
+            each = each.expand(*value.shape[:2], -1, -1)
+            weights = attend_clipped(*tensors, each, clipping, **options | {"dropout": 0.0})
+        output = attend_clipped(*tensors, value, clipping, **options)
         return output.transpose(1, 2), weights
 
     def attend_keys(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:

@@ -6,7 +6,7 @@ Dv value width.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,27 +74,11 @@ def attend(
             the mask has another shape, or the window is not positive or not causal.
         TypeError: If the mask is neither boolean nor floating.
     """
-    heads, queries, width = query.shape[-3:]
-    kv_heads, keys, value_width = value.shape[-3:]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"the number of key/value heads must divide the number of query heads; got "
-            f"{kv_heads} and {heads}"
-        )
-    if is_causal and queries > keys:
-        raise ValueError(
-            f"in causal attention the queries are the last positions of the keys, so there must be "
-            f"at least as many keys as queries; got {queries} queries and {keys} keys"
-        )
-    _check_mask(attention_mask, (*query.shape[:-1], keys))
-    if window is not None and (window < 1 or not is_causal):
-        raise ValueError(
-            f"window must be at least 1 and requires causal attention; got window={window} with "
-            f"is_causal={is_causal}"
-        )
+    queries, keys, value_width = query.shape[-2], key.shape[-2], value.shape[-1]
+    _check_inputs(query, value, attention_mask, is_causal, window)
     if queries == 0:
         return query.new_zeros(*query.shape[:-1], value_width)
-    scale = math.pow(width, -0.5) if scale is None else scale
+    scale = math.pow(query.shape[-1], -0.5) if scale is None else scale
     whole = bias is None and segments is None and attention_mask is None and queries == keys
     whole = whole and (window is None or window >= keys)
     blocks = is_causal and not whole and sinks is None
@@ -106,103 +90,92 @@ def attend(
     sink_key = None
     if sinks is not None:
         query, key, sink_key = _add_sink(query, key, sinks, scale)
-        width += 1
-    # The fused kernels need equal widths: with unequal ones PyTorch falls back to a kernel that
-    # materializes the score matrix. Zero columns change neither the scores nor the output.
-    if value_width < width:
-        value = F.pad(value, (0, width - value_width))
-    elif value_width > width:
-        query = F.pad(query, (0, value_width - width))
-        key = F.pad(key, (0, value_width - width))
-    banded = False
+    query, key, value = _of_one_width(query, key, value)
     if window is not None and bias is None:
-        unseen = max(keys - queries - window + 1, 0)
-        keys -= unseen
-        key, value = key[..., unseen:, :], value[..., unseen:, :]
-        attention_mask = cut_mask(attention_mask, slice(None), slice(unseen, None))
-        segments = None if segments is None else segments[:, unseen:]
-        banded = window < keys
-    hidden = attention_mask is not None or segments is not None
-    masked = bias is not None or banded or hidden
+        sighted = slice(max(keys - queries - window + 1, 0), None)
+        key, value = key[..., sighted, :], value[..., sighted, :]
+        attention_mask = _cut_mask(attention_mask, slice(None), sighted)
+        segments = None if segments is None else segments[:, sighted]
+        keys = key.shape[-2]
+        window = window if window < keys else None
+    sight = Sight(queries, keys, attention_mask, segments, is_causal, window, query.device)
+    masked = bias is not None or window is not None or sight.hides
     masked = masked or (is_causal and 1 < queries < keys)
     grouped = False  # the comparison itself is not a bool under dynamic shapes
-    if kv_heads != heads:
+    if key.shape[-3] != query.shape[-3]:
         grouped = _fuses_grouped_heads(query, masked)
         if not grouped:
-            key = key.repeat_interleave(heads // kv_heads, dim=-3)
-            value = value.repeat_interleave(heads // kv_heads, dim=-3)
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
+    kernel = _Kernel(scale, dropout, grouped, sink_key)
+    if bias is not None:
+        output = _attend_decay(kernel, query, key, value, sight, bias, positions)
+    elif window is not None:
+        output = _attend_window(kernel, query, key, value, sight, window)
+    elif segments is None and (not is_causal or (queries == 1 and attention_mask is None)):
+        output = kernel(query, key, value, attention_mask)
+    elif not masked:
+        output = kernel(query, key, value, None, causal=True)
+    else:
+        output = _attend_in_blocks(kernel, query, key, value, sight)
+    return output[..., :value_width]
 
-    def call(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False
+
+class Sight(NamedTuple):
+    """Which keys every query sees, from the arguments of `attend`."""
+
+    queries: int
+    keys: int
+    mask: Tensor | None
+    segments: Tensor | None
+    is_causal: bool
+    window: int | None
+    device: torch.device
+
+    @property
+    def hides(self) -> bool:
+        """Whether there is more than causality and the window."""
+        return self.mask is not None or self.segments is not None
+
+    def of(self, start: int, stop: int) -> tuple[slice, Tensor | None]:
+        """Keys among which are all that queries start … stop - 1 see, and the mask for them."""
+        past = self.keys - self.queries
+        last = past + stop if self.is_causal else self.keys
+        first = 0 if self.window is None else max(0, past + start - self.window + 1)
+        seen = slice(first, last)
+        mask = _cut_mask(self.mask, slice(start, stop), seen)
+        if self.segments is not None:
+            rows = self.segments[:, past + start : past + stop]
+            mask = _same_segment(mask, rows, self.segments[:, seen])
+        if self.is_causal:
+            mask = _causal_mask(mask, stop - start, last - first, self.device, self.window)
+        return seen, mask
+
+
+class _Kernel(NamedTuple):
+    """``scaled_dot_product_attention``, with a first key for the sinks if there are any."""
+
+    scale: float
+    dropout: float
+    grouped: bool
+    sink_key: Tensor | None
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False
     ) -> Tensor:
-        if sink_key is not None:
-            query, key, value, mask = _prepend_sink(query, key, value, mask, causal, sink_key)
+        if self.sink_key is not None:
+            query, key, value, mask = _prepend_sink(query, key, value, mask, causal, self.sink_key)
         output = F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
-            dropout_p=dropout,
+            dropout_p=self.dropout,
             is_causal=causal,
-            scale=scale,
-            enable_gqa=grouped,
+            scale=self.scale,
+            enable_gqa=self.grouped,
         )
-        return output if sink_key is None or not causal else output[..., 1:, :]
-
-    if banded and window is not None:
-        output = _attend_window(call, query, key, value, attention_mask, window, segments)
-    elif bias is None and segments is None and (not is_causal or (queries == 1 and not hidden)):
-        output = call(query, key, value, attention_mask)
-    elif bias is None and not hidden and queries == keys:
-        output = call(query, key, value, None, True)
-    else:
-        # The kernel's `is_causal` aligns the first query with the first key and allows no mask.
-        if positions is None:
-            indices = torch.arange(keys, device=query.device)
-            positions = (indices[keys - queries :], indices)
-        if (
-            bias is not None
-            and not hidden
-            and is_causal
-            and queries > 1
-            and not dropout  # for which the kernel forms all scores: one block at a time, then
-            and _are_consecutive(*positions)
-        ):
-            last = positions[0][..., -1:]
-            wide = torch.promote_types(query.dtype, torch.float32)
-            addends = bias(last, positions[1], wide).reshape(-1, keys)[0].to(query.dtype)
-            if window is not None:
-                addends[: max(keys - window, 0)] = float("-inf")
-            output = _attend_distances(call, query, key, value, addends, window or keys)
-            return output[..., :value_width]
-        query_positions, key_positions = positions
-
-        def block(rows: Tensor, start: int) -> Tensor:
-            stop = start + rows.shape[-2]
-            last = keys - queries + stop if is_causal else keys
-            first = 0 if window is None else max(0, last - rows.shape[-2] - window + 1)
-            seen = slice(first, last)
-            mask = cut_mask(attention_mask, slice(start, stop), seen)
-            if segments is not None:
-                own = segments[:, keys - queries + start : keys - queries + stop]
-                mask = same_segment(mask, own, segments[:, seen])
-            if is_causal:
-                mask = causal_mask(mask, rows.shape[-2], last - first, rows.device, window)
-            if bias is not None:
-                wide = torch.promote_types(rows.dtype, torch.float32)
-                added = bias(query_positions[..., start:stop], key_positions[..., seen], wide)
-                mask = with_bias(mask, added.unsqueeze(-3).to(rows.dtype))
-            return call(rows, key[..., seen, :], value[..., seen, :], mask)
-
-        starts = range(0, queries, QUERY_BLOCK)
-        pieces = [(query[..., start : start + QUERY_BLOCK, :], start) for start in starts]
-        if torch.is_grad_enabled() and len(pieces) > 1:
-            # Otherwise the backward pass would keep the masks of all blocks, S * S in total.
-            outputs = [checkpoint(block, *piece, use_reentrant=False) for piece in pieces]
-        else:
-            outputs = [block(*piece) for piece in pieces]
-        output = torch.cat(outputs, dim=-2)
-    return output[..., :value_width]
+        return output if self.sink_key is None or not causal else output[..., 1:, :]
 
 
 @opaque(differentiable=3)
@@ -237,15 +210,13 @@ def _attend(
 
 def decay_of(numbers: list[float] | None) -> Decay | None:
     """A decay from the numbers of an operator's argument."""
-    return None if numbers is None else Decay(numbers[0], numbers[1], int(numbers[2]))
+    return None if numbers is None else Decay(*numbers)
 
 
 def can_be_opaque(queries: int, mask: Tensor | None, dropout: float) -> bool:
-    """Whether an `opaque` operator takes the place of attention in blocks of queries.
-
-    It has no gradient for a mask, and would drop other weights in the backward pass. A single query
-    has no blocks, and is faster in the graph.
-    """
+    """Whether an `opaque` operator takes the place of attention in blocks of queries."""
+    # It has no gradient for a mask, and would drop other weights in the backward pass. A single
+    # query has no blocks, and is faster in the graph.
     learned = mask is not None and mask.requires_grad
     return queries > 1 and compiling() and not dropout and not learned
 
@@ -258,20 +229,18 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
+def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with columns of zeros, which change neither the scores nor the output."""
+    # With unequal widths PyTorch falls back to a kernel that materializes the score matrix.
+    width = max(query.shape[-1], value.shape[-1])
+    query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    return query, key, value
+
+
 def _add_sink(
     query: Tensor, key: Tensor, sinks: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query and key with one more column, and the key that scores as the sink.
-
-    Args:
-        query: (B, H, T, D).
-        key: (B, G, S, D).
-        sinks: (H,).
-        scale: Multiplies the scores.
-
-    Returns:
-        (B, H, T, D + 1), (B, G, S, D + 1) and (D + 1,).
-    """
+    """Query and key with one more column, and the key (D + 1,) that scores as the sinks (H,)."""
     unit = 2.0 ** round(-math.log2(scale))  # exact in every dtype, and keeps the column small
     column = (sinks / (scale * unit)).to(query.dtype)[:, None, None]
     sink_key = key.new_zeros(key.shape[-1] + 1)
@@ -288,13 +257,11 @@ def _prepend_sink(
     causal: bool,
     sink_key: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Arguments of an attention kernel with a first key that all queries see, of value 0.
-
-    Under ``causal``, a first query keeps the others aligned with their keys.
-    """
+    """Arguments of an attention kernel with a first key that all queries see, of value 0."""
     sink_key = F.pad(sink_key, (0, key.shape[-1] - len(sink_key)))
     key = torch.cat((sink_key.expand(*key.shape[:-2], 1, -1), key), dim=-2)
     value = F.pad(value, (0, 0, 1, 0))
+    # A first query keeps the others aligned with their keys.
     query = F.pad(query, (0, 0, 1, 0)) if causal else query
     if mask is not None:
         mask = F.pad(
@@ -303,8 +270,27 @@ def _prepend_sink(
     return query, key, value, mask
 
 
-def _check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Raise unless a mask can be broadcast to (B, H, T, S)."""
+def _check_inputs(
+    query: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, window: int | None
+) -> None:
+    """Raise unless the arguments of `attend` fit each other."""
+    heads, queries = query.shape[-3:-1]
+    kv_heads, keys = value.shape[-3:-1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"the number of key/value heads must divide the number of query heads; got "
+            f"{kv_heads} and {heads}"
+        )
+    if is_causal and queries > keys:
+        raise ValueError(
+            f"in causal attention the queries are the last positions of the keys, so there must be "
+            f"at least as many keys as queries; got {queries} queries and {keys} keys"
+        )
+    if window is not None and (window < 1 or not is_causal):
+        raise ValueError(
+            f"window must be at least 1 and requires causal attention; got window={window} with "
+            f"is_causal={is_causal}"
+        )
     if mask is None:
         return
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -312,6 +298,7 @@ def _check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:
             f"attention_mask must be boolean (True = may attend) or floating (added to the "
             f"scores), got {mask.dtype}; convert a mask of 0 and 1 with .bool()"
         )
+    shape = (*query.shape[:-1], keys)
     fits = all(a in (1, b) for a, b in zip(mask.shape[::-1], shape[::-1], strict=False))
     if not 2 <= mask.dim() <= len(shape) or not fits:
         raise ValueError(
@@ -321,11 +308,9 @@ def _check_mask(mask: Tensor | None, shape: tuple[int, ...]) -> None:
 
 
 def _fuses_grouped_heads(query: Tensor, masked: bool) -> bool:
-    """Whether a linear-memory kernel supports fewer key/value heads than query heads.
-
-    On accelerators only FlashAttention does, in half precision and without a mask. Otherwise,
-    grouped heads select the kernel that materializes the S * S score matrix.
-    """
+    """Whether a linear-memory kernel supports fewer key/value heads than query heads."""
+    # On accelerators only FlashAttention does, in half precision and without a mask. Otherwise,
+    # grouped heads select the kernel that materializes the S * S score matrix.
     return query.device.type == "cpu" or (
         not masked and query.dtype in (torch.float16, torch.bfloat16)
     )
@@ -351,15 +336,19 @@ def hidden_by(mask: Tensor) -> Tensor:
     return mask <= torch.finfo(mask.dtype).min / 2
 
 
-def same_segment(mask: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
-    """Mask of queries (B, t) that see keys (B, s) of their own segment, combined with another."""
-    same = (queries.unsqueeze(-1) == keys.unsqueeze(-2)).unsqueeze(1)
+def restricted(mask: Tensor | None, visible: Tensor) -> Tensor:
+    """A mask, or none, that also hides all that is not visible."""
     if mask is None:
-        return same
-    return mask & same if mask.dtype == torch.bool else torch.where(same, mask, float("-inf"))
+        return visible
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -math.inf)
 
 
-def cut_mask(mask: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
+def _same_segment(mask: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
+    """A mask of queries (B, t) that see keys (B, s) of their own segment alone."""
+    return restricted(mask, (queries.unsqueeze(-1) == keys.unsqueeze(-2)).unsqueeze(1))
+
+
+def _cut_mask(mask: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
     """Part of a mask, whose last two dimensions may have length 1."""
     if mask is None:
         return None
@@ -368,7 +357,7 @@ def cut_mask(mask: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
     return mask if mask.shape[-1] == 1 else mask[..., columns]
 
 
-def causal_mask(
+def _causal_mask(
     mask: Tensor | None, queries: int, keys: int, device: torch.device, window: int | None = None
 ) -> Tensor:
     """Mask for the last queries of so many keys, combined with causality and a window."""
@@ -377,18 +366,78 @@ def causal_mask(
     visible = column <= row
     if window is not None:
         visible &= column > row - window
-    if mask is None:
-        return visible
-    if mask.dtype == torch.bool:
-        return mask & visible
-    return torch.where(visible, mask, float("-inf"))
+    return restricted(mask, visible)
+
+
+def in_blocks(block: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """The outputs of ``block(start, rows…)`` for `QUERY_BLOCK` queries (B, H, T, D) at a time."""
+    pieces = [
+        (start, *(x[..., start : start + QUERY_BLOCK, :] for x in rows))
+        for start in range(0, rows[0].shape[-2], QUERY_BLOCK)
+    ]
+    if torch.is_grad_enabled() and len(pieces) > 1:
+        # Otherwise the backward pass would keep the masks of all blocks, S * S in total.
+        outputs = [checkpoint(block, *piece, use_reentrant=False) for piece in pieces]
+    else:
+        outputs = [block(*piece) for piece in pieces]
+    return torch.cat(outputs, dim=-2)
+
+
+def _attend_in_blocks(
+    kernel: _Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sight: Sight,
+    bias: Callable[[int, int, slice], Tensor] | None = None,
+) -> Tensor:
+    """Attention with a mask, and a bias of queries start … stop - 1 and some keys, in blocks."""
+
+    def block(start: int, rows: Tensor) -> Tensor:
+        stop = start + rows.shape[-2]
+        seen, mask = sight.of(start, stop)
+        if bias is not None:
+            mask = with_bias(mask, bias(start, stop, seen))
+        return kernel(rows, key[..., seen, :], value[..., seen, :], mask)
+
+    return in_blocks(block, query)
+
+
+def _attend_decay(
+    kernel: _Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sight: Sight,
+    decay: Decay,
+    positions: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Attention with a decay: one addend per distance where possible, otherwise in blocks."""
+    queries, keys, window = sight.queries, sight.keys, sight.window
+    if positions is None:
+        indices = torch.arange(keys, device=query.device)
+        positions = (indices[keys - queries :], indices)
+    query_positions, key_positions = positions
+    wide = torch.promote_types(query.dtype, torch.float32)
+    # With dropout the kernel forms all scores: one block at a time, then.
+    alike = sight.is_causal and queries > 1 and not sight.hides and not kernel.dropout
+    if alike and _are_consecutive(*positions):
+        addends = decay(query_positions[..., -1:], key_positions, wide)
+        addends = addends.reshape(-1, keys)[0].to(query.dtype)
+        if window is not None:
+            addends[: max(keys - window, 0)] = float("-inf")
+        return _attend_distances(kernel, query, key, value, addends, window or keys)
+
+    def bias(start: int, stop: int, seen: slice) -> Tensor:
+        added = decay(query_positions[..., start:stop], key_positions[..., seen], wide)
+        return added.unsqueeze(-3).to(query.dtype)
+
+    return _attend_in_blocks(kernel, query, key, value, sight, bias)
 
 
 def _are_consecutive(query_positions: Tensor, key_positions: Tensor) -> bool:
-    """Whether positions are known to grow by one, up to the same last one of queries and keys.
-
-    False on other devices than a CPU, which would have to wait for the answer, and in a graph.
-    """
+    """Whether positions are known to grow by one, up to the same last one of queries and keys."""
+    # Other devices than a CPU would have to wait for the answer; a graph has none.
     if query_positions.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     same = query_positions[..., -1] == key_positions[..., -1]
@@ -397,18 +446,11 @@ def _are_consecutive(query_positions: Tensor, key_positions: Tensor) -> bool:
 
 
 def _attend_distances(
-    call: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    addends: Tensor,
-    window: int,
+    kernel: _Kernel, query: Tensor, key: Tensor, value: Tensor, addends: Tensor, window: int
 ) -> Tensor:
-    """Causal attention with an addend for every distance, (S,): those of S - 1 … 0.
-
-    With the queries in reverse order, the one r places before the last key has the addends of
-    key 0, 1, … from place r on, and -inf for the keys after it: a view of one vector is the mask.
-    """
+    """Causal attention with an addend for every distance, (S,): those of S - 1 … 0."""
+    # With the queries in reverse order, the one r places before the last key has the addends of
+    # key 0, 1, … from place r on, and -inf for the keys after it: a view of one vector is the mask.
     queries, keys = query.shape[-2], key.shape[-2]
     line = F.pad(addends, (0, queries - 1), value=float("-inf"))
     outputs = []
@@ -418,51 +460,28 @@ def _attend_distances(
         last = keys - start
         first = max(0, last - rows.shape[-2] - window + 1)
         mask = line[start + first :].unfold(0, last - first, 1)[: rows.shape[-2]]
-        outputs.append(call(rows, key[..., first:last, :], value[..., first:last, :], mask))
+        outputs.append(kernel(rows, key[..., first:last, :], value[..., first:last, :], mask))
     return torch.cat(outputs, dim=-2).flip(-2)
 
 
 def _attend_window(
-    call: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    window: int,
-    segments: Tensor | None,
+    kernel: _Kernel, query: Tensor, key: Tensor, value: Tensor, sight: Sight, window: int
 ) -> Tensor:
-    """Causal attention over a window, with blocks of queries in the batch dimension.
+    """Causal attention over window < S < T + window keys, blocks of queries in the batch dimension.
 
     Every block sees its own keys and the ``window`` keys before it, so all blocks have one mask.
     The first queries, before which there are fewer keys, are attended separately, together with
     those that do not fill a block.
-
-    Args:
-        call: Attention of a query, keys, values and a mask.
-        query: (B, H, T, D), the last T positions.
-        key: (B, G, S, D) with window < S < T + window.
-        value: (B, G, S, D).
-        mask: See `attend`.
-        window: Keys that a query sees.
-        segments: See `attend`, (B, S).
-
-    Returns:
-        (B, H, T, D).
     """
-    batch, queries, keys, device = len(query), query.shape[-2], key.shape[-2], query.device
+    queries, past = sight.queries, sight.keys - sight.queries
     block = max(WINDOW_BLOCK, window // 4)
-    past = keys - queries
     first = min(window - past + (queries - window + past) % block, queries)
     head, query = query.split((first, queries - first), dim=-2)
-    seen = past + first
-    head_mask = cut_mask(mask, slice(first), slice(seen))
-    if segments is not None:
-        head_mask = same_segment(head_mask, segments[:, past:seen], segments[:, :seen])
-    head_mask = causal_mask(head_mask, first, seen, device, window)
-    outputs = [call(head, key[..., :seen, :], value[..., :seen, :], head_mask)]
+    seen, mask = sight.of(0, first)
+    outputs = [kernel(head, key[..., seen, :], value[..., seen, :], mask)]
     blocks = (queries - first) // block
     if blocks:
-        width, start = window + block, seen - window
+        width, start = window + block, past + first - window
 
         def fold(x: Tensor) -> Tensor:
             """(B, H, blocks, ...) to (B * blocks, H, ...)."""
@@ -472,50 +491,35 @@ def _attend_window(
         key, value = (
             fold(x[..., start:, :].unfold(-2, width, block).transpose(-2, -1)) for x in (key, value)
         )
-        mask = cut_mask(mask, slice(first, None), slice(start, None))
+        mask = _cut_mask(sight.mask, slice(first, None), slice(start, None))
         if mask is not None:
-            offset = torch.arange(0, blocks * block, block, device=device)[:, None]
-
-            def index(length: int, size: int) -> Tensor:
-                """Of every block, in a dimension of the mask: (blocks, size), or (blocks, 1)."""
-                several = offset + torch.arange(size, device=device)
-                return several if length > 1 else torch.zeros_like(offset)
-
-            row, column = index(mask.shape[-2], block), index(mask.shape[-1], width)
-            mask = mask[(None,) * (4 - mask.dim())][..., row[:, :, None], column[:, None]]
-            mask = fold(mask.expand(batch, *mask.shape[1:]))
-        if segments is not None:
-            seen_segments = segments[:, start:].unfold(-1, width, block).flatten(0, 1)
-            mask = same_segment(mask, seen_segments[:, window:], seen_segments)
-        output = call(rows, key, value, causal_mask(mask, block, width, device, window))
-        outputs.append(output.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3))
+            mask = fold(_blocks_of(mask, blocks, block, width).expand(len(query), *(-1,) * 4))
+        if sight.segments is not None:
+            segments = sight.segments[:, start:].unfold(-1, width, block).flatten(0, 1)
+            mask = _same_segment(mask, segments[:, window:], segments)
+        mask = _causal_mask(mask, block, width, sight.device, window)
+        output = kernel(rows, key, value, mask)
+        outputs.append(output.unflatten(0, (len(query), blocks)).transpose(1, 2).flatten(2, 3))
     return torch.cat(outputs, dim=-2)
+
+
+def _blocks_of(mask: Tensor, blocks: int, block: int, width: int) -> Tensor:
+    """A mask of T rows as (1 or B, 1 or H, blocks, block, width), each a block further right."""
+    offset = torch.arange(0, blocks * block, block, device=mask.device)[:, None]
+
+    def index(length: int, size: int) -> Tensor:
+        """Of every block, in a dimension of the mask: (blocks, size), or (blocks, 1)."""
+        several = offset + torch.arange(size, device=mask.device)
+        return several if length > 1 else torch.zeros_like(offset)
+
+    row, column = index(mask.shape[-2], block), index(mask.shape[-1], width)
+    return mask[(None,) * (4 - mask.dim())][..., row[:, :, None], column[:, None]]
 
 
 def attend_blocks(
     query: Tensor, key: Tensor, value: Tensor, block_mask: Any, *, scale: float
 ) -> Tensor:
-    """softmax(scale * Q K^T) V over the pairs of queries and keys that a block mask lets through.
-
-    Under torch.compile (without fullgraph), blocks that are masked as a whole cost nothing.
-    Otherwise PyTorch computes all scores at once, in memory quadratic in the length, and warns. On
-    a CPU, PyTorch 2.13 has no gradients for it, and compiles it for float32, float16 and bfloat16
-    only.
-
-    Args:
-        query: (B, H, T, D).
-        key: (B, G, S, D); G divides H.
-        value: (B, G, S, Dv).
-        block_mask: From `torch.nn.attention.flex_attention.create_block_mask` for T queries and S
-            keys. A fully masked row gives zeros.
-        scale: Multiplies the scores.
-
-    Returns:
-        (B, H, T, Dv).
-
-    Raises:
-        NotImplementedError: From PyTorch, if a gradient is required on a CPU.
-    """
+    """softmax(scale * Q K^T) V over the pairs of a block mask for (T, S), by FlexAttention."""
     # Few use it, and importing it loads a part of torch.compile.
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -65,8 +65,9 @@ def coca_attention(
         window: Keys that a query sees in causal attention, its own included, by index like
             causality; time and memory are then linear in T.
         block_mask: FlexAttention's `BlockMask` for (T, S): which keys each query sees, by index, in
-            place of causality, a window and a mask. Fast under torch.compile alone, and without
-            gradients on a CPU; see `attend_blocks`.
+            place of causality, a window and a mask. Under torch.compile (without fullgraph), blocks
+            that are masked as a whole cost nothing; otherwise PyTorch computes all scores at once,
+            and warns. On a CPU, PyTorch 2.13 has no gradients for it.
         scale: Multiplies the scores; default 1/sqrt(D).
 
     Returns:
@@ -126,7 +127,6 @@ def coca_attention(
         )
 
     q = mapped(cos, sin)
-    bias = rotation.bias
     if rotation.max_distance is not None:
         if block_mask is not None or window is not None or not is_causal:
             raise ValueError(
@@ -142,11 +142,10 @@ def coca_attention(
                 far_query_map(far, free_pairs),
                 key_coefficients,
                 value,
-                Clipping(rotation.max_distance, consecutive, scale=divisor, decay=bias),
+                Clipping(rotation.max_distance, consecutive, scale=divisor),
                 positions=(query_positions, key_positions),
                 attention_mask=attention_mask,
-            )[0]
-        bias = None  # it begins farther away
+            )
     if block_mask is not None:
         if rotation.decay is not None:
             raise ValueError("a block_mask cannot be combined with a decay; use attention_mask")
@@ -159,7 +158,7 @@ def coca_attention(
         is_causal=is_causal,
         window=window,
         scale=divisor,
-        bias=bias,
+        bias=rotation.bias,
         positions=(query_positions, key_positions),
     )
 

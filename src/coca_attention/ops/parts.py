@@ -34,15 +34,8 @@ def causal_parts(start: int, stop: int, columns: slice, far: bool = False) -> It
 
 
 def clipped_parts(queries: int, keys: int, max_distance: int) -> Iterator[Part]:
-    """Parts of causal attention whose keys are far from W tokens back on.
-
-    Near keys are taken in blocks of W: those in the query's block and those in the block before.
-
-    Args:
-        queries: T, the last positions of the keys.
-        keys: S.
-        max_distance: W.
-    """
+    """Parts of causal attention whose keys are far from W tokens back on."""
+    # Near keys are taken in blocks of W: those in the query's block and those in the block before.
     past, width = keys - queries, max_distance
     for block in range(past // width * width, keys, width):
         first, last = max(block, past), min(block + width, keys)
@@ -59,13 +52,7 @@ def clipped_parts(queries: int, keys: int, max_distance: int) -> Iterator[Part]:
 
 
 def document_parts(lengths: list[int], queries: int, max_distance: int) -> list[Part]:
-    """`clipped_parts` of documents that do not see each other.
-
-    Args:
-        lengths: Keys of each document.
-        queries: T, the last positions of all keys.
-        max_distance: W.
-    """
+    """`clipped_parts` of documents of some lengths, which do not see each other."""
     parts, past, start = [], sum(lengths) - queries, 0
     for length in lengths:
         first, stop = max(start, past), start + length
@@ -96,20 +83,7 @@ def attend_parts(
     *,
     scale: float,
 ) -> Tensor:
-    """softmax(scale * scores) V over disjoint parts of the pairs of queries and keys.
-
-    Args:
-        parts: Every query is in at least one.
-        query: (B, H, T, D).
-        key: (B, G, S, D); G divides H.
-        far_query: Query of the parts that are far, (B, H, T, E), E at most D.
-        far_key: (B, G, S, E).
-        value: (B, G, S, Dv).
-        scale: Multiplies the scores.
-
-    Returns:
-        (B, H, T, Dv).
-    """
+    """softmax(scale * scores) V over disjoint parts, of which every query is in at least one."""
     width = max(query.shape[-1], value.shape[-1])
     padded = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, far_query, far_key, value))
     return _Parts.apply(parts, scale, *padded)[..., : value.shape[-1]]

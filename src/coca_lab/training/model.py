@@ -186,7 +186,7 @@ def _attention_fields(
     if model.layers:
         parts = {
             name: getattr(model, name)
-            for name in ("turning_pairs", "temperature", "decay", "max_distance")
+            for name in ("turning_pairs", "temperature", "decay")
             if getattr(model, name) is not None
         }
         roles = Roles(model.layers, model.window, decay_length=model.decay_length, **parts)
@@ -197,11 +197,13 @@ def _attention_fields(
             length=length,
             rope_parameters=rope_parameters,
         )
-    rotary = model.attention == "rope"
+    rotary, fields = model.attention == "rope", rotation_fields(model, length)
+    if model.max_distance is not None:
+        fields["max_distance"] = model.max_distance
     return {
         "coca_form": "strict" if rotary else model.attention,
         "coca_free_pairs": pairs if rotary else 0,
-        "rope_parameters": rope_parameters | rotation_fields(model, length),
+        "rope_parameters": rope_parameters | fields,
     }
 
 

@@ -98,10 +98,10 @@ class ModelRecipe:
     decay_length: Positive | None = None
     """Distance in tokens at which it begins; by default an eighth of the training length."""
     max_distance: Count | None = None
-    """Keys farther back than this many tokens are scored as if this far back, in layers that see
-    the whole text; a decay begins there, and a temperature makes no query smaller: what a rotary
-    start says of texts up to this long does not change. Less than its training length may lose
-    passkeys within it, which coca convert --check measures. By default no limit."""
+    """Keys farther back than this many tokens are scored as if this far back, and a temperature
+    makes no query smaller: what a rotary start says of texts up to this long does not change. Less
+    than its training length may lose passkeys within it, which coca convert --check measures. Not
+    with layers or a decay. By default no limit."""
     start: str | None = None
     """Folder or name of a trained model to start from, instead of random weights. Its
     sizes and its tokenizer are used. A rotary model is converted if attention names a CoCA form
@@ -146,7 +146,10 @@ class ModelRecipe:
                 ),
                 "max_distance needs scores that depend on the distance of rotary pairs alone, got "
                 f"attention {self.attention}: use rope, strict or magnitude": (
-                    self.max_distance and self.attention == "slack" and not self.layers
+                    self.max_distance and self.attention == "slack"
+                ),
+                "max_distance is for models without layers and decay: leave it out": (
+                    self.max_distance and (self.layers or self.decay)
                 ),
                 "window is for local layers: set layers": self.window and not self.layers,
                 f"decay_length {self.decay_length} requires a decay": self.decay_length

@@ -52,13 +52,11 @@ def test_distances_can_be_limited(tmp_path):
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
     data = DataRecipe(block_length=64)
 
-    def limit(model, layer_type=None):
-        return rotation(model_config(Recipe(model, data), 100), layer_type).max_distance
+    def limit(model):
+        return rotation(model_config(Recipe(model, data), 100)).max_distance
 
     assert limit(ModelRecipe("rope", **sizes, max_distance=16)) == 16
     assert limit(ModelRecipe("strict", **sizes, max_distance=16)) == 16
-    roles = ModelRecipe("slack", **sizes, layers="lg", max_distance=16)
-    assert (limit(roles, "sliding_attention"), limit(roles, "full_attention")) == (None, 16)
     vanilla("Llama").save_pretrained(tmp_path / "base")
     started = ModelRecipe("rope", start=str(tmp_path / "base"), max_distance=16)
     model = _load_start(started, str(started.start))

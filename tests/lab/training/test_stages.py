@@ -226,7 +226,7 @@ def test_a_start_is_trained_further_without_stages(base, staged, text_folder, tm
     found = [yarn[name] for name in ("rope_type", "factor", "original_max_position_embeddings")]
     assert found == ["yarn", 2, 16]
     limited = rotary("limited", max_distance=6)
-    assert [limited[x] for x in ("max_distance", "temperature", "decay_length")] == [6, 16, 2]
+    assert (limited["max_distance"], limited["temperature"]) == (6, 16)
     path = write_recipe(run, text_folder, tmp_path / "a.yaml", [], interpolation=2.0)
     longer = AutoModelForCausalLM.from_pretrained(
         train(load_recipe(path, options), tmp_path / "a")

@@ -92,32 +92,21 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
 
 
 class Decay(NamedTuple):
-    """The decay of a `Rotation` as an addend of the scaled scores: -c ln(1 + d / decay_length).
+    """The decay of a `Rotation` as an addend of scaled scores: -c ln(1 + (m - n) / length).
 
     Attributes:
         exponent: c.
         length: Distance in tokens at which the decay begins.
-        start: d is how much of the distance m - n lies beyond these tokens.
     """
 
     exponent: float
     length: float
-    start: int
 
     def __call__(
         self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """The addends.
-
-        Args:
-            query_positions: m, (..., T).
-            key_positions: n, (..., S).
-            dtype: dtype of the result, float32 or wider.
-
-        Returns:
-            (..., T, S); 0 for keys after the query.
-        """
-        distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2) - self.start
+        """The addends (..., T, S) for m (..., T) and n (..., S); 0 for keys after the query."""
+        distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
         return -self.exponent * (distance.clamp(min=0).to(dtype) / self.length).log1p()
 
 
@@ -143,9 +132,9 @@ class Rotation:
             ``bias`` (KERPLE's logarithmic kernel, arXiv 2205.09921). 0 and the default: no decay.
         decay_length: Distance in tokens at which the decay begins.
         max_distance: W; keys farther back than W tokens are scored as if W back (ReRoPE, Su,
-            kexue.fm/archives/9708), so that no angle is larger than W theta_j, and the decay counts
-            the tokens beyond W alone: up to a distance of W nothing changes, in texts of up to
-            ``temperature`` tokens. Scores must depend on distances alone. Default: no limit.
+            kexue.fm/archives/9708), so that no angle is larger than W theta_j: up to a distance of
+            W nothing changes, in texts of up to ``temperature`` tokens. Scores must depend on
+            distances alone, and there is no decay. Default: no limit.
     """
 
     width: int
@@ -170,6 +159,11 @@ class Rotation:
         if self.decay is not None:
             check_real("decay", self.decay)
             object.__setattr__(self, "decay", self.decay or None)
+        if self.decay is not None and self.max_distance is not None:
+            raise ValueError(
+                "max_distance has no decay beyond it: leave out decay. Of a model that was saved "
+                "with both, remove decay from rope_parameters in its config.json"
+            )
         if (self.max_distance or math.inf) <= (getattr(self.rule, "training_length", None) or 0):
             # No distance is longer than in training, however long the text.
             object.__setattr__(self, "rule", self.rule.for_length(1))
@@ -264,10 +258,8 @@ class Rotation:
 
     @property
     def bias(self) -> Decay | None:
-        """The decay, of distances beyond ``max_distance`` alone; None if there is none."""
-        if self.decay is None:
-            return None
-        return Decay(self.decay, self.decay_length, self.max_distance or 0)
+        """The decay; None if there is none."""
+        return None if self.decay is None else Decay(self.decay, self.decay_length)
 
 
 @lru_cache(maxsize=64)
