@@ -1,10 +1,9 @@
-"""Attention over a window and under block masks, compared with the oracle over all keys."""
+"""Attention over a window, compared with the oracle over all keys."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
 import oracle
 from coca_attention.ops import attend, coca_attention
@@ -148,74 +147,9 @@ def test_cost_is_linear_in_the_length():
     [
         ({"window": 0}, "window must be at least 1"),
         ({"window": 3, "is_causal": False}, "requires causal attention"),
-        ({"window": 3, "block_mask": object()}, "block_mask cannot be combined"),
-        ({"attention_mask": torch.ones(5, 5).bool(), "block_mask": object()}, "cannot be combined"),
     ],
 )
 def test_windows_that_mean_nothing_are_refused(options, message):
     q, t, v = draw(1, 2, 5, 8), draw(1, 2, 5, 4).relu(), draw(1, 2, 5, 8)
     with pytest.raises(ValueError, match=message):
         coca_attention(q, t, v, **options)
-
-
-QUERIES, KEYS = 150, 200
-DOCUMENT = torch.arange(KEYS) // 70
-
-
-def causal(batch, head, i, j):
-    return j <= i + (KEYS - QUERIES)
-
-
-def near(batch, head, i, j):
-    return i + (KEYS - QUERIES) - j < 30
-
-
-def sink(batch, head, i, j):
-    return j < 4
-
-
-def same_document(batch, head, i, j):
-    return DOCUMENT[i + (KEYS - QUERIES)] == DOCUMENT[j]
-
-
-BLOCK_MASKS = {
-    "window": and_masks(causal, near),
-    "documents": and_masks(causal, same_document),
-    "sinks and window": and_masks(causal, or_masks(near, sink)),
-}
-
-
-def block_mask_case(kind, dtype):
-    """Tensors, block mask and exact output of the last queries of a text, with grouped heads."""
-    q, v = draw(2, 4, QUERIES, 16), draw(2, 2, KEYS, 16, seed=2)
-    t = draw(2, 2, KEYS, 8, seed=1).relu()
-    rule = BLOCK_MASKS[kind]
-    i, j = torch.arange(QUERIES)[:, None], torch.arange(KEYS)
-    exact = masked_oracle("slack", q, t, v, rule(torch.zeros(()), torch.zeros(()), i, j))
-    mask = create_block_mask(rule, None, None, QUERIES, KEYS, device="cpu", BLOCK_SIZE=32)
-    return [x.to(dtype) for x in (q, t, v)], mask, exact
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kind", BLOCK_MASKS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_block_masks_agree_with_the_oracle(kind, dtype, tolerance):
-    inputs, mask, exact = block_mask_case(kind, dtype)
-    ours = coca_attention(*inputs, block_mask=mask)
-    assert (ours - exact).abs().max() <= tolerance * exact.abs().max()
-
-
-def test_block_masks_have_no_gradients_on_a_cpu():
-    (q, t, v), mask, _ = block_mask_case("window", torch.float32)
-    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
-        coca_attention(q.requires_grad_(), t, v, block_mask=mask)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", BLOCK_MASKS)
-def test_compiled_block_masks_agree_with_the_oracle(kind):
-    inputs, mask, exact = block_mask_case(kind, torch.float32)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        ours = torch.compile(coca_attention)(*inputs, block_mask=mask)
-    assert (ours - exact).abs().max() <= 1e-5 * exact.abs().max()

@@ -6,7 +6,7 @@ Dv value width.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -514,19 +514,3 @@ def _blocks_of(mask: Tensor, blocks: int, block: int, width: int) -> Tensor:
 
     row, column = index(mask.shape[-2], block), index(mask.shape[-1], width)
     return mask[(None,) * (4 - mask.dim())][..., row[:, :, None], column[:, None]]
-
-
-def attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, *, scale: float
-) -> Tensor:
-    """softmax(scale * Q K^T) V over the pairs of a block mask for (T, S), by FlexAttention."""
-    # Few use it, and importing it loads a part of torch.compile.
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # PyTorch 2.13 cannot compile it for a CPU in one graph with what computes its query and key.
-    torch._dynamo.graph_break()
-    grouped = query.shape[1] != key.shape[1]
-    output: Any = flex_attention(
-        query, key, value, block_mask=block_mask, scale=scale, enable_gqa=grouped
-    )
-    return output

@@ -8,12 +8,10 @@ CoCA exactly, in memory linear in S. Scores of shift-invariant forms depend only
 the slack form depend on both positions, so it needs true positions.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from coca_attention.ops.attention import attend, attend_blocks
+from coca_attention.ops.attention import attend
 from coca_attention.ops.clipped import Clipping, attend_clipped, check_clipped_form, far_query_map
 from coca_attention.ops.forms import ScoreForm, get_form
 from coca_attention.ops.maps import key_map, query_map, score_scale
@@ -34,7 +32,6 @@ def coca_attention(
     attention_mask: Tensor | None = None,
     is_causal: bool = True,
     window: int | None = None,
-    block_mask: Any = None,
     scale: float | None = None,
 ) -> Tensor:
     """Collinear Constrained Attention (arXiv 2309.08646).
@@ -64,10 +61,6 @@ def coca_attention(
             0 … S - T + i.
         window: Keys that a query sees in causal attention, its own included, by index like
             causality; time and memory are then linear in T.
-        block_mask: FlexAttention's `BlockMask` for (T, S): which keys each query sees, by index, in
-            place of causality, a window and a mask. Under torch.compile (without fullgraph), blocks
-            that are masked as a whole cost nothing; otherwise PyTorch computes all scores at once,
-            and warns. On a CPU, PyTorch 2.13 has no gradients for it.
         scale: Multiplies the scores; default 1/sqrt(D).
 
     Returns:
@@ -79,11 +72,6 @@ def coca_attention(
     """
     form = get_form(form)
     _check_inputs(query, key_coefficients, value)
-    if block_mask is not None and (attention_mask is not None or window is not None):
-        raise ValueError(
-            "a block_mask cannot be combined with attention_mask or window: put their conditions "
-            "into its mask_mod"
-        )
     queries, keys, width = query.shape[-2], key_coefficients.shape[-2], query.shape[-1]
     consecutive = query_positions is None and key_positions is None
     if key_positions is None:
@@ -128,10 +116,9 @@ def coca_attention(
 
     q = mapped(cos, sin)
     if rotation.max_distance is not None:
-        if block_mask is not None or window is not None or not is_causal:
+        if window is not None or not is_causal:
             raise ValueError(
-                "max_distance requires causal attention and cannot be combined with a block_mask "
-                "or a window"
+                "max_distance requires causal attention and cannot be combined with a window"
             )
         check_clipped_form(form, width // 2 - free_pairs)
         if not consecutive or keys > rotation.max_distance:
@@ -146,10 +133,6 @@ def coca_attention(
                 positions=(query_positions, key_positions),
                 attention_mask=attention_mask,
             )
-    if block_mask is not None:
-        if rotation.decay is not None:
-            raise ValueError("a block_mask cannot be combined with a decay; use attention_mask")
-        return attend_blocks(q, k, value, block_mask, scale=divisor)
     return attend(
         q,
         k,
