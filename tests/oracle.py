@@ -3,7 +3,9 @@
 Legend: B batch, T query length, S key length, H query heads, G key/value heads, D head width,
 P = D/2 rotary pairs, m a query's position, n a key's.
 
-Only for small inputs: some functions allocate T * S * D complex numbers.
+Scores are those of a query (..., T, D) and key coefficients t (..., S, P), followed by the second
+members of free pairs' keys, at positions (T,) and (S,), with angles per token theta (P,) and a pair
+layout: (..., T, S), float64. Only for small inputs: some allocate T * S * D complex numbers.
 """
 
 import torch
@@ -43,19 +45,7 @@ def rope_scores(
     theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """Equation (2): rotary attention scores before scaling.
-
-    Args:
-        query: (..., T, D).
-        key: (..., S, D).
-        query_positions: (T,).
-        key_positions: (S,).
-        theta: Angle per token of every pair, (P,); default: the paper's, with base 10000.
-        interleaved: Pair layout.
-
-    Returns:
-        (..., T, S), float64.
-    """
+    """Equation (2): rotary attention scores before scaling, of keys (..., S, D)."""
     q = _complex_pairs(query, interleaved).unsqueeze(-2)
     k = _complex_pairs(key, interleaved).unsqueeze(-3)
     distance = query_positions.unsqueeze(-1) - key_positions
@@ -71,44 +61,13 @@ def strict_scores(
     theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """Equation (9): Re<f(q_m, m), f(q_m, n) * t_n>, with a key for every query and key position.
-
-    Args:
-        query: (..., T, D).
-        key_coefficients: t, (..., S, P), one for both members of a pair (Eq. 6).
-        query_positions: (T,).
-        key_positions: (S,).
-        theta: Angle per token of every pair, (P,); default: the paper's, with base 10000.
-        interleaved: Pair layout of the query.
-
-    Returns:
-        (..., T, S), float64.
-    """
+    """Equation (9): Re<f(q_m, m), f(q_m, n) * t_n>, with a key for every query and key position."""
     width = query.shape[-1]
     q = _complex_pairs(query, interleaved)
     rotated_query = _rotate(q, query_positions, width, theta).unsqueeze(-2)
     keys = _rotate(q.unsqueeze(-2), key_positions, width, theta)
     keys = keys * key_coefficients.double().unsqueeze(-3)
     return (rotated_query * keys.conj()).real.sum(-1)
-
-
-def strict_scores_closed(
-    query: Tensor,
-    key_coefficients: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    *,
-    theta: Tensor | None = None,
-    interleaved: bool = False,
-) -> Tensor:
-    """Equation (17): the sum over pairs of t_2j |q_j|^2 cos((m - n) θ_j).
-
-    Arguments and result as in `strict_scores`.
-    """
-    magnitude = _complex_pairs(query, interleaved).abs().square().unsqueeze(-2)
-    distance = query_positions.unsqueeze(-1) - key_positions
-    cosine = _angles(distance, query.shape[-1], theta).cos()
-    return (key_coefficients.double().unsqueeze(-3) * magnitude * cosine).sum(-1)
 
 
 def slack_scores(
@@ -120,10 +79,7 @@ def slack_scores(
     theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """Equation (10): Re<f(q_m, m), q_m * f(t_n, n)>, with an elementwise product.
-
-    Arguments and result as in `strict_scores`.
-    """
+    """Equation (10): Re<f(q_m, m), q_m * f(t_n, n)>, with an elementwise product."""
     width = query.shape[-1]
     q = _complex_pairs(query, interleaved)
     t = key_coefficients.double()
@@ -143,10 +99,7 @@ def magnitude_scores(
     theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """Not from the paper: Equation (9) with every pair of the query divided by √|q_j|.
-
-    Arguments and result as in `strict_scores`.
-    """
+    """Not from the paper: Equation (9) with every pair of the query divided by √|q_j|."""
     q = _complex_pairs(query, interleaved)
     q = torch.where(q == 0, 0, q / q.abs().sqrt())
     return strict_scores(
@@ -170,21 +123,7 @@ def partial_scores(
     theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """Scores with partial rotary: those of the rotated elements, plus the others at position 0.
-
-    Args:
-        form: Name in `SCORES`.
-        query: (..., T, D); the first ``rotary_width`` elements of each head are rotated.
-        key_coefficients: t, (..., S, P).
-        query_positions: (T,).
-        key_positions: (S,).
-        rotary_width: Even, less than D.
-        theta: Angle per token of every pair, (P,); default: the paper's, with base 10000.
-        interleaved: Pair layout of the rotated elements.
-
-    Returns:
-        (..., T, S), float64.
-    """
+    """Scores with partial rotary: those of the rotated elements, plus the others at position 0."""
     pairs = rotary_width // 2
     rotated = form_scores(
         form,
@@ -218,10 +157,7 @@ def form_scores(
     theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """Scores by the printed equation of a form, or by a registered form's own query map in float64.
-
-    Arguments and result as in `strict_scores`.
-    """
+    """Scores by the printed equation of a form, or by a registered form's own map in float64."""
     if form in SCORES:
         arguments = (query, key_coefficients, query_positions, key_positions)
         return SCORES[form](*arguments, theta=theta, interleaved=interleaved)
@@ -245,18 +181,7 @@ def attention(
     is_causal: bool = True,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale * scores + bias) V, without a fused kernel.
-
-    Args:
-        scores: (..., T, S); when T < S the queries are the last T positions.
-        value: (..., S, Dv).
-        scale: Multiplies the scores.
-        is_causal: Whether query i sees only keys 0 … S - T + i.
-        bias: Broadcastable to (..., T, S).
-
-    Returns:
-        (..., T, Dv), float64.
-    """
+    """softmax(scale * scores + bias) V, float64; when T < S the queries are the last positions."""
     queries, keys = scores.shape[-2:]
     scores = scores.double() * scale
     if bias is not None:
@@ -277,21 +202,7 @@ def free_scores(
     theta: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """Scores with the last F pairs free: Equation (2) for these, the form's for the others.
-
-    Args:
-        form: Name in `SCORES`, for the collinear pairs.
-        query: (..., T, D).
-        key_coefficients: t of the collinear pairs, then the first and the second members of the
-            keys of the free pairs, (..., S, P + F).
-        query_positions: (T,).
-        key_positions: (S,).
-        theta: Angle per token of every pair, (P,).
-        interleaved: Pair layout of the query.
-
-    Returns:
-        (..., T, S), float64.
-    """
+    """Scores with the last F pairs free: Equation (2) for these, the form's for the others."""
     pairs = query.shape[-1] // 2
     free = key_coefficients.shape[-1] - pairs
     angles = _angles(torch.ones(()), 2 * pairs, theta)

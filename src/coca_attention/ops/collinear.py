@@ -8,6 +8,8 @@ CoCA exactly, in memory linear in S. Scores of shift-invariant forms depend only
 the slack form depend on both positions, so it needs true positions.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -74,76 +76,75 @@ def coca_attention(
     _check_inputs(query, key_coefficients, value)
     queries, keys, width = query.shape[-2], key_coefficients.shape[-2], query.shape[-1]
     consecutive = query_positions is None and key_positions is None
+    _check_positions(query, keys, query_positions, key_positions)
     if key_positions is None:
         key_positions = torch.arange(keys, device=query.device)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    divisor = score_scale(query.dtype)
+    rotation = Rotation(width, rule=UNSCALED) if rotation is None else rotation
+    free_pairs = key_coefficients.shape[-1] - width // 2
+    tables = rotation.tables(key_positions, wide)
+    k = key_map(key_coefficients, *tables, free_pairs=free_pairs)
+    if query_positions is None:
+        query_positions = key_positions[..., keys - queries :]
+        cos, sin = (x[..., keys - queries :, :] for x in tables)
+    else:
+        cos, sin = rotation.tables(query_positions, wide)
+    mapped = partial(
+        query_map,
+        query,
+        factor=rotation.query_factor(query_positions, wide, window),
+        form=form,
+        scale=(width**-0.5 if scale is None else scale) / divisor,
+        interleaved=interleaved,
+        free_pairs=free_pairs,
+        parameters=parameters,
+    )
+    q, limit, positions = mapped(cos, sin), rotation.max_distance, (query_positions, key_positions)
+    if limit is not None:
+        if window is not None or not is_causal:
+            raise ValueError(
+                "max_distance requires causal attention and cannot be combined with a window"
+            )
+        check_clipped_form(form, width // 2 - free_pairs)
+    if limit is None or (consecutive and keys <= limit):
+        return attend(
+            q,
+            k,
+            value,
+            attention_mask=attention_mask,
+            is_causal=is_causal,
+            window=window,
+            scale=divisor,
+            bias=rotation.bias,
+            positions=positions,
+        )
+    return attend_clipped(
+        q,
+        k,
+        far_query_map(mapped(*rotation.far_tables(query.device, wide)), free_pairs),
+        key_coefficients,
+        value,
+        Clipping(limit, consecutive, scale=divisor),
+        positions=positions,
+        attention_mask=attention_mask,
+    )
+
+
+def _check_positions(
+    query: Tensor, keys: int, query_positions: Tensor | None, key_positions: Tensor | None
+) -> None:
+    queries = query.shape[-2]
     if query_positions is None and queries > keys:
         raise ValueError(
             f"{queries} queries and {keys} keys: without query_positions the queries are the "
             "last positions of the keys, so there must be at least as many keys. Tensors are "
             f"(batch, heads, length, width); got query {tuple(query.shape)}"
         )
-    for name, positions, length in (
-        ("query_positions", query_positions, queries),
-        ("key_positions", key_positions, keys),
-    ):
-        if positions is not None:
-            check_positions(name, positions, query.shape[0], length)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    factor = width**-0.5 if scale is None else scale
-    divisor = score_scale(query.dtype)
-    rotation = Rotation(width, rule=UNSCALED) if rotation is None else rotation
-    free_pairs = key_coefficients.shape[-1] - width // 2
-    cos, sin = rotation.tables(key_positions, wide)
-    k = key_map(key_coefficients, cos, sin, free_pairs=free_pairs)
-    if query_positions is None:
-        query_positions = key_positions[..., keys - queries :]
-        cos, sin = (x[..., keys - queries :, :] for x in (cos, sin))
-    else:
-        cos, sin = rotation.tables(query_positions, wide)
-
-    def mapped(cos: Tensor, sin: Tensor) -> Tensor:
-        return query_map(
-            query,
-            cos,
-            sin,
-            factor=rotation.query_factor(query_positions, wide, window),
-            form=form,
-            scale=factor / divisor,
-            interleaved=interleaved,
-            free_pairs=free_pairs,
-            parameters=parameters,
-        )
-
-    q = mapped(cos, sin)
-    if rotation.max_distance is not None:
-        if window is not None or not is_causal:
-            raise ValueError(
-                "max_distance requires causal attention and cannot be combined with a window"
-            )
-        check_clipped_form(form, width // 2 - free_pairs)
-        if not consecutive or keys > rotation.max_distance:
-            far = mapped(*rotation.far_tables(query.device, wide))
-            return attend_clipped(
-                q,
-                k,
-                far_query_map(far, free_pairs),
-                key_coefficients,
-                value,
-                Clipping(rotation.max_distance, consecutive, scale=divisor),
-                positions=(query_positions, key_positions),
-                attention_mask=attention_mask,
-            )
-    return attend(
-        q,
-        k,
-        value,
-        attention_mask=attention_mask,
-        is_causal=is_causal,
-        window=window,
-        scale=divisor,
-        bias=rotation.bias,
-        positions=(query_positions, key_positions),
-    )
+    if query_positions is not None:
+        check_positions("query_positions", query_positions, query.shape[0], queries)
+    if key_positions is not None:
+        check_positions("key_positions", key_positions, query.shape[0], keys)
 
 
 def _check_inputs(query: Tensor, key_coefficients: Tensor, value: Tensor) -> None:
