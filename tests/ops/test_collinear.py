@@ -11,6 +11,7 @@ import oracle
 from coca_attention.ops import (
     FORMS,
     Rotation,
+    attend,
     attention,
     coca_attention,
     fold,
@@ -110,11 +111,6 @@ def test_outputs_and_gradients_agree_with_the_oracle(
         assert (a - b).abs().max() <= 1e-11 * max(1, b.abs().max())
 
 
-def test_a_rotary_width_beyond_the_head_is_refused():
-    with pytest.raises(ValueError, match="at most the head width 16"):
-        coca_attention(*inputs(), rotation=Rotation(18))
-
-
 @pytest.mark.parametrize("window", [None, 20])
 def test_temperature_multiplies_scores_by_the_logarithm_of_visible_keys(window):
     q, t, v = inputs()
@@ -130,21 +126,12 @@ def test_temperature_multiplies_scores_by_the_logarithm_of_visible_keys(window):
     scores = scores * ((seen + 1).log() / torch.tensor(21.0).double().log()).unsqueeze(-1)
     expected = oracle.attention(scores, v.repeat_interleave(2, 1), scale=0.25)
     assert (ours - expected).abs().max() <= 1e-12
-    partial = Rotation(6, temperature=20)
-    scaled = coca_attention(q[..., -1:, :], t, v, rotation=partial)
-    plain = coca_attention(
-        q[..., -1:, :],
-        t,
-        v,
-        rotation=Rotation(6),
-        scale=float(torch.tensor(30.0).log() / torch.tensor(21.0).log() / 4),
-    )
-    assert (scaled - plain).abs().max() < 1e-6  # the scale also reaches pairs that are not rotated
 
 
 def decay_bias(query_positions, key_positions, exponent, length):
     """The logarithm of (1 + distance / length)^-exponent, of every query and key."""
-    distance = (query_positions.unsqueeze(-1) - key_positions).clamp(min=0).double()
+    distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
+    distance = distance.clamp(min=0).double()
     return ((1 + distance / length) ** -exponent).log()
 
 
@@ -159,15 +146,31 @@ def test_decay_within_a_window(small_blocks, window):
     assert (ours - oracle.coca_attention(q, t, v, form="strict", bias=bias)).abs().max() <= 1e-12
 
 
-def test_decay_counts_positions():
-    q, t, v = inputs(batch=1, heads=1, kv_heads=1, queries=5, keys=5)
-    rotation = Rotation(16, decay=2.0, decay_length=4.0)
-    position = torch.tensor([[0, 3, 4, 9, 30]])
-    options = {"form": "strict", "query_positions": position, "key_positions": position}
-    scores = oracle.strict_scores(q, t, position[0], position[0])
-    bias = decay_bias(position[0], position[0], 2.0, 4.0)
-    expected = oracle.attention(scores, v, scale=0.25, bias=bias)
-    assert (coca_attention(q, t, v, rotation=rotation, **options) - expected).abs().max() <= 1e-12
+@pytest.mark.parametrize("window", [None, 7, 40])
+def test_a_decay_of_consecutive_positions_is_formed_once_for_every_distance(small_blocks, window):
+    """Otherwise in blocks, from the positions."""
+    rotation, formed = Rotation(16, decay=1.5, decay_length=3.0), []
+    q, t, v = inputs(queries=40, keys=50)
+    k = torch.cat((t, t), dim=-1)
+
+    def bias(query_positions, key_positions, dtype):
+        found = rotation.bias(query_positions, key_positions, dtype)
+        formed.append(found.shape[-2:])
+        return found
+
+    places = torch.tensor([[0], [7]]) + torch.arange(50)
+    torn = places.clone()
+    torn[0, 25:] += 100
+    for at in (places, torn):
+        formed.clear()
+        positions = (at[:, 10:], at)
+        ours = attend(q, k, v, bias=bias, positions=positions, window=window)
+        assert (formed == [(1, 50)]) == (at is places)
+        visible = torch.ones(40, 50, dtype=torch.bool).tril(10)
+        visible = visible & ~torch.ones_like(visible).tril(10 - (window or 50))
+        added = decay_bias(*positions, 1.5, 3.0).masked_fill(~visible, -torch.inf)
+        theirs = attend(q, k, v, attention_mask=added.unsqueeze(1), is_causal=False)
+        assert (ours - theirs).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -272,21 +275,6 @@ def test_all_but_slack_are_shift_invariant(form, shift, seed):
     assert (ours[0] - ours[1]).abs().max() < 1e-9
 
 
-def test_slack_depends_on_true_positions():
-    q, t, v = inputs(batch=1, queries=9, keys=9)
-    positions = torch.arange(9)
-    shifted = positions + 5
-    ours = [
-        coca_attention(q, t, v, form="slack", query_positions=p, key_positions=p)
-        for p in (positions, shifted)
-    ]
-    assert (ours[0] - ours[1]).abs().max() > 1e-2
-    expected = oracle.coca_attention(
-        q, t, v, form="slack", query_positions=shifted, key_positions=shifted
-    )
-    assert (ours[1] - expected).abs().max() <= 1e-12
-
-
 def test_forms_agree_only_on_equal_pairs():
     """Theorem 1 of the paper."""
     q, t, v = inputs()
@@ -318,19 +306,22 @@ def test_fully_masked_rows_are_zero():
     )
 
 
-def test_positions_of_each_row_of_a_batch():
+@pytest.mark.parametrize("decay", [None, 2.0])
+def test_positions_of_each_row_of_a_batch(decay):
+    """True ones: slack answers to a shift, and a decay to gaps."""
     q, t, v = inputs(queries=29)
-    positions = torch.stack((torch.arange(29), torch.arange(29) * 3))
-    together = coca_attention(q, t, v, query_positions=positions, key_positions=positions)
+    positions = torch.stack((torch.arange(29) + 5, torch.arange(29) * 3))
+    rotation = Rotation(16, decay=decay, decay_length=4.0)
+    places = {"query_positions": positions, "key_positions": positions}
+    together = coca_attention(q, t, v, rotation=rotation, **places)
     for row in range(2):
-        alone = oracle.coca_attention(
-            q[row : row + 1],
-            t[row : row + 1],
-            v[row : row + 1],
-            query_positions=positions[row],
-            key_positions=positions[row],
-        )
-        assert (together[row] - alone[0]).abs().max() <= 1e-12
+        alone = {name: x[row] for name, x in places.items()}
+        bias = decay_bias(positions[row], positions[row], decay or 0, 4.0)
+        exact = oracle.coca_attention(*(x[[row]] for x in (q, t, v)), **alone, bias=bias)
+        assert (together[row] - exact[0]).abs().max() <= 1e-12
+    assert (together - coca_attention(q, t, v, rotation=rotation)).abs().amax(
+        (1, 2, 3)
+    ).min() > 1e-2
 
 
 def test_fold_is_the_mean_of_each_pair():
@@ -346,51 +337,44 @@ def test_large_queries_do_not_overflow_in_bfloat16():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changes", "options", "error", "message"),
     [
-        ({"width": 7}, "must be even"),
-        ({"pairs": 7}, "one number per rotary pair, 8 for head width 16.* got 7"),
-        ({"kv_heads": 3}, "must divide the number of query heads; got 3 and 4"),
-        ({"keys": 12}, "at least as many keys"),
-        ({"value_keys": 28}, "must match"),
-        ({"dims": 3}, "must have 4 dimensions"),
-        ({"form": "loose"}, "unknown score form 'loose'"),
-        ({"positions": 5}, "query_positions must have shape"),
+        ({"query": (2, 4, 13, 7)}, {}, ValueError, "must be even"),
+        ({"t": (2, 2, 29, 7)}, {}, ValueError, "one number per rotary pair, 8 for .* 16.* got 7"),
+        (
+            {"t": (2, 3, 29, 8), "value": (2, 3, 29, 16)}, {}, ValueError,
+            "must divide the number of query heads; got 3 and 4",
+        ),
+        (
+            {"t": (2, 2, 12, 8), "value": (2, 2, 12, 16)}, {}, ValueError,
+            r"13 queries and 12 keys.* at least as many keys.*\(batch, heads, length, width\)",
+        ),
+        ({"value": (2, 2, 28, 16)}, {}, ValueError, "must match"),
+        ({"query": (4, 13, 16)}, {}, ValueError, "must have 4 dimensions"),
+        ({}, {"form": "loose"}, ValueError, "unknown score form 'loose'"),
+        ({}, {"query_positions": torch.arange(5)}, ValueError, "query_positions must have shape"),
+        ({}, {"rotation": Rotation(18)}, ValueError, "at most the head width 16"),
+        (
+            {}, {"attention_mask": torch.ones(2, 1, 1, 29, dtype=torch.long)}, TypeError,
+            r"must be boolean .* got torch.int64; .* \.bool\(\)",
+        ),
+        (
+            {}, {"attention_mask": torch.ones(29, dtype=torch.bool)}, ValueError,
+            r"broadcastable .* got shape \(29,\)",
+        ),
+        ({"dtype": torch.float64}, {}, TypeError, "one floating dtype"),
     ],
-)
-def test_bad_inputs_are_refused(change, message):
-    width, kv_heads, keys = (
-        change.get("width", 16),
-        change.get("kv_heads", 2),
-        change.get("keys", 29),
-    )
-    q = torch.randn(2, 4, 13, width)
-    t = torch.rand(2, kv_heads, keys, change.get("pairs", 8))
-    v = torch.randn(2, kv_heads, change.get("value_keys", keys), 16)
-    if "dims" in change:
-        q = q[0]
-    positions = torch.arange(change["positions"]) if "positions" in change else None
-    with pytest.raises(ValueError, match=message):
-        coca_attention(q, t, v, form=change.get("form", "slack"), query_positions=positions)
-
-
-def test_masks_of_integers_or_one_dimension_are_refused():
-    q, t, v = inputs()
-    with pytest.raises(TypeError, match=r"must be boolean .* got torch.int64; .* \.bool\(\)"):
-        coca_attention(q, t, v, attention_mask=torch.ones(2, 1, 1, 29, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"broadcastable .* got shape \(29,\)"):
-        coca_attention(q, t, v, attention_mask=torch.ones(29, dtype=torch.bool))
+)  # fmt: skip
+def test_bad_inputs_are_refused(changes, options, error, message):
+    shapes = {"query": (2, 4, 13, 16), "t": (2, 2, 29, 8), "value": (2, 2, 29, 16)} | changes
+    query, t, value = (torch.rand(shapes[name]) for name in ("query", "t", "value"))
+    with pytest.raises(error, match=message):
+        coca_attention(query, t.to(changes.get("dtype", t.dtype)), value, **options)
 
 
 def test_no_queries_give_an_empty_output():
     q, t, v = inputs(value_width=5)
     assert coca_attention(q[:, :, :0], t, v).shape == (2, 4, 0, 5)
-
-
-def test_mixed_dtypes_are_refused():
-    q, t, v = inputs()
-    with pytest.raises(TypeError, match="one floating dtype"):
-        coca_attention(q, t.float(), v)
 
 
 def test_shapes_may_be_symbolic(kv_heads=2):
@@ -417,9 +401,3 @@ def test_shapes_may_be_symbolic(kv_heads=2):
         for made in (exported, compiled, traced):
             if made is not traced or length == 7:
                 assert torch.allclose(made(*inputs(length)), expected, atol=1e-6)
-
-
-def test_heads_and_length_exchanged_are_recognised():
-    query, t, value = torch.randn(1, 9, 8, 64), torch.rand(1, 9, 2, 32), torch.randn(1, 9, 2, 64)
-    with pytest.raises(ValueError, match=r"8 queries and 2 keys.*\(batch, heads, length, width\)"):
-        coca_attention(query, t, value)
