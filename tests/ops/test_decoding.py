@@ -42,10 +42,6 @@ def case(
     return query, t, tensor(batch, kv_heads, keys, value_width)
 
 
-def rotation_for(span, magnitude=1.0):
-    return Rotation(span, rule=YaRN(training_length=64, attention_factor=magnitude))
-
-
 def whole_keys(query, t, value, first, rotation, scale, mask=None):
     positions = first.unsqueeze(-1) + torch.arange(t.shape[-2], device=t.device)
     wide = torch.promote_types(t.dtype, torch.float32)
@@ -91,7 +87,7 @@ def test_agrees_with_whole_keys(
             [[keys // 2], [keys]], device=DEVICE
         )
         mask = mask[:, None, None]
-    rotation = rotation_for(span, magnitude)
+    rotation = Rotation(span, rule=YaRN(training_length=64, attention_factor=magnitude))
     expected = whole_keys(query, t, value, start, rotation, 0.3, mask)
     frames = frames_for(query, t, start, rotation, tile)
     ours = attend_half(query, t, value, frames, attention_mask=mask, scale=0.3)
@@ -143,14 +139,13 @@ def test_tiles_are_powers_of_two_that_fit_the_cache():
         assert alone & (alone - 1) == 0 and shared == max(16, alone // 2)
 
 
-def test_other_lengths_and_several_queries_are_refused():
+def test_other_lengths_several_queries_and_gradients_are_refused():
     query, t, value = case()
     frames = frames_for(query, t, torch.zeros(1, device=DEVICE), Rotation(16), 16)
     with pytest.raises(ValueError, match="one query token and frames for 69 keys"):
         attend_half(query, t[:, :, 1:], value[:, :, 1:], frames)
     with pytest.raises(ValueError, match="one query token"):
         attend_half(query.repeat(1, 1, 2, 1), t, value, frames)
-    frames = frames_for(query, t, torch.zeros(1, device=DEVICE), Rotation(16), 16)
     with pytest.raises(ValueError, match="no gradient"):
         attend_half(query.requires_grad_(), t, value, frames)
     with pytest.raises(ValueError, match="no gradient"):
@@ -183,20 +178,13 @@ def test_weights_of_a_long_cache_do_not_overflow(heads):
         assert (output - 2).abs().max() < 0.01
 
 
-def test_frames_work_inside_and_outside_of_inference_mode():
-    query, t, value = case()
-    frames = frames_for(query, t, torch.zeros(1, device=DEVICE), Rotation(16), 32)
-    with torch.inference_mode():
-        inside = attend_half(query, t, value, frames)
-    assert torch.equal(attend_half(query, t, value, frames), inside)
-
-
-def test_layers_share_scratch_memory():
+def test_layers_share_scratch_memory_also_in_inference_mode():
     """What one layer leaves in it does not affect the next one."""
     first = torch.zeros(1, device=DEVICE)
     query, t, value = case()
     frames = frames_for(query, t, first, Rotation(16), 32)
-    alone = attend_half(query, t, value, frames)
+    with torch.inference_mode():
+        alone = attend_half(query, t, value, frames)
     attend_half(*case(seed=1), frames)
     attend_half(*case(heads=2, kv_heads=2, seed=2), frames)
     assert torch.equal(attend_half(query, t, value, frames), alone)
