@@ -6,8 +6,8 @@
 - `collinear`: `coca_attention`, the operator.
 - `decoding`: one new token over a half cache.
 - `kernels`: fused Triton kernels, used on CUDA if Triton is installed.
-- `attention`: softmax attention in linear memory, and under a block mask.
-- `clipped`: attention under clipped distances.
+- `attention`: softmax attention in linear memory.
+- `clipped`: attention under clipped distances; `parts`: its near and far keys without masks.
 - `opaque`: operators that torch.compile does not trace.
 - `alibi`: attention with linear biases, the paper's baseline.
 """

@@ -90,7 +90,7 @@ def attend(
     sink_key = None
     if sinks is not None:
         query, key, sink_key = _add_sink(query, key, sinks, scale)
-    query, key, value = _of_one_width(query, key, value)
+    query, key, value = of_one_width(query, key, value)
     if window is not None and bias is None:
         sighted = slice(max(keys - queries - window + 1, 0), None)
         key, value = key[..., sighted, :], value[..., sighted, :]
@@ -98,8 +98,8 @@ def attend(
         segments = None if segments is None else segments[:, sighted]
         keys = key.shape[-2]
         window = window if window < keys else None
-    sight = Sight(queries, keys, attention_mask, segments, is_causal, window, query.device)
-    masked = bias is not None or window is not None or sight.hides
+    hidden = attention_mask is not None or segments is not None
+    masked = bias is not None or window is not None or hidden
     masked = masked or (is_causal and 1 < queries < keys)
     grouped = False  # the comparison itself is not a bool under dynamic shapes
     if key.shape[-3] != query.shape[-3]:
@@ -108,14 +108,14 @@ def attend(
             repeats = query.shape[-3] // key.shape[-3]
             key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
     kernel = _Kernel(scale, dropout, grouped, sink_key)
+    if not masked or not (is_causal or segments is not None or bias is not None):
+        causal = is_causal and queries > 1
+        return kernel(query, key, value, attention_mask, causal)[..., :value_width]
+    sight = Sight(queries, keys, attention_mask, segments, is_causal, window, query.device)
     if bias is not None:
         output = _attend_decay(kernel, query, key, value, sight, bias, positions)
     elif window is not None:
         output = _attend_window(kernel, query, key, value, sight, window)
-    elif segments is None and (not is_causal or (queries == 1 and attention_mask is None)):
-        output = kernel(query, key, value, attention_mask)
-    elif not masked:
-        output = kernel(query, key, value, None, causal=True)
     else:
         output = _attend_in_blocks(kernel, query, key, value, sight)
     return output[..., :value_width]
@@ -204,13 +204,8 @@ def _attend(
         positions=positions,
         window=window,
         scale=scale,
-        bias=decay_of(decay),
+        bias=None if decay is None else Decay(*decay),
     )
-
-
-def decay_of(numbers: list[float] | None) -> Decay | None:
-    """A decay from the numbers of an operator's argument."""
-    return None if numbers is None else Decay(*numbers)
 
 
 def can_be_opaque(queries: int, mask: Tensor | None, dropout: float) -> bool:
@@ -229,12 +224,12 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
-def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def of_one_width(*tensors: Tensor) -> list[Tensor]:
     """The same with columns of zeros, which change neither the scores nor the output."""
     # With unequal widths PyTorch falls back to a kernel that materializes the score matrix.
-    width = max(query.shape[-1], value.shape[-1])
-    query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    return query, key, value
+    width = max(x.shape[-1] for x in tensors)
+    # Padding by nothing is a copy.
+    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 def _add_sink(

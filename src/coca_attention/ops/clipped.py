@@ -161,7 +161,8 @@ def _attend_in_parts(
 ) -> Tensor:
     """`attend_clipped` at consecutive positions, without a mask."""
     queries, keys, limit = query.shape[-2], far_key.shape[-2], clipping.max_distance
-    key = F.pad(key, (0, 0, keys - key.shape[-2], 0))
+    if key.shape[-2] < keys:
+        key = F.pad(key, (0, 0, keys - key.shape[-2], 0))
     tensors = (query, key, far_query, far_key, value)
     if segments is None:
         parts = list(clipped_parts(queries, keys, limit))

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from coca_attention.ops.attention import of_one_width
 
 
 class Part(NamedTuple):
@@ -84,9 +85,8 @@ def attend_parts(
     scale: float,
 ) -> Tensor:
     """softmax(scale * scores) V over disjoint parts, of which every query is in at least one."""
-    width = max(query.shape[-1], value.shape[-1])
-    padded = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, far_query, far_key, value))
-    return _Parts.apply(parts, scale, *padded)[..., : value.shape[-1]]
+    tensors = of_one_width(query, key, far_query, far_key, value)
+    return _Parts.apply(parts, scale, *tensors)[..., : value.shape[-1]]
 
 
 class _Parts(torch.autograd.Function):
