@@ -291,7 +291,8 @@ class LayerPass(NamedTuple):
             window=None if self.band is None else self.window,
             scale=self.module.kernel_scale,
         )
-        options = {"positions": self._at.places(self.first, keys), **self._options(keys)}
+        options: dict[str, Any] = {"positions": self._at.places(self.first, keys)}
+        options |= self._options(keys)
         weights = None
         if self.implementation == "eager":
             each = torch.eye(keys, dtype=value.dtype, device=value.device)
