@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, gather_object
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import Tensor, nn
@@ -141,7 +141,6 @@ class RecipeTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        check_parallelism(self.accelerator.parallelism_config)
         prepare_sharding(self.accelerator, self.args)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
@@ -304,30 +303,29 @@ def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 def prepare_sharding(accelerator: Accelerator, arguments: TrainingArguments) -> None:
     """Adjust a new Accelerator where FSDP is configured; UserError if it cannot be used so."""
+    parallel = accelerator.parallelism_config
     launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    if not launched and arguments.fsdp_plugin_args is None:
-        return
-    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None:
-        raise UserError(
-            "FSDP is configured but there is no process per GPU: start with accelerate launch "
-            "--config_file recipes/accelerate/NAME.yaml, on a machine with GPUs"
-        )
-    if arguments.torch_compile:
-        raise UserError("training.compile cannot be combined with FSDP: leave one of them out")
-    check_options(plugin)
-    # Autocast in place of FSDP's casts, which would round cos and sin. Its cache would keep the
-    # weights that are freed after each layer.
-    plugin.mixed_precision_policy = None
-    accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)  # pyright: ignore
-    # Gradients are sharded after every micro-batch, so accumulation never holds a full copy.
-    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-
-
-def check_options(plugin: Any) -> None:
-    """Raise UserError if the configuration of FSDP is not supported."""
+    is_sharded = launched or arguments.fsdp_plugin_args is not None
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None) if is_sharded else None
     refuse(
         {
+            "coca train reads other blocks in every process: set cp_size, sp_size and tp_size of "
+            "parallelism_config to 1, and shard the weights by FSDP2 instead": (
+                parallel is not None and parallel.non_data_parallel_size > 1
+            ),
+            "FSDP is configured but there is no process per GPU: start with accelerate launch "
+            "--config_file recipes/accelerate/NAME.yaml, on a machine with GPUs": (
+                is_sharded and plugin is None
+            ),
+        }
+    )
+    if plugin is None:
+        return
+    refuse(
+        {
+            "training.compile cannot be combined with FSDP: leave one of them out": (
+                arguments.torch_compile
+            ),
             f"FSDP version {plugin.fsdp_version} is not supported: set fsdp_version: 2 in the "
             "configuration of accelerate launch": plugin.fsdp_version != 2,
             "cpu_ram_efficient_loading leaves the weights empty on all processes except the first, "
@@ -339,15 +337,12 @@ def check_options(plugin: Any) -> None:
             ),
         }
     )
-
-
-def check_parallelism(parallel: ParallelismConfig | None) -> None:
-    """Raise UserError if processes would share sequences or layers: every one is a replica here."""
-    if parallel is not None and parallel.non_data_parallel_size > 1:
-        raise UserError(
-            "coca train reads other blocks in every process: set cp_size, sp_size and tp_size of "
-            "parallelism_config to 1, and shard the weights by FSDP2 instead"
-        )
+    # Autocast in place of FSDP's casts, which would round cos and sin. Its cache would keep the
+    # weights that are freed after each layer.
+    plugin.mixed_precision_policy = None
+    accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)  # pyright: ignore
+    # Gradients are sharded after every micro-batch, so accumulation never holds a full copy.
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
 
 def check_kind(checkpoint: Path, sharded: bool) -> None:

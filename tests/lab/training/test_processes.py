@@ -9,9 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from errno import ENOSPC
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +38,6 @@ from coca_lab.training.checkpoints import catch_read_errors, catch_write_errors
 from coca_lab.training.recipe import TrainingRecipe
 from coca_lab.training.trainer import (
     check_kind,
-    check_options,
-    check_parallelism,
     prepare_sharding,
     training_arguments,
 )
@@ -350,45 +350,36 @@ def test_a_teacher_beside_unsharded_processes(runs, recipes, tmp_path):
     assert_the_same(tmp_path / "staged", runs / "one-staged", 4 * len(STAGES))
 
 
-def plugin(monkeypatch, **options):
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # Accelerate sets it
-    known = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
-    return FullyShardedDataParallelPlugin(**{**known, **options})
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("plugin", "parallel", "compiled", "message"),
     [
-        ({"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD"}, "set fsdp_version: 2"),
-        ({"cpu_ram_efficient_loading": True}, "set fsdp_cpu_ram_efficient_loading: false"),
-        ({"activation_checkpointing": True}, "training.gradient_checkpointing"),
+        ({}, {"dp_shard_size": 2}, False, None),
+        ({}, {"cp_size": 2}, False, "set cp_size, sp_size and tp_size of"),
+        ({}, {"tp_size": 2}, False, "set cp_size, sp_size and tp_size of"),
+        ({}, {}, True, r"training\.compile cannot be combined with FSDP"),
+        ({"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD"}, {}, False, "fsdp_version: 2"),
+        ({"cpu_ram_efficient_loading": True}, {}, False, "cpu_ram_efficient_loading: false"),
+        ({"activation_checkpointing": True}, {}, False, "training.gradient_checkpointing"),
+        (None, {}, False, "no process per GPU: start with accelerate launch"),
     ],
 )
-def test_configurations_that_are_not_supported(monkeypatch, options, message):
-    with pytest.raises(UserError, match=message):
-        check_options(plugin(monkeypatch, **options))
-    check_options(plugin(monkeypatch))
-
-
-def test_every_process_is_a_replica():
-    check_parallelism(ParallelismConfig(dp_shard_size=2))
-    for name in ("cp_size", "sp_size", "tp_size"):
-        with pytest.raises(UserError, match="set cp_size, sp_size and tp_size of"):
-            check_parallelism(ParallelismConfig(**{name: 2}))
-
-
-def test_fsdp_without_processes_is_rejected(recipes, tmp_path, monkeypatch):
+def test_configurations_that_are_not_supported(monkeypatch, plugin, parallel, compiled, message):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UserError, match="no process per GPU: start with accelerate launch"):
-        train(load_recipe(recipes / "scratch.yaml"), tmp_path / "run")
-
-
-def test_fsdp_and_compilation_are_not_combined(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    state = SimpleNamespace(fsdp_plugin=plugin(monkeypatch))
-    arguments = SimpleNamespace(torch_compile=True, fsdp_plugin_args=None)
-    with pytest.raises(UserError, match=r"training\.compile cannot be combined with FSDP"):
-        prepare_sharding(SimpleNamespace(state=state), arguments)  # pyright: ignore
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # Accelerate sets it
+    if plugin is not None:
+        known = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
+        plugin = FullyShardedDataParallelPlugin(**{**known, **plugin})
+    accelerator: Any = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        parallelism_config=ParallelismConfig(**parallel),
+        gradient_state=SimpleNamespace(plugin_kwargs={}),
+    )
+    arguments: Any = SimpleNamespace(torch_compile=compiled, fsdp_plugin_args=None)
+    with nullcontext() if message is None else pytest.raises(UserError, match=message):
+        prepare_sharding(accelerator, arguments)
+    assert accelerator.gradient_state.plugin_kwargs == (
+        {"sync_each_batch": True} if message is None else {}
+    )
 
 
 def test_a_missing_part_is_named(tmp_path):
