@@ -10,7 +10,6 @@ from coca_lab.data.documents import (
 )
 from coca_lab.data.tokens import (
     encode_documents,
-    load_or_train_tokenizer,
     load_tokenizer,
     tokenise,
     train_tokenizer,
@@ -25,7 +24,6 @@ __all__ = [
     "apportion",
     "encode_documents",
     "held_out",
-    "load_or_train_tokenizer",
     "load_tokenizer",
     "mixture_order",
     "read_documents",

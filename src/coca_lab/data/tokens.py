@@ -95,29 +95,6 @@ def up_to(most: float, items: Iterable[Item], size: Callable[[Item], int]) -> It
             return
 
 
-def load_or_train_tokenizer(
-    folder: str | Path,
-    documents: Callable[[], Iterable[Document]],
-    vocab_size: int,
-    *,
-    split_digits: bool = False,
-) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder, or train one and save it there atomically.
-
-    Args:
-        folder: Folder of the tokenizer.
-        documents: Returns the texts to train on; called only if there is no tokenizer yet.
-        vocab_size: As for `train_tokenizer`.
-        split_digits: As for `train_tokenizer`.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        tokenizer = train_tokenizer(documents(), vocab_size, split_digits=split_digits)
-        with writing(folder) as partial:
-            tokenizer.save_pretrained(partial)
-    return load_tokenizer(folder)
-
-
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load any Transformers tokenizer by folder or name.
 

@@ -18,10 +18,10 @@ from coca_lab.data import (
     TaskBlocks,
     apportion,
     held_out,
-    load_or_train_tokenizer,
     load_tokenizer,
     mixture_order,
     tokenise,
+    train_tokenizer,
 )
 from coca_lab.data.documents import source_files
 from coca_lab.data.passkey import vocabulary_text
@@ -32,6 +32,7 @@ from coca_lab.data.tokens import (
     end_of_text,
     up_to,
 )
+from coca_lab.files import writing
 from coca_lab.training.recipe import TEXT, DataRecipe, Recipe
 from coca_lab.training.retrieval import Retrieval, load_retrieval
 
@@ -58,16 +59,14 @@ class TrainingData:
 def load_run_tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
     """The recipe's tokenizer; a newly trained one is saved in the run folder for later starts."""
     data = recipe.data
-    name = data.tokenizer or recipe.model.start
-    if name is not None:
-        return load_tokenizer(name)
-    extra = [Document("passkey", vocabulary_text())] if data.passkey_share else []
-    return load_or_train_tokenizer(
-        output / TOKENIZER,
-        lambda: chain(extra, training_documents(data)),
-        data.vocab_size,
-        split_digits=data.split_digits,
-    )
+    name, folder = data.tokenizer or recipe.model.start, output / TOKENIZER
+    if name is None and not folder.is_dir():
+        extra = [Document("passkey", vocabulary_text())] if data.passkey_share else []
+        texts = chain(extra, training_documents(data))
+        trained = train_tokenizer(texts, data.vocab_size, split_digits=data.split_digits)
+        with writing(folder) as partial:
+            trained.save_pretrained(partial)
+    return load_tokenizer(name or folder)
 
 
 def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingData:

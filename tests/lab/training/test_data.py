@@ -13,7 +13,12 @@ from torch.utils.data import DataLoader
 from coca_attention.errors import UserError
 from coca_lab.data import BlockDataset, DataError, SourceSettings, TaskBlocks, tokenise
 from coca_lab.training import load_recipe
-from coca_lab.training.data import check_sources, load_data, training_documents
+from coca_lab.training.data import (
+    check_sources,
+    load_data,
+    load_run_tokenizer,
+    training_documents,
+)
 from coca_lab.training.model import check_separable
 from conftest import CONFIGS, some_text, tiny_model
 
@@ -119,6 +124,17 @@ def test_missing_and_empty_sources_are_rejected_by_name(sources, tokenizer, tmp_
     sources["code"]["source"] = str(tmp_path / "short.txt")
     with pytest.raises(DataError, match=r"code: the text has .* fewer than one block"):
         load_data(recipe(sources), tokenizer)
+
+
+def test_a_tokenizer_is_trained_once_and_saved_whole(text_folder, tmp_path, monkeypatch):
+    (tmp_path / ".tokenizer.coca-partial").mkdir()  # left by a start that was killed
+    (tmp_path / ".tokenizer.coca-partial" / "rubbish").write_text("")
+    chosen = recipe(data__source=text_folder, data__vocab_size=300)
+    first = load_run_tokenizer(chosen, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
+    assert not (tmp_path / "tokenizer" / "rubbish").exists()
+    monkeypatch.setattr("coca_lab.training.data.train_tokenizer", None)
+    assert load_run_tokenizer(chosen, tmp_path).get_vocab() == first.get_vocab()
 
 
 def batches(dataset, processes: int, process: int, skipped: int = 0) -> list[list[list[int]]]:
