@@ -260,23 +260,7 @@ def measure_start(run: Run) -> None:
 
 
 def fit(run: Run, number: int, blocks: Dataset[Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Train a stage from its last checkpoint, or its start, and save its model.
-
-    Args:
-        run: The run.
-        number: Of the stage, from 0; a recipe without stages has a single one.
-        blocks: Its blocks.
-        dtype: Of the saved weights of the run's model; by default that of training.
-
-    Returns:
-        The summary of the stage.
-
-    Raises:
-        UserError: If the Trainer rejects the settings, a file cannot be written or read, or the
-            teacher or the starting model does not fit the recipe, or a callback stops training.
-        TrainingDiverged: If the loss or a weight is no longer finite.
-        Interrupted: If SIGINT or SIGTERM came; the last step is saved unless two came.
-    """
+    """Train a stage from its last checkpoint, or its start, and save its model; its summary."""
     recipe, folder, state = run.recipe, run.folder(number), PartialState()
     stage, is_last = recipe.run_stages[number], number + 1 == len(recipe.run_stages)
     if number and state.is_main_process:
