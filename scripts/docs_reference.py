@@ -34,12 +34,13 @@ def commands() -> str:
     parts = []
     for table in COMMANDS.values():
         for name, (_, summary) in table.items():
-            parts.append(f"## coca {name}\n\n{summary}\n")
+            parts.append(f"## coca {name}\n")
             if name == "eval":
+                parts.append(f"{summary}\n")
                 for task, run in task_commands().items():
                     parts.append(f"### coca eval {task}\n\n{_options(f'eval-{task}', run)}")
             elif name == "serve":
-                parts.append("Its options are those of `transformers serve MODEL`.\n")
+                parts.append(f"{summary} The options are those of `transformers serve MODEL`.\n")
             else:
                 parts.append(_options(name, load(name)))
     return "\n".join(parts)
@@ -103,7 +104,8 @@ def _fields(prefix: str, theclass: Any) -> Iterator[str]:
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         value = _type(kind)
         if default is not MISSING and default not in (None, ""):
-            value += f", default {default}"
+            text = str(default).lower() if isinstance(default, bool) else default
+            value += f", default {text}"
         entries.append((name, item.name, value, docs[item.name]))
     yield _list(iter(entries))
     for name, one in nested:
