@@ -224,20 +224,16 @@ def test_all_forms_but_slack_are_invariant_to_shifts(family):
 
 
 @pytest.mark.parametrize("kind", ["full", "half"])
-def test_assisted_decoding_and_prompt_lookup(kind):
+def test_assisted_decoding_prompt_lookup_and_chunked_prefill(kind):
     model, helper = model_of(kind=kind), model_of(kind=kind, num_hidden_layers=1)
     ids = some_tokens(model, batch=1)
     plain = greedy(model, ids, use_cache=False)
-    assert torch.equal(greedy(model, ids, assistant_model=helper), plain)
-    assert torch.equal(greedy(model, ids, prompt_lookup_num_tokens=3), plain)
-
-
-@pytest.mark.parametrize("kind", ["full", "half"])
-def test_chunked_prefill(kind):
-    model = model_of(kind=kind)
-    ids = some_tokens(model)
-    plain = greedy(model, ids, use_cache=False)
-    assert torch.equal(greedy(model, ids, prefill_chunk_size=7), plain)
+    for way in (
+        {"assistant_model": helper},
+        {"prompt_lookup_num_tokens": 3},
+        {"prefill_chunk_size": 7},
+    ):
+        assert torch.equal(greedy(model, ids, **way), plain), way.keys()
 
 
 def test_pipeline_and_streaming(tokenizer, capsys):
@@ -281,17 +277,12 @@ def test_continuous_batching_works_with_a_full_cache():
     prompts = [ids[0].tolist(), ids[1, :9].tolist()]
     settings = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
     small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
-    results = model.generate_batch(
-        prompts,
-        generation_config=settings,
-        continuous_batching_config=small,
-        progress_bar=False,
-    )
+    options = {"generation_config": settings, "progress_bar": False}
+    results = model.generate_batch(prompts, continuous_batching_config=small, **options)
     for prompt, result in zip(prompts, results.values(), strict=True):
         row = torch.tensor([prompt])
-        alone = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=8,
-                               min_new_tokens=8, do_sample=False, eos_token_id=None)  # fmt: skip
-        assert result.generated_tokens == alone[0, len(prompt) :].tolist()
+        alone = greedy(model, row, eos_token_id=None)[0, len(prompt) : len(prompt) + 8]
+        assert result.generated_tokens == alone.tolist()
 
 
 @pytest.mark.parametrize(

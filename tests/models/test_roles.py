@@ -41,12 +41,8 @@ NEUTRAL = {"turning_pairs": None, "temperature": False, "decay": 0}
 def with_roles(family="Llama", form="strict", kinds=(LOCAL, GLOBAL), **changes):
     """A local layer of collinear pairs and a global one of free pairs that do not turn."""
     model = vanilla(family, layer_types=list(kinds), sliding_window=WINDOW)
-    model.config.rope_parameters |= {
-        "turning_pairs": 0,
-        "temperature": 16,
-        "decay": 1.5,
-        "decay_length": 4.0,
-    }
+    added = {"turning_pairs": 0, "temperature": 16, "decay": 1.5, "decay_length": 4.0}
+    model.config.rope_parameters |= added
     free = {LOCAL: 0, GLOBAL: 4} | changes.pop("free", {})
     return convert(model, form, free_pairs=free, **changes).double().eval()
 
@@ -272,17 +268,19 @@ def test_what_cannot_add_a_bias_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "message"),
+    ("model", "options", "message"),
     [
-        ("Gemma 3", {}, "has rotary parameters per layer type"),
-        ("Llama", {"free_pairs": 2}, "roles determine the free pairs"),
-        ("Llama", {"roles": "llg"}, "needs a model of at least 3 layers, got 2"),
+        (("Gemma 3", {}), {}, "has rotary parameters per layer type"),
+        (("Llama", {}), {"free_pairs": 2}, "roles determine the free pairs"),
+        (("Llama", {}), {"roles": Roles("llg")}, "needs a model of at least 3 layers, got 2"),
+        (("Llama", {"layer_types": [LOCAL] * 2}), {"roles": None}, "need sliding_window"),
     ],
 )
-def test_roles_that_do_not_fit_are_refused(family, options, message):
-    model = vanilla(family)
+def test_roles_that_do_not_fit_are_refused(model, options, message):
+    family, changes = model
+    model = vanilla(family, **changes)
     with pytest.raises(UserError, match=message):
-        convert(model, "strict", **(options | {"roles": Roles(options.get("roles", "lg"))}))
+        convert(model, "strict", **{"roles": Roles("lg"), **options})
     assert not hasattr(model.config, "coca_form")
 
 
@@ -301,11 +299,6 @@ def test_roles_that_do_not_fit_are_refused(family, options, message):
 def test_roles_out_of_range_are_refused(fields, message):
     with pytest.raises(UserError, match=message):
         Roles(**fields)
-
-
-def test_a_window_is_needed():
-    with pytest.raises(ValueError, match="need sliding_window"):
-        convert(vanilla("Llama", layer_types=[LOCAL] * 2))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -153,9 +153,10 @@ def test_vanilla_families_scale_as_transformers_scales_them(family, kind):
 
 @pytest.mark.parametrize("make", [vanilla, collinear])
 @pytest.mark.parametrize(("family", "kind"), [*COVERING, ("Llama", "none"), ("Llama", "ntk")])
-def test_a_scaled_model_is_saved_and_loaded(family, make, kind, tmp_path):
+def test_a_scaled_model_is_saved_with_its_defaults_and_loaded(family, make, kind, tmp_path):
     model = make(family)
-    set_rotary_scaling(model, kind, factor=4.0, **rule_for(model, kind))
+    extra = {} if kind == "llama3" else rule_for(model, kind)
+    set_rotary_scaling(model, kind, factor=4.0, **extra)
     ids = some_tokens(model, length=80)
     assert difference(logits(reloaded(model, tmp_path), ids), logits(model, ids)) < 1e-4
 
@@ -171,7 +172,7 @@ def test_a_model_cast_after_loading_is_scaled_like_the_others():
         assert torch.equal(ours[0], theirs[0])
 
 
-def test_parameters_of_the_same_rule_are_kept():
+def test_parameters_of_the_same_rule_and_of_other_layers_are_kept():
     model = collinear("Llama")
     set_rotary_scaling(model, "yarn", factor=4.0, beta_fast=16.0)
     set_rotary_scaling(model, "yarn")
@@ -179,6 +180,24 @@ def test_parameters_of_the_same_rule_are_kept():
     assert (rope["factor"], rope["beta_fast"]) == (4.0, 16.0)
     set_rotary_scaling(model, "linear")
     assert model.config.rope_parameters["factor"] == 1.0
+    gemma = collinear("Gemma 3")  # whose local layers are not scaled
+    set_rotary_scaling(gemma, "linear", factor=8.0)
+    rope = gemma.config.rope_parameters
+    assert (rope["full_attention"]["rope_type"], rope["full_attention"]["factor"]) == ("linear", 8)
+    assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def test_the_length_of_longrope_selects_its_factors():
+    model = collinear("Llama").double()
+    plain, ids = logits(model, some_tokens(model)), some_tokens(model)
+    ones = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "attention_factor": 1.0}
+    set_rotary_scaling(model, "longrope", factor=4.0, length=64, **ones)
+    assert difference(logits(model, ids), plain) < 1e-12
+    set_rotary_scaling(model, "longrope", length=65)  # a rule keeps its factors
+    long = logits(model, ids)
+    assert difference(long, plain) > 1e-3
+    set_rotary_scaling(model, "longrope")
+    assert torch.equal(logits(model, ids), long)
 
 
 def test_published_phi3_keeps_its_attention_factor():
@@ -222,44 +241,14 @@ def test_other_rotary_embeddings_are_not_changed():
         set_rotary_scaling(local, "linear", factor=8.0)
 
 
-def test_longrope_uses_the_short_factors_for_short_targets():
-    model = collinear("Llama").double()
-    ids = some_tokens(model)
-    set_rotary_scaling(model, "longrope", factor=4.0, length=64, **LONGROPE)
-    short = logits(model, ids)
-    set_rotary_scaling(model, "longrope", factor=4.0, length=65)  # its factors stay
-    long = logits(model, ids)
-    set_rotary_scaling(model, "longrope", factor=4.0)
-    assert torch.equal(logits(model, ids), long)
-    assert difference(long, short) > 1e-3
-    # With a magnitude of one the short factors alone remain.
-    ones = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "attention_factor": 1.0}
-    set_rotary_scaling(model, "longrope", factor=4.0, length=8, **ones)
-    plain = logits(collinear("Llama").double(), ids)
-    assert difference(logits(model, ids), plain) < 1e-12
-
-
-def test_gemma_scales_only_its_global_layers():
-    model = collinear("Gemma 3").double()
-    set_rotary_scaling(model, "linear", factor=8.0)
-    rope = model.config.rope_parameters
-    assert rope["full_attention"]["rope_type"] == "linear"
-    assert rope["full_attention"]["factor"] == 8.0
-    assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
-
-
 def test_a_converted_model_keeps_its_scaling():
-    model = vanilla("Llama", rope_parameters={
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
-        "original_max_position_embeddings": 16, **LLAMA3,
-    })  # fmt: skip
-    convert(model)
-    assert model.config.rope_parameters["rope_type"] == "llama3"
-    found = rotation(model.config)
-    scaling = found.rule
-    assert (found.base, scaling.kind, scaling.factor) == (500000.0, "llama3", 8.0)
-    assert scaling.training_length == 16
-    assert_consistent(model.double(), some_tokens(model, length=40))
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, **LLAMA3,
+            "original_max_position_embeddings": 16}  # fmt: skip
+    model = convert(vanilla("Llama", rope_parameters=rope)).double()
+    found, rule = rotation(model.config), rotation(model.config).rule
+    assert (found.base, rule.kind, rule.factor) == (500000.0, "llama3", 8.0)
+    assert rule.training_length == 16
+    assert_consistent(model, some_tokens(model, length=40))
 
 
 @pytest.mark.parametrize(
@@ -284,13 +273,6 @@ def test_local_layers_keep_the_rule_they_were_trained_with(family, kind, tmp_pat
     assert rotation(model.config, "sliding_attention") == local
     assert rotation(model.config, "full_attention").rule.kind == "ntk"
     assert difference(logits(reloaded(model, tmp_path), ids), logits(model, ids)) < 1e-12
-
-
-def test_the_defaults_of_a_rule_are_saved(tmp_path):
-    model = vanilla("Llama")
-    set_rotary_scaling(model, "llama3", factor=4)
-    ids = some_tokens(model, length=80)
-    assert difference(logits(reloaded(model, tmp_path), ids), logits(model, ids)) < 1e-4
 
 
 @pytest.mark.parametrize(
