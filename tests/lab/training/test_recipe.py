@@ -237,7 +237,7 @@ def test_the_attention_may_be_any_registered_form(monkeypatch):
 
 def test_the_recipes_of_the_documentation_load(tmp_path):
     page = (RECIPES.parent / "docs" / "training.md").read_text(encoding="utf-8")
-    _body, mixture, validation = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    mixture, validation = re.findall(r"```yaml\n(.*?)```", page, re.S)
     for text in (mixture, validation):
         (tmp_path / "r.yaml").write_text(text)
         recipe = load_recipe(tmp_path / "r.yaml")
