@@ -19,7 +19,7 @@ from coca_attention.ops import FORMS
 from coca_lab.report import build_report, printed_tables
 
 SMALL = "--heads 4 --head-width 16 --hidden-size 32 --layers 2 --rounds 3"
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[1] / "results" / "cpu" / "README.md"
 
 
 def settings(options=""):
@@ -176,10 +176,10 @@ def test_the_gpu_check_needs_a_gpu(capsys):
 
 
 def test_runs_of_the_gpu_check_the_comparison_and_the_page_parse():
-    page = re.findall(r"python -m benchmarks (?:\$S )?(.*)", PAGE.read_text(encoding="utf-8"))
+    page = re.findall(r"(?m)^python -m benchmarks (?:\$S )?(.*)", PAGE.read_text(encoding="utf-8"))
     runs = [f"--cases {run} {gpu_check.OPTIONS}" for run in gpu_check.RUNS]
     runs += [f"{run} {compare.OPTIONS}" for run in compare.RUNS]
-    runs += [run for run in page if "CASE" not in run]
+    runs += page
     assert len(runs) > 20
     for run in runs:
         parser().parse_args(run.split())
