@@ -30,26 +30,15 @@ def perplexity(scores: Iterable[DocumentScore]) -> float:
 
 
 def perplexity_interval(scores: Sequence[DocumentScore]) -> tuple[float, float] | None:
-    """95 % interval of the perplexity of all documents like these.
-
-    Documents are the sample, as tokens of one document are alike. Nats per token get Student's t
-    interval with the jackknife's error: the nats per token without each document in turn. Its
-    degrees of freedom are those of Kish's effective number of documents, which is smaller than
-    their number if a few have most of the tokens. scripts/interval_coverage.py measures how often
-    it contains the truth. None for fewer than two documents or infinite nats.
-    """
+    """95 % interval of the perplexity of all documents like these; None for fewer than two."""
     return _ratio_interval([score.nats for score in scores], [score.tokens for score in scores])
 
 
 def paired_ratio_interval(
     first: Sequence[DocumentScore], second: Sequence[DocumentScore]
 ) -> tuple[float, float] | None:
-    """95 % interval of the ratio of two perplexities on the same documents.
-
-    It is `perplexity_interval` of the differences in nats. What makes a document hard for every
-    model cancels, so the interval is far narrower than those of the two perplexities. ValueError
-    if the documents, in their order, or their numbers of scored tokens differ.
-    """
+    """95 % interval of the ratio of two perplexities on the same documents, else ValueError."""
+    # That of the differences in nats: what makes a document hard for every model cancels.
     if [(s.id, s.tokens) for s in first] != [(s.id, s.tokens) for s in second]:
         raise ValueError("a paired interval needs the same scored tokens of the same documents")
     nats = [a.nats - b.nats for a, b in zip(first, second, strict=True)]
@@ -81,16 +70,12 @@ def wilson_interval(hits: int, trials: int) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """y = a x^b, fitted to log y by least squares.
+    """y = a x^b, fitted to log y by least squares."""
 
-    ``exponent`` is b, ``half`` half the width of its 95 % interval; ``centre`` the mean of log x
-    and of log y, ``half_at_centre`` half the width of the interval of log y there.
-    """
-
-    exponent: float
-    half: float
-    centre: tuple[float, float]
-    half_at_centre: float
+    exponent: float  # b
+    half: float  # half the width of its 95 % interval
+    centre: tuple[float, float]  # means of log x and of log y
+    half_at_centre: float  # half the width of the interval of log y there
 
     def at(self, x: float) -> tuple[float, float, float]:
         """The trend at x and the ends of its 95 % interval, which holds if the law does."""
@@ -124,6 +109,10 @@ def student(freedom: float) -> float:
 
 def _ratio_interval(nats: Sequence[float], tokens: Sequence[int]) -> tuple[float, float] | None:
     """95 % interval of exp(nats / tokens); documents without tokens are left out."""
+    # Documents are the sample, as tokens of one document are alike. Student's interval with the
+    # jackknife's error: the nats per token without each document in turn. Its degrees of freedom
+    # are those of Kish's effective number of documents, which is smaller than their number if a few
+    # have most of the tokens. scripts/interval_coverage.py measures how often it holds the truth.
     scored = [(n, t) for n, t in zip(nats, tokens, strict=True) if t]
     if len(scored) < 2 or not all(math.isfinite(n) for n, _ in scored):
         return None

@@ -27,19 +27,14 @@ ROUND_OFF = 1e-9
 
 
 class SeenKeys(NamedTuple):
-    """Queries and the keys that they see, before rotation; each (H, N, P), complex128.
-
-    Attributes:
-        query: q_m.
-        built: k_n; in a CoCA model the key collinear with q_m that gives its score at m = n = 0,
-            q_m * t_n in the paper's forms (Eq. 7).
-        effective: The key at position 0 that, rotated to n, gives the model's score. Equal to
-            ``built`` in shift-invariant forms, but not in the slack form, whose key at n is
-            q_m * R_n [t_n, t_n] (Eq. 10) and not R_n (q_m * t_n).
-    """
+    """Queries and the keys that they see, before rotation; each (H, N, P), complex128."""
 
     query: Tensor
+    # k_n; in a CoCA model the key collinear with q_m that gives its score at m = n = 0, q_m * t_n
+    # in the paper's forms (Eq. 7).
     built: Tensor
+    # The key at position 0 that, rotated to n, gives the model's score: another one in the slack
+    # form alone, whose key at n is q_m * R_n [t_n, t_n] (Eq. 10) and not R_n (q_m * t_n).
     effective: Tensor
 
 
@@ -90,21 +85,17 @@ def anomalous_tokens(tau: Tensor, length: int, window: int | None = None) -> Ten
 
 
 def anomalous_share(tokens: Tensor, length: int, window: int | None = None) -> Tensor:
-    """Share of all causal (m, n) pairs of a text whose distance is at most ``tokens``.
-
-    A text of L tokens has L - d pairs at distance d, so c L - c (c + 1) / 2 up to distance c.
-    """
+    """Share of all causal (m, n) pairs of a text whose distance is at most ``tokens``."""
+    # A text of L tokens has L - d pairs at distance d, so c L - c (c + 1) / 2 up to distance c.
     last = farthest_key(length, window)
     every = last * length - last * (last + 1) / 2
     return (tokens * length - tokens * (tokens + 1) / 2) / every
 
 
 def borders_crossed(angles: Tensor, theta: Tensor, distance: int) -> Borders:
-    """Borders crossed as m - n grows from 0 to ``distance`` (Figure 7, Eq. 25).
-
-    The slope of the score changes its sign where Θ_j + d θ_j passes a multiple of π: an even one at
-    q_j, an odd one at -q_j. A border at d = 0 is the starting point and does not count as crossed.
-    """
+    """Borders crossed as m - n grows from 0, which does not count, to ``distance`` (Eq. 25)."""
+    # The slope of the score changes its sign where Θ_j + d θ_j passes a multiple of π: an even one
+    # at q_j, an odd one at -q_j.
     swept = distance * theta
     start, end = angles / TURN, (angles + swept) / TURN
     return Borders(
@@ -123,12 +114,9 @@ def angle_sums(
     window: int | None,
     bins: int,
 ) -> dict[str, Any]:
-    """Angles, anomalous tokens and borders of queries and keys (H, N, P), complex, at m - n (N,).
-
-    Pairs whose query or key is zero (in CoCA models, if the ReLU gives t = 0) have no angle: they
-    are counted, and excluded from everything else.
-    """
+    """Angles, anomalous tokens and borders of complex queries and keys (H, N, P) at m - n (N,)."""
     size = (query * key.conj()).abs()
+    # Where the ReLU gives t = 0 there is no angle: such pairs are counted, and left out elsewhere.
     angled = size > 0
     angles = initial_angles(query, key)
     above = (angles > math.pi) & angled
@@ -194,11 +182,9 @@ def angle_values(
 
 
 def steps(coefficients: Tensor) -> Tensor:
-    """|x_{i+1} - x_i| of neighbouring pairs, (..., P), with zero after the last.
-
-    Both bounds need this zero, which the paper does not state: coefficients that are all equal
-    would be bounded by 0. They follow from Abel's summation by parts.
-    """
+    """|x_{i+1} - x_i| of neighbouring pairs, (..., P), with zero after the last."""
+    # Both bounds, by Abel's summation by parts, need this zero, which the paper does not state:
+    # coefficients that are all equal would be bounded by 0.
     zero = torch.zeros_like(coefficients[..., :1])
     return torch.cat((coefficients, zero), dim=-1).diff(dim=-1).abs()
 
@@ -210,10 +196,7 @@ def _rotations(distances: Tensor, theta: Tensor) -> Tensor:
 
 
 def rotary_scores(coefficients: Tensor, distances: Tensor, theta: Tensor) -> Tensor:
-    """a(d) = Re Σ_j h_j e^{i d θ_j} (Eq. 2), before scaling, (..., N), float64.
-
-    ``coefficients`` are h_j = q_j k_j^*, (..., N, P), complex, or l_j = |q_j| |k_j|, real.
-    """
+    """a(d) = Re Σ_j h_j e^{i d θ_j} (Eq. 2), (..., N), of h_j = q_j k_j^* or l_j = |q_j| |k_j|."""
     return (coefficients * _rotations(distances, theta)).sum(-1).real
 
 
@@ -230,10 +213,7 @@ def collinear_bound(magnitudes: Tensor, distances: Tensor, theta: Tensor) -> Ten
 
 
 def bound_check(left: Tensor, right: Tensor, size: Tensor) -> dict[str, Any]:
-    """How often ``left`` exceeds ``right`` by more than the round-off of terms of summed ``size``.
-
-    ``largest_ratio`` is that of left to right side, among right sides above round-off.
-    """
+    """How often ``left`` exceeds ``right`` beyond the round-off of terms of summed ``size``."""
     tolerance = ROUND_OFF * size.expand(left.shape)
     ratios = (left / right)[right > tolerance]
     return {

@@ -54,11 +54,6 @@ class LayerHeads:
     """Layer type, such as ``sliding_attention``, if the family has several."""
 
     @property
-    def rotary_width(self) -> int:
-        """Rotary width R."""
-        return self.rotation.width
-
-    @property
     def free_pairs(self) -> int:
         """Number of free pairs F, which score by ordinary rotary attention; 0 in vanilla models."""
         return 0 if self.form == VANILLA else self.key.shape[-1] - self.query.shape[-1] // 2
@@ -199,15 +194,13 @@ def _rotation(body: Any, kind: str | None, length: int) -> Rotation:
 
 
 def _check_tables(index: int, tables: Any, found: Rotation) -> None:
-    """Raise UserError unless cos and sin at position 1 match the rotation.
-
-    Depending on the family, tables contain the R/2 values once, twice, or each value twice.
-    """
+    """Raise UserError unless cos and sin at position 1 match the rotation."""
     cos, sin = (table[0, 1].cpu().double() for table in tables)
     info = torch.finfo(tables[0].dtype)
     # Relative, because the sines of slow pairs are small; for subnormal numbers, their spacing.
     rtol, atol = max(2 * info.eps, 1e-5), info.smallest_normal * info.eps
     expected = found.tables(torch.ones(1), torch.float64)
+    # Depending on the family, tables contain the R/2 values once, twice, or each value twice.
     for layout in (slice(0, found.width // 2), slice(0, None, 2)):
         if all(
             table[layout].shape == wanted[0].shape

@@ -64,10 +64,10 @@ def _query_parts(heads: LayerHeads, query: Tensor) -> tuple[Tensor, Tensor]:
 
 def _paired(heads: LayerHeads, pairs: TokenPairs) -> tuple[Tensor, Tensor]:
     """Queries (H, N, P), complex128, and keys alike, or the float64 coefficients of CoCA models."""
-    query = complex_pairs(heads.query[0, :, pairs.queries], heads.rotary_width, heads.interleaved)
+    query = complex_pairs(heads.query[0, :, pairs.queries], heads.rotation.width, heads.interleaved)
     key = heads.key[0, :, pairs.keys].repeat_interleave(len(query) // heads.key.shape[1], dim=0)
     if heads.form == VANILLA:
-        return query, complex_pairs(key, heads.rotary_width, heads.interleaved)
+        return query, complex_pairs(key, heads.rotation.width, heads.interleaved)
     collinear = len(heads.theta)
     return query[..., :collinear], key[..., :collinear].double()
 
@@ -96,10 +96,7 @@ def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
 
 
 def relative_parts(heads: LayerHeads, query: Tensor) -> tuple[Tensor, Tensor]:
-    """U and V, each (H, N, P), complex128, of CoCA queries before rotation, alike.
-
-    Their score is Re Σ_j t_j (U_j e^{-i(m-n)θ_j} + V_j e^{-i(m+n)θ_j}).
-    """
+    """U and V, (H, N, P), of the score Re Σ_j t_j (U_j e^{-i(m-n)θ_j} + V_j e^{-i(m+n)θ_j})."""
     (a0, a1), (b0, b1) = (part.unbind(-2) for part in _query_parts(heads, query))
     return torch.complex(a0 + b1, b0 - a1) / 2, torch.complex(a0 - b1, a1 + b0) / 2
 
@@ -116,18 +113,8 @@ def part_energies(heads: LayerHeads, pairs: TokenPairs) -> Tensor:
 
 
 def score_rows(heads: LayerHeads, queries: Tensor, shift: int = 0) -> Tensor:
-    """Scaled attention scores of some queries against every key, with all positions shifted.
-
-    Computed in float64 from the layer's activations, so that differences are not round-off.
-
-    Args:
-        heads: A layer's queries and keys of one text (B = 1).
-        queries: Indices of queries, (M,).
-        shift: Added to the positions of queries and keys, in tokens.
-
-    Returns:
-        (H, M, T), float64, including keys after a query, and a decay if there is one.
-    """
+    """Scaled scores (H, M, T) of queries (M,) against every key, with all positions shifted."""
+    # In float64, so that differences are not round-off.
     query, key = heads.query[:, :, queries].double(), heads.key.double()
     positions = torch.arange(key.shape[-2]) + shift
     cos, sin = heads.rotation.tables(positions, torch.float64)
@@ -164,12 +151,10 @@ def shift_sums(heads: LayerHeads, queries: Tensor, shifts: list[int]) -> dict[st
 
 
 def change_sums(before: Tensor, after: Tensor, visible: Tensor) -> dict[str, Any]:
-    """Change of scores (H, M, T) where ``visible`` (M, T) is True.
-
-    The mean over the visible keys of each query is subtracted first, because softmax ignores it.
-    """
+    """Change of scores (H, M, T) where ``visible`` (M, T) is True."""
 
     def centred(scores: Tensor) -> Tensor:
+        # Without the mean over a query's visible keys, which softmax ignores.
         scores = scores.masked_fill(~visible, 0.0)
         mean = scores.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True)
         return (scores - mean).masked_fill(~visible, 0.0)

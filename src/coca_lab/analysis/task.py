@@ -153,17 +153,7 @@ def cut_documents(
 def read_document(
     model: PreTrainedModel, document: Tensor, index: int, settings: AnalysisSettings
 ) -> Sums:
-    """Read one text, and again at shifted positions.
-
-    Args:
-        model: As for `analyze`.
-        document: Token ids from `cut_documents`, (T,).
-        index: Its number, which the samples drawn from it depend on.
-        settings: From `cut_documents`.
-
-    Raises:
-        UserError: As `analyze`.
-    """
+    """Read one text from `cut_documents`, and again at shifted positions; errors as `analyze`."""
     rng = np.random.default_rng([settings.seed, index])
     length = len(document)
     # The last position has no target.
@@ -197,15 +187,7 @@ def angle_cell(
     every: Sequence[Sums],
     name: str,
 ) -> dict[str, Any]:
-    """The result of `analyze`, which describes it.
-
-    Args:
-        model: The model; its weights are not needed.
-        documents: From `cut_documents`.
-        settings: From `cut_documents`.
-        every: What `read_document` found in every document, in order.
-        name: Name of the model in the result.
-    """
+    """The result of `analyze` from what `read_document` made of every document, in order."""
     config: Any = model.config.get_text_config()
     layers = every[0]["layers"]
     if not layers:

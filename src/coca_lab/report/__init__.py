@@ -1,6 +1,6 @@
 """Result files → one self-contained HTML page. Reads result files alone."""
 
-from coca_lab.report.charts import HeatMap, Line, LineChart
+from coca_lab.report.charts import HeatMap, LineChart
 from coca_lab.report.page import build_report, write_report
 from coca_lab.report.results import read_results
 from coca_lab.report.section import Entry, Section
@@ -10,7 +10,6 @@ __all__ = [
     "REPORTS",
     "Entry",
     "HeatMap",
-    "Line",
     "LineChart",
     "Section",
     "TaskReport",

@@ -1,31 +1,31 @@
 """Angles between queries and keys in the report, from the results of ``coca analyze``."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from coca_lab.report.charts import HeatMap, Line, LineChart
+from coca_lab.report.charts import DASHES, HeatMap, LineChart
 from coca_lab.report.results import Cell
-from coca_lab.report.section import Section, Table, mean, signed
+from coca_lab.report.section import Section, mean, signed
 
-DASHES = ((), (6, 3), (2, 3), (9, 3, 2, 3))
 ROUND_OFF = 1e-9
 """Relative change of float64 scores that round-off explains."""
 SMALLEST = 1e-17
 """A logarithmic axis cannot show 0."""
 CHECKS = {"eq19": "Eq. 19", "eq20": "Eq. 20, at angles of 0", "eq21": "Eq. 21"}
+CHECKS |= {"score_against_eq20": "Eq. 20 by the scores, at other angles"}
+"""The last is no inequality of the paper: it says how far scores leave the bound."""
 BOUNDS = {
-    "score": ("score", ()),
-    "eq19": ("bound for any angles (Eq. 19)", (6, 3)),
-    "eq20": ("bound for angles of 0 (Eq. 20)", (9, 3, 2, 3)),
+    "score": ("score", "1 0"),
+    "eq19": ("bound for any angles (Eq. 19)", "6 3"),
+    "eq20": ("bound for angles of 0 (Eq. 20)", "9 3 2 3"),
 }
 
 
 def angle_sections(cells: Sequence[Cell]) -> list[Section]:
-    """Histograms, anomalous tokens, decay and shifts."""
+    """Histograms, anomalous tokens, decay and shifts, and a table of all figures."""
     # Without angles, all would be in one bin.
     sections = [_histogram_section(cell) for cell in cells if not without_angles(cell)]
     sections.append(_anomaly_section(cells, drawn=bool(sections)))
@@ -34,16 +34,16 @@ def angle_sections(cells: Sequence[Cell]) -> list[Section]:
     if shifted:
         lead, *others = map(_shift_sentence, shifted)
         text = " ".join([lead, *others])
-        sections.append(Section("All positions moved", lead, text, shift_chart(shifted)))
-    return sections
-
-
-def angle_table(cells: Sequence[Cell]) -> Table:
-    """A column per model: a row would be too long for a terminal."""
+        sections.append(Section("All positions moved", lead, text, _shift_chart(shifted)))
+    # A column per model: a row would be too long for a terminal.
     measures = pd.DataFrame({cell["model"]: pd.Series(_measures(cell)) for cell in cells})
-    measures = measures.reindex(dict.fromkeys(n for cell in cells for n in _measures(cell)))
+    measures = measures.reindex(dict.fromkeys(name for cell in cells for name in _measures(cell)))
     rows = [[*row] for row in measures.fillna("–").itertuples()]
-    return ["angles", *measures.columns], rows
+    note = (
+        "Means over layers, heads and pairs. A bound above a share of 1 is weaker than |cos| ≤ 1."
+    )
+    header = ["angles", *measures.columns]
+    return [*sections, Section("Figures of every model", header=header, rows=rows, note=note)]
 
 
 def seen_angles(layer: dict[str, Any]) -> dict[str, Any]:
@@ -63,76 +63,33 @@ def without_angles(cell: Cell) -> bool:
 
 
 def shown_lengths(cell: Cell) -> list[tuple[int, int]]:
-    """Index and tokens of the lengths to show.
-
-    Angles that depend on the position are known up to the longest text that was read.
-    """
+    """Index and tokens of the lengths to show; of angles that depend on positions those read."""
     lengths = list(enumerate(cell["settings"]["lengths"]))
     if not at_key_position(cell):
         return lengths
     return [item for item in lengths if item[1] <= cell["longest"]] or lengths[:1]
 
 
-def histogram(cell: Cell) -> HeatMap:
-    """Density of Θ over all pairs by layer, relative to a uniform distribution."""
-    rows = [_layer_histogram(seen_angles(layer)) for layer in cell["layers"]]
-    bins = len(rows[0])
-    return HeatMap(
-        (
-            "angle Θ from key to query before rotation, in degrees",
-            [f"{360 * edge / bins:g}" for edge in range(bins)],
-        ),
-        ("layer", [str(layer["layer"]) for layer in cell["layers"]]),
-        [[value * bins for value in row] for row in rows],
-        "density (1: uniform)",
-        labels=[f"{degrees}" for degrees in (0, 90, 180, 270)],
-    )
-
-
-def anomaly_chart(cells: Sequence[Cell]) -> LineChart:
-    """Share of causal (m, n) pairs in the anomalous zone by rotary pair, averaged over layers."""
-    lines = []
-    for cell in cells:
-        for index, length in shown_lengths(cell):
-            share = 100 * _shares(cell, index)
-            label, dash = f"{cell['model']}, {length:,} tokens", DASHES[index % len(DASHES)]
-            main = index == len(shown_lengths(cell)) - 1
-            line = Line(label, [*range(len(share))], [*share], None, cell["model"], dash)
-            lines.append(replace(line, dotted=False, main=main))
-    x, y = "rotary pair, from fast to slow", "anomalous (query, key) pairs (%)"
-    return LineChart(lines, x, y)
-
-
-def decay_chart(cell: Cell) -> LineChart:
-    """Scores and the bounds of Eq. 19 and 20 against the distance, averaged over layers."""
-    means = _decay(cell)
-    lines = []
-    for name, (label, dash) in BOUNDS.items():
-        known = means[name].dropna()
-        lines.append(Line(label, [*known.index], [*known], dash=dash))
-    y = "share of the sum of |q||k|"
-    return LineChart(lines, "distance m − n (tokens)", y, ticks=[*means.index] or [1], log_y=True)
-
-
-def shift_chart(cells: Sequence[Cell]) -> LineChart:
-    """Change of attention scores when all positions move: mean and range over the layers."""
-    lines = []
-    for cell in cells:
-        changes = _score_changes(cell).clip(lower=SMALLEST)
-        ends = [*zip(changes.min(), changes.max(), strict=True)]
-        lines.append(Line(cell["model"], [*changes.columns], [*changes.mean()], ends))
-    ticks = sorted({entry["shift"] for cell in cells for entry in cell["shifts"]})
-    x, y = "all positions moved by (tokens)", "change of scores over their spread"
-    return LineChart(lines, x, y, ticks=ticks, log_y=True)
-
-
 def _measures(cell: Cell) -> dict[str, str]:
-    found = {"attention": _form(cell), "Θ > π": _percent(_above(cell))}
+    """What the table says of a model."""
+    found = {
+        "attention": _form(cell),
+        "documents": f"{cell['documents']:,}",
+        "tokens": f"{cell['tokens']:,}",
+        "Θ > π": _percent(_above(cell)),
+        "largest angle before rotation": _largest(cell),
+    }
     for index, length in shown_lengths(cell):
         found[f"anomalous at {length:,} tokens"] = _percent(_shares(cell, index).mean())
-    for check in CHECKS:
-        name = CHECKS[check].partition(",")[0]
-        found[f"violations of {name}"] = f"{_total(cell, check, 'violations'):,}"
+    for check, name in CHECKS.items():
+        if check == "score_against_eq20" and without_angles(cell):
+            continue
+        checks = [layer["decay"][check] for layer in cell["layers"]]
+        count, wrong = (sum(each[field] for each in checks) for field in ("checked", "violations"))
+        found[f"violations of {name}"] = f"{wrong:,} of {count:,}"
+        ratios = [each["largest_ratio"] for each in checks if each["largest_ratio"] is not None]
+        if ratios:
+            found[f"largest ratio in {name}"] = f"{max(ratios):.3g}"
     if cell["shifts"]:
         changes = _score_changes(cell).mean().fillna(0.0)
         found["score change when moved"] = f"{changes.max():.2g} (by {changes.idxmax():,})"
@@ -142,68 +99,80 @@ def _measures(cell: Cell) -> dict[str, str]:
 
 
 def _histogram_section(cell: Cell) -> Section:
-    above = _percent(_above(cell))
+    """Density of Θ over all pairs by layer, relative to a uniform distribution."""
+    above, model = _percent(_above(cell)), cell["model"]
     text = (
-        f"{cell['model']} ({_form(cell)}), {cell['tokens']:,} tokens of {cell['documents']} "
-        f"documents: in {above} of all (query, key, rotary pair) triples Θ > π, so that the score "
-        "of the nearest tokens rises with distance."
+        f"{model} ({_form(cell)}): in {above} of all (query, key, rotary pair) triples Θ > π, so "
+        "that the score of the nearest tokens rises with distance."
     )
     if at_key_position(cell):
         text += (
             f" Before rotation all angles are 0 (largest measured: {_largest(cell)} radians); "
             f"the figure shows those that the {cell['form']} form gives to keys at their positions."
         )
-    lead = f"{cell['model']}: {above} of the angles between query and key exceed π."
-    title = f"Angle between query and key: {cell['model']}"
-    return Section(title, lead, text, chart=histogram(cell))
+    rows = {str(layer["layer"]): _layer_histogram(seen_angles(layer)) for layer in cell["layers"]}
+    values = pd.DataFrame(rows).T * len(next(iter(rows.values())))
+    values.columns = [f"{360 * edge / values.shape[1]:g}" for edge in range(values.shape[1])]
+    x = "angle Θ from key to query before rotation, in degrees"
+    chart = HeatMap(values, x, "layer", "density (1: uniform)", ["0", "90", "180", "270"])
+    lead = f"{model}: {above} of the angles between query and key exceed π."
+    return Section(f"Angle between query and key: {model}", lead, text, chart)
 
 
 def _anomaly_section(cells: Sequence[Cell], drawn: bool) -> Section:
-    sentences = []
+    """Share of causal (m, n) pairs in the anomalous zone by rotary pair, averaged over layers."""
+    said, lines = [], []
     for cell in cells:
-        if without_angles(cell):
-            sentences.append(
-                f"{cell['model']}: none, since all angles are 0 by construction (largest measured: "
-                f"{_largest(cell)} radians)."
-            )
-            continue
-        shares = [
-            f"{_percent(_shares(cell, index).mean())} at {length:,} tokens"
-            for index, length in shown_lengths(cell)
+        shares = {length: _shares(cell, index) for index, length in shown_lengths(cell)}
+        parts = [
+            f"{_percent(share.mean())} at {length:,} tokens" for length, share in shares.items()
         ]
-        sentences.append(f"{cell['model']}: {', '.join(shares)}, over all layers and pairs.")
+        none = "none, since all angles are 0 by construction"
+        said.append(f"{cell['model']}: {none if without_angles(cell) else ', '.join(parts)}.")
+        for index, (length, share) in enumerate(shares.items()):
+            line = {"line": f"{cell['model']}, {length:,} tokens", "x": share.index}
+            look = {"colour": cell["model"], "dash": DASHES[index % len(DASHES)], "mark": "line"}
+            look["legend"] = "first" if length == max(shares) else "spare"
+            lines.append(pd.DataFrame(line | {"y": 100 * share} | look))
     text = (
         "A (query, key) pair is anomalous in a rotary pair if Θ > π and the key is nearer than "
-        f"τ = (2π − Θ)/θ: its score then rises with distance. {' '.join(sentences)}"
+        f"τ = (2π − Θ)/θ: its score then rises with distance. {' '.join(said)}"
     )
-    lead = f"Anomalous tokens of {sentences[0]}"
-    chart = anomaly_chart(cells) if drawn else None
-    return Section("Anomalous tokens by rotary pair", lead, text, chart)
+    x, y = "rotary pair, from fast to slow", "anomalous (query, key) pairs (%)"
+    chart = LineChart(pd.concat(lines), x, y) if drawn else None
+    return Section("Anomalous tokens by rotary pair", f"Anomalous tokens of {said[0]}", text, chart)
 
 
 def _decay_section(cell: Cell) -> Section:
-    """The inequalities that were checked, and how scores fall with distance."""
-    sentences = []
-    for key, what in CHECKS.items():
-        count, violations = _total(cell, key, "checked"), _total(cell, key, "violations")
-        ratios = [layer["decay"][key]["largest_ratio"] for layer in cell["layers"]]
-        known = [ratio for ratio in ratios if ratio is not None]
-        most = f", the left side at most {max(known):.3g} of the right" if known else ""
-        sentences.append(f"{what}: {violations:,} violations in {count:,} comparisons{most}.")
-    if not without_angles(cell):
-        count = _total(cell, "score_against_eq20", "checked")
-        above = _total(cell, "score_against_eq20", "violations")
-        sentences.append(
-            f"The scores themselves, with angles other than 0, exceed the bound of Eq. 20 in "
-            f"{above:,} of {count:,} comparisons."
-        )
-    sentences.append("A bound above a share of 1 is weaker than |cos| ≤ 1.")
-    score, lead = _decay(cell)["score"].dropna(), ""
+    """Scores and the bounds of Eq. 19 and 20 against the distance, averaged over layers."""
+    rows = [row for layer in cell["layers"] for row in layer["decay"]["by_distance"]]
+    frame = pd.DataFrame(rows, columns=["distance", *BOUNDS]).astype(float)
+    # 0 counts as unknown.
+    means = frame.replace(0.0, np.nan).groupby("distance").mean().dropna(how="all")
+    points = [
+        pd.DataFrame({"line": label, "x": means.index, "y": means[name], "dash": dash})
+        for name, (label, dash) in BOUNDS.items()
+    ]
+    score, lead = means["score"].dropna(), ""
     if len(score):
-        ends = [f"{score[d]:.2g} at distance {d:,}" for d in (score.index[0], score.index[-1])]
+        ends = [f"{score[d]:.2g} at distance {d:,.0f}" for d in (score.index[0], score.index[-1])]
         lead = f"{cell['model']}: the mean score is {' and '.join(ends)}, as a share of |q||k|."
-    title = f"Score and bounds by distance: {cell['model']}"
-    return Section(title, lead, " ".join(sentences), decay_chart(cell))
+    ticks = [int(distance) for distance in means.index] or [1]
+    y = "share of the sum of |q||k|"
+    chart = LineChart(pd.concat(points), "distance m − n (tokens)", y, ticks=ticks, log_y=True)
+    return Section(f"Score and bounds by distance: {cell['model']}", lead, chart=chart)
+
+
+def _shift_chart(cells: Sequence[Cell]) -> LineChart:
+    """Change of attention scores when all positions move: mean and range over the layers."""
+    lines = []
+    for cell in cells:
+        changes = _score_changes(cell).clip(lower=SMALLEST)
+        points = {"x": changes.columns, "y": changes.mean(), "low": changes.min()}
+        lines.append(pd.DataFrame({"line": cell["model"], **points, "high": changes.max()}))
+    ticks = sorted({entry["shift"] for cell in cells for entry in cell["shifts"]})
+    x, y = "all positions moved by (tokens)", "change of scores over their spread"
+    return LineChart(pd.concat(lines), x, y, ticks=ticks, log_y=True)
 
 
 def _shift_sentence(cell: Cell) -> str:
@@ -242,16 +211,6 @@ def _shares(cell: Cell, index: int) -> pd.Series:
     return pd.DataFrame(layers, dtype=float).mean().fillna(0.0)
 
 
-def _decay(cell: Cell) -> pd.DataFrame:
-    """Score and bounds by distance, averaged over layers; 0 counts as unknown."""
-    rows = [row for layer in cell["layers"] for row in layer["decay"]["by_distance"]]
-    frame: Any = (
-        pd.DataFrame(rows, columns=["distance", *BOUNDS]).set_index("distance").astype(float)
-    )
-    means = frame.replace(0.0, np.nan).groupby("distance").mean()
-    return means.dropna(how="all")
-
-
 def _score_changes(cell: Cell) -> pd.DataFrame:
     """A row for every layer, a column for every shift."""
     rows = [[entry["score_change"] for entry in layer["shifts"]] for layer in cell["layers"]]
@@ -260,10 +219,6 @@ def _score_changes(cell: Cell) -> pd.DataFrame:
 
 def _nats_change(entry: dict[str, Any]) -> float:
     return entry["nats_shifted"] - entry["nats"]
-
-
-def _total(cell: Cell, check: str, field: str) -> int:
-    return sum(layer["decay"][check][field] for layer in cell["layers"])
 
 
 def _largest(cell: Cell) -> str:

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
-from coca_lab.report.charts import Line, LineChart
+import pandas as pd
+
+from coca_lab.report.charts import LineChart
 from coca_lab.report.results import Cell
-from coca_lab.report.section import Section, Table
+from coca_lab.report.section import Section
 
 # Phrases for sizes that are described together.
 SIZE_PHRASES = (
@@ -27,55 +28,55 @@ def bench_facts(cell: Cell) -> dict[Any, Any]:
 
 def bench_sections(cells: Sequence[Cell]) -> list[Section]:
     """A chart and a table for every case, device, precision and size."""
-    return [
-        Section(
-            f"{group[0]['title']}: {_setting(group[0])}",
-            text=group[0]["text"],
-            chart=_chart(group) if len(group) > 1 else None,
-            header=["tokens", *(f"{cell['length']:,}" for cell in group)],
-            rows=bench_rows(group),
-            note=_note(group),
-        )
-        for group in _groups(cells)
-    ]
+    groups: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        about = cell["case"], cell["device"], cell["dtype"], str(cell["sizes"]), cell["batch"]
+        groups.setdefault(about, []).append(cell)
+    cases = [case for case, *_ in groups]
+    ordered = sorted(groups, key=lambda about: (cases.index(about[0]), *about[1:]))
+    return [_section(sorted(groups[about], key=lambda cell: cell["length"])) for about in ordered]
 
 
-def bench_tables(cells: Sequence[Cell]) -> list[Table]:
-    """Header and rows for the terminal."""
-    tables: list[Table] = []
-    for group in _groups(cells):
-        name = f"{group[0]['case']} ({_setting(group[0])})"
-        tables.append(([name, *(f"{c['length']:,}" for c in group)], bench_rows(group)))
-    return tables
+def _section(group: Sequence[Cell]) -> Section:
+    """A row per variant, a column per length: the first one's time, then ratios; or megabytes."""
+    first, memory = group[0], group[0]["measure"] == "memory"
+    baseline, *_ = first["variants"]
+    frame = pd.DataFrame(
+        {
+            "line": _row_name(first["variants"], name),
+            "x": cell["length"],
+            "y": measured["peak_megabytes" if memory else "ratio"],
+            "entry": _entry(measured, name == baseline),
+        }
+        for cell in group
+        for name, measured in cell["variants"].items()
+    )
+    lengths = [cell["length"] for cell in group]
+    table = frame.pivot(index="line", columns="x", values="entry")[lengths].fillna("–")
+    rows = [[name, *table.loc[name]] for name in frame["line"].unique()]
+    label = "megabytes" if memory else "time, relative to the baseline"
+    logarithmic = memory or bool(frame["y"].max() > 3)
+    chart = LineChart(frame, "tokens", label, ticks=lengths, log_y=logarithmic)
+    setting = _setting(first)
+    return Section(
+        f"{first['title']}: {setting}",
+        _lead(first["title"], frame[frame["x"] == lengths[-1]], memory),
+        text=first["text"],
+        chart=chart if len(group) > 1 else None,
+        header=[f"{first['case']} ({setting})", *(f"{length:,}" for length in lengths)],
+        rows=rows,
+        note=_note([m for cell in group for m in cell["variants"].values()], memory),
+    )
 
 
-def bench_rows(group: Sequence[Cell]) -> list[list[str]]:
-    """A row per variant, a column per length: the baseline's time, then ratios; or megabytes."""
-    names = _variant_names(group)
-    return [
-        [
-            _row_name(group, name),
-            *(_entry(cell["variants"].get(name), name == names[0]) for cell in group),
-        ]
-        for name in names
-    ]
-
-
-def _variant_names(group: Sequence[Cell]) -> list[str]:
-    return list(dict.fromkeys(name for cell in group for name in cell["variants"]))
-
-
-def _row_name(group: Sequence[Cell], name: str) -> str:
+def _row_name(variants: dict[str, Any], name: str) -> str:
     """The variant's name, and the size of its cache relative to the baseline's if they differ."""
-    variants = group[0]["variants"]
     baseline = next(iter(variants.values())).get("cache_megabytes")
-    own = variants.get(name, {}).get("cache_megabytes")
-    return f"{name} ({own / baseline:.2f} × bytes)" if own and own != baseline else name
+    size = variants.get(name, {}).get("cache_megabytes")
+    return f"{name} ({size / baseline:.2f} × bytes)" if size and size != baseline else name
 
 
-def _entry(measured: dict[str, Any] | None, first: bool) -> str:
-    if measured is None:
-        return "–"
+def _entry(measured: dict[str, Any], first: bool) -> str:
     if "peak_megabytes" in measured:
         return f"{measured['peak_megabytes']:,.0f} MB"
     if first:
@@ -85,16 +86,13 @@ def _entry(measured: dict[str, Any] | None, first: bool) -> str:
     return f"{measured['ratio']:.2f} × ({low:.2f}–{high:.2f})"
 
 
-def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells of one case, device, precision, sizes and batch size, by length."""
-    cases = list(dict.fromkeys(cell["case"] for cell in cells))
-
-    def key(cell: Cell) -> Any:
-        place = cases.index(cell["case"])
-        return place, cell["device"], cell["dtype"], str(cell["sizes"]), cell["batch"]
-
-    ordered = sorted(cells, key=lambda cell: (key(cell), cell["length"]))
-    return [list(group) for _, group in groupby(ordered, key)]
+def _lead(title: str, longest: pd.DataFrame, memory: bool) -> str:
+    """What every variant needs at the longest length, against the first one."""
+    (_, first), *others = longest[["line", "entry"]].itertuples(index=False)
+    said = [f"{name} {entry.partition(' (')[0]}" for name, entry in others]
+    baseline = longest["line"].iloc[0]
+    against = f"{baseline} {first}" if memory else f"the time of {baseline}, {first}"
+    return f"{title}, {longest['x'].iloc[0]:,} tokens: {', '.join(said)} – {against}."
 
 
 def _setting(cell: Cell) -> str:
@@ -111,10 +109,9 @@ def _setting(cell: Cell) -> str:
     return ", ".join([*phrases, *batch, cell["dtype"], cell["device"]])
 
 
-def _note(group: Sequence[Cell]) -> str:
-    if group[0]["measure"] == "memory":
+def _note(measured: Sequence[dict[str, Any]], memory: bool) -> str:
+    if memory:
         return "Peak memory of one run, in megabytes above its inputs."
-    measured = [m for cell in group for m in cell["variants"].values()]
     rounds = sorted({m["rounds"] for m in measured})
     count = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
     note = (
@@ -125,16 +122,3 @@ def _note(group: Sequence[Cell]) -> str:
     if not errors:
         return note
     return f"{note} Largest error before timing, relative to the largest value: {max(errors):.1g}."
-
-
-def _chart(group: Sequence[Cell]) -> LineChart:
-    memory = group[0]["measure"] == "memory"
-    key = "peak_megabytes" if memory else "ratio"
-    lines = []
-    for name in _variant_names(group):
-        points = {c["length"]: c["variants"][name][key] for c in group if name in c["variants"]}
-        lines.append(Line(name, list(points), list(points.values())))
-    highest = max(value or 0.0 for line in lines for value in line.y)
-    label = "megabytes" if memory else "time, relative to the baseline"
-    lengths = [cell["length"] for cell in group]
-    return LineChart(lines, "tokens", label, ticks=lengths, log_y=memory or highest > 3)

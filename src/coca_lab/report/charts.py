@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
+import numpy as np
+import pandas as pd
 import vl_convert
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish, in tones with a contrast of
@@ -24,8 +26,8 @@ DARK = (
     *("#c9925a", "#b794e0", "#f2747f", "#b5c240", "#4cc4c9"),
 )
 """The same colours on a dark page."""
-TURNS = ((1, 0), (6, 3), (2, 3), (9, 3, 2, 3))
-"""Dashes of lines without dashes of their own, by how often the colours have been used up."""
+DASHES = ("1 0", "6 3", "2 3", "9 3 2 3")
+"""Of lines without dashes of their own, by how often the colours have been used up."""
 ENTRIES = 8
 """Names in a legend, at most; the lines of all others are drawn on demand."""
 SPAN = 1.2
@@ -63,58 +65,10 @@ STYLE = {
     },
 }
 
-ENDS = ("y", "low", "high")
+LOOKS = {"colour": "", "dash": "", "mark": "both", "legend": "first"}
+"""How lines are drawn, in columns that points may have, and what holds without them."""
 Palette = dict[str, int]
 """The place of every name's colour, so that a model has one colour on a page."""
-Ends = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a chart; values that are not finite are left out.
-
-    Attributes:
-        label: Its name in the legend; lines of one name look alike.
-        x: Horizontal places.
-        y: Values.
-        ends: Ends of the interval of every value, or None.
-        colour: A name that has the same colour in every chart; by default the label.
-        dash: Lengths of dashes and gaps; by default as often as the colours repeat.
-        joined: Whether the points are joined.
-        dotted: Whether the points are shown.
-        main: Whether it goes before others where there are too many.
-        named: Whether it stands in the legend; if not, it comes and goes with its colour.
-    """
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float | None]
-    ends: Sequence[Ends | None] | None = None
-    colour: str = ""
-    dash: Sequence[int] = ()
-    joined: bool = True
-    dotted: bool = True
-    main: bool = True
-    named: bool = True
-
-    @property
-    def hue(self) -> str:
-        """The name that its colour belongs to."""
-        return self.colour or self.label
-
-    def points(self) -> list[dict[str, Any]]:
-        """The finite points as rows of data."""
-        ends = self.ends if self.ends is not None else [None] * len(self.x)
-        rows = []
-        for x, y, interval in zip(self.x, self.y, ends, strict=True):
-            if y is None or not math.isfinite(y):
-                continue
-            row: dict[str, Any] = {"line": self.label, "x": x, "y": y}
-            if interval is not None and all(map(math.isfinite, interval)):
-                row |= {"low": interval[0], "high": interval[1]}
-                row["interval"] = " to ".join(f"{end:.4g}" for end in interval)
-            rows.append(row | {"joined": self.joined, "dotted": self.dotted})
-        return rows
 
 
 @dataclass(frozen=True)
@@ -122,7 +76,12 @@ class LineChart:
     """Lines over one horizontal axis.
 
     Attributes:
-        lines: The lines.
+        points: A row for every point, in the order of the lines: ``line`` (its name), ``x``, ``y``;
+            values that are not finite are left out. Optional are ``low`` and ``high`` (ends of the
+            interval), ``colour`` (a name that has one colour in all charts; by default the line's),
+            ``dash`` (lengths of dashes and gaps, such as "6 3"), ``mark`` ("line", "points" or
+            "both"), and ``legend``: "first", "spare" (named where there is room) or "none" (never
+            named; it comes and goes with its colour).
         x: Title of the horizontal axis.
         y: Title of the vertical axis.
         ticks: Where to label the horizontal axis, which is then logarithmic to base 2.
@@ -134,7 +93,7 @@ class LineChart:
         bars: Whether intervals are drawn, and not only told on hovering.
     """
 
-    lines: Sequence[Line]
+    points: pd.DataFrame
     x: str
     y: str
     ticks: Sequence[float] = ()
@@ -145,28 +104,29 @@ class LineChart:
     level: float | None = None
     bars: bool = True
 
+    def _complete(self) -> pd.DataFrame:
+        """The finite points, with all columns."""
+        every = dict.fromkeys((*self.points.columns, "low", "high", *LOOKS))
+        points = self.points.reindex(columns=every).fillna(LOOKS)
+        points = points.astype({"y": float, "low": float, "high": float})
+        points["colour"] = points["colour"].where(points["colour"] != "", points["line"])
+        return points[np.isfinite(points["y"])]
+
     @property
     def legend(self) -> list[str]:
         """The names that are shown at first."""
-        named = [line for line in self.lines if line.named]
-        if len({line.label for line in named}) > ENTRIES:
-            named = [line for line in named if line.main]
-        return list(dict.fromkeys(line.label for line in named))[:ENTRIES]
-
-    @property
-    def rows(self) -> int:
-        """Entries of the legend."""
-        return len(self.legend)
+        lines = self._complete().drop_duplicates("line")
+        names = lines[lines["legend"] != "none"]
+        if len(names) > ENTRIES:
+            names = names[names["legend"] == "first"]
+        return names["line"].tolist()[:ENTRIES]
 
     def words(self) -> str:
         """What the chart shows, for screen readers: its axes, and the ends of every line."""
-        parts = []
-        for line in self.lines:
-            points = line.points()
-            if points and line.joined:
-                ends = dict.fromkeys((p["x"], p["y"]) for p in (points[0], points[-1]))
-                said = " to ".join(f"{y:,.3g} at {x:,.10g}" for x, y in ends)
-                parts.append(f"{line.label}: {said}")
+        parts, points = [], self._complete()
+        for name, line in points[points["mark"] != "points"].groupby("line", sort=False):
+            ends = dict.fromkeys(line[["x", "y"]].iloc[[0, -1]].itertuples(index=False, name=None))
+            parts.append(f"{name}: " + " to ".join(f"{y:,.3g} at {x:,.10g}" for x, y in ends))
         return f"Lines of {self.y} against {self.x}. {'; '.join(parts)}."
 
     def specification(self, palette: Palette) -> dict[str, Any]:
@@ -175,33 +135,52 @@ class LineChart:
         ``log``: whether the vertical axis is logarithmic, if it can be switched. ``hidden``: how
         many lines are filtered out at first.
         """
-        names = self.legend
-        hues = {line.hue for line in self.lines if line.label in names}
-        drawn = [line.label in names if line.named else line.hue in hues for line in self.lines]
-        looks = {line.label: _look(line, palette) for line in self.lines}
-        seen = [line for line in self.lines if line.label in names]
-        widths = {line.label: _width(line, seen) for line in self.lines}
+        points, names = self._complete(), self.legend
+        lines = points.drop_duplicates("line")
+        beside = set(lines["colour"][lines["line"].isin(names)])
+        unnamed = (points["legend"] == "none") & points["colour"].isin(beside)
+        points["first"] = points["line"].isin(names) | unnamed
         shown = alt.selection_point(name="shown", fields=["line"], bind="legend", toggle="true")
         zoom = alt.selection_interval(name="zoom", bind="scales", zoom="wheel![event.shiftKey]")
+        base = self._encoded(points, lines, names, palette)
+        base = base.encode(opacity=alt.condition(shown, alt.value(1), alt.value(0.1)))
+        layers: list[Any] = [base.transform_filter("datum.mark != 'points'").mark_line()]
+        # Named, as names that Altair gives differ from call to call.
+        layers[0] = layers[0].add_params(shown, zoom).properties(name="lines")
+        layers.append(base.transform_filter("datum.mark != 'line'").mark_circle(size=45))
+        if self.bars and points["low"].notna().any():
+            ends = {"y": "low:Q", "y2": "high:Q", "strokeWidth": alt.value(1.2)}
+            layers.append(base.transform_filter("isValid(datum.low)").mark_rule().encode(**ends))
+        layers += self._marks()
+        made = _styled(alt.layer(*layers).properties(width=WIDTH, height=HEIGHT))
+        made["padding"] = {"top": 5, "left": 5, "bottom": 5, "right": 25}
+        made["params"] = [{"name": "all", "value": False}, *made["params"]]
+        made["usermeta"] = {"hidden": int((lines["legend"] != "none").sum()) - len(names)}
+        if self.log_y is not None:
+            made["usermeta"]["log"] = self.log_y
+        return made
+
+    def _encoded(
+        self, points: pd.DataFrame, lines: pd.DataFrame, names: list[str], palette: Palette
+    ) -> alt.Chart:
+        """The points with their axes, and the look of every line."""
         legend = alt.Legend(title=None, symbolType="stroke", values=names)
 
         def by_line(values: Iterable[Any]) -> dict[str, Any]:
-            scale = alt.Scale(type="ordinal", domain=[*looks], range=[*values])
+            scale = alt.Scale(type="ordinal", domain=lines["line"].tolist(), range=[*values])
             return {"scale": scale, "legend": legend}
 
-        points = [
-            point | {"first": first}
-            for line, first in zip(self.lines, drawn, strict=True)
-            for point in line.points()
-        ]
-        base = alt.Chart(alt.InlineData(values=points)).transform_filter("all || datum.first")
-        base = base.encode(
+        looks = [_look(*row, palette) for row in lines[["colour", "dash"]].itertuples(index=False)]
+        widths = _widths(points, names)
+        base = alt.Chart(alt.InlineData(values=_records(points)))
+        return base.transform_filter("all || datum.first").encode(
             x=alt.X("x:Q", title=self.x, scale=self._scale_x(), axis=self._axis_x()),
-            y=alt.Y("y:Q", title=self.y, scale=self._scale_y(), axis=alt.Axis(format=",~g")),
-            color=alt.Color("line:N", **by_line(colour for colour, _ in looks.values())),
-            strokeDash=alt.StrokeDash("line:N", **by_line(dash for _, dash in looks.values())),
-            strokeWidth=alt.StrokeWidth("line:N", **by_line(widths.values())),
-            opacity=alt.condition(shown, alt.value(1), alt.value(0.1)),
+            y=alt.Y("y:Q", title=self.y, scale=self._scale_y(points), axis=alt.Axis(format=",~g")),
+            color=alt.Color("line:N", **by_line(colour for colour, _ in looks)),
+            strokeDash=alt.StrokeDash("line:N", **by_line(dash for _, dash in looks)),
+            strokeWidth=alt.StrokeWidth(
+                "line:N", **by_line(widths.get(n, 2) for n in lines["line"])
+            ),
             tooltip=[
                 alt.Tooltip("line:N", title="line"),
                 alt.Tooltip("x:Q", title=self.x, format=",~g"),
@@ -209,25 +188,6 @@ class LineChart:
                 alt.Tooltip("interval:N", title="95 % interval"),
             ],
         )
-        layers: list[Any] = [base.transform_filter("datum.joined").mark_line()]
-        # Named, as names that Altair gives differ from call to call.
-        layers[0] = layers[0].add_params(shown, zoom).properties(name="lines")
-        layers.append(base.transform_filter("datum.dotted").mark_circle(size=45))
-        if self.bars and any(line.ends for line in self.lines):
-            bars = base.transform_filter("isValid(datum.low)")
-            ends = {"y": "low:Q", "y2": "high:Q", "strokeWidth": alt.value(1.2)}
-            layers.append(bars.mark_rule().encode(**ends))
-        layers += self._marks()
-        chart = alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
-        made = _styled(chart)
-        made["padding"] = {"top": 5, "left": 5, "bottom": 5, "right": 25}
-        made["params"] = [{"name": "all", "value": False}, *made["params"]]
-        made["usermeta"] = {
-            "hidden": len({line.label for line in self.lines if line.named}) - len(names)
-        }
-        if self.log_y is not None:
-            made["usermeta"]["log"] = self.log_y
-        return made
 
     def _scale_x(self) -> alt.Scale:
         if self.ticks:
@@ -239,13 +199,13 @@ class LineChart:
             return alt.Axis(values=list(self.ticks), format=",~g", labelOverlap="parity")
         return alt.Axis(format=",~g")
 
-    def _scale_y(self) -> alt.Scale:
+    def _scale_y(self, points: pd.DataFrame) -> alt.Scale:
         if self.top is not None:
             return alt.Scale(domain=[-0.02 * self.top, 1.06 * self.top], nice=False)
         domain: Any = alt.Undefined
-        values = [p[n] for line in self.lines for p in line.points() for n in ENDS if n in p]
-        if self.log_y is not None and len({line.hue for line in self.lines}) == 1 and values:
-            low, high = min(values), max(values)
+        if self.log_y is not None and points["colour"].nunique() == 1:
+            values = points[["y", "low", "high"]].stack()
+            low, high = float(values.min()), float(values.max())
             if 0 < low <= high < SPAN * low:
                 middle, reach = math.sqrt(low * high), math.sqrt(SPAN)
                 domain = [float(f"{end:.4g}") for end in (middle / reach, middle * reach)]
@@ -273,52 +233,41 @@ class HeatMap:
     """Values in a grid.
 
     Attributes:
-        x: Title of the columns, and their names.
-        y: Title of the rows, and their names.
-        values: A row of values for every row.
+        values: A row of the grid for every row; index and columns are the names along the axes.
+        x: Title of the columns.
+        y: Title of the rows.
         measure: What the values are.
-        top: The largest value of the scale; by default that of the values.
-        labels: Names of columns to label; by default all.
+        labels: Names of columns to label.
     """
 
-    x: tuple[str, Sequence[str]]
-    y: tuple[str, Sequence[str]]
-    values: Sequence[Sequence[float]]
+    values: pd.DataFrame
+    x: str
+    y: str
     measure: str
-    top: float | None = None
-    labels: Sequence[str] | None = None
-    rows: int = 1
+    labels: Sequence[str]
 
     def words(self) -> str:
         """What the chart shows, for screen readers."""
-        every = [value for row in self.values for value in row]
-        ranges = f"from {min(every):.3g} to {max(every):.3g}"
-        return f"Heat map of the {self.measure}, {ranges}, by {self.y[0]} and {self.x[0]}."
+        ends = f"from {self.values.min(axis=None):.3g} to {self.values.max(axis=None):.3g}"
+        return f"Heat map of the {self.measure}, {ends}, by {self.y} and {self.x}."
 
     def specification(self, palette: Palette) -> dict[str, Any]:
         """The Vega-Lite specification."""
-        rows = [
-            {"x": x, "y": y, "value": value}
-            for y, row in zip(self.y[1], self.values, strict=True)
-            for x, value in zip(self.x[1], row, strict=True)
-        ]
-        values = alt.Undefined if self.labels is None else list(self.labels)
+        rows = [{"x": x, "y": y, "value": value} for (y, x), value in self.values.stack().items()]
+        axis = alt.Axis(values=list(self.labels), labelAngle=0)
+        legend = alt.Legend(gradientLength=300, titleLimit=400)
+        scale = alt.Scale(scheme="cividis", domainMin=0)
         chart = alt.Chart(alt.InlineData(values=rows)).encode(
-            x=alt.X("x:O", sort=None, title=self.x[0], axis=alt.Axis(values=values, labelAngle=0)),
-            y=alt.Y("y:O", sort=None, title=self.y[0]),
-            color=alt.Color(
-                "value:Q",
-                title=self.measure,
-                scale=alt.Scale(scheme="cividis", domainMin=0, domainMax=self.top or alt.Undefined),
-                legend=alt.Legend(gradientLength=300, titleLimit=400),
-            ),
+            x=alt.X("x:O", sort=None, title=self.x, axis=axis),
+            y=alt.Y("y:O", sort=None, title=self.y),
+            color=alt.Color("value:Q", title=self.measure, scale=scale, legend=legend),
             tooltip=[
-                alt.Tooltip("y:O", title=self.y[0]),
-                alt.Tooltip("x:O", title=self.x[0]),
+                alt.Tooltip("y:O", title=self.y),
+                alt.Tooltip("x:O", title=self.x),
                 alt.Tooltip("value:Q", title=self.measure, format=".3~g"),
             ],
         )
-        height = min(400, max(120, 22 * len(self.y[1])))
+        height = min(400, max(120, 22 * len(self.values)))
         return _styled(chart.mark_rect().properties(width=WIDTH, height=height))
 
 
@@ -348,21 +297,34 @@ def _styled(chart: Any) -> dict[str, Any]:
     return made
 
 
-def _look(line: Line, palette: Palette) -> tuple[str, list[int]]:
-    place = palette.setdefault(line.hue, len(palette))
+def _records(points: pd.DataFrame) -> list[dict[str, Any]]:
+    """The points as JSON values, with their intervals in words."""
+    rows = points[["line", "x", "y", "low", "high", "mark", "first"]].to_dict("records")
+    for row in rows:
+        low, high = row["low"], row["high"]
+        if math.isfinite(low) and math.isfinite(high):
+            row["interval"] = f"{low:.4g} to {high:.4g}"
+        else:
+            del row["low"], row["high"]
+    return rows
+
+
+def _look(colour: str, dash: str, palette: Palette) -> tuple[str, list[int]]:
+    """The colour and dashes of a line."""
+    place = palette.setdefault(colour, len(palette))
     turn = place // len(COLOURS)
-    return f"var(--c{place % len(COLOURS)})", list(line.dash or TURNS[turn % len(TURNS)])
+    dashes = dash or DASHES[turn % len(DASHES)]
+    return f"var(--c{place % len(COLOURS)})", [int(length) for length in dashes.split()]
 
 
-def _width(line: Line, seen: Sequence[Line]) -> int:
-    """Width of a line: what later ones would cover stays visible at their sides."""
-    if line not in seen:
-        return 2
-    every = [point["y"] for each in seen for point in each.points()]
-    near = 0.01 * (max(every) - min(every)) if every else 0.0
-    points = {point["x"]: point["y"] for point in line.points()}
-    covers = 0
-    for later in seen[seen.index(line) + 1 :]:
-        apart = [abs(p["y"] - points[p["x"]]) for p in later.points() if p["x"] in points]
-        covers += 2 * sum(each <= near for each in apart) > len(points) > 1
-    return 2 + 4 * min(covers, 2)
+def _widths(points: pd.DataFrame, names: Sequence[str]) -> dict[str, int]:
+    """Widths of named lines: what later ones would cover stays visible at their sides."""
+    table = points.pivot_table("y", "x", "line").reindex(columns=names)
+    near = 0.01 * (table.max(axis=None) - table.min(axis=None))
+    widths = {}
+    for place, name in enumerate(names):
+        later = table.iloc[:, place + 1 :]
+        close = later.sub(table[name], axis=0).abs() <= near
+        covers = (2 * close.sum() > table[name].count()) & (table[name].count() > 1)
+        widths[name] = 2 + 4 * min(int(covers.sum()), 2)
+    return widths

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,37 +25,17 @@ from coca_lab.report.results import (
     short_names,
     without_copies,
 )
-from coca_lab.report.section import Section
-from coca_lab.report.tasks import REPORTS, by_task
+from coca_lab.report.section import Section, enumeration
+from coca_lab.report.tasks import REPORTS, by_task, paper_sections
 from coca_lab.report.training import Run, training_sections
 
 MARK = "--page: #fff; --text: #1b1b1b;"
 """In the style of every page, those of earlier versions included."""
-TALL = 3000
-"""Pixels of charts on a phone; what comes after them is folded away."""
-
+OPEN = 6
+"""Sections shown at first; those after them are folded away."""
 
 Tasks = dict[str, list[list[Cell]]]
 """By the name of a task, groups of comparable cells."""
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A section as the page shows it.
-
-    Attributes:
-        section: The section.
-        words: What its chart shows.
-        svg: The chart where scripts are off.
-        specification: The interactive chart, as JSON that may stand in a script element.
-        csv: Address with the table as CSV.
-    """
-
-    section: Section
-    words: str = ""
-    svg: str = ""
-    specification: str = ""
-    csv: str = ""
 
 
 def write_report(
@@ -99,16 +79,15 @@ def build_report(
     ]
     palette: Palette = {}
     shown = [_shown(section, number, palette) for number, section in enumerate(sections, 1)]
-    open_count = _fitting(sections)
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
-        title=title or _title(list(tasks)),
+        title=title or _title(tasks, runs),
         palettes={"light": COLOURS, "dark": DARK},
         groups=_groups(tasks),
-        first=shown[:open_count],
-        more=shown[open_count:],
-        library=_library() if any(each.svg for each in shown) else "",
+        first=shown[:OPEN],
+        more=shown[OPEN:],
+        library=_library() if any(each["svg"] for each in shown) else "",
         recipes={
             run["name"]: yaml.safe_dump(run["recipe"], sort_keys=False)
             for run in runs
@@ -137,7 +116,7 @@ def page_sections(tasks: Tasks, runs: Sequence[Run], paper: bool) -> list[Sectio
         report = REPORTS[name]
         for number, group in enumerate(groups, 1):
             with naming_files(group):
-                found = [*report.sections(group), *report.paper(group, paper)]
+                found = [*report.sections(group), *paper_sections(name, group, paper)]
             which = f"{report.noun} {number}"
             sections += [_of_group(s, which) for s in found] if len(groups) > 1 else found
     with naming_files(runs):
@@ -163,25 +142,19 @@ def _library() -> str:
     )
 
 
-def _shown(section: Section, number: int, palette: Palette) -> Shown:
+def _shown(section: Section, number: int, palette: Palette) -> dict[str, Any]:
+    """The section; its chart in words, as a picture and as JSON for scripts; its table as CSV."""
     table = f"data:text/csv;charset=utf-8,{quote(section.csv())}" if section.rows else ""
+    shown = {"section": section, "words": "", "svg": "", "specification": "", "csv": table}
     if section.chart is None:
-        return Shown(section, csv=table)
+        return shown
     specification = section.chart.specification(palette)
-    # "</script>" in the name of a model must not end the element.
-    text = json.dumps(specification, ensure_ascii=False).replace("<", "\\u003c")
-    words = f"{section.title}. {section.chart.words()}"
-    return Shown(section, words, static_svg(specification, f"s{number}"), text, table)
-
-
-def _fitting(sections: Sequence[Section]) -> int:
-    """How many sections, the first at least, are shown before the rest is folded away."""
-    height = 0
-    for index, section in enumerate(sections):
-        height += 90 if section.chart is None else 470 + 22 * section.chart.rows
-        if height > TALL and index:
-            return index
-    return len(sections)
+    return shown | {
+        "words": f"{section.title}. {section.chart.words()}",
+        "svg": static_svg(specification, f"s{number}"),
+        # "</script>" in the name of a model must not end the element.
+        "specification": json.dumps(specification, ensure_ascii=False).replace("<", "\\u003c"),
+    }
 
 
 def _of_group(section: Section, which: str) -> Section:
@@ -213,9 +186,16 @@ def _members(cells: Sequence[dict[str, Any]]) -> str:
     return f"{about} ({names})" if about and names else about or names
 
 
-def _title(tasks: Sequence[str]) -> str:
+def _title(tasks: Tasks, runs: Sequence[Run]) -> str:
+    """What was measured, and of which models."""
     titles = list(dict.fromkeys(REPORTS[name].title for name in tasks))
-    return " · ".join(titles) if len(titles) in (1, 2) else "Long context" if titles else "Training"
+    what = " · ".join(titles) if len(titles) in (1, 2) else "Long context" if titles else "Training"
+    cells = [cell for groups in tasks.values() for group in groups for cell in group]
+    names = list(dict.fromkeys(cell["model"] for cell in cells if "model" in cell))
+    names = names or [run["name"] for run in runs if not cells]
+    if len(names) > 3:
+        names = [*names[:2], f"{len(names) - 2} more"]
+    return f"{what}: {enumeration(names)}" if names else what
 
 
 def _capital(text: str) -> str:

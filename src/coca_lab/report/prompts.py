@@ -8,20 +8,20 @@ from typing import Any
 import pandas as pd
 
 from coca_lab.intervals import wilson_interval
-from coca_lab.report.charts import LineChart
-from coca_lab.report.lines import (
-    Lines,
-    by_line,
-    curves,
+from coca_lab.report.lengths import (
+    at_tokens,
+    best_of_models,
+    by_length,
+    length_chart,
     length_table,
-    line_label,
+    lengths_of,
     strict_minus_slack,
-    times_trained,
     training_length,
 )
 from coca_lab.report.results import Cell
 from coca_lab.report.section import Entry, Section, Table, enumeration
 
+LENGTH = "prompt length in tokens"
 METRICS = {
     "R-precision": "Mean share of the requested facts among as many that the answer gives first",
     "recall": "Mean share of the requested facts anywhere in the answer, among whatever others",
@@ -39,79 +39,47 @@ def prompt_facts(cell: Cell) -> dict[Any, Any]:
 
 def passkey_sections(cells: Sequence[Cell]) -> list[Section]:
     """Accuracy by prompt length, distance and depth, in the layouts of the paper."""
-    lines = by_line(cells)
-    columns, rows = length_table(lines, _accuracy)
-    found = passkey_findings(cells)
-    header = ["prompt length in tokens", *columns]
-    note = "Small: passkeys found of all prompts, and Wilson’s 95 % interval of the share."
-    title = "Passkeys found, by prompt length"
-    if not any(cell["accuracy"] for cell in cells):
-        return [Section(title, found[0], header=header, rows=rows, note=note)]
-    chart = _share_chart(lines, "accuracy", "share of passkeys found")
-    sections = [
-        Section(
-            title,
-            _lead(lines, "accuracy", "of the passkeys"),
-            " ".join(found),
-            chart,
-            header,
-            rows,
-            note,
-        )
-    ]
-    sections += _sample_sections(_samples(lines), training_length(lines))
+    frame = by_length(cells, "length", "accuracy", "wilson95")
+    lead, last = _finding(frame, "of the passkeys")
+    header, rows = length_table(frame, "passkeys found at", _accuracy)
+    text = ""
+    if last and last < lengths_of(frame)[-1]:
+        text = f"At more than {last:,} tokens, up to {lengths_of(frame)[-1]:,}, none is found."
+    section = Section(
+        "Passkeys found, by prompt length",
+        lead or "No passkey was found at any length.",
+        text,
+        length_chart(frame, LENGTH, "share of passkeys found", top=1.0) if last else None,
+        header,
+        rows,
+        "Small: passkeys found of all prompts, and Wilson’s 95 % interval of the share.",
+    )
+    if not last:
+        return [section]
     title = "Strict minus slack: passkeys found"
-    return sections + strict_minus_slack(cells, "accuracy", "length", title)
-
-
-def passkey_tables(cells: Sequence[Cell]) -> list[Table]:
-    """Accuracy by prompt length, for the terminal."""
-    header, rows = length_table(by_line(cells), _accuracy)
-    return [(["passkeys found at", *header], rows)]
-
-
-def passkey_findings(cells: Sequence[Cell]) -> list[str]:
-    """Who finds most, then the others: at the shortest length, and at the longest with a find."""
-    lines = by_line(cells)
-    lengths = _lengths(lines)
-    last = _longest_found(lines, "accuracy")
-    if last is None:
-        return ["No passkey was found at any length."]
-    sentences = [_ranking(lines, n) for n in dict.fromkeys((lengths[0], last))]
-    if last < lengths[-1]:
-        sentences.append(f"At more than {last:,} tokens, up to {lengths[-1]:,}, none is found.")
-    return sentences
+    return [section, *_sample_sections(frame), *strict_minus_slack(frame, title, LENGTH)]
 
 
 def needle_sections(cells: Sequence[Cell]) -> list[Section]:
     """A chart and a table for every kind of needle; a sentence where none was found."""
     sections, metric = [], cells[0]["metric"]
-    for kind, lines in _kinds(cells).items():
-        columns, rows = length_table(lines, lambda cell: f"{cell['recall']:.2f}")
-        lead, chart = f"Needles, {kind}: nothing was found at any length.", None
-        if _longest_found(lines, "recall"):
-            lead = _lead(lines, "recall", f"of the facts ({kind})")
-            chart = _share_chart(lines, "recall", f"mean {metric}")
+    for kind in dict.fromkeys(cell["kind"] for cell in cells):
+        frame = by_length([cell for cell in cells if cell["kind"] == kind], "length", "recall")
+        lead, last = _finding(frame, f"of the facts ({kind})")
+        counts = sorted({len(cell["samples"]) for cell in frame["cell"]})
+        prompts = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        header, rows = length_table(frame, f"{kind}: {metric} at", lambda row: f"{row.y:.2f}")
         sections.append(
             Section(
                 f"Needles: {kind}",
-                lead=lead,
-                chart=chart,
-                header=["prompt length in tokens", *columns],
+                lead or f"Needles, {kind}: nothing was found at any length.",
+                chart=length_chart(frame, LENGTH, f"mean {metric}", top=1.0) if last else None,
+                header=header,
                 rows=rows,
-                note=f"{METRICS[metric]}{_prompt_counts(lines)}.",
+                note=f"{METRICS[metric]}, {prompts} prompts each.",
             )
         )
     return sections
-
-
-def needle_tables(cells: Sequence[Cell]) -> list[Table]:
-    """R-precision by prompt length for every kind, for the terminal."""
-    tables: list[Table] = []
-    for kind, lines in _kinds(cells).items():
-        header, rows = length_table(lines, lambda cell: f"{cell['recall']:.2f}")
-        tables.append(([f"{kind}: {cells[0]['metric']} at", *header], rows))
-    return tables
 
 
 def distance_edges(longest: int, trained: int) -> list[int]:
@@ -123,98 +91,33 @@ def distance_edges(longest: int, trained: int) -> list[int]:
     return sorted({0, trained, *inner, longest})
 
 
-def _kinds(cells: Sequence[Cell]) -> dict[str, Lines]:
-    kinds = dict.fromkeys(cell["kind"] for cell in cells)
-    return {kind: by_line(cell for cell in cells if cell["kind"] == kind) for kind in kinds}
+def _finding(frame: pd.DataFrame, what: str) -> tuple[str, int | None]:
+    """Who finds most in the longest prompts in which something was found, and their length."""
+    last = frame["x"][frame["y"] > 0].max()
+    if pd.isna(last):
+        return "", None
+    best = best_of_models(frame, last, -1)
+    names = best["line"][best["shown"] == best["shown"].iloc[0]].tolist()
+    finds = "find" if len(names) > 1 else "finds"
+    most = ", the most" if frame["line"].nunique() > 1 else ""
+    share = f"{best['y'].iloc[0]:.0%}"
+    return f"{at_tokens(frame, last)} {enumeration(names)} {finds} {share} {what}{most}.", int(last)
 
 
-def _prompt_counts(lines: Lines) -> str:
-    """``, 50 prompts each``: how many prompts the cells of all lines have."""
-    counts = {len(cell["samples"]) for line in lines.values() for cell in line.values()}
-    return f", {' to '.join(map(str, sorted({min(counts), max(counts)})))} prompts each"
+def _accuracy(row: Any) -> Entry:
+    hits, trials = sum(record["hit"] for record in row.cell["samples"]), len(row.cell["samples"])
+    return Entry(f"{row.y:.2f}", f"{hits} of {trials}; {row.low:.2f}–{row.high:.2f}")
 
 
-def _lengths(lines: Lines) -> list[int]:
-    return sorted({length for line in lines.values() for length in line})
-
-
-def _longest_found(lines: Lines, value: str) -> int | None:
-    """The longest prompts in which something was found."""
-    found = {n for line in lines.values() for n, cell in line.items() if cell[value]}
-    return max(found, default=None)
-
-
-def _share_chart(lines: Lines, value: str, label: str) -> LineChart:
-    """Shares against the prompt length; those of passkeys with their intervals."""
-    drawn = curves(
-        lines,
-        lambda cell: cell[value],
-        lambda cell: cell["wilson95"] if value == "accuracy" else None,
-    )
-    trained = training_length(lines)
-    return LineChart(
-        drawn,
-        "prompt length in tokens",
-        label,
-        ticks=_lengths(lines),
-        top=1.0,
-        mark=(trained, "training length") if trained else None,
-    )
-
-
-def _ranked(lines: Lines, length: int, value: str) -> list[tuple[Cell, list[str]]]:
-    """The best line of every model at a length, those that find most first."""
-    best: dict[str, tuple[str, Cell]] = {}
-    for key, line in lines.items():
-        if length in line and (key[0] not in best or line[length][value] > best[key[0]][1][value]):
-            best[key[0]] = line_label(key), line[length]
-    shares: dict[float, tuple[Cell, list[str]]] = {}
-    for label, cell in best.values():
-        shares.setdefault(cell[value], (cell, []))[1].append(label)
-    return [shares[share] for share in sorted(shares, reverse=True)]
-
-
-def _lead(lines: Lines, value: str, what: str) -> str:
-    """Who finds most in the longest prompts in which something was found."""
-    last = _longest_found(lines, value) or 0
-    cell, labels = _ranked(lines, last, value)[0]
-    finds = "find" if len(labels) > 1 else "finds"
-    where = f"At {last:,} tokens{times_trained(lines, last)}"
-    most = ", the most" if len(lines) > 1 else ""
-    return f"{where} {enumeration(labels)} {finds} {cell[value]:.0%} {what}{most}."
-
-
-def _ranking(lines: Lines, length: int) -> str:
-    ranked = _ranked(lines, length, "accuracy")
-    parts = [f"{enumeration(labels)} {cell['accuracy']:.2f}" for cell, labels in ranked]
-    low, high = ranked[0][0]["wilson95"]
-    where = f"At {length:,} tokens{times_trained(lines, length)}"
-    first = f"{where}, share of passkeys found: {parts[0]} (95 % interval {low:.2f} to {high:.2f})"
-    return f"{'; '.join([first, *parts[1:]])}."
-
-
-def _accuracy(cell: Cell) -> Entry:
-    hits, trials = sum(record["hit"] for record in cell["samples"]), len(cell["samples"])
-    low, high = cell["wilson95"]
-    return Entry(f"{cell['accuracy']:.2f}", f"{hits} of {trials}; {low:.2f}–{high:.2f}")
-
-
-def _samples(lines: Lines) -> pd.DataFrame:
-    """A row for every prompt, with the label of its line and its length."""
-    return pd.DataFrame(
-        [
-            {"line": line_label(key), "length": length, **record}
-            for key, line in lines.items()
-            for length, cell in line.items()
-            for record in cell["samples"]
-        ]
-    )
-
-
-def _sample_sections(samples: Any, trained: int | None) -> list[Section]:
+def _sample_sections(frame: pd.DataFrame) -> list[Section]:
     """The layouts of the paper's Figures 4 and 5, and the depth in the prompt."""
-    sections, note = [], "Hits out of trials, with Wilson’s 95 % interval."
-    if trained:
+    samples = pd.DataFrame(
+        {"line": row.line, "length": row.x, **record}
+        for row in frame[["line", "x", "cell"]].itertuples()
+        for record in row.cell["samples"]
+    )
+    shares = []
+    if trained := training_length(frame):
         text = (
             "The layout of the paper’s Figure 4: keys within and beyond the training length, "
             "counted from the end of the prompt."
@@ -223,9 +126,8 @@ def _sample_sections(samples: Any, trained: int | None) -> list[Section]:
         for where, some in (("at most", samples[near]), ("more than", samples[~near])):
             if len(some):
                 lengths = some["length"].astype("category").cat.rename_categories("{:,}".format)
-                header, rows = _shares(some, lengths, "prompt length in tokens")
                 title = f"Passkeys {where} {trained:,} tokens from the end"
-                sections.append(Section(title, "", text, None, header, rows, note))
+                shares.append((title, text, _shares(some, lengths, LENGTH)))
         text = (
             "The layout of the paper’s Figure 5: all prompt lengths together, by the number of "
             "tokens between the key and the end of the prompt."
@@ -233,14 +135,16 @@ def _sample_sections(samples: Any, trained: int | None) -> list[Section]:
         edges = distance_edges(samples["distance"].max(), trained)
         names = [f"{low + 1:,} to {high:,}" for low, high in pairwise(edges)]
         ranges = pd.cut(samples["distance"], edges, labels=names)
-        header, rows = _shares(samples, ranges, "distance in tokens")
-        sections.append(Section("Passkeys found, by distance", "", text, None, header, rows, note))
+        table = _shares(samples, ranges, "distance in tokens")
+        shares.append(("Passkeys found, by distance", text, table))
     quarters = ["first quarter", "second", "third", "last quarter"]
-    edges = [0, 0.25, 0.5, 0.75, math.inf]
-    depths = pd.cut(samples["depth"], edges, right=False, labels=quarters)
-    header, rows = _shares(samples, depths, "depth in the prompt")
-    title, text = "Passkeys found, by depth", "All prompt lengths together."
-    return [*sections, Section(title, "", text, None, header, rows, note)]
+    depths = pd.cut(samples["depth"], [0, 0.25, 0.5, 0.75, math.inf], right=False, labels=quarters)
+    table = _shares(samples, depths, "depth in the prompt")
+    shares.append(("Passkeys found, by depth", "All prompt lengths together.", table))
+    note = "Hits out of trials, with Wilson’s 95 % interval."
+    return [
+        Section(title, "", text, None, *table, note, printed=False) for title, text, table in shares
+    ]
 
 
 def _shares(samples: pd.DataFrame, columns: Any, title: str) -> Table:

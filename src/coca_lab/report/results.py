@@ -141,14 +141,8 @@ def _machine(content: dict[str, Any]) -> str | None:
 
 
 def comparable(cells: Sequence[Cell], facts: Callable[[Cell], Facts]) -> list[list[Cell]]:
-    """Cells in groups that no fact tells apart.
-
-    The cells of one file and model stay together, unless they differ in a fact themselves.
-
-    Args:
-        cells: Cells of one task.
-        facts: The facts of a cell; those that it does not know are left out.
-    """
+    """Cells of one task in groups that no fact tells apart; a cell's unknown facts are left out."""
+    # The cells of one file and model stay together, unless they differ in a fact themselves.
     units: dict[tuple[Any, Any], list[Cell]] = {}
     for cell in cells:
         units.setdefault((cell.get("file"), cell.get("model")), []).append(cell)

@@ -1,10 +1,10 @@
 """What the page is made of, and how numbers are written in it."""
 
-import csv
-import io
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+
+import pandas as pd
 
 from coca_lab.report.charts import Chart
 
@@ -43,6 +43,7 @@ class Section:
         rows: Rows of the table.
         note: Plain text in a smaller size.
         muted: Indices of rows to show in grey.
+        printed: Whether the terminal shows the table, too.
     """
 
     title: str
@@ -53,24 +54,19 @@ class Section:
     rows: Sequence[Sequence[str | Entry]] = ()
     note: str = ""
     muted: Collection[int] = ()
+    printed: bool = True
 
     def csv(self) -> str:
-        """The table as CSV; the smaller lines have columns of their own."""
-        smaller = [
-            any(isinstance(row[i], Entry) and row[i].small for row in self.rows)  # type: ignore[union-attr]
-            for i in range(len(self.header))
-        ]
-        file = io.StringIO()
-        writer = csv.writer(file, lineterminator="\n")
-        for row in (self.header, *self.rows):
-            line: list[str] = []
-            for entry, wide in zip(row, smaller, strict=True):
-                small = entry.small if isinstance(entry, Entry) else ""
-                line += (
-                    [str(entry), small] if wide else [" ".join(filter(None, (str(entry), small)))]
-                )
-            writer.writerow(line)
-        return file.getvalue()
+        """The table as CSV; smaller lines have columns of their own where rows have any."""
+        names, columns = [], []
+        for header, *entries in zip(self.header, *self.rows, strict=True):
+            small = [getattr(entry, "small", "") for entry in (header, *entries)]
+            names.append(str(header))
+            columns.append([str(entry) for entry in entries])
+            if any(small[1:]):
+                names.append(small[0])
+                columns.append(small[1:])
+        return pd.DataFrame(dict(enumerate(columns))).to_csv(header=names, index=False)
 
 
 def signed(value: float, digits: str) -> str:

@@ -1,39 +1,43 @@
 """Studies of several seeds or sizes: means and ranges by length, and trends over the sizes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
 from coca_lab.intervals import PowerLaw, fit_power_law
-from coca_lab.report.charts import Line, LineChart
-from coca_lab.report.lines import DASHES, Key, line_key, line_label
+from coca_lab.report.charts import LineChart
+from coca_lab.report.lengths import (
+    SHORT,
+    every_cell,
+    length_chart,
+    length_table,
+    lengths_of,
+    without_short,
+)
 from coca_lab.report.results import Cell
-from coca_lab.report.section import Entry, Section, Table
+from coca_lab.report.section import Entry, Section
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What is shown of a task: the field with a cell's length, its figure, axes, digits."""
+    """What is shown of a task: the field with a cell's length, its figure, its name, digits."""
 
     length: str
     value: str
-    axes: tuple[str, str]
+    name: str
     digits: str
     top: float | None = None
 
 
-READ = "tokens read at once"
 FIGURES = {
-    "perplexity": Figure("window", "perplexity", (READ, "perplexity (lower is better)"), ".1f"),
-    "passkey": Figure("length", "accuracy", (READ, "share of passkeys found"), ".2f", 1),
-    "needles": Figure("length", "recall", (READ, "share of needles found"), ".2f", 1),
+    "perplexity": Figure("window", "perplexity", "perplexity", ".1f"),
+    "passkey": Figure("length", "accuracy", "share of passkeys found", ".2f", 1),
+    "needles": Figure("length", "recall", "share of needles found", ".2f", 1),
 }
-MOST = 8
-"""Lines in a chart; the table below it has all."""
 FAR = {350_000_000: "350M", 7_000_000_000: "7B"}
 """Parameters of the paper's models, to which trends are extended."""
-Lines = dict[Key, dict[int, list[float]]]
-"""By line and length, the figures of all seeds."""
 
 
 def gather_seeds(cells: Sequence[Cell]) -> None:
@@ -55,138 +59,104 @@ def study_sections(cells: Sequence[Cell]) -> list[Section]:
         if cell[FIGURES[cell["of"]].value] is not None:
             groups.setdefault((cell["size"], cell["of"], cell.get("kind")), []).append(cell)
     for (size, task, kind), group in groups.items():
-        figure = FIGURES[task]
-        about = filter(None, (figure.axes[1].partition(" (")[0].capitalize(), kind, size))
-        sections.append(_by_length(", ".join(about), figure, group))
+        name = FIGURES[task].name
+        about = ", ".join(filter(None, (name[0].upper() + name[1:], kind, size)))
+        sections.append(_by_length(about, FIGURES[task], group))
     return sections
-
-
-def study_tables(cells: Sequence[Cell]) -> list[Table]:
-    """The same for the terminal, where the first column has the title."""
-    return [([s.title, *s.header[1:]], s.rows) for s in study_sections(cells)]
 
 
 def _by_length(title: str, figure: Figure, cells: Sequence[Cell]) -> Section:
     """Means over seeds with their ranges, against the length."""
-    plain: Lines = {}
-    last: Lines = {}
-    for cell in cells:
-        model, scaling, factor = line_key(cell)
-        if scaling == "attend-last":
-            line = last.setdefault((model, "none", None), {})
-        else:
-            line = plain.setdefault((model, scaling, factor), {})
-        line.setdefault(cell[figure.length], []).append(cell[figure.value])
-    lengths, ends = (
-        sorted({length for line in lines.values() for length in line}) for lines in (plain, last)
+    runs = every_cell(cells, figure.length, figure.value)
+    over_seeds = runs.groupby(["line", "x"], sort=False)["y"].agg(["mean", "min", "max", "count"])
+    means = runs.drop_duplicates(["line", "x"]).drop(columns=["y", "low", "high"])
+    means = means.merge(over_seeds.reset_index(), on=["line", "x"])
+    means = means.rename(columns={"mean": "y", "min": "low", "max": "high", "count": "seeds"})
+    better = " (lower is better)" if not figure.top else ""
+    header, rows = length_table(
+        means, f"{title} at", lambda row: _entry(row.y, row.low, row.high, row.seeds, figure.digits)
     )
-    rows = [
-        [line_label(key)]
-        + [_entry(line.get(length, ()), figure.digits) for length in lengths]
-        + [_entry(last.get(key, {}).get(length, ()), figure.digits) for length in ends]
-        for key, line in plain.items()
-    ]
     seeds = len({cell["training_seed"] for cell in cells})
     return Section(
         title,
-        lead=_lead(title, figure, lengths[-1], plain),
-        chart=_chart(figure, plain, {cell["training_length"] for cell in cells}),
-        header=["model", *(f"{n:,}" for n in lengths), *(f"last {n:,} tokens only" for n in ends)],
+        lead=_lead(title, figure, without_short(means)),
+        chart=length_chart(means, "tokens read at once", figure.name + better, top=figure.top),
+        header=header,
         rows=rows,
-        note=f"Means of {seeds} seed{'s' * (seeds > 1)}, and their ranges."
-        + (f" The chart shows the first {MOST} models." if len(plain) > MOST else ""),
+        note=f"Means of {seeds} seed{'s' * (seeds > 1)}, and their ranges.",
+        muted=[
+            i for i, kind in enumerate(means.drop_duplicates("line")["scaling"]) if kind == SHORT
+        ],
     )
 
 
-def _chart(figure: Figure, lines: Lines, trained: set[int | None]) -> LineChart:
-    drawn = [
-        Line(
-            line_label(key),
-            list(line),
-            [_mean(values) for values in line.values()],
-            [(min(values), max(values)) for values in line.values()],
-            key[0],
-            DASHES.get(key[1], (6, 3)),
-        )
-        for key, line in list(lines.items())[:MOST]
-    ]
-    length = trained.pop() if len(trained) == 1 else None
-    return LineChart(
-        drawn,
-        *figure.axes,
-        ticks=sorted({length for line in lines.values() for length in line}),
-        log_y=None if figure.top else True,
-        top=figure.top,
-        mark=(length, "training length") if length else None,
-    )
-
-
-def _lead(title: str, figure: Figure, length: int, lines: Lines) -> str:
-    """Who is best at a length, and what the others have."""
-    far = {key: _mean(line[length]) for key, line in lines.items() if length in line}
-    best = (max if figure.top else min)(far, key=far.__getitem__)
-    others = [value for key, value in far.items() if key != best]
-    lead = f"{title}: at {length:,} tokens {line_label(best)} has {far[best]:{figure.digits}}"
-    if others:
-        ends = dict.fromkeys(f"{end(others):{figure.digits}}" for end in (min, max))
+def _lead(title: str, figure: Figure, means: pd.DataFrame) -> str:
+    """Who is best at the longest length, and what the others have."""
+    length = lengths_of(means)[-1]
+    far = means[means["x"] == length].set_index("line")["y"]
+    best = far.idxmax() if figure.top else far.idxmin()
+    lead = f"{title}: at {length:,} tokens {best} has {far[best]:{figure.digits}}"
+    others = far.drop(best)
+    if len(others):
+        ends = dict.fromkeys(f"{end:{figure.digits}}" for end in (others.min(), others.max()))
         lead += f", the others {' to '.join(ends)}"
     return f"{lead}."
 
 
 def _trends(cells: Sequence[Cell]) -> list[Section]:
     """Perplexity over the sizes: against the first model's, and far against near."""
-    runs: dict[tuple[str, str, int], dict[int, Cell]] = {}
-    for cell in cells:
-        if cell["of"] == "perplexity" and cell["scaling"] == "none" and cell["perplexity"]:
-            run = cell["model"], cell["size"], cell["training_seed"]
-            runs.setdefault(run, {})[cell["window"]] = cell
-    windows = set.intersection(*map(set, runs.values())) if runs else set()
-    if not windows:
+    chosen = (cell for cell in cells if cell["of"] == "perplexity" and cell["scaling"] == "none")
+    runs = pd.DataFrame([cell for cell in chosen if cell["perplexity"]])
+    if runs.empty:
         return []
-    near, far = min(windows), max(windows)
-    control = next(iter(runs))[0]
-
-    def cost(run: tuple[str, str, int]) -> float | None:
-        base = runs.get((control, *run[1:]))
-        if base is None or run[0] == control:
-            return None
-        return runs[run][near]["perplexity"] / base[near]["perplexity"]
-
-    def loss(run: tuple[str, str, int]) -> float:
-        return runs[run][far]["perplexity"] / runs[run][near]["perplexity"]
-
-    label = f"perplexity, as a multiple of {control}’s"
-    title = f"Perplexity at {near:,} tokens against {control}’s, by size"
-    sections = [_trend(title, label, runs, cost)]
+    about = ["model", "size", "training_seed", "parameters"]
+    table = runs.pivot_table("perplexity", about, "window", sort=False).dropna(axis=1)
+    if table.empty:
+        return []
+    near, far, control = min(table), max(table), runs["model"].iloc[0]
+    table = table.reset_index()
+    base = table[table["model"] == control].set_index(["size", "training_seed"])[near]
+    others = table[table["model"] != control].join(base.rename("base"), ["size", "training_seed"])
+    costs = others.assign(y=others[near] / others["base"]).dropna(subset="y")
+    name = f"perplexity, as a multiple of {control}’s"
+    sections = [_trend(f"Perplexity at {near:,} tokens against {control}’s, by size", name, costs)]
     if far > near:
-        title = f"Perplexity at {far:,} tokens against {near:,}, by size"
-        sections.append(_trend(title, f"perplexity at {far:,} / {near:,} tokens", runs, loss))
+        title, name = (
+            f"Perplexity at {far:,} tokens against {near:,}, by size",
+            f"{far:,} / {near:,}",
+        )
+        losses = table.assign(y=table[far] / table[near])
+        sections.append(_trend(title, f"perplexity at {name} tokens", losses))
     return [section for section in sections if section.rows]
 
 
-def _trend(
-    title: str, label: str, runs: dict[tuple[str, str, int], dict[int, Cell]], figure: Callable
-) -> Section:
+def _trend(title: str, label: str, runs: pd.DataFrame) -> Section:
     """A chart of all runs with their power laws, and what these say of larger models."""
-    points: dict[str, list[tuple[str, float, float]]] = {}
-    for run, by_window in runs.items():
-        if (value := figure(run)) is not None:
-            (parameters,) = {cell["parameters"] for cell in by_window.values()}
-            points.setdefault(run[0], []).append((run[1], parameters, value))
-    sizes = list(dict.fromkeys(size for _, size, _ in runs))
-    lines, rows = [], []
-    for name, found in points.items():
-        x, y = [x for _, x, _ in found], [y for _, _, y in found]
+    sizes = runs["size"].unique().tolist()
+    points = [runs.rename(columns={"model": "line", "parameters": "x"}).assign(mark="points")]
+    rows, last = [], {}
+    for name, of_model in runs.groupby("model", sort=False):
+        x, y = of_model["parameters"].tolist(), of_model["y"].tolist()
         law = fit_power_law(x, y)
-        lines.append(Line(name, x, y, joined=False))
         if law:
-            ends = min(x), max(x)
-            lines.append(Line(name, ends, [law.at(end)[0] for end in ends], dotted=False))
-        by_size = ([y for each, _, y in found if each == size] for size in sizes)
-        rows.append([name, *(_entry(values, ".3f") for values in by_size), *_extended(law)])
+            ends = [min(x), max(x)]
+            drawn = {"line": name, "x": ends, "y": [law.at(end)[0] for end in ends], "mark": "line"}
+            points.append(pd.DataFrame(drawn))
+        by_size = of_model.groupby("size", sort=False)["y"].agg(["mean", "min", "max", "count"])
+        entries = (
+            _entry(*by_size.loc[size], ".3f") if size in by_size.index else "–" for size in sizes
+        )
+        rows.append([name, *entries, *_extended(law)])
+        if sizes[-1] in by_size.index:
+            last[name] = by_size["mean"][sizes[-1]]
+    lowest = min(last, key=last.__getitem__, default=None)
+    lead = (
+        f"{title}: {lowest} has the lowest with {sizes[-1]}, {last[lowest]:.3f}." if lowest else ""
+    )
     return Section(
         title,
-        chart=LineChart(lines, "parameters", label, log_x=True, log_y=True) if lines else None,
+        lead,
+        chart=LineChart(pd.concat(points), "parameters", label, log_x=True, log_y=True),
         header=[
             "model",
             *sizes,
@@ -200,16 +170,9 @@ def _trend(
     )
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _entry(values: Sequence[float], digits: str) -> str | Entry:
+def _entry(mean: float, low: float, high: float, seeds: int, digits: str) -> Entry:
     """A mean over seeds, and below it the range."""
-    if not values:
-        return "–"
-    ends = f"{min(values):{digits}} to {max(values):{digits}}" if len(values) > 1 else ""
-    return Entry(f"{_mean(values):{digits}}", ends)
+    return Entry(f"{mean:{digits}}", f"{low:{digits}} to {high:{digits}}" if seeds > 1 else "")
 
 
 def _extended(law: PowerLaw | None) -> list[str | Entry]:

@@ -1,24 +1,23 @@
-"""The table of tasks that the report shows."""
+"""The table of tasks that the report shows, and those that are a table alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 
-from coca_lab.report import paper
-from coca_lab.report.angles import angle_sections, angle_table
-from coca_lab.report.bench import bench_facts, bench_sections, bench_tables
-from coca_lab.report.perplexity import perplexity_facts, perplexity_sections, perplexity_tables
-from coca_lab.report.prompts import (
-    needle_sections,
-    needle_tables,
-    passkey_sections,
-    passkey_tables,
-    prompt_facts,
-)
+import yaml
+
+from coca_lab.report.angles import angle_sections
+from coca_lab.report.bench import bench_facts, bench_sections
+from coca_lab.report.perplexity import perplexity_facts, perplexity_sections
+from coca_lab.report.prompts import needle_sections, passkey_sections, prompt_facts
 from coca_lab.report.results import Cell, Facts, all_cells, comparable
-from coca_lab.report.section import Section, Table
-from coca_lab.report.study import gather_seeds, study_sections, study_tables
+from coca_lab.report.section import Section
+from coca_lab.report.study import gather_seeds, study_sections
 
 Cells = Sequence[Cell]
+PAPER_LENGTH = 512
+"""Training length of the paper's models, in tokens."""
+PAPER_WINDOWS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True)
@@ -26,22 +25,17 @@ class TaskReport:
     """How the cells of one task are shown.
 
     Attributes:
-        sections: From the cells to sections of the page.
-        tables: From the cells to tables for the terminal; by default those of the sections.
+        sections: From the cells to sections of the page; the terminal shows their tables.
         title: Heading of a page that has no other task.
         facts: From a cell to what its figures depend on besides the model. Cells that differ in a
             fact are never shown in one section; by default all cells are comparable.
         noun: What such cells are results on.
-        paper: From the cells, and whether the paper's figures were asked for, to sections with
-            these.
     """
 
     sections: Callable[[Cells], list[Section]]
-    tables: Callable[[Cells], Sequence[Table]] | None = None
     title: str = "Long context"
     facts: Callable[[Cell], Facts] = lambda cell: {}
     noun: str = "text"
-    paper: Callable[[Cells, bool], list[Section]] = lambda cells, asked: []
 
 
 def harness_sections(cells: Cells) -> list[Section]:
@@ -65,38 +59,49 @@ def harness_sections(cells: Cells) -> list[Section]:
     return [Section("Short context", header=header, rows=rows, note=note)]
 
 
+def paper_sections(task: str, cells: Cells, asked: bool) -> list[Section]:
+    """The paper's tables about a task: those that compare with models among the cells, or all."""
+    # Tables 1 to 3 compare with models of the paper's training length, Table 4 with models that
+    # have position interpolation of their own, and so were trained under it.
+    compared = {
+        "its training length": any(c.get("training_length") == PAPER_LENGTH for c in cells),
+        "interpolated models": any(
+            cell.get("scaling") == "none"
+            and (cell.get("rope_parameters") or {}).get("rope_type") == "linear"
+            for cell in cells
+        ),
+    }
+    text = files("coca_lab.report").joinpath("paper.yaml").read_text(encoding="utf-8")
+    return [
+        Section(
+            table["title"],
+            header=[table["columns"], *(f"{n:,}" for n in PAPER_WINDOWS)],
+            rows=table["rows"],
+            note=table["note"],
+        )
+        for table in yaml.safe_load(text)
+        if table["task"] == task and (asked or compared[table["of"]])
+    ]
+
+
 def _facts(*names: str) -> Callable[[Cell], Facts]:
     """The facts that are fields of a cell."""
     return lambda cell: {name: cell[name] for name in names if cell.get(name) is not None}
 
 
 REPORTS: dict[str, TaskReport] = {
-    "study": TaskReport(study_sections, study_tables, "Study", _facts("file"), "study"),
+    "study": TaskReport(study_sections, "Several seeds", _facts("file"), "study"),
     "perplexity": TaskReport(
-        perplexity_sections,
-        perplexity_tables,
-        "Perplexity against context length",
-        perplexity_facts,
-        paper=paper.perplexity_sections,
+        perplexity_sections, "Perplexity against context length", perplexity_facts
     ),
-    "passkey": TaskReport(
-        passkey_sections,
-        passkey_tables,
-        "Passkey retrieval",
-        prompt_facts,
-        "prompts",
-        paper.passkey_sections,
-    ),
-    "needles": TaskReport(needle_sections, needle_tables, "Needles", prompt_facts, "prompts"),
+    "passkey": TaskReport(passkey_sections, "Passkey retrieval", prompt_facts, "prompts"),
+    "needles": TaskReport(needle_sections, "Needles", prompt_facts, "prompts"),
     "harness": TaskReport(
-        harness_sections, title="Short context", facts=_facts("limit", "harness"), noun="questions"
+        harness_sections, "Short context", _facts("limit", "harness"), "questions"
     ),
-    "bench": TaskReport(bench_sections, bench_tables, "Benchmarks", bench_facts, "measurement"),
+    "bench": TaskReport(bench_sections, "Benchmarks", bench_facts, "measurement"),
     "angles": TaskReport(
-        angle_sections,
-        lambda cells: [angle_table(cells)],
-        "Angles between queries and keys",
-        _facts("documents", "tokens", "longest"),
+        angle_sections, "Angles between queries and keys", _facts("documents", "tokens", "longest")
     ),
 }
 """By the field ``task`` of a cell, in the order of the page."""
@@ -115,17 +120,12 @@ def by_task(cells: Cells) -> dict[str, list[list[Cell]]]:
 
 def printed_tables(cells: Cells) -> list[tuple[list[str], list[list[str]]]]:
     """Header and rows of every table for the terminal, as text."""
-    tables: list[Table] = []
+    tables = []
     for name, groups in by_task(all_cells([{"results": cells}])).items():
-        report = REPORTS[name]
         for number, group in enumerate(groups, 1):
-            if report.tables is not None:
-                found = report.tables(group)
-            else:
-                found = [(s.header, s.rows) for s in report.sections(group) if s.rows]
-            which = f" ({report.noun} {number})" if len(groups) > 1 else ""
-            tables += [([f"{header[0]}{which}", *header[1:]], rows) for header, rows in found]
-    return [
-        ([str(entry) for entry in header], [[str(entry) for entry in row] for row in rows])
-        for header, rows in tables
-    ]
+            which = f" ({REPORTS[name].noun} {number})" if len(groups) > 1 else ""
+            for section in REPORTS[name].sections(group):
+                if section.rows and section.printed:
+                    header = [f"{section.header[0]}{which}", *map(str, section.header[1:])]
+                    tables.append((header, [[*map(str, row)] for row in section.rows]))
+    return tables

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coca_lab.report.charts import Line, LineChart
+import pandas as pd
+
+from coca_lab.report.charts import LineChart
 from coca_lab.report.section import Section, enumeration, signed
 
 UNITS = {
@@ -25,43 +27,68 @@ Run = dict[str, Any]
 
 
 def training_sections(runs: Sequence[Run]) -> list[Section]:
-    """Curves and a table of training runs.
-
-    Args:
-        runs: Contents of ``training.json``, each with a ``name``.
-    """
+    """Curves and a table of training runs, contents of ``training.json`` with a ``name``."""
     if not runs:
         return []
-    return [*_validation(runs), *_retrieval(runs), *_losses(runs), *_measures(runs), _table(runs)]
+    sections = [*_validation(runs), *_retrieval(runs)]
+    for objective, unit in UNITS.items():  # losses of different objectives are not comparable
+        title = "Training" if objective == "next_token" else f"Training: {objective}"
+        chosen = {run["name"]: _of_objective(run, objective) for run in runs}
+        sections += _curves(runs, chosen, "loss", title, unit, "Lowest training loss at the end")
+    for field, (title, unit, what) in MEASURES.items():
+        chosen = {
+            run["name"]: [e for e in run["curve"] if e.get(field) is not None] for run in runs
+        }
+        sections += _curves(runs, chosen, field, f"{title} in training", unit, what)
+    return [*sections, _table(runs)]
 
 
-def _curve(
-    run: Run, entries: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]
-) -> Line:
+def _points(run: Run, entries: Sequence[dict[str, Any]], field: str) -> pd.DataFrame:
     """Values by tokens, without step 0: before any training it would flatten all others."""
     trained = [entry for entry in entries if entry["step"] > 0] or entries
     x = [entry["step"] * _per_step(run) / 1e6 for entry in trained]
-    return Line(run["name"], x, [value(entry) for entry in trained], dotted=len(x) < 40)
+    y = [entry[field] for entry in trained]
+    mark = "both" if len(x) < 40 else "line"
+    return pd.DataFrame({"line": run["name"], "x": x, "y": y, "mark": mark})
+
+
+def _curves(
+    runs: Sequence[Run],
+    chosen: dict[str, list[dict[str, Any]]],
+    field: str,
+    title: str,
+    unit: str,
+    what: str,
+) -> list[Section]:
+    """A chart of a field of the curves, unless no run has it."""
+    drawn = [_points(run, chosen[run["name"]], field) for run in runs if chosen[run["name"]]]
+    if not drawn:
+        return []
+    points = pd.concat(drawn)
+    by_run = points.groupby("line", sort=False)["y"]
+    lead = _extreme(what, by_run.last(), min) if field == "loss" else _extreme(what, by_run.max())
+    return [Section(title, lead, chart=LineChart(points, TOKENS, unit, log_y=False))]
 
 
 def _validation(runs: Sequence[Run]) -> list[Section]:
     measured = [run for run in runs if run.get("validation")]
     if not measured:
         return []
+    points = pd.concat([_points(run, run["validation"], "perplexity") for run in measured])
+    last = points.groupby("line", sort=False)["y"].last()
+    lead = f"{last.index[0]} ends at a validation perplexity of {last.iloc[0]:.2f}."
+    if len(measured) > 1:
+        names = enumeration(last.index[last == last.min()])
+        lead = f"Lowest validation perplexity at the end: {last.min():.2f}, of {names}."
+    ends = [points["x"].min(), points["x"].max()]
     starts = {
         run["start"]["name"]: run["start"]["perplexity"] for run in measured if run.get("start")
     }
-    lines = [_curve(run, run["validation"], lambda entry: entry["perplexity"]) for run in measured]
-    places = [x for line in lines for x in line.x]
-    for name, perplexity in starts.items():
-        ends = [min(places), max(places)]
-        lines.append(Line(f"{name} (start)", ends, [perplexity] * 2, dash=(2, 3), dotted=False))
-    last = {run["name"]: run["validation"][-1]["perplexity"] for run in measured}
-    best = [name for name, value in last.items() if value == min(last.values())]
-    lead = f"{best[0]} ends at a validation perplexity of {last[best[0]]:.2f}."
-    if len(measured) > 1:
-        names = enumeration(best)
-        lead = f"Lowest validation perplexity at the end: {last[best[0]]:.2f}, of {names}."
+    levels = [
+        pd.DataFrame({"line": f"{name} (start)", "x": ends, "y": y, "dash": "2 3", "mark": "line"})
+        for name, y in starts.items()
+    ]
+    points = pd.concat([points, *levels])
     note = "Training tokens after which every measurement is that close to the start, or below it."
     return [
         Section(
@@ -69,7 +96,7 @@ def _validation(runs: Sequence[Run]) -> list[Section]:
             lead,
             "Perplexity of held-out text, in blocks of the training length. The first value, from "
             "before the training, is in the table.",
-            LineChart(lines, TOKENS, "validation perplexity (lower is better)", log_y=True),
+            LineChart(points, TOKENS, "validation perplexity (lower is better)", log_y=True),
             header=[
                 "run",
                 "its start",
@@ -95,33 +122,6 @@ def _validation_row(run: Run) -> list[str]:
     return row + [_tokens_until(run, start * (1 + share)) for share in NEAR]
 
 
-def _retrieval(runs: Sequence[Run]) -> list[Section]:
-    """Passkeys and needles found in validation, where a run asked for some."""
-    lines, rows = [], []
-    for run in runs:
-        for name, of in run.get("retrieval", {}).items():
-            label = f"{run['name']}: {of['what']} at {of['length']:,}"
-            shares = [entry["retrieval"][name] for entry in run["validation"]]
-            x = [entry["step"] * _per_step(run) / 1e6 for entry in run["validation"]]
-            lines.append(Line(label, x, shares))
-            start = (run.get("start") or {}).get("retrieval", {}).get(name)
-            first = "–" if start is None else f"{start:.2f}"
-            rows.append([label, first, f"{shares[0]:.2f}", f"{shares[-1]:.2f}"])
-    if not lines:
-        return []
-    title = "Retrieval in training"
-    text = "Share of passkeys and needles found in prompts of so many tokens."
-    header = ["run", "its start", "first", "last"]
-    if not any(value for line in lines for value in line.y):
-        lead = "No passkey or needle was found in training."
-        return [Section(title, lead, text, None, header, rows)]
-    last = {line.label: line.y[-1] for line in lines}
-    lead = _extreme("Largest share found at the end", last, max)
-    return [
-        Section(title, lead, text, LineChart(lines, TOKENS, "share found", top=1.0), header, rows)
-    ]
-
-
 def _tokens_until(run: Run, limit: float) -> str:
     """Tokens after which the validation perplexity remains at or below a limit."""
     reached = None
@@ -132,49 +132,41 @@ def _tokens_until(run: Run, limit: float) -> str:
     return "never" if reached is None else f"{reached:,.0f}"
 
 
-def _losses(runs: Sequence[Run]) -> list[Section]:
-    """One chart per objective: their losses are not comparable."""
-    sections = []
-    for objective, unit in UNITS.items():
-        lines = [
-            _curve(run, part, lambda entry: entry["loss"])
-            for run in runs
-            if (part := [e for e in run["curve"] if _objective(run, e) == objective])
-        ]
-        if lines:
-            title = "Training" if objective == "next_token" else f"Training: {objective}"
-            last = {line.label: line.y[-1] for line in lines}
-            lead = _extreme("Lowest training loss at the end", last, min)
-            sections.append(Section(title, lead, chart=LineChart(lines, TOKENS, unit, log_y=False)))
-    return sections
+def _retrieval(runs: Sequence[Run]) -> list[Section]:
+    """Passkeys and needles found in validation, where a run asked for some."""
+    drawn, rows = [], []
+    for run in runs:
+        for name, of in run.get("retrieval", {}).items():
+            label = f"{run['name']}: {of['what']} at {of['length']:,}"
+            shares = [entry["retrieval"][name] for entry in run["validation"]]
+            x = [entry["step"] * _per_step(run) / 1e6 for entry in run["validation"]]
+            drawn.append(pd.DataFrame({"line": label, "x": x, "y": shares}))
+            start = (run.get("start") or {}).get("retrieval", {}).get(name)
+            first = "–" if start is None else f"{start:.2f}"
+            rows.append([label, first, f"{shares[0]:.2f}", f"{shares[-1]:.2f}"])
+    if not drawn:
+        return []
+    points = pd.concat(drawn)
+    lead, chart = "No passkey or needle was found in training.", None
+    if points["y"].any():
+        last = points.groupby("line", sort=False)["y"].last()
+        lead = _extreme("Largest share found at the end", last)
+        chart = LineChart(points, TOKENS, "share found", top=1.0)
+    text = "Share of passkeys and needles found in prompts of so many tokens."
+    header = ["run", "its start", "first", "last"]
+    return [Section("Retrieval in training", lead, text, chart, header, rows)]
 
 
-def _measures(runs: Sequence[Run]) -> list[Section]:
-    """Learning rate, gradient norm and throughput, of the runs that recorded them."""
-    sections = []
-    for name, (title, unit, what) in MEASURES.items():
-        lines = [
-            _curve(run, part, lambda entry, name=name: entry[name])
-            for run in runs
-            if (part := [entry for entry in run["curve"] if entry.get(name) is not None])
-        ]
-        if lines:
-            chart = LineChart(lines, TOKENS, unit, log_y=False)
-            most = {line.label: max(y for y in line.y if y is not None) for line in lines}
-            sections.append(Section(f"{title} in training", _extreme(what, most, max), chart=chart))
-    return sections
-
-
-def _extreme(what: str, values: dict[str, Any], choose: Callable[..., float]) -> str:
+def _extreme(what: str, values: pd.Series, choose: Callable[..., float] = max) -> str:
     """The lowest or largest of the runs' values, and whose it is."""
-    best = choose(values.values())
-    return f"{what}: {best:,.4g}, of {enumeration([n for n, v in values.items() if v == best])}."
+    best = choose(values)
+    return f"{what}: {best:,.4g}, of {enumeration(values.index[values == best].tolist())}."
 
 
-def _objective(run: Run, entry: dict[str, Any]) -> str:
-    """The objective whose loss a point of the curve is: that of its stage."""
-    objectives = {stage["name"]: stage["objective"] for stage in run.get("stages", [])}
-    return objectives.get(entry.get("stage"), "next_token")
+def _of_objective(run: Run, objective: str) -> list[dict[str, Any]]:
+    """The points of the curve whose loss is that of an objective: the one of their stage."""
+    stages = {stage["name"]: stage["objective"] for stage in run.get("stages", [])}
+    return [e for e in run["curve"] if stages.get(e.get("stage"), "next_token") == objective]
 
 
 def _per_step(run: Run) -> float:

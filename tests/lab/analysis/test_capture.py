@@ -61,7 +61,7 @@ def test_the_keys_seen_give_the_scores(family, form):
         rotated = rotary_scores(seen.query * seen.effective.conj(), queries - keys, heads.theta)
         # What is not rotated scores the same at any position: leave it out on the other side.
         blind = replace(heads, query=heads.query.clone())
-        blind.query[..., heads.rotary_width :] = 0
+        blind.query[..., heads.rotation.width :] = 0
         expected = score_rows(blind, queries)[:, torch.arange(4), keys] / heads.scale
         torch.testing.assert_close(rotated, expected)
 

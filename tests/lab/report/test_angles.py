@@ -6,10 +6,12 @@ import re
 
 import pytest
 import torch
+from result_cells import lines
 
 from coca_lab.analysis import AnalysisSettings, analyze
 from coca_lab.cli.console import print_table
-from coca_lab.report.angles import angle_sections, angle_table
+from coca_lab.report import printed_tables
+from coca_lab.report.angles import angle_sections
 from conftest import tiny_model
 
 KINDS = {"RoFormer": "rope", "Slack": "slack", "Strict": "strict"}
@@ -26,12 +28,17 @@ def cells():
     ]
 
 
+def table(cells):
+    *_, section = angle_sections(cells)
+    return {name: entries for name, *entries in section.rows}
+
+
 @pytest.fixture(scope="module")
 def sections(cells):
     return angle_sections(cells)
 
 
-def test_every_section_has_title_text_and_chart(sections):
+def test_every_section_has_a_title_a_finding_and_a_chart(sections):
     assert [section.title for section in sections] == [
         "Angle between query and key: RoFormer",
         "Angle between query and key: Slack",
@@ -40,8 +47,9 @@ def test_every_section_has_title_text_and_chart(sections):
         "Score and bounds by distance: Slack",
         "Score and bounds by distance: Strict",
         "All positions moved",
+        "Figures of every model",
     ]
-    assert all(section.text and section.chart for section in sections)
+    assert all(section.lead and section.chart for section in sections[:-1])
 
 
 def test_texts_say_what_was_measured(cells, sections):
@@ -58,9 +66,8 @@ def test_texts_say_what_was_measured(cells, sections):
     ]
     share = f"{sum(found) / len(found):.1%} at 64 tokens"
     assert share in texts["Anomalous tokens by rotary pair"]
-    decay = texts["Score and bounds by distance: RoFormer"]
     checked = sum(layer["decay"]["eq19"]["checked"] for layer in cells[0]["layers"])
-    assert f"Eq. 19: 0 violations in {checked:,} comparisons" in decay
+    assert table(cells)["violations of Eq. 19"][0] == f"0 of {checked:,}"
     moved = texts["All positions moved"]
     assert "RoFormer, moved by 100 tokens: scores do not change beyond round-off" in moved
     assert "Strict, moved by 100 tokens: scores do not change beyond round-off" in moved
@@ -73,23 +80,20 @@ def test_texts_say_what_was_measured(cells, sections):
 def test_violations_are_told_and_not_hidden(cells):
     broken = copy.deepcopy(cells[:1])
     broken[0]["layers"][1]["decay"]["eq20"] |= {"violations": 3, "largest_ratio": 1.5}
-    text = angle_sections(broken)[2].text
-    assert "Eq. 20, at angles of 0: 3 violations" in text and "left side at most 1.5 of" in text
-    table = dict(angle_table(broken)[1])
-    assert [table[f"violations of Eq. {n}"] for n in (19, 20, 21)] == ["0", "3", "0"]
+    found = table(broken)
+    (count,) = found["violations of Eq. 20, at angles of 0"]
+    assert count.startswith("3 of ")
+    assert found["largest ratio in Eq. 20, at angles of 0"] == ["1.5"]
 
 
 def test_the_figures_show_the_numbers(cells):
     charts = {section.title: section.chart for section in angle_sections(cells)}
-
-    def lines(title):
-        return {line.label: line for line in charts[title].lines}
-
     heat = charts["Angle between query and key: RoFormer"]
-    for layer, row in zip(cells[0]["layers"], heat.values, strict=True):
+    assert [heat.values.columns[i] for i in (0, 9, 35)] == ["0", "90", "350"]
+    for layer, row in zip(cells[0]["layers"], heat.values.to_numpy(), strict=True):
         columns = zip(*layer["angles"]["histogram"], strict=True)
         assert row == pytest.approx([36 * sum(column) / len(column) for column in columns])
-    anomalous = lines("Anomalous tokens by rotary pair")
+    anomalous = lines(charts["Anomalous tokens by rotary pair"])
     # Of the slack form only the length that was read.
     assert list(anomalous) == [
         *("RoFormer, 32 tokens", "RoFormer, 64 tokens", "Slack, 32 tokens"),
@@ -97,28 +101,29 @@ def test_the_figures_show_the_numbers(cells):
     ]
     shares = [layer["angles"]["lengths"][1]["anomalous_share"] for layer in cells[0]["layers"]]
     mean = [50 * (a + b) for a, b in zip(*shares, strict=True)]
-    assert anomalous["RoFormer, 64 tokens"].y == pytest.approx(mean)
-    assert not any(anomalous["Strict, 32 tokens"].y)
+    assert list(anomalous["RoFormer, 64 tokens"].values()) == pytest.approx(mean)
+    assert not any(anomalous["Strict, 32 tokens"].values())
     rows = [layer["decay"]["by_distance"] for layer in cells[1]["layers"]]
-    decay = lines("Score and bounds by distance: Slack").values()
+    decay = lines(charts["Score and bounds by distance: Slack"]).values()
     for line, key in zip(decay, ("score", "eq19", "eq20"), strict=True):
         mean = [(a[key] + b[key]) / 2 for a, b in zip(*rows, strict=True)]
-        assert line.x == [1, 2, 4, 8, 16] and line.y == pytest.approx(mean)
-    shifts = lines("All positions moved")
+        assert list(line) == [1, 2, 4, 8, 16] and list(line.values()) == pytest.approx(mean)
+    shifts = lines(charts["All positions moved"])
     changes = [[entry["score_change"] for entry in layer["shifts"]] for layer in cells[1]["layers"]]
     mean = [(a + b) / 2 for a, b in zip(*changes, strict=True)]
-    assert shifts["Slack"].y == pytest.approx(mean) and shifts["Slack"].x == [1, 100]
+    assert list(shifts["Slack"]) == [1, 100]
+    assert list(shifts["Slack"].values()) == pytest.approx(mean)
 
 
 def test_the_table_has_a_column_a_model_and_fits_a_terminal(cells, capsys, monkeypatch):
-    header, rows = angle_table(cells)
-    assert header[1:] == list(KINDS)
-    table = {row[0]: row[1:] for row in rows}
-    assert table["Θ > π"][2] == "0.0%" and table["Θ > π"][0] != "0.0%"
-    assert table["violations of Eq. 20"] == ["0", "0", "0"]
-    assert table["anomalous at 64 tokens"][1] == "–"  # of the slack form only what was read
+    ((header, _),) = printed_tables(cells)
+    assert header == ["angles", *KINDS]
+    found = table(cells)
+    assert found["Θ > π"][2] == "0.0%" and found["Θ > π"][0] != "0.0%"
+    assert found["anomalous at 64 tokens"][1] == "–"  # of the slack form only what was read
     monkeypatch.setenv("COLUMNS", "80")
-    print_table(*angle_table(cells[:1]))
+    ((header, rows),) = printed_tables(cells[:1])
+    print_table(header, rows)
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 
@@ -135,7 +140,7 @@ def test_what_is_not_there_is_left_out(cells):
         for layer in cell["layers"]:
             layer["shifts"] = []
     assert "All positions moved" not in [s.title for s in angle_sections(without)]
-    assert not any("moved" in row[0] for row in angle_table(without)[1])
+    assert not any("moved" in name for name in table(without))
     empty = copy.deepcopy(cells[:1])
     angles = empty[0]["layers"][0]["angles"]
     angles["histogram"] = [[None] * 36 for _ in angles["histogram"]]
@@ -145,4 +150,4 @@ def test_what_is_not_there_is_left_out(cells):
         entry["anomalous_share"] = [None for _ in entry["anomalous_share"]]
     for row in empty[0]["layers"][0]["decay"]["by_distance"]:
         row |= {"score": None, "eq19": None, "eq20": None}
-    assert len(angle_sections(empty)) == 4
+    assert len(angle_sections(empty)) == 5

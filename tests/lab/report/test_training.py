@@ -1,6 +1,7 @@
 """Runs in the report: validation against the start, one figure of losses per objective."""
 
 import pytest
+from result_cells import lines
 
 from coca_lab.report.training import training_sections
 
@@ -44,7 +45,7 @@ def test_losses_of_different_objectives_have_separate_figures():
         "Training: attention",
         "Runs",
     ]
-    drawn = {s.title: [line.label for line in s.chart.lines] for s in sections if s.chart}
+    drawn = {s.title: list(lines(s.chart)) for s in sections if s.chart}
     assert "scratch" in drawn["Training"] and "converted" not in drawn["Training"]
     for title in ("Training: logits", "Training: attention"):
         assert "converted" in drawn[title] and "scratch" not in drawn[title]
@@ -77,8 +78,9 @@ def test_runs_from_scratch_are_compared_with_nothing():
 
 def test_step_0_does_not_flatten_the_chart_and_stands_in_the_table():
     section = training_sections([run()])[0]
-    measured, start = section.chart.lines
-    assert list(measured.y) == [100.9, 101.5, 101.0, 100.4] and start.y == [100.0, 100.0]
+    measured, start = lines(section.chart).values()
+    assert list(measured.values()) == [100.9, 101.5, 101.0, 100.4]
+    assert list(start.values()) == [100.0, 100.0]
     assert section.rows[0][2] == "300.00"
     assert section.lead == "converted ends at a validation perplexity of 100.40."
 

@@ -156,7 +156,7 @@ def test_the_report_draws_what_was_found():
     sections = {s.title: s for s in training_sections([run("new"), before])}
     section = sections["Retrieval in training"]
     assert section.rows == [["new: passkeys at 256", "1.00", "0.10", "0.98"]]
-    assert [line.label for line in section.chart.lines] == ["new: passkeys at 256"]
+    assert section.chart.points["line"].unique().tolist() == ["new: passkeys at 256"]
     assert what_was_kept(run("new")) == (
         "kept of base: perplexity +0.0 %, passkeys at 256 tokens 49 of 50 where it has 50"
     )

@@ -1,0 +1,172 @@
+"""Figures against the tokens read: cells as a frame for charts, tables and sentences.
+
+A frame has a row for every model, rotary scaling and length, with the columns of a chart's points:
+``line`` (the name), ``x`` (tokens), ``y`` (the figure), ``low``, ``high`` and how it is drawn; and
+``model``, ``scaling`` and ``cell``.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from coca_attention.errors import UserError
+from coca_lab.report.charts import LineChart
+from coca_lab.report.results import Cell, differ
+from coca_lab.report.section import Entry, Section, Table, signed
+
+SCALING_NAMES = {"linear": "PI", "ntk": "NTK", "dynamic": "dynamic NTK", "yarn": "YaRN"}
+DASHES = {"none": "1 0", "ntk": "6 3", "dynamic": "6 3", "linear": "9 3 2 3", "yarn": "9 3 2 3"}
+SHORT = "attend-last"
+"""The scaling of cells without any text before the last tokens; they have one window alone."""
+PAIR = ("slack", "strict")  # the two forms of the paper's Table 3
+
+
+def line_label(cell: Cell) -> str:
+    """The name of the line that a cell belongs to."""
+    model, kind, factor = cell["model"], cell["scaling"], cell.get("factor")
+    if kind == "none":
+        return model
+    if kind == SHORT:
+        return f"{model}, last {cell['window']} tokens only"
+    return f"{model} + {SCALING_NAMES.get(kind, kind)}" + (f" ({factor:g})" if factor else "")
+
+
+def every_cell(cells: Sequence[Cell], size: str, value: str, interval: str = "") -> pd.DataFrame:
+    """A frame of all cells, in the order of the page; the last tokens alone for every length."""
+    sizes = sorted({cell[size] for cell in cells if cell["scaling"] != SHORT})
+    models = list(dict.fromkeys(cell["model"] for cell in cells))
+    kinds = [*dict.fromkeys((*DASHES, *(cell["scaling"] for cell in cells)))]
+    kinds.sort(key=lambda kind: kind == SHORT)
+    rows = []
+    for cell in cells:
+        kind, last = cell["scaling"], cell["scaling"] == SHORT
+        low, high = cell.get(interval) or (math.nan, math.nan)
+        row = {
+            "line": line_label(cell),
+            "model": cell["model"],
+            "scaling": kind,
+            "y": math.inf if cell[value] is None else cell[value],
+            "low": low,
+            "high": high,
+            "colour": cell["model"],
+            "dash": "2 3" if last else DASHES.get(kind, "6 3"),
+            "mark": "line" if last else "both",
+            "legend": "none" if last else "first" if kind == "none" else "spare",
+            "cell": cell,
+            "order": (models.index(cell["model"]), kinds.index(kind)),
+        }
+        rows += [row | {"x": x} for x in (sizes if last else [cell[size]])]
+    frame = pd.DataFrame(rows)
+    names = frame.sort_values("order", kind="stable")["line"].drop_duplicates()
+    order = frame["line"].map({name: place for place, name in enumerate(names)})
+    return frame.assign(order=order).sort_values(["order", "x"], kind="stable")
+
+
+def by_length(cells: Sequence[Cell], size: str, value: str, interval: str = "") -> pd.DataFrame:
+    """As `every_cell`; UserError if two different cells have the same line and size."""
+    frame = every_cell(cells, size, value, interval)
+    for (_, x), alike in frame.groupby(["line", "x"], sort=False)["cell"]:
+        first = alike.iloc[0]
+        # Two evaluations of a model can share a cell, such as that of the last tokens.
+        for cell in alike:
+            if differ(cell, first):
+                files = dict.fromkeys(c["file"] for c in (first, cell) if c.get("file"))
+                raise UserError(
+                    f"{' and '.join(files) or 'the results'}: {cell['model']} ({cell['scaling']}) "
+                    f"at {x} tokens twice with different figures; give one of them, or evaluate "
+                    "with --name"
+                )
+    return frame.drop_duplicates(["line", "x"])
+
+
+def without_short(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of all texts read, and not of the last tokens alone."""
+    return frame[frame["scaling"] != SHORT]
+
+
+def length_chart(
+    frame: pd.DataFrame, x: str, y: str, *, top: float | None = None, bars: bool = True
+) -> LineChart:
+    """Figures against the length; without an upper end on a logarithmic axis."""
+    trained = training_length(frame)
+    return LineChart(
+        frame,
+        x,
+        y,
+        ticks=lengths_of(frame),
+        log_y=None if top else True,
+        top=top,
+        mark=(trained, "training length") if trained else None,
+        bars=bars,
+    )
+
+
+def length_table(frame: pd.DataFrame, what: str, entry: Callable[[Any], Any]) -> Table:
+    """A row for every line, a column for every length, entries from the rows of the frame."""
+    entries = [entry(row) for row in frame.itertuples()]
+    table = frame.assign(entry=entries).pivot_table(
+        "entry", "line", "x", aggfunc=lambda values: values.iloc[0], sort=False
+    )
+    lengths, trained = lengths_of(frame), training_length(frame)
+    header = [Entry(f"{n:,}", f"{n / trained:g} ×" if trained else "") for n in lengths]
+    rows = table[lengths].astype(object).where(table[lengths].notna(), "–")
+    return [what, *header], [[*row] for row in rows.itertuples()]
+
+
+def lengths_of(frame: pd.DataFrame) -> list[int]:
+    """The lengths of a frame, the shortest first."""
+    return sorted(frame["x"].unique().tolist())
+
+
+def training_length(frame: pd.DataFrame) -> int | None:
+    """The training length, if all models share one."""
+    lengths = {cell.get("training_length") for cell in frame["cell"]}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def at_tokens(frame: pd.DataFrame, size: int) -> str:
+    """``At 512 tokens (4 × the training length)``, if all models share one."""
+    trained = training_length(frame)
+    if not trained:
+        return f"At {size:,} tokens"
+    factor = "" if size == trained else f"{size / trained:g} × "
+    return f"At {size:,} tokens ({factor}the training length)"
+
+
+def best_of_models(frame: pd.DataFrame, size: int, sign: int) -> pd.DataFrame:
+    """The best row of every model at a length, the lowest first; ``sign`` -1: the highest first."""
+    # As shown: at its training length, scaling does not make a model better.
+    shown = sign * frame["y"].map("{:.4g}".format).astype(float)
+    rows = frame.assign(shown=shown)[frame["x"] == size].sort_values("shown", kind="stable")
+    return rows.drop_duplicates("model")
+
+
+def strict_minus_slack(frame: pd.DataFrame, title: str, columns: str) -> list[Section]:
+    """The layout of the paper's Table 3, if one model of each form was evaluated alike."""
+    frame = without_short(frame)
+    cells, lengths = frame["cell"].tolist(), lengths_of(frame)
+    names = [
+        "no scaling" if c["scaling"] == "none" else f"{c['scaling']}-{c['factor']:g}" for c in cells
+    ]
+    frame = frame.assign(form=[cell.get("attention") for cell in cells], name=names)
+    frame = frame[frame["form"].isin(PAIR)]
+    models = {form: frame["model"][frame["form"] == form].unique() for form in PAIR}
+    if any(len(each) != 1 for each in models.values()):
+        return []
+    by_form = frame.set_index(["form", "name", "x"])["y"].unstack()
+    slack, strict = (by_form.loc[form].reindex(columns=lengths) for form in PAIR)
+    changes = strict.reindex(slack.index) - slack
+    rows = []
+    for name in dict.fromkeys(frame["name"][frame["form"] == "slack"]):
+        first = [f"{y:.2f}" if math.isfinite(y) else "–" for y in slack.loc[name]]
+        change = [signed(y, ".2f") if math.isfinite(y) else "–" for y in changes.loc[name]]
+        rows.append([f"{models['slack'][0]}, {name}", *first])
+        rows.append([f"{models['strict'][0]}, {name}", *change])
+    text = (
+        "The layout of the paper’s Table 3: the figures of slack, and below them the difference of "
+        "strict from each."
+    )
+    header = [columns, *(f"{n:,}" for n in lengths)]
+    return [Section(title, text=text, header=header, rows=rows, printed=False)]

@@ -1,0 +1,133 @@
+"""Cells of small result files, and what their pages hold."""
+
+import json
+import re
+from collections import Counter
+from html.parser import HTMLParser
+
+import vl_convert
+
+from coca_lab.report.results import all_cells
+
+ATTENTION = {"CoCA-Slack": "slack", "CoCA-Strict": "strict"}
+ENVIRONMENT = {
+    "versions": {"python": "3.11"},
+    "processor": "A <processor>",
+    "cores": 2,
+    "threads": 2,
+    "gpus": [],
+    "system": "Linux",
+    "command": "coca study quickstart",
+}
+
+
+def read(*cells: dict) -> list[dict]:
+    """Copies of cells as they are read from a file."""
+    return all_cells([{"results": cells}])
+
+
+def perplexity(model: str, window: int, value: float, scaling: str = "none", **changes) -> dict:
+    return {
+        "task": "perplexity",
+        "model": model,
+        "attention": ATTENTION.get(model),
+        "training_length": 64,
+        "scaling": scaling,
+        "factor": 4.0 if scaling == "ntk" else None,
+        "window": window,
+        "stride": 64,
+        "targets": "shared",
+        "perplexity": value,
+        "ci95": [value * 0.9, value * 1.1],
+        "tokens": 1000,
+        "documents": [{"id": "a", "nats": 1.0, "tokens": 1000}],
+        **changes,
+    }
+
+
+def passkey(model, length, hits, scaling="none", factor=None, trained=512):
+    """A cell of ten prompts, the first ``hits`` of them right, distances and depths spread out."""
+    samples = [
+        {
+            "index": i,
+            "key": 10_000 + i,
+            "depth": i / 9,
+            "distance": round(length * (1 - i / 10)) - 5,
+            "output": "",
+            "hit": i < hits,
+        }
+        for i in range(10)
+    ]
+    return {
+        "task": "passkey", "model": model, "attention": ATTENTION.get(model),
+        "training_length": trained, "scaling": scaling,
+        "factor": factor, "length": length, "accuracy": hits / 10, "wilson95": [0.1, 0.9],
+        "samples": samples,
+    }  # fmt: skip
+
+
+def needles(model: str, recall: float, metric: str = "R-precision") -> dict:
+    about = {"task": "needles", "kind": "single", "length": 512, "scaling": "none", "samples": [{}]}
+    return about | {"model": model, "recall": recall, "metric": metric, "training_length": 64}
+
+
+def bench(peak: float, length: int = 8) -> dict:
+    about = {"task": "bench", "case": "x", "title": "X", "text": "", "measure": "memory"}
+    about |= {"length": length, "dtype": "float32", "device": "cpu", "batch": 1, "sizes": {}}
+    return about | {"variants": {name: {"peak_megabytes": peak} for name in "ab"}}
+
+
+CELLS = [
+    perplexity("RoFormer", 64, 40.0),
+    perplexity("RoFormer", 128, 90.0),
+    perplexity("RoFormer", 64, 41.0, "attend-last", stride=8),
+    perplexity("RoFormer", 64, 40.0, "ntk"),
+    perplexity("RoFormer", 128, 60.0, "ntk"),
+    perplexity("CoCA-Slack", 64, 41.5),
+    perplexity("CoCA-Slack", 128, 54.0),
+]
+TRAINING = {
+    "name": "RoFormer",
+    "parameters": 12345,
+    "steps": 10,
+    "tokens": 1000,
+    "epochs": 0.5,
+    "seconds": 3.0,
+    "recipe": {"training": {"learning_rate": 0.003}},
+    "curve": [{"step": 1, "loss": 5.0}, {"step": 10, "loss": 4.0}],
+}
+CONTENT = {"results": CELLS, "training": [TRAINING], "environment": ENVIRONMENT}
+
+
+class Page(HTMLParser):
+    """The text of a page, its ids and references, and how often it has a tag or an attribute."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.found: Counter[str] = Counter()
+        self.text = ""
+        self.specifications = [
+            json.loads(found)
+            for found in re.findall(r'<script type="application/json">(.*?)</script>', html, re.S)
+        ]
+        self.own = html.replace(vl_convert.javascript_bundle(), "")
+        self.feed(self.own)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.update([tag, *(name for name, _ in attrs)])
+        self.ids += [value for name, value in attrs if name == "id"]
+        links = ("src", "href", "xlink:href", "data")
+        self.references += [value for name, value in attrs if name in links]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def lines(chart) -> dict[str, dict[float, float]]:
+    """By the names of a chart's lines, their values."""
+    return {
+        name: dict(zip(line["x"], line["y"], strict=True))
+        for name, line in chart.points.groupby("line", sort=False)
+    }
