@@ -1,7 +1,6 @@
 """The report page: one self-contained HTML file."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -19,10 +18,9 @@ from coca_lab.report.charts import COLOURS, DARK, Palette, static_svg
 from coca_lab.report.results import (
     Cell,
     all_cells,
-    claimed_twice,
     naming_files,
     read_results,
-    short_names,
+    tell_apart,
     without_copies,
 )
 from coca_lab.report.section import Section, enumeration
@@ -74,9 +72,8 @@ def build_report(
     sections = page_sections(tasks, runs, paper)
     if not sections:
         raise UserError("the result files hold neither results nor training curves")
-    environments = [
-        each for c in contents for each in [c.get("environment"), *c.get("environments", [])]
-    ]
+    every = (each for c in contents for each in [c.get("environment"), *c.get("environments", [])])
+    environments = {json.dumps(each): each for each in every if each is not None}
     palette: Palette = {}
     shown = [_shown(section, number, palette) for number, section in enumerate(sections, 1)]
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
@@ -93,7 +90,7 @@ def build_report(
             for run in runs
             if "recipe" in run
         },
-        environments=_unique(environments),
+        environments=list(environments.values()),
     )
 
 
@@ -105,7 +102,7 @@ def tasks_and_runs(contents: Sequence[dict[str, Any]]) -> tuple[Tasks, list[Run]
     )
     with naming_files(cells):
         tasks = by_task(cells)
-    _tell_apart([group for groups in tasks.values() for group in groups], cells, runs)
+    tell_apart([group for groups in tasks.values() for group in groups], cells, runs)
     return tasks, runs
 
 
@@ -163,21 +160,6 @@ def _of_group(section: Section, which: str) -> Section:
     return replace(section, title=f"{section.title} ({which})", lead=lead)
 
 
-def _tell_apart(
-    groups: Sequence[Sequence[dict[str, Any]]],
-    cells: Sequence[dict[str, Any]],
-    runs: Sequence[dict[str, Any]],
-) -> None:
-    """Add its file to the name of every model, and run, that several files measure differently."""
-    names = set().union(*(claimed_twice(group) for group in groups))
-    names |= {name for name, count in Counter(run["name"] for run in runs).items() if count > 1}
-    found = [(cell, "model") for cell in cells] + [(run, "name") for run in runs]
-    found = [(item, key) for item, key in found if item.get(key) in names and item["file"]]
-    short = short_names([item["file"] for item, _ in found])
-    for item, key in found:
-        item[key] = f"{item[key]} ({short[item['file']]})"
-
-
 def _members(cells: Sequence[dict[str, Any]]) -> str:
     """The models of comparable cells, or the machine, and the files that they are from."""
     names = ", ".join(dict.fromkeys(cell["file"] for cell in cells if cell["file"]))
@@ -200,11 +182,3 @@ def _title(tasks: Tasks, runs: Sequence[Run]) -> str:
 
 def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
-
-
-def _unique(values: Sequence[Any]) -> list[Any]:
-    unique: list[Any] = []
-    for value in values:
-        if value is not None and value not in unique:
-            unique.append(value)
-    return unique

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,18 +157,42 @@ def _merged(parts: Sequence[list[Cell]], facts: Callable[[Cell], Facts]) -> list
     """Every part joins the first group that it does not contradict."""
     groups: list[tuple[Facts, list[Cell]]] = []
     for part in parts:
-        own = {name: value for cell in part for name, value in facts(cell).items()}
+        said = {name: value for cell in part for name, value in facts(cell).items()}
         for known, group in groups:
-            if all(known[name] == own[name] for name in known.keys() & own.keys()):
-                known.update(own)
+            if all(known[name] == said[name] for name in known.keys() & said.keys()):
+                known.update(said)
                 group.extend(part)
                 break
         else:
-            groups.append((own, list(part)))
+            groups.append((said, list(part)))
     return [group for _, group in groups]
 
 
-def claimed_twice(cells: Sequence[Cell]) -> set[str]:
+def differ(one: Cell, other: Cell) -> bool:
+    """Whether two cells, or runs, say different things about one; time does not count."""
+    shared = one.keys() & other.keys() - {"seconds", "throughput", "file", "machine"}
+    return any(one[name] != other[name] for name in shared)
+
+
+def tell_apart(
+    groups: Sequence[Sequence[Cell]], cells: Sequence[Cell], runs: Sequence[Cell]
+) -> None:
+    """Add its file to the name of every model, and run, that several files measure differently."""
+    names = set().union(*map(_claimed_twice, groups))
+    names |= {name for name, count in Counter(run["name"] for run in runs).items() if count > 1}
+    named = [(cell, "model") for cell in cells] + [(run, "name") for run in runs]
+    named = [(item, key) for item, key in named if item.get(key) in names and item["file"]]
+    paths = {item["file"]: Path(item["file"]) for item, _ in named}
+    # The folder of a results.json or training.json, else the file's stem, if these tell all apart.
+    generic = ("results", "training")
+    short = {f: p.parent.name if p.stem in generic else p.stem for f, p in paths.items()}
+    unique = len(set(short.values())) == len(short)
+    for item, key in named:
+        name = short[item["file"]] if unique else ""
+        item[key] = f"{item[key]} ({name or item['file']})"
+
+
+def _claimed_twice(cells: Sequence[Cell]) -> set[str]:
     """Names of models that different files measure differently, from comparable cells."""
     found: dict[Any, Cell] = {}
     names = set()
@@ -182,21 +207,6 @@ def claimed_twice(cells: Sequence[Cell]) -> set[str]:
             if other.get("file") != content.get("file") and differ(other, content):
                 names.add(cell["model"])
     return names
-
-
-def differ(one: Cell, other: Cell) -> bool:
-    """Whether two cells, or runs, say different things about one; time does not count."""
-    shared = one.keys() & other.keys() - {"seconds", "throughput", "file", "machine"}
-    return any(one[name] != other[name] for name in shared)
-
-
-def short_names(files: Sequence[str]) -> dict[str, str]:
-    """The folder of a ``results.json`` or ``training.json``, else the file's stem, if unique."""
-    paths = {file: Path(file) for file in dict.fromkeys(files)}
-    generic = ("results", "training")
-    short = {f: p.parent.name if p.stem in generic else p.stem for f, p in paths.items()}
-    unique = len(set(short.values())) == len(short)
-    return {f: name if unique and name else f for f, name in short.items()}
 
 
 def without_copies(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

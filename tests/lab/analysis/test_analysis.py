@@ -93,8 +93,10 @@ def test_a_planted_angle_and_its_consequences_are_measured(angle):
     assert found["anomalous_share_read"] == pytest.approx(share, abs=0.12)
 
 
-@pytest.mark.parametrize("form", ["vanilla", "slack", "strict"])
-@pytest.mark.parametrize("family", FAMILIES)
+FORMS = ["vanilla", "slack", "strict"]
+
+
+@pytest.mark.parametrize(("family", "form"), zip(FAMILIES, 9 * FORMS, strict=False))
 def test_every_family(family, form):
     model = vanilla(family) if form == "vanilla" else collinear(family, form)
     result = analyze(model.double(), documents(40, 48), SMALL, name="A model")
@@ -145,29 +147,22 @@ def test_every_family(family, form):
         assert max(logits) < (1e-4 if form == "vanilla" else 1e-12)
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT-NeoX", "Cohere"])
-def test_angles_of_collinear_models_are_zero(family):
-    for form in ("slack", "strict"):
-        result = analyze(collinear(family, form), documents(48), SMALL)
-        for layer in result["layers"]:
-            angles = layer["angles"]
-            assert angles["largest"] < 1e-12 and angles["case_d_weight"] == 0
-            assert not any(angles["case_d"]) and not any(angles["anomalous_share_read"])
-            assert all(row[0] == 1 for row in angles["histogram"])
-            # The ReLU leaves some keys without a direction.
-            assert any(0 < share < 1 for share in angles["zero_share"])
-            assert 0 <= max(angles["zero_share"]) <= 1
-            for entry in angles["lengths"]:
-                assert not any(entry["anomalous_tokens"])
-                found = [
-                    a + b
-                    for a, b in zip(
-                        entry["borders"]["peaks"], entry["borders"]["troughs"], strict=True
-                    )
-                ]
-                assert found == entry["borders"]["collinear"]
-        effective = layer["effective_angles"]
-        assert form == "strict" or effective["cases"]["d"] > 0.05
+@pytest.mark.parametrize(("family", "form"), [("GPT-NeoX", "slack"), ("Cohere", "strict")])
+def test_angles_of_collinear_models_are_zero(family, form):
+    result = analyze(collinear(family, form), documents(48), SMALL)
+    for layer in result["layers"]:
+        angles = layer["angles"]
+        assert angles["largest"] < 1e-12 and angles["case_d_weight"] == 0
+        assert not any(angles["case_d"]) and not any(angles["anomalous_share_read"])
+        assert all(row[0] == 1 for row in angles["histogram"])
+        # The ReLU leaves some keys without a direction.
+        assert any(0 < share < 1 for share in angles["zero_share"])
+        for entry in angles["lengths"]:
+            assert not any(entry["anomalous_tokens"])
+            borders = entry["borders"]
+            found = [a + b for a, b in zip(borders["peaks"], borders["troughs"], strict=True)]
+            assert found == borders["collinear"]
+        assert form == "strict" or layer["effective_angles"]["cases"]["d"] > 0.05
     angles = analyze(vanilla(family), documents(48), SMALL)["layers"][0]["angles"]
     assert angles["largest"] > 3 and 0.2 < angles["cases"]["d"] < 0.8
 

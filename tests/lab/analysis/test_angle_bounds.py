@@ -103,18 +103,6 @@ def test_anomalous_distance_is_where_the_score_stops_rising():
     assert still.tolist() == pytest.approx([TURN - 4.0, 0.0])
 
 
-@pytest.mark.parametrize("factor", [2.0, 8.0])
-def test_scaling_widens_the_zone_as_in_the_paper(factor):
-    # Appendix D.2: k times under PI, λ^(2j/d) times where the base is multiplied by λ.
-    angles = torch.full((8,), 5.0, dtype=torch.float64)
-    theta = Rotation(16).frequencies()
-    plain = anomalous_distance(angles, theta)
-    torch.testing.assert_close(anomalous_distance(angles, theta / factor), plain * factor)
-    j = torch.arange(8, dtype=torch.float64)
-    scaled = anomalous_distance(angles, Rotation(16, base=10000.0 * factor).frequencies())
-    torch.testing.assert_close(scaled, plain * factor ** (2 * j / 16))
-
-
 @pytest.mark.parametrize("window", [None, 1, 2, 7, 100])
 @pytest.mark.parametrize("length", [2, 3, 12, 40])
 def test_anomalous_tokens_and_share_match_a_count(length, window):

@@ -61,15 +61,6 @@ def test_the_map_is_the_identity_on_scores_and_the_way_back_inverts_it_from_both
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_zeros_and_sizes_of_many_orders():
-    query = QUERIES[:4] * torch.tensor([[0], [1], [1e6], [1e-6]])
-    query[1, 2] = 0
-    found = query_of_scores(scores(query), RESPONSES)
-    size = query.abs().amax(-1, keepdim=True)
-    assert ((found - equal_members(query)).abs() <= 1e-6 * size).all()
-    assert found[0].abs().max() == 0
-
-
 def test_both_ways_are_continuous():
     step = torch.view_as_complex(random_queries(50, seed=2))
     for size in (1e-2, 1e-4, 1e-6):
@@ -86,16 +77,6 @@ def test_both_ways_are_continuous():
     # Nothing better holds at 0: scores that change by size² move the query by size.
     moved = query_of_scores(scores(1e-4 * QUERIES), RESPONSES)
     assert (moved.abs() / 1e-4).allclose(QUERIES.abs())
-
-
-def test_queries_themselves_are_not_determined():
-    turned = QUERIES * torch.polar(torch.ones(PAIRS).double(), torch.arange(PAIRS).double())
-    torch.testing.assert_close(scores(turned), scores(QUERIES))
-    assert (turned - QUERIES).abs().max() > 1
-    # Not every set of queries contains its equal-membered ones: then the theorem fails.
-    axis = torch.tensor([[3.0, 0, 0, 0]], dtype=torch.complex128)
-    assert not torch.isclose(axis.real, axis.imag).all()
-    assert not torch.isclose(equal_members(axis), axis).all()
 
 
 def parts(form: str, query: torch.Tensor) -> list[torch.Tensor]:
