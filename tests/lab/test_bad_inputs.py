@@ -277,7 +277,7 @@ CASES = {
     "other results": (report('{"results": 5}'), "results must be a list of objects"),
     "other cells": (report('{"results": [5]}'), "results must be a list of objects"),
     "strange cells": (report('{"results": [{"task": "perplexity", "model": "a", "window": "x", '
-                             '"scaling": "none"}]}'), "a result is damaged"),
+                             '"scaling": "none", "perplexity": 2}]}'), "a result is damaged"),
     "partial cells": (report('{"results": [{"task": "perplexity", "model": "a", "window": 16, '
                              '"scaling": "none"}]}'), "a result lacks the field"),
     "other curve": (report('{"curve": 5}'), "a result is damaged"),

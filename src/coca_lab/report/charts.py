@@ -106,8 +106,9 @@ class LineChart:
 
     def _complete(self) -> pd.DataFrame:
         """The finite points, with all columns."""
-        every = dict.fromkeys((*self.points.columns, "low", "high", *LOOKS))
-        points = self.points.reindex(columns=every).fillna(LOOKS)
+        every = {"low": np.nan, "high": np.nan, **LOOKS}
+        missing = {name: of for name, of in every.items() if name not in self.points}
+        points = self.points.assign(**missing).fillna(LOOKS)
         points = points.astype({"y": float, "low": float, "high": float})
         points["colour"] = points["colour"].where(points["colour"] != "", points["line"])
         return points[np.isfinite(points["y"])]
@@ -171,10 +172,10 @@ class LineChart:
             return {"scale": scale, "legend": legend}
 
         looks = [_look(*row, palette) for row in lines[["colour", "dash"]].itertuples(index=False)]
-        widths = _widths(points, names)
+        widths = _widths(points, names, logarithmic=bool(self.log_y))
         base = alt.Chart(alt.InlineData(values=_records(points)))
         return base.transform_filter("all || datum.first").encode(
-            x=alt.X("x:Q", title=self.x, scale=self._scale_x(), axis=self._axis_x()),
+            x=self._horizontal(),
             y=alt.Y("y:Q", title=self.y, scale=self._scale_y(points), axis=alt.Axis(format=",~g")),
             color=alt.Color("line:N", **by_line(colour for colour, _ in looks)),
             strokeDash=alt.StrokeDash("line:N", **by_line(dash for _, dash in looks)),
@@ -189,15 +190,15 @@ class LineChart:
             ],
         )
 
-    def _scale_x(self) -> alt.Scale:
+    def _horizontal(self) -> alt.X:
+        scale, axis = alt.Scale(nice=False), alt.Axis(format=",~g")
         if self.ticks:
-            return alt.Scale(type="log", base=2)
-        return alt.Scale(type="log" if self.log_x else "linear", nice=False)
-
-    def _axis_x(self) -> alt.Axis:
-        if self.ticks:
-            return alt.Axis(values=list(self.ticks), format=",~g", labelOverlap="parity")
-        return alt.Axis(format=",~g")
+            scale = alt.Scale(type="log", base=2)
+            axis = alt.Axis(values=list(self.ticks), format=",~g", labelOverlap="parity")
+        elif self.log_x:
+            scale = alt.Scale(type="log", nice=False, padding=15)
+            axis = alt.Axis(format="~s", labelOverlap=True, labelSeparation=10)
+        return alt.X("x:Q", title=self.x, scale=scale, axis=axis)
 
     def _scale_y(self, points: pd.DataFrame) -> alt.Scale:
         if self.top is not None:
@@ -317,14 +318,16 @@ def _look(colour: str, dash: str, palette: Palette) -> tuple[str, list[int]]:
     return f"var(--c{place % len(COLOURS)})", [int(length) for length in dashes.split()]
 
 
-def _widths(points: pd.DataFrame, names: Sequence[str]) -> dict[str, int]:
+def _widths(points: pd.DataFrame, names: Sequence[str], *, logarithmic: bool) -> dict[str, int]:
     """Widths of named lines: what later ones would cover stays visible at their sides."""
     table = points.pivot_table("y", "x", "line").reindex(columns=names)
+    if logarithmic:
+        table = table[table > 0].map(np.log)
     near = 0.01 * (table.max(axis=None) - table.min(axis=None))
     widths = {}
     for place, name in enumerate(names):
         later = table.iloc[:, place + 1 :]
         close = later.sub(table[name], axis=0).abs() <= near
         covers = (2 * close.sum() > table[name].count()) & (table[name].count() > 1)
-        widths[name] = 2 + 4 * min(int(covers.sum()), 2)
+        widths[name] = 2 + 3 * min(int(covers.sum()), 3)
     return widths

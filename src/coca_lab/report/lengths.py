@@ -17,7 +17,7 @@ from coca_lab.report.results import Cell, differ
 from coca_lab.report.section import Entry, Section, Table, signed
 
 SCALING_NAMES = {"linear": "PI", "ntk": "NTK", "dynamic": "dynamic NTK", "yarn": "YaRN"}
-DASHES = {"none": "1 0", "ntk": "6 3", "dynamic": "6 3", "linear": "9 3 2 3", "yarn": "9 3 2 3"}
+DASHES = {"none": "", "ntk": "6 3", "dynamic": "6 3", "linear": "9 3 2 3", "yarn": "9 3 2 3"}
 SHORT = "attend-last"
 """The scaling of cells without any text before the last tokens; they have one window alone."""
 PAIR = ("slack", "strict")  # the two forms of the paper's Table 3
@@ -160,6 +160,8 @@ def strict_minus_slack(frame: pd.DataFrame, title: str, columns: str) -> list[Se
     changes = strict.reindex(slack.index) - slack
     rows = []
     for name in dict.fromkeys(frame["name"][frame["form"] == "slack"]):
+        if changes.loc[name].isna().all():
+            continue
         first = [f"{y:.2f}" if math.isfinite(y) else "–" for y in slack.loc[name]]
         change = [signed(y, ".2f") if math.isfinite(y) else "–" for y in changes.loc[name]]
         rows.append([f"{models['slack'][0]}, {name}", *first])

@@ -165,7 +165,6 @@ def _differences(plain: pd.DataFrame) -> list[Section]:
         y=[ratio for ratio, *_ in ratios],
         low=[low for _, low, _ in ratios],
         high=[high for _, _, high in ratios],
-        dash=others["dash"].replace("1 0", "6 3"),
     )
     if not others["y"].map(math.isfinite).any():
         return []
@@ -182,7 +181,11 @@ def _differences(plain: pd.DataFrame) -> list[Section]:
         "same documents. What makes a document hard for every model cancels, so these intervals, "
         "and not those of the perplexities, say which differences are real."
     )
-    lead = f"Differences from {name} on the same documents, with their 95 % intervals."
+    longest = lengths_of(others)[-1]
+    last = others[others["x"] == longest]
+    ends = " to ".join(dict.fromkeys(f"{y:.2f}" for y in (last["y"].min(), last["y"].max())))
+    who = f"{last['line'].iloc[0]} has" if len(last) == 1 else "the others have"
+    lead = f"{at_tokens(others, longest)} {who} {ends} × the perplexity of {name}."
     header, rows = length_table(
         others, f"against {name} at", lambda row: _change(row.y, row.low, row.high)
     )

@@ -94,9 +94,11 @@ def _lead(title: str, figure: Figure, means: pd.DataFrame) -> str:
     """Who is best at the longest length, and what the others have."""
     length = lengths_of(means)[-1]
     far = means[means["x"] == length].set_index("line")["y"]
-    best = far.idxmax() if figure.top else far.idxmin()
-    lead = f"{title}: at {length:,} tokens {best} has {far[best]:{figure.digits}}"
-    others = far.drop(best)
+    shown = far.map(f"{{:{figure.digits}}}".format)
+    best = shown[far.idxmax() if figure.top else far.idxmin()]
+    names, others = shown.index[shown == best].tolist(), far[shown != best]
+    who = names[0] if len(names) == 1 else f"{len(names)} of {len(far)} ({'; '.join(names)})"
+    lead = f"{title}: at {length:,} tokens {who} {'has' if len(names) == 1 else 'have'} {best}"
     if len(others):
         ends = dict.fromkeys(f"{end:{figure.digits}}" for end in (others.min(), others.max()))
         lead += f", the others {' to '.join(ends)}"
@@ -118,15 +120,12 @@ def _trends(cells: Sequence[Cell]) -> list[Section]:
     base = table[table["model"] == control].set_index(["size", "training_seed"])[near]
     others = table[table["model"] != control].join(base.rename("base"), ["size", "training_seed"])
     costs = others.assign(y=others[near] / others["base"]).dropna(subset="y")
-    name = f"perplexity, as a multiple of {control}’s"
-    sections = [_trend(f"Perplexity at {near:,} tokens against {control}’s, by size", name, costs)]
+    title = f"Perplexity at {near:,} tokens against {control}’s, by size"
+    sections = [_trend(title, f"× {control}’s perplexity at {near:,} tokens", costs)]
     if far > near:
-        title, name = (
-            f"Perplexity at {far:,} tokens against {near:,}, by size",
-            f"{far:,} / {near:,}",
-        )
         losses = table.assign(y=table[far] / table[near])
-        sections.append(_trend(title, f"perplexity at {name} tokens", losses))
+        title = f"Perplexity at {far:,} tokens against {near:,}, by size"
+        sections.append(_trend(title, f"× its perplexity at {near:,}, at {far:,} tokens", losses))
     return [section for section in sections if section.rows]
 
 
@@ -150,9 +149,7 @@ def _trend(title: str, label: str, runs: pd.DataFrame) -> Section:
         if sizes[-1] in by_size.index:
             last[name] = by_size["mean"][sizes[-1]]
     lowest = min(last, key=last.__getitem__, default=None)
-    lead = (
-        f"{title}: {lowest} has the lowest with {sizes[-1]}, {last[lowest]:.3f}." if lowest else ""
-    )
+    lead = f"Lowest with {sizes[-1]}: {lowest}, {last[lowest]:.3f} {label}." if lowest else ""
     return Section(
         title,
         lead,

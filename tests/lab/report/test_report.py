@@ -111,7 +111,7 @@ def test_a_run_is_called_by_its_folder_and_a_copy_of_its_file_by_its_name(tmp_pa
         ('{"results": [{"task": "poetry", "model": "m"}]}', "neither results nor training"),
         (
             '{"results": [{"task": "perplexity", "model": "m"}]}',
-            "r.json: a result lacks .*'window'",
+            "r.json: a result lacks .*'scaling'",
         ),
         ('{"results": [{}]}', "r.json: a result lacks the field 'task'"),
         ('{"results": [3]}', "r.json: not a result file: results must be a list of objects"),

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from result_cells import CELLS, lines, perplexity, read
 
 from coca_lab.report import printed_tables
@@ -76,7 +77,7 @@ def test_differences_carry_an_interval_over_paired_documents():
     assert section.header[0] == "against b at"
     assert section.rows[0] == ["a", "+10.5% (+10.5% to +10.5%)"]
     (ratio,) = lines(section.chart)["c"].values()
-    assert ratio == math.exp(0.1 + 0.1 * 190 / 2000)
+    assert ratio == pytest.approx(math.exp(0.1 + 0.1 * 190 / 2000))
     low, high = section.chart.points[["low", "high"]].iloc[1]
     assert 1.1 < low < ratio < high < 1.13 and section.chart.level == 1.0
     assert "Perplexity: paired differences" not in sections(cells[0])

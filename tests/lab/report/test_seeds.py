@@ -53,7 +53,7 @@ def test_costs_and_far_text_are_followed_over_sizes():
     assert rows["RoFormer"] == ["4.000"] * 3 + ["+0.000", "4", "4"]
     assert rows["CoCA-Strict"][:4] == ["4.000", "2.000", "1.000", "-0.500"]
     assert float(rows["CoCA-Strict"][4]) == pytest.approx(2 * 350**-0.5, rel=0.01)
-    assert near.lead == f"{near.title}: CoCA-Strict has the lowest with 4M, 1.100."
+    assert near.lead == "Lowest with 4M: CoCA-Strict, 1.100 × RoFormer’s perplexity at 256 tokens."
     # A line of points, and the law, of one name.
     marks = {mark: of["x"].tolist() for mark, of in near.chart.points.groupby("mark")}
     assert len(marks["points"]) == 6 and marks["line"] == [250_000, 4_000_000]
@@ -112,6 +112,12 @@ def test_means_and_ranges_of_the_seeds():
     assert intervals.values.tolist() == [[20.0, 21.0], [80.0, 84.0]]
     assert perplexity.chart.mark == (256, "training length")
     assert passkeys.lead == "Share of passkeys found: at 512 tokens RoFormer has 0.62."
+    tied = [{**SEEDS[0], "model": model, "task": "passkey", "length": 512, "accuracy": share,
+             "training_seed": seed} for seed in (0, 1)
+            for model, share in (("a", 1.0), ("b", 0.5), ("c", 1.0))]  # fmt: skip
+    assert sections(tied)[0].lead == (
+        "Share of passkeys found: at 512 tokens 2 of 3 (a; c) have 1.00, the others 0.50."
+    )
     assert "Means of 2 seeds" in passkeys.note
     header, rows = printed_tables(SEEDS)[0]
     assert header == ["Perplexity at", "256", "4,096"] and rows[0] == ["RoFormer", "20.5", "82.0"]
