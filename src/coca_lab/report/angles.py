@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from coca_lab.report.charts import DASHES, HeatMap, LineChart
+from coca_lab.report.charts import DASHES, Frame, HeatMap, LineChart
 from coca_lab.report.results import Cell
 from coca_lab.report.section import Section, mean, signed
 
@@ -121,7 +121,7 @@ def _histogram_section(cell: Cell) -> Section:
 
 def _anomaly_section(cells: Sequence[Cell], drawn: bool) -> Section:
     """Share of causal (m, n) pairs in the anomalous zone by rotary pair, averaged over layers."""
-    said, lines = [], []
+    said, lines, most = [], [], []
     for cell in cells:
         shares = {length: _shares(cell, index) for index, length in shown_lengths(cell)}
         parts = [
@@ -129,7 +129,8 @@ def _anomaly_section(cells: Sequence[Cell], drawn: bool) -> Section:
         ]
         none = "none, since all angles are 0 by construction"
         said.append(f"{cell['model']}: {none if without_angles(cell) else ', '.join(parts)}.")
-        for index, (length, share) in enumerate(shares.items()):
+        most.append(max(share.mean() for share in shares.values()))
+        for index, (length, share) in enumerate(reversed(shares.items())):
             line = {"line": f"{cell['model']}, {length:,} tokens", "x": share.index}
             look = {"colour": cell["model"], "dash": DASHES[index % len(DASHES)], "mark": "line"}
             look["legend"] = "first" if length == max(shares) else "spare"
@@ -140,13 +141,14 @@ def _anomaly_section(cells: Sequence[Cell], drawn: bool) -> Section:
     )
     x, y = "rotary pair, from fast to slow", "anomalous (query, key) pairs (%)"
     chart = LineChart(pd.concat(lines), x, y) if drawn else None
-    return Section("Anomalous tokens by rotary pair", f"Anomalous tokens of {said[0]}", text, chart)
+    lead = f"Anomalous tokens of {said[most.index(max(most))]}"
+    return Section("Anomalous tokens by rotary pair", lead, text, chart)
 
 
 def _decay_section(cell: Cell) -> Section:
     """Scores and the bounds of Eq. 19 and 20 against the distance, averaged over layers."""
     rows = [row for layer in cell["layers"] for row in layer["decay"]["by_distance"]]
-    frame = pd.DataFrame(rows, columns=["distance", *BOUNDS]).astype(float)
+    frame: Frame = pd.DataFrame(rows, columns=["distance", *BOUNDS]).astype(float)
     # 0 counts as unknown.
     means = frame.replace(0.0, np.nan).groupby("distance").mean().dropna(how="all")
     points = [
@@ -205,13 +207,13 @@ def _layer_histogram(angles: dict[str, Any]) -> list[float]:
     return (weights @ rows / (weights.sum() or 1.0)).tolist()
 
 
-def _shares(cell: Cell, index: int) -> pd.Series:
+def _shares(cell: Cell, index: int) -> Frame:
     """Anomalous share of every rotary pair at one of the lengths, averaged over layers."""
     layers = [seen_angles(layer)["lengths"][index]["anomalous_share"] for layer in cell["layers"]]
     return pd.DataFrame(layers, dtype=float).mean().fillna(0.0)
 
 
-def _score_changes(cell: Cell) -> pd.DataFrame:
+def _score_changes(cell: Cell) -> Frame:
     """A row for every layer, a column for every shift."""
     rows = [[entry["score_change"] for entry in layer["shifts"]] for layer in cell["layers"]]
     return pd.DataFrame(rows, columns=[entry["shift"] for entry in cell["shifts"]], dtype=float)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from coca_lab.report.charts import LineChart
+from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.results import Cell
 from coca_lab.report.section import Section
 
@@ -41,7 +41,7 @@ def _section(group: Sequence[Cell]) -> Section:
     """A row per variant, a column per length: the first one's time, then ratios; or megabytes."""
     first, memory = group[0], group[0]["measure"] == "memory"
     baseline, *_ = first["variants"]
-    frame = pd.DataFrame(
+    frame: Frame = pd.DataFrame(
         {
             "line": _row_name(first["variants"], name),
             "x": cell["length"],
@@ -86,7 +86,7 @@ def _entry(measured: dict[str, Any], first: bool) -> str:
     return f"{measured['ratio']:.2f} × ({low:.2f}–{high:.2f})"
 
 
-def _lead(title: str, longest: pd.DataFrame, memory: bool) -> str:
+def _lead(title: str, longest: Frame, memory: bool) -> str:
     """What every variant needs at the longest length, against the first one."""
     (_, first), *others = longest[["line", "entry"]].itertuples(index=False)
     said = [f"{name} {entry.partition(' (')[0]}" for name, entry in others]

@@ -12,7 +12,6 @@ from typing import Any
 
 import altair as alt
 import numpy as np
-import pandas as pd
 import vl_convert
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish, in tones with a contrast of
@@ -67,6 +66,8 @@ STYLE = {
 
 LOOKS = {"colour": "", "dash": "", "mark": "both", "legend": "first"}
 """How lines are drawn, in columns that points may have, and what holds without them."""
+Frame = Any
+"""A pandas.DataFrame, whose types leave open what a column, a row or a figure of it is."""
 Palette = dict[str, int]
 """The place of every name's colour, so that a model has one colour on a page."""
 
@@ -93,7 +94,7 @@ class LineChart:
         bars: Whether intervals are drawn, and not only told on hovering.
     """
 
-    points: pd.DataFrame
+    points: Frame
     x: str
     y: str
     ticks: Sequence[float] = ()
@@ -104,7 +105,7 @@ class LineChart:
     level: float | None = None
     bars: bool = True
 
-    def _complete(self) -> pd.DataFrame:
+    def _complete(self) -> Frame:
         """The finite points, with all columns."""
         every = {"low": np.nan, "high": np.nan, **LOOKS}
         missing = {name: of for name, of in every.items() if name not in self.points}
@@ -162,7 +163,7 @@ class LineChart:
         return made
 
     def _encoded(
-        self, points: pd.DataFrame, lines: pd.DataFrame, names: list[str], palette: Palette
+        self, points: Frame, lines: Frame, names: list[str], palette: Palette
     ) -> alt.Chart:
         """The points with their axes, and the look of every line."""
         legend = alt.Legend(title=None, symbolType="stroke", values=names)
@@ -171,7 +172,7 @@ class LineChart:
             scale = alt.Scale(type="ordinal", domain=lines["line"].tolist(), range=[*values])
             return {"scale": scale, "legend": legend}
 
-        looks = [_look(*row, palette) for row in lines[["colour", "dash"]].itertuples(index=False)]
+        looks = [_look(row.colour, row.dash, palette) for row in lines.itertuples()]
         widths = _widths(points, names, logarithmic=bool(self.log_y))
         base = alt.Chart(alt.InlineData(values=_records(points)))
         return base.transform_filter("all || datum.first").encode(
@@ -200,7 +201,7 @@ class LineChart:
             axis = alt.Axis(format="~s", labelOverlap=True, labelSeparation=10)
         return alt.X("x:Q", title=self.x, scale=scale, axis=axis)
 
-    def _scale_y(self, points: pd.DataFrame) -> alt.Scale:
+    def _scale_y(self, points: Frame) -> alt.Scale:
         if self.top is not None:
             return alt.Scale(domain=[-0.02 * self.top, 1.06 * self.top], nice=False)
         domain: Any = alt.Undefined
@@ -241,7 +242,7 @@ class HeatMap:
         labels: Names of columns to label.
     """
 
-    values: pd.DataFrame
+    values: Frame
     x: str
     y: str
     measure: str
@@ -298,7 +299,7 @@ def _styled(chart: Any) -> dict[str, Any]:
     return made
 
 
-def _records(points: pd.DataFrame) -> list[dict[str, Any]]:
+def _records(points: Frame) -> list[dict[str, Any]]:
     """The points as JSON values, with their intervals in words."""
     rows = points[["line", "x", "y", "low", "high", "mark", "first"]].to_dict("records")
     for row in rows:
@@ -318,7 +319,7 @@ def _look(colour: str, dash: str, palette: Palette) -> tuple[str, list[int]]:
     return f"var(--c{place % len(COLOURS)})", [int(length) for length in dashes.split()]
 
 
-def _widths(points: pd.DataFrame, names: Sequence[str], *, logarithmic: bool) -> dict[str, int]:
+def _widths(points: Frame, names: Sequence[str], *, logarithmic: bool) -> dict[str, int]:
     """Widths of named lines: what later ones would cover stays visible at their sides."""
     table = points.pivot_table("y", "x", "line").reindex(columns=names)
     if logarithmic:
@@ -328,6 +329,6 @@ def _widths(points: pd.DataFrame, names: Sequence[str], *, logarithmic: bool) ->
     for place, name in enumerate(names):
         later = table.iloc[:, place + 1 :]
         close = later.sub(table[name], axis=0).abs() <= near
-        covers = (2 * close.sum() > table[name].count()) & (table[name].count() > 1)
+        covers = (close.sum() == table[name].count()) & (table[name].count() > 1)
         widths[name] = 2 + 3 * min(int(covers.sum()), 3)
     return widths

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from coca_attention.errors import UserError
-from coca_lab.report.charts import LineChart
+from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.results import Cell, differ
 from coca_lab.report.section import Entry, Section, Table, signed
 
@@ -33,18 +33,21 @@ def line_label(cell: Cell) -> str:
     return f"{model} + {SCALING_NAMES.get(kind, kind)}" + (f" ({factor:g})" if factor else "")
 
 
-def every_cell(cells: Sequence[Cell], size: str, value: str, interval: str = "") -> pd.DataFrame:
+def every_cell(cells: Sequence[Cell], size: str, value: str, interval: str = "") -> Frame:
     """A frame of all cells, in the order of the page; the last tokens alone for every length."""
-    sizes = sorted({cell[size] for cell in cells if cell["scaling"] != SHORT})
+    plain = [cell[size] for cell in cells if cell["scaling"] != SHORT]
+    sizes = sorted(set(plain or (cell[size] for cell in cells)))
     models = list(dict.fromkeys(cell["model"] for cell in cells))
+    lines = list(dict.fromkeys(map(line_label, cells)))
     kinds = [*dict.fromkeys((*DASHES, *(cell["scaling"] for cell in cells)))]
     kinds.sort(key=lambda kind: kind == SHORT)
     rows = []
     for cell in cells:
         kind, last = cell["scaling"], cell["scaling"] == SHORT
+        line = line_label(cell)
         low, high = cell.get(interval) or (math.nan, math.nan)
         row = {
-            "line": line_label(cell),
+            "line": line,
             "model": cell["model"],
             "scaling": kind,
             "y": math.inf if cell[value] is None else cell[value],
@@ -55,16 +58,13 @@ def every_cell(cells: Sequence[Cell], size: str, value: str, interval: str = "")
             "mark": "line" if last else "both",
             "legend": "none" if last else "first" if kind == "none" else "spare",
             "cell": cell,
-            "order": (models.index(cell["model"]), kinds.index(kind)),
+            "order": (models.index(cell["model"]), kinds.index(kind), lines.index(line)),
         }
         rows += [row | {"x": x} for x in (sizes if last else [cell[size]])]
-    frame = pd.DataFrame(rows)
-    names = frame.sort_values("order", kind="stable")["line"].drop_duplicates()
-    order = frame["line"].map({name: place for place, name in enumerate(names)})
-    return frame.assign(order=order).sort_values(["order", "x"], kind="stable")
+    return pd.DataFrame(sorted(rows, key=lambda row: (row["order"], row["x"])))
 
 
-def by_length(cells: Sequence[Cell], size: str, value: str, interval: str = "") -> pd.DataFrame:
+def by_length(cells: Sequence[Cell], size: str, value: str, interval: str = "") -> Frame:
     """As `every_cell`; UserError if two different cells have the same line and size."""
     frame = every_cell(cells, size, value, interval)
     for (_, x), alike in frame.groupby(["line", "x"], sort=False)["cell"]:
@@ -81,13 +81,13 @@ def by_length(cells: Sequence[Cell], size: str, value: str, interval: str = "") 
     return frame.drop_duplicates(["line", "x"])
 
 
-def without_short(frame: pd.DataFrame) -> pd.DataFrame:
+def without_short(frame: Frame) -> Frame:
     """The rows of all texts read, and not of the last tokens alone."""
     return frame[frame["scaling"] != SHORT]
 
 
 def length_chart(
-    frame: pd.DataFrame, x: str, y: str, *, top: float | None = None, bars: bool = True
+    frame: Frame, x: str, y: str, *, top: float | None = None, bars: bool = True
 ) -> LineChart:
     """Figures against the length; without an upper end on a logarithmic axis."""
     trained = training_length(frame)
@@ -103,30 +103,27 @@ def length_chart(
     )
 
 
-def length_table(frame: pd.DataFrame, what: str, entry: Callable[[Any], Any]) -> Table:
+def length_table(frame: Frame, what: str, entry: Callable[[Any], Any]) -> Table:
     """A row for every line, a column for every length, entries from the rows of the frame."""
-    entries = [entry(row) for row in frame.itertuples()]
-    table = frame.assign(entry=entries).pivot_table(
-        "entry", "line", "x", aggfunc=lambda values: values.iloc[0], sort=False
-    )
+    frame = frame.assign(entry=[entry(row) for row in frame.itertuples()])
     lengths, trained = lengths_of(frame), training_length(frame)
+    table = frame.pivot(index="line", columns="x", values="entry")[lengths].fillna("–")
     header = [Entry(f"{n:,}", f"{n / trained:g} ×" if trained else "") for n in lengths]
-    rows = table[lengths].astype(object).where(table[lengths].notna(), "–")
-    return [what, *header], [[*row] for row in rows.itertuples()]
+    return [what, *header], [[name, *table.loc[name]] for name in frame["line"].unique()]
 
 
-def lengths_of(frame: pd.DataFrame) -> list[int]:
+def lengths_of(frame: Frame) -> list[int]:
     """The lengths of a frame, the shortest first."""
     return sorted(frame["x"].unique().tolist())
 
 
-def training_length(frame: pd.DataFrame) -> int | None:
+def training_length(frame: Frame) -> int | None:
     """The training length, if all models share one."""
     lengths = {cell.get("training_length") for cell in frame["cell"]}
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def at_tokens(frame: pd.DataFrame, size: int) -> str:
+def at_tokens(frame: Frame, size: int) -> str:
     """``At 512 tokens (4 × the training length)``, if all models share one."""
     trained = training_length(frame)
     if not trained:
@@ -135,7 +132,7 @@ def at_tokens(frame: pd.DataFrame, size: int) -> str:
     return f"At {size:,} tokens ({factor}the training length)"
 
 
-def best_of_models(frame: pd.DataFrame, size: int, sign: int) -> pd.DataFrame:
+def best_of_models(frame: Frame, size: int, sign: int) -> Frame:
     """The best row of every model at a length, the lowest first; ``sign`` -1: the highest first."""
     # As shown: at its training length, scaling does not make a model better.
     shown = sign * frame["y"].map("{:.4g}".format).astype(float)
@@ -143,7 +140,7 @@ def best_of_models(frame: pd.DataFrame, size: int, sign: int) -> pd.DataFrame:
     return rows.drop_duplicates("model")
 
 
-def strict_minus_slack(frame: pd.DataFrame, title: str, columns: str) -> list[Section]:
+def strict_minus_slack(frame: Frame, title: str, columns: str) -> list[Section]:
     """The layout of the paper's Table 3, if one model of each form was evaluated alike."""
     frame = without_short(frame)
     cells, lengths = frame["cell"].tolist(), lengths_of(frame)

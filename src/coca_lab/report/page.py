@@ -30,7 +30,7 @@ from coca_lab.report.training import Run, training_sections
 MARK = "--page: #fff; --text: #1b1b1b;"
 """In the style of every page, those of earlier versions included."""
 OPEN = 6
-"""Sections shown at first; those after them are folded away."""
+"""Charts shown at first; what comes after them is folded away."""
 
 Tasks = dict[str, list[list[Cell]]]
 """By the name of a task, groups of comparable cells."""
@@ -76,14 +76,16 @@ def build_report(
     environments = {json.dumps(each): each for each in every if each is not None}
     palette: Palette = {}
     shown = [_shown(section, number, palette) for number, section in enumerate(sections, 1)]
+    drawn = [number for number, section in enumerate(sections) if section.chart]
+    fold = drawn[OPEN] if len(drawn) > OPEN else len(sections)
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
         title=title or _title(tasks, runs),
         palettes={"light": COLOURS, "dark": DARK},
         groups=_groups(tasks),
-        first=shown[:OPEN],
-        more=shown[OPEN:],
+        first=shown[:fold],
+        more=shown[fold:],
         library=_library() if any(each["svg"] for each in shown) else "",
         recipes={
             run["name"]: yaml.safe_dump(run["recipe"], sort_keys=False)

@@ -4,10 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pandas as pd
-
 from coca_lab.intervals import FEW_DOCUMENTS, DocumentScore, paired_ratio_interval, perplexity
-from coca_lab.report.charts import LineChart
+from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.lengths import (
     SHORT,
     at_tokens,
@@ -64,7 +62,7 @@ def perplexity_facts(cell: Cell) -> dict[str, Any]:
     return facts
 
 
-def perplexity_findings(frame: pd.DataFrame) -> list[str]:
+def perplexity_findings(frame: Frame) -> list[str]:
     """Who is lowest in short and long windows, and which models gain from the longest one."""
     plain, short = without_short(frame), frame[frame["scaling"] == SHORT]
     if plain.empty:
@@ -92,7 +90,7 @@ def perplexity_findings(frame: pd.DataFrame) -> list[str]:
     return found + (improved or [none])
 
 
-def _lead(plain: pd.DataFrame, window: int) -> str:
+def _lead(plain: Frame, window: int) -> str:
     """Who is lowest at a window, in one sentence."""
     best = best_of_models(plain, window, 1)
     first, where = best.iloc[0], at_tokens(plain, window)
@@ -103,7 +101,7 @@ def _lead(plain: pd.DataFrame, window: int) -> str:
     return f"{where} {first['line']} has the lowest perplexity, {number(first['y'])}."
 
 
-def _with_lowest(frame: pd.DataFrame) -> pd.DataFrame:
+def _with_lowest(frame: Frame) -> Frame:
     """With the column ``bold``: the lowest of a length as shown, unless there is one line alone."""
     lowest = frame.groupby("x")["y"].transform("min").map(number)
     return frame.assign(bold=(frame["y"].map(number) == lowest) & (frame["line"].nunique() > 1))
@@ -152,7 +150,7 @@ def _span(values: Sequence[int]) -> str:
     return " to ".join(dict.fromkeys(f"{value:,}" for value in (values[0], values[-1])))
 
 
-def _differences(plain: pd.DataFrame) -> list[Section]:
+def _differences(plain: Frame) -> list[Section]:
     """Every line against the lowest at the longest window, over paired documents."""
     if plain["line"].nunique() < 2:
         return []

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from coca_lab.intervals import wilson_interval
+from coca_lab.report.charts import Frame
 from coca_lab.report.lengths import (
     at_tokens,
     best_of_models,
@@ -91,7 +92,7 @@ def distance_edges(longest: int, trained: int) -> list[int]:
     return sorted({0, trained, *inner, longest})
 
 
-def _finding(frame: pd.DataFrame, what: str) -> tuple[str, int | None]:
+def _finding(frame: Frame, what: str) -> tuple[str, int | None]:
     """Who finds most in the longest prompts in which something was found, and their length."""
     last = frame["x"][frame["y"] > 0].max()
     if pd.isna(last):
@@ -109,9 +110,9 @@ def _accuracy(row: Any) -> Entry:
     return Entry(f"{row.y:.2f}", f"{hits} of {trials}; {row.low:.2f}–{row.high:.2f}")
 
 
-def _sample_sections(frame: pd.DataFrame) -> list[Section]:
+def _sample_sections(frame: Frame) -> list[Section]:
     """The layouts of the paper's Figures 4 and 5, and the depth in the prompt."""
-    samples = pd.DataFrame(
+    samples: Frame = pd.DataFrame(
         {"line": row.line, "length": row.x, **record}
         for row in frame[["line", "x", "cell"]].itertuples()
         for record in row.cell["samples"]
@@ -143,11 +144,12 @@ def _sample_sections(frame: pd.DataFrame) -> list[Section]:
     shares.append(("Passkeys found, by depth", "All prompt lengths together.", table))
     note = "Hits out of trials, with Wilson’s 95 % interval."
     return [
-        Section(title, "", text, None, *table, note, printed=False) for title, text, table in shares
+        Section(title, "", text, None, header, rows, note, printed=False)
+        for title, text, (header, rows) in shares
     ]
 
 
-def _shares(samples: pd.DataFrame, columns: Any, title: str) -> Table:
+def _shares(samples: Frame, columns: Any, title: str) -> Table:
     """Share of hits with its interval: a row for every line, a column for every category."""
     table = samples.assign(column=columns).pivot_table(
         "hit", "line", "column", aggfunc=_share_text, sort=False, observed=True
@@ -157,7 +159,7 @@ def _shares(samples: pd.DataFrame, columns: Any, title: str) -> Table:
     return [title, *names], rows
 
 
-def _share_text(hits: pd.Series) -> str:
+def _share_text(hits: Any) -> str:
     found, trials = int(hits.sum()), len(hits)
     low, high = wilson_interval(found, trials) or (math.nan, math.nan)
     return f"{found / trials:.2f} ({found}/{trials}; {low:.2f}–{high:.2f})"

@@ -75,7 +75,9 @@ def signed(value: float, digits: str) -> str:
 
 
 def enumeration(names: Sequence[str]) -> str:
-    """Names as in a sentence: a, b and c."""
+    """Names as in a sentence: a, b and c; in quotes where they have commas of their own."""
+    if len(names) > 1:
+        names = [f"“{name}”" if "," in name else name for name in names]
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from coca_lab.intervals import PowerLaw, fit_power_law
-from coca_lab.report.charts import LineChart
+from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.lengths import (
     SHORT,
     every_cell,
@@ -17,7 +17,7 @@ from coca_lab.report.lengths import (
     without_short,
 )
 from coca_lab.report.results import Cell
-from coca_lab.report.section import Entry, Section
+from coca_lab.report.section import Entry, Section, enumeration
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ def _by_length(title: str, figure: Figure, cells: Sequence[Cell]) -> Section:
     )
 
 
-def _lead(title: str, figure: Figure, means: pd.DataFrame) -> str:
+def _lead(title: str, figure: Figure, means: Frame) -> str:
     """Who is best at the longest length, and what the others have."""
     length = lengths_of(means)[-1]
     far = means[means["x"] == length].set_index("line")["y"]
     shown = far.map(f"{{:{figure.digits}}}".format)
     best = shown[far.idxmax() if figure.top else far.idxmin()]
     names, others = shown.index[shown == best].tolist(), far[shown != best]
-    who = names[0] if len(names) == 1 else f"{len(names)} of {len(far)} ({'; '.join(names)})"
+    who = enumeration(names) if len(names) < 4 else f"{len(names)} of {len(far)} models"
     lead = f"{title}: at {length:,} tokens {who} {'has' if len(names) == 1 else 'have'} {best}"
     if len(others):
         ends = dict.fromkeys(f"{end:{figure.digits}}" for end in (others.min(), others.max()))
@@ -108,7 +108,7 @@ def _lead(title: str, figure: Figure, means: pd.DataFrame) -> str:
 def _trends(cells: Sequence[Cell]) -> list[Section]:
     """Perplexity over the sizes: against the first model's, and far against near."""
     chosen = (cell for cell in cells if cell["of"] == "perplexity" and cell["scaling"] == "none")
-    runs = pd.DataFrame([cell for cell in chosen if cell["perplexity"]])
+    runs: Frame = pd.DataFrame([cell for cell in chosen if cell["perplexity"]])
     if runs.empty:
         return []
     about = ["model", "size", "training_seed", "parameters"]
@@ -129,7 +129,7 @@ def _trends(cells: Sequence[Cell]) -> list[Section]:
     return [section for section in sections if section.rows]
 
 
-def _trend(title: str, label: str, runs: pd.DataFrame) -> Section:
+def _trend(title: str, label: str, runs: Frame) -> Section:
     """A chart of all runs with their power laws, and what these say of larger models."""
     sizes = runs["size"].unique().tolist()
     points = [runs.rename(columns={"model": "line", "parameters": "x"}).assign(mark="points")]
@@ -142,9 +142,8 @@ def _trend(title: str, label: str, runs: pd.DataFrame) -> Section:
             drawn = {"line": name, "x": ends, "y": [law.at(end)[0] for end in ends], "mark": "line"}
             points.append(pd.DataFrame(drawn))
         by_size = of_model.groupby("size", sort=False)["y"].agg(["mean", "min", "max", "count"])
-        entries = (
-            _entry(*by_size.loc[size], ".3f") if size in by_size.index else "–" for size in sizes
-        )
+        means = {size: _entry(*row, digits=".3f") for size, *row in by_size.itertuples()}
+        entries = [means.get(size, "–") for size in sizes]
         rows.append([name, *entries, *_extended(law)])
         if sizes[-1] in by_size.index:
             last[name] = by_size["mean"][sizes[-1]]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from coca_lab.report.charts import LineChart
+from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.section import Section, enumeration, signed
 
 UNITS = {
@@ -43,7 +43,7 @@ def training_sections(runs: Sequence[Run]) -> list[Section]:
     return [*sections, _table(runs)]
 
 
-def _points(run: Run, entries: Sequence[dict[str, Any]], field: str) -> pd.DataFrame:
+def _points(run: Run, entries: Sequence[dict[str, Any]], field: str) -> Frame:
     """Values by tokens, without step 0: before any training it would flatten all others."""
     trained = [entry for entry in entries if entry["step"] > 0] or entries
     x = [entry["step"] * _per_step(run) / 1e6 for entry in trained]
@@ -64,7 +64,7 @@ def _curves(
     drawn = [_points(run, chosen[run["name"]], field) for run in runs if chosen[run["name"]]]
     if not drawn:
         return []
-    points = pd.concat(drawn)
+    points: Frame = pd.concat(drawn)
     by_run = points.groupby("line", sort=False)["y"]
     lead = _extreme(what, by_run.last(), min) if field == "loss" else _extreme(what, by_run.max())
     return [Section(title, lead, chart=LineChart(points, TOKENS, unit, log_y=False))]
@@ -74,7 +74,7 @@ def _validation(runs: Sequence[Run]) -> list[Section]:
     measured = [run for run in runs if run.get("validation")]
     if not measured:
         return []
-    points = pd.concat([_points(run, run["validation"], "perplexity") for run in measured])
+    points: Frame = pd.concat([_points(run, run["validation"], "perplexity") for run in measured])
     last = points.groupby("line", sort=False)["y"].last()
     lead = f"{last.index[0]} ends at a validation perplexity of {last.iloc[0]:.2f}."
     if len(measured) > 1:
@@ -146,7 +146,7 @@ def _retrieval(runs: Sequence[Run]) -> list[Section]:
             rows.append([label, first, f"{shares[0]:.2f}", f"{shares[-1]:.2f}"])
     if not drawn:
         return []
-    points = pd.concat(drawn)
+    points: Frame = pd.concat(drawn)
     lead, chart = "No passkey or needle was found in training.", None
     if points["y"].any():
         last = points.groupby("line", sort=False)["y"].last()
@@ -157,10 +157,12 @@ def _retrieval(runs: Sequence[Run]) -> list[Section]:
     return [Section("Retrieval in training", lead, text, chart, header, rows)]
 
 
-def _extreme(what: str, values: pd.Series, choose: Callable[..., float] = max) -> str:
+def _extreme(what: str, values: Any, choose: Callable[..., float] = max) -> str:
     """The lowest or largest of the runs' values, and whose it is."""
     best = choose(values)
-    return f"{what}: {best:,.4g}, of {enumeration(values.index[values == best].tolist())}."
+    names = values.index[values == best].tolist()
+    whose = "all runs" if 1 < len(names) == len(values) else enumeration(names)
+    return f"{what}: {best:,.4g}, of {whose}."
 
 
 def _of_objective(run: Run, objective: str) -> list[dict[str, Any]]:

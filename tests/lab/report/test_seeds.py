@@ -116,7 +116,7 @@ def test_means_and_ranges_of_the_seeds():
              "training_seed": seed} for seed in (0, 1)
             for model, share in (("a", 1.0), ("b", 0.5), ("c", 1.0))]  # fmt: skip
     assert sections(tied)[0].lead == (
-        "Share of passkeys found: at 512 tokens 2 of 3 (a; c) have 1.00, the others 0.50."
+        "Share of passkeys found: at 512 tokens a and c have 1.00, the others 0.50."
     )
     assert "Means of 2 seeds" in passkeys.note
     header, rows = printed_tables(SEEDS)[0]
