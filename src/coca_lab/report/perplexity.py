@@ -140,8 +140,8 @@ def _note(cells: Sequence[Cell], *, several: bool) -> str:
     count = min(len(cell["documents"]) for cell in cells)
     if count < FEW_DOCUMENTS:
         sentences.append(
-            f"{count} document{'s' * (count > 1)}: below {FEW_DOCUMENTS}, one unusual document "
-            "makes intervals unreliable."
+            f"{count} document{'s' * (count > 1)}: intervals are rough below {FEW_DOCUMENTS}, "
+            "where one unusual document counts for much."
         )
     return " ".join(filter(None, sentences))
 

@@ -109,9 +109,9 @@ def test_few_documents_and_the_stride_are_named_below_the_intervals():
         cells = [perplexity("RoFormer", n, 40.0, documents=documents) for n in (64, 128)]
         return main(*cells).note
 
-    assert "8 documents: below 10, one unusual document makes intervals unreliable." in note(8)
+    assert "8 documents: intervals are rough below 10, where one unusual document" in note(8)
     assert "W − 63 to W tokens before it, at 64 tokens 1 to 64." in note(8)
-    assert "unreliable" not in note(10)
+    assert "rough" not in note(10)
 
 
 def test_last_tokens_of_two_evaluations_are_one_line_and_of_two_lengths_two():
