@@ -160,8 +160,8 @@ def angle_values(
         tokens, share, *crossed = map(numbers, of_length / angled)
         collinear = numbers((farthest_key(length, window) * theta / math.pi).floor())
         borders = dict(zip(Borders._fields, crossed, strict=True)) | {"collinear": collinear}
-        found = {"length": length, "anomalous_tokens": tokens, "anomalous_share": share}
-        by_length.append(found | {"borders": borders})
+        of_text = {"length": length, "anomalous_tokens": tokens, "anomalous_share": share}
+        by_length.append(of_text | {"borders": borders})
     # A causal model attends only where m > n: cases (b) and (d).
     cases = torch.stack((0 * above, angled - above, 0 * above, above)).sum(-1) / angled.sum()
     return {

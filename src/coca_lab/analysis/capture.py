@@ -145,7 +145,7 @@ def _captured(
     hidden = args[0] if args else kwargs["hidden_states"]
     interleaved, scale = family.layout.interleaved, float(attention.scaling)
     kind = getattr(attention, "layer_type", None)
-    found = _rotation(body, kind, hidden.shape[1])
+    turns = _rotation(body, kind, hidden.shape[1])
     form = VANILLA
     if not isinstance(attention, CollinearAttention):
         query, key = project_rotary(attention, hidden, family.layout)
@@ -153,7 +153,7 @@ def _captured(
         query, key, _ = attention.project(hidden)
         if key.shape[-1] == query.shape[-1]:  # all pairs are free
             first, second = key.chunk(2, dim=-1)
-            key = join_pairs(first, second, interleaved, found.width)
+            key = join_pairs(first, second, interleaved, turns.width)
         else:
             form = body.config.coca_form
     query, key = query.cpu(), key.cpu()
@@ -165,14 +165,14 @@ def _captured(
     roles = getattr(kwargs.get("decoder_pass"), "roles", None)
     tables = kwargs.get("position_embeddings") if roles is None else roles[kind][1]
     if tables is not None:
-        _check_tables(index, tables[:2], found)
+        _check_tables(index, tables[:2], turns)
     learned = getattr(attention, "form_parameters", None)
     return LayerHeads(
         layer=index,
         form=form,
         query=query,
         key=key,
-        rotation=found,
+        rotation=turns,
         parameters=learned and {name: x.detach().cpu() for name, x in learned.items()},
         interleaved=interleaved,
         window=getattr(attention, "sliding_window", window_of(body.config)),
@@ -184,24 +184,24 @@ def _captured(
 def _rotation(body: Any, kind: str | None, length: int) -> Rotation:
     """The rotation for a text of ``length`` tokens."""
     try:
-        found = rotation(body.config, kind)
+        turns = rotation(body.config, kind)
     except ValueError as error:
         raise UserError(f"the model's rotary embedding is not supported: {error}") from error
     # Transformers always selects the longrope factors by the length of the text.
-    if found.follows_length or not isinstance(body.rotary_emb, CoCARotary):
-        return found.for_length(length)
-    return found
+    if turns.follows_length or not isinstance(body.rotary_emb, CoCARotary):
+        return turns.for_length(length)
+    return turns
 
 
-def _check_tables(index: int, tables: Any, found: Rotation) -> None:
+def _check_tables(index: int, tables: Any, turns: Rotation) -> None:
     """Raise UserError unless cos and sin at position 1 match the rotation."""
     cos, sin = (table[0, 1].cpu().double() for table in tables)
     info = torch.finfo(tables[0].dtype)
     # Relative, because the sines of slow pairs are small; for subnormal numbers, their spacing.
     rtol, atol = max(2 * info.eps, 1e-5), info.smallest_normal * info.eps
-    expected = found.tables(torch.ones(1), torch.float64)
+    expected = turns.tables(torch.ones(1), torch.float64)
     # Depending on the family, tables contain the R/2 values once, twice, or each value twice.
-    for layout in (slice(0, found.width // 2), slice(0, None, 2)):
+    for layout in (slice(0, turns.width // 2), slice(0, None, 2)):
         if all(
             table[layout].shape == wanted[0].shape
             and torch.allclose(wanted[0], table[layout], rtol=rtol, atol=atol)

@@ -75,10 +75,10 @@ def read_token_ids(
     """
     encoded = encode_documents(source.documents(), tokenizer, batch=8)
     long_enough = (ids for _, ids in encoded if len(ids) >= 2)
-    found = list(islice(long_enough, settings.max_documents))
-    if not found:
+    documents = list(islice(long_enough, settings.max_documents))
+    if not documents:
         raise UserError(f"{source.source}: no document of at least 2 tokens")
-    return found
+    return documents
 
 
 def analyze(
@@ -326,16 +326,16 @@ class AnalyzeSettings(AnalysisSettings, SourceSettings):
 def _measure(model: Model, settings: AnalyzeSettings, scaling: RotaryScaling) -> list[Measurement]:
     """The work of `analyze`, a document an item."""
     names = AnalysisSettings.__dataclass_fields__
-    asked = AnalysisSettings(**{name: getattr(settings, name) for name in names})
+    analysis = AnalysisSettings(**{name: getattr(settings, name) for name in names})
     token_ids = read_token_ids(settings, model.tokenizer, settings)
-    documents, asked = cut_documents(model.module, token_ids, asked)
+    documents, analysis = cut_documents(model.module, token_ids, analysis)
 
     def work(indices: list[int]) -> list[Sums]:
         module = model.loaded()
-        return [read_document(module, documents[index], index, asked) for index in indices]
+        return [read_document(module, documents[index], index, analysis) for index in indices]
 
     def cells(values: list[Sums], seconds: float) -> list[Cell]:
-        return [angle_cell(model.module, documents, asked, values, model.name)]
+        return [angle_cell(model.module, documents, analysis, values, model.name)]
 
     items = []
     for index, document in enumerate(documents):
@@ -343,10 +343,10 @@ def _measure(model: Model, settings: AnalyzeSettings, scaling: RotaryScaling) ->
             "task": "angles",
             "version": __version__,
             "model": model.identity,
-            "settings": asdict(asked),
+            "settings": asdict(analysis),
             "document": [index, sha256(document.numpy().tobytes()).hexdigest()],
         }
-        cost = len(document) * (1 + len(asked.shifts))
+        cost = len(document) * (1 + len(analysis.shifts))
         items.append(Item([key], work, [index], cost, label=f"{model.name} angles"))
     return [Measurement(items, cells)]
 

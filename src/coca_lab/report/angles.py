@@ -72,7 +72,7 @@ def shown_lengths(cell: Cell) -> list[tuple[int, int]]:
 
 def _measures(cell: Cell) -> dict[str, str]:
     """What the table says of a model."""
-    found = {
+    measures = {
         "attention": _form(cell),
         "documents": f"{cell['documents']:,}",
         "tokens": f"{cell['tokens']:,}",
@@ -80,22 +80,22 @@ def _measures(cell: Cell) -> dict[str, str]:
         "largest angle before rotation": _largest(cell),
     }
     for index, length in shown_lengths(cell):
-        found[f"anomalous at {length:,} tokens"] = _percent(_shares(cell, index).mean())
+        measures[f"anomalous at {length:,} tokens"] = _percent(_shares(cell, index).mean())
     for check, name in CHECKS.items():
         if check == "score_against_eq20" and without_angles(cell):
             continue
         checks = [layer["decay"][check] for layer in cell["layers"]]
         count, wrong = (sum(each[field] for each in checks) for field in ("checked", "violations"))
-        found[f"violations of {name}"] = f"{wrong:,} of {count:,}"
+        measures[f"violations of {name}"] = f"{wrong:,} of {count:,}"
         ratios = [each["largest_ratio"] for each in checks if each["largest_ratio"] is not None]
         if ratios:
-            found[f"largest ratio in {name}"] = f"{max(ratios):.3g}"
+            measures[f"largest ratio in {name}"] = f"{max(ratios):.3g}"
     if cell["shifts"]:
         changes = _score_changes(cell).mean().fillna(0.0)
-        found["score change when moved"] = f"{changes.max():.2g} (by {changes.idxmax():,})"
+        measures["score change when moved"] = f"{changes.max():.2g} (by {changes.idxmax():,})"
         worst = max(cell["shifts"], key=lambda entry: abs(_nats_change(entry)))
-        found["nats when moved"] = f"{_nats(_nats_change(worst))} (by {worst['shift']:,})"
-    return found
+        measures["nats when moved"] = f"{_nats(_nats_change(worst))} (by {worst['shift']:,})"
+    return measures
 
 
 def _histogram_section(cell: Cell) -> Section:

@@ -281,14 +281,14 @@ def static_svg(specification: dict[str, Any], prefix: str) -> str:
     svg = vl_convert.vegalite_to_svg(specification)
     numbers: dict[str, int] = {}
 
-    def own(match: re.Match[str]) -> str:
+    def numbered(match: re.Match[str]) -> str:
         number = numbers.setdefault(match[2], len(numbers))
         return f"{match[1]}{prefix}-{number}"
 
     def change(tag: re.Match[str]) -> str:
         # The page describes the chart; a reader of single marks would be told hundreds.
         bare = re.sub(r' (role|aria-[a-z]+)="[^"]*"', "", tag[0])
-        return re.sub(r'(\bid="|href="#|url\(#)([^")]+)', own, bare)
+        return re.sub(r'(\bid="|href="#|url\(#)([^")]+)', numbered, bare)
 
     return re.sub(r"<[^<>]+>", change, svg)  # tags alone: names may contain anything
 

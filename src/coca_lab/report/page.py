@@ -115,9 +115,9 @@ def page_sections(tasks: Tasks, runs: Sequence[Run], paper: bool) -> list[Sectio
         report = REPORTS[name]
         for number, group in enumerate(groups, 1):
             with naming_files(group):
-                found = [*report.sections(group), *paper_sections(name, group, paper)]
+                parts = [*report.sections(group), *paper_sections(name, group, paper)]
             which = f"{report.noun} {number}"
-            sections += [_of_group(s, which) for s in found] if len(groups) > 1 else found
+            sections += [_of_group(s, which) for s in parts] if len(groups) > 1 else parts
     with naming_files(runs):
         sections += training_sections(runs)
     drawn = [section for section in sections if section.chart]

@@ -68,12 +68,12 @@ def perplexity_findings(frame: Frame) -> list[str]:
     if plain.empty:
         return []
     lengths = lengths_of(plain)
-    longest, found = (
+    longest, leads = (
         lengths[-1],
         [_lead(plain, n) for n in dict.fromkeys((lengths[0], lengths[-1]))],
     )
     if short.empty:
-        return found
+        return leads
     improved = []
     for last in short[short["x"] == longest].itertuples():
         rows = plain[(plain["model"] == last.model) & (plain["x"] == longest)]
@@ -87,7 +87,7 @@ def perplexity_findings(frame: Frame) -> list[str]:
         f"At {longest:,} tokens no model has a lower perplexity than with its last tokens only: "
         "none of them benefits from the longest window yet."
     )
-    return found + (improved or [none])
+    return leads + (improved or [none])
 
 
 def _lead(plain: Frame, window: int) -> str:

@@ -160,6 +160,6 @@ def _shares(samples: Frame, columns: Any, title: str) -> Table:
 
 
 def _share_text(hits: Any) -> str:
-    found, trials = int(hits.sum()), len(hits)
-    low, high = wilson_interval(found, trials) or (math.nan, math.nan)
-    return f"{found / trials:.2f} ({found}/{trials}; {low:.2f}–{high:.2f})"
+    hit, trials = int(hits.sum()), len(hits)
+    low, high = wilson_interval(hit, trials) or (math.nan, math.nan)
+    return f"{hit / trials:.2f} ({hit}/{trials}; {low:.2f}–{high:.2f})"

@@ -42,18 +42,18 @@ def read_results(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = [path / name for name in IN_FOLDERS if (path / name).is_file()]
+    files = [path / name for name in IN_FOLDERS if (path / name).is_file()]
     # Not those that were kept beside them: of a shorter run, or of another measurement.
-    names = "|".join(file.stem for file in found)
+    names = "|".join(file.stem for file in files)
     for file in sorted(path.glob("*.json")):
         if not re.fullmatch(rf"({names})(-\d+)?", file.stem) and _is_result_file(file):
-            found.append(file)
-    if not found:
+            files.append(file)
+    if not files:
         raise UserError(
             f"{path}: this folder has neither results.json nor training.json nor other result "
             "files; give what coca train, eval, analyze or study has written"
         )
-    return found
+    return files
 
 
 def _is_result_file(file: Path) -> bool:
@@ -194,7 +194,7 @@ def tell_apart(
 
 def _claimed_twice(cells: Sequence[Cell]) -> set[str]:
     """Names of models that different files measure differently, from comparable cells."""
-    found: dict[Any, Cell] = {}
+    first: dict[Any, Cell] = {}
     names = set()
     for cell in cells:
         if "model" not in cell:
@@ -203,7 +203,7 @@ def _claimed_twice(cells: Sequence[Cell]) -> set[str]:
         about = {n: cell[n] for n in ("model", "attention", "training_length", "file") if n in cell}
         place = tuple(str(cell.get(name)) for name in PLACE)
         for where, content in ((place, cell), (None, about)):
-            other = found.setdefault((cell["model"], where), content)
+            other = first.setdefault((cell["model"], where), content)
             if other.get("file") != content.get("file") and differ(other, content):
                 names.add(cell["model"])
     return names
@@ -211,10 +211,10 @@ def _claimed_twice(cells: Sequence[Cell]) -> set[str]:
 
 def without_copies(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Runs, each once where several files have it; of a model with several seeds the first."""
-    kept: list[dict[str, Any]] = []
+    unique: list[dict[str, Any]] = []
     for run in runs:
-        others = [other for other in kept if other["name"] == run["name"]]
+        others = [other for other in unique if other["name"] == run["name"]]
         seeds = [other for other in others if other["file"] == run["file"] and "seed" in run]
         if not seeds and all(differ(other, run) for other in others):
-            kept.append(run)
-    return kept
+            unique.append(run)
+    return unique

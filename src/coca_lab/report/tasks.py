@@ -40,16 +40,16 @@ class TaskReport:
 
 def harness_sections(cells: Cells) -> list[Section]:
     """Results of the lm-evaluation-harness, in the layout of the paper's Table 5."""
-    found = {
+    scores = {
         (cell["model"], cell["name"], metric): value
         for cell in cells
         for metric, value in cell["metrics"].items()
         if "stderr" not in metric and isinstance(value, int | float)
     }
-    columns = list(dict.fromkeys((name, metric) for _, name, metric in found))
+    columns = list(dict.fromkeys((name, metric) for _, name, metric in scores))
     rows = []
     for model in dict.fromkeys(cell["model"] for cell in cells):
-        values = [found.get((model, *column)) for column in columns]
+        values = [scores.get((model, *column)) for column in columns]
         rows.append([model, *("–" if v is None else f"{v:.4g}" for v in values)])
     header = ["model", *(f"{name}: {metric.partition(',')[0]}" for name, metric in columns)]
     note = f"lm-evaluation-harness {', '.join(sorted({str(cell['harness']) for cell in cells}))}."
@@ -59,7 +59,7 @@ def harness_sections(cells: Cells) -> list[Section]:
     return [Section("Short context", header=header, rows=rows, note=note)]
 
 
-def paper_sections(task: str, cells: Cells, asked: bool) -> list[Section]:
+def paper_sections(task: str, cells: Cells, every: bool) -> list[Section]:
     """The paper's tables about a task: those that compare with models among the cells, or all."""
     # Tables 1 to 3 compare with models of the paper's training length, Table 4 with models that
     # have position interpolation of their own, and so were trained under it.
@@ -80,7 +80,7 @@ def paper_sections(task: str, cells: Cells, asked: bool) -> list[Section]:
             note=table["note"],
         )
         for table in yaml.safe_load(text)
-        if table["task"] == task and (asked or compared[table["of"]])
+        if table["task"] == task and (every or compared[table["of"]])
     ]
 
 
@@ -112,9 +112,9 @@ def by_task(cells: Cells) -> dict[str, list[list[Cell]]]:
     gather_seeds(cells)
     groups: dict[str, list[list[Cell]]] = {}
     for name, report in REPORTS.items():
-        found = [cell for cell in cells if cell["task"] == name]
-        if found:
-            groups[name] = comparable(found, report.facts)
+        chosen = [cell for cell in cells if cell["task"] == name]
+        if chosen:
+            groups[name] = comparable(chosen, report.facts)
     return groups
 
 

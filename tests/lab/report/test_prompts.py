@@ -104,20 +104,20 @@ def test_strict_is_compared_with_slack_as_in_the_papers_table_3():
 
 def test_the_papers_figures_are_shown_where_they_compare_or_are_asked_for():
     other = [passkey("m", 512, 3, trained=256)]
-    table, differences = paper_sections("passkey", CELLS, asked=False)
+    table, differences = paper_sections("passkey", CELLS, every=False)
     assert table.rows[4][1:3] == ["1.00", "1.00"]
     assert differences.rows[2][:3] == ["NTK (8)", "+0.0", "−0.05"]
-    assert [s.title for s in paper_sections("perplexity", CELLS, asked=False)] == [
+    assert [s.title for s in paper_sections("perplexity", CELLS, every=False)] == [
         "The paper’s perplexity (its Table 1, training from scratch)",
         "The paper’s perplexity, strict minus slack (its Table 3)",
     ]
     # Trained under position interpolation: Table 4.
     rope = {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}
-    (interpolated,) = paper_sections("passkey", [other[0] | rope], asked=False)
+    (interpolated,) = paper_sections("passkey", [other[0] | rope], every=False)
     assert interpolated.rows[1][::6] == ["LLaMA-7B + CoCA + PI", "0.99"]
-    assert paper_sections("passkey", other, asked=False) == []
-    assert paper_sections("passkey", other, asked=True) == [table, differences, interpolated]
-    assert len(paper_sections("perplexity", other, asked=True)) == 3
+    assert paper_sections("passkey", other, every=False) == []
+    assert paper_sections("passkey", other, every=True) == [table, differences, interpolated]
+    assert len(paper_sections("perplexity", other, every=True)) == 3
 
 
 def test_findings_name_who_finds_most_in_the_longest_prompts_with_a_find():
