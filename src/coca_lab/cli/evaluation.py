@@ -15,8 +15,8 @@ from coca_lab.evaluation import suite as suites
 from coca_lab.evaluation.task import Cell, ScalingFactor, ScalingKind, fingerprint
 from coca_lab.files import check_results, keep_other_results, write_json
 from coca_lab.report import printed_tables, read_results
+from coca_lab.studies import load_study, study_parser
 from coca_lab.studies import run as studies
-from coca_lab.studies.study import load_study, study_parser
 
 WORKERS = (
     "Processes that train and evaluate a model each; 0: none but this one. By default one per "

@@ -14,7 +14,7 @@ from coca_lab.evaluation.suite import RESULTS_FILE, STORE_FILE
 from coca_lab.files import check_results, keep_other_results, write_json
 from coca_lab.processes import ProcessEngine, listen
 from coca_lab.report import write_report
-from coca_lab.studies.study import Study
+from coca_lab.studies import Study
 from coca_lab.studies.trial import Trial
 from coca_lab.training import Recipe
 from coca_lab.training.data import load_run_tokenizer
