@@ -124,8 +124,7 @@ def test_samples_depend_on_seed_length_and_tokenizer_alone(digits):
         found = ask_for_passkeys(digits, length, range(20), **changes)
         return [prompt.facts for prompt in found]
 
-    assert facts() == facts()
-    assert facts() != facts(seed=1)
+    assert facts() == facts() != facts(seed=1)
     assert [f["key"] for f in facts()] != [f["key"] for f in facts(length=300)]
     keys = [f["key"] for f in facts()]
     assert all(10_000 <= key < 100_000 for key in keys) and len(set(keys)) > 15

@@ -58,30 +58,23 @@ def toy():
     del TASKS["lengths"], REPORTS["lengths"]
 
 
-@pytest.fixture
-def folder(tmp_path, tokenizer):
-    tiny_model("llama-strict").save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_a_task_from_outside_runs_as_a_command(toy, folder, tmp_path, capsys):
+def test_a_task_from_outside_runs_as_a_command(toy, model_folder, tmp_path, capsys):
     assert main(["eval", "--help"]) == 0
     assert TOY.summary in capsys.readouterr().out
     out = tmp_path / "r.json"
-    words = ["eval", "lengths", str(folder), "--words", "alpha1,beta2", "--upper"]
+    words = ["eval", "lengths", str(model_folder), "--words", "alpha1,beta2", "--upper"]
     words += ["--ways", "plain,twice", "--scaling", "ntk", "--name", "mine", "--output", str(out)]
     assert main(words) == 0, capsys.readouterr().err
     assert "BETA2" in capsys.readouterr().out
     cells = json.loads(out.read_text())["results"]
     assert [(c["task"], c["model"], c["attention"], c["word"], c["scaling"]) for c in cells] == [
-        ("lengths", "mine", "strict", "ALPHA1", "ntk"),
-        ("lengths", "mine", "strict", "BETA2", "ntk"),
+        ("lengths", "mine", "slack", "ALPHA1", "ntk"),
+        ("lengths", "mine", "slack", "BETA2", "ntk"),
     ]
     assert main(["report", str(out), "--output", str(tmp_path / "r.html")]) == 0
     page = (tmp_path / "r.html").read_text()
     assert "Lengths of words" in page and '<span class="bold">' in page
-    assert main(["eval", "lengths", str(folder), "--words", ""]) == 2
+    assert main(["eval", "lengths", str(model_folder), "--words", ""]) == 2
     assert "give at least one word" in capsys.readouterr().err
 
 
@@ -96,10 +89,12 @@ def test_what_is_kept_is_shown_under_the_name_of_the_model(tokenizer):
     assert [(c["model"], c["tokens"]) for c in cells("a") + cells("b")] == [("a", 1), ("b", 1)]
 
 
-def test_a_task_from_outside_is_a_section_of_a_suite(toy, folder, tmp_path, text_folder, capsys):
+def test_a_task_from_outside_is_a_section_of_a_suite(
+    toy, model_folder, tmp_path, text_folder, capsys
+):
     suite, out = tmp_path / "suite.yaml", tmp_path / "out"
     suite.write_text(
-        f"models: {{a: {folder}}}\nscalings: [{{kind: none}}, {{kind: ntk}}]\n"
+        f"models: {{a: {model_folder}}}\nscalings: [{{kind: none}}, {{kind: ntk}}]\n"
         f"lengths: {{words: [alpha1]}}\nperplexity: {{source: {text_folder}, windows: [32]}}\n"
     )
     words = ["eval", "suite", str(suite), "--lengths.words", "alpha1,beta2", "--output", str(out)]

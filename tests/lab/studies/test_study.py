@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from errno import ENOSPC
 from pathlib import Path
 
@@ -24,17 +26,9 @@ from coca_lab.studies import trial as module
 from coca_lab.studies.run import run_study
 from coca_lab.training import load_recipe
 
-ALONE = {"workers": 0}
-
-
-@pytest.fixture
-def small(tmp_path, text_folder):
-    """Two models; without training (1e-9) nothing is learned."""
-    path = tmp_path / "study.yaml"
-    path.write_text(
-        f"""
+STUDY = """
 title: Small
-text: {text_folder}
+text: {text}
 options:
   model.hidden_size: 16
   model.num_layers: 1
@@ -55,44 +49,79 @@ scalings: [{{kind: none}}, {{kind: linear, factor: 2, models: [some]}}]
 perplexity: {{windows: [16, 32]}}
 passkey: {{lengths: [260], samples: 2, max_new_tokens: 4}}
 """
-    )
+"""Two models; without training (1e-9) nothing is learned."""
+ONE = ["--models={some: {}}", "--scalings=[{kind: none}]"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, text_folder):
+    """The study as a file."""
+    path = tmp_path_factory.mktemp("small") / "study.yaml"
+    path.write_text(STUDY.format(text=text_folder))
     return path
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """Lists the trainings."""
+def changed(small, path, **fields):
+    """The study with other fields, as a file in a folder; those that are None are left out."""
+    content = yaml.safe_load(small.read_text()) | fields
+    content = {name: value for name, value in content.items() if value is not None}
+    (path / "study.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return path / "study.yaml"
+
+
+@contextmanager
+def trainings():
+    """Lists the trainings of this process."""
     called, train = [], module.train
 
     def recorded(recipe, folder, **options):
         called.append(Path(folder).name)
         return train(recipe, folder, **options)
 
-    monkeypatch.setattr(module, "train", recorded)
-    return called
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "train", recorded)
+        yield called
 
 
-def content(results):
-    return json.loads(Path(results).read_text())
+@pytest.fixture
+def made():
+    """Lists the trainings of a test."""
+    with trainings() as called:
+        yield called
+
+
+def run(path, words, out, **options):
+    """The results of a study in this process, with words that override its file."""
+    study = load_study(path, words)
+    return json.loads(run_study(study, out, **{"workers": 0, **options}).read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(small, tmp_path_factory):
+    """The folder of a finished study, to be read or copied, its trainings and its progress."""
+    seen, out = [], tmp_path_factory.mktemp("finished") / "out"
+    with trainings() as called:
+        run(small, [], out, progress=lambda *done: seen.append(done))
+    return out, called, seen
 
 
 def figures(results):
     return [
         (c["model"], c["size"], c["training_seed"], c["task"], c["scaling"], c.get("nats"))
-        for c in content(results)["results"]
+        for c in results["results"]
     ]
 
 
-def test_models_are_trained_and_evaluated_once(small, tmp_path, made, capsys):
-    seen = []
-    study, out = load_study(small, ["--seeds=0,1"]), tmp_path / "out"
-    results = run_study(study, out, progress=lambda *done: seen.append(done), **ALONE)
-    assert results == out / "results.json"
-    assert made == ["none", "some", "none-seed-1", "some-seed-1"]  # seed by seed
-    assert any(": step 10" in line or "evaluated" in line for line, *_ in seen)
-    assert seen[-1] == ("4 of 4 models finished", 100, 100)
+def test_models_are_trained_and_evaluated_once(small, finished, tmp_path, made):
+    first, trained, seen = finished
+    assert trained == ["none", "some"]
+    assert any("evaluated" in line for line, *_ in seen)
+    assert seen[-1] == ("2 of 2 models finished", 100, 100)
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
-    found = content(results)
+    # A copy elsewhere, with a second seed.
+    out = shutil.copytree(first, tmp_path / "out")
+    found = run(small, ["--seeds=0,1"], out)
+    assert made == ["none-seed-1", "some-seed-1"]
     assert {(c["model"], c["scaling"]) for c in found["results"]} == {
         ("none", "none"), ("some", "none"), ("some", "linear")
     }  # fmt: skip
@@ -106,108 +135,84 @@ def test_models_are_trained_and_evaluated_once(small, tmp_path, made, capsys):
     page = (out / "report.html").read_text()
     assert "<h1>Small" in page and "Means of 2 seeds" in page
     # Every model has the same tokenizer, learned once.
-    texts = {(out / name / "tokenizer.json").read_text() for name in made}
+    texts = {(out / name / "tokenizer.json").read_text() for name in [*trained, *made]}
     assert texts == {(out / "tokenizer" / "tokenizer.json").read_text()}
-    del made[:]
-    assert content(run_study(study, out, **ALONE))["results"] == found["results"] and made == []
-    moved = out.rename(tmp_path / "moved")
-    assert content(run_study(study, moved, **ALONE))["results"] == found["results"] and made == []
 
 
-def test_what_has_changed_is_evaluated_again_or_refused(small, tmp_path, made):
-    words = ["--models={some: {training.learning_rate: 0.03}}", "--scalings=[{kind: none}]"]
-    out = tmp_path / "out"
-    before = content(run_study(load_study(small, words), out, **ALONE))
-    study = load_study(small, [*words, "--passkey.samples=1"])
-    after = content(run_study(study, out, **ALONE))
-    assert made == ["some"] and len(after["results"][-1]["samples"]) == 1
+def test_what_has_changed_is_evaluated_again_or_refused(small, finished, tmp_path, made):
+    out = shutil.copytree(finished[0], tmp_path / "out")
+    before = json.loads((out / "results.json").read_text())
+    after = run(small, ["--passkey.samples=1"], out)
+    assert made == [] and len(after["results"][-1]["samples"]) == 1
     assert after["results"][0] == before["results"][0]  # from the values of its evaluation
-    assert content(out / "results-1.json") == before
+    assert json.loads((out / "results-1.json").read_text()) == before
     with pytest.raises(UserError, match=r"another recipe .*learning_rate.*another --output"):
-        run_study(load_study(small, [*words, "--training.learning-rate", "1e-8"]), out, **ALONE)
-    assert made == ["some"] and content(out / "results.json") == after
+        run(small, ["--training.learning-rate", "1e-8"], out)
+    assert made == [] and json.loads((out / "results.json").read_text()) == after
 
 
 def test_sizes_have_seeds_of_their_own(small, tmp_path):
-    sizes = "{small: {}, large: {model.hidden_size: 32, seeds: [1]}}"
-    study = load_study(small, [f"--sizes={sizes}", "--seeds=0,1"])
+    sizes = "--sizes={small: {}, large: {model.hidden_size: 32, seeds: [1]}}"
+    study = load_study(small, [sizes, "--seeds=0,1"])
     assert [trial.folder for trial in study.trials(tmp_path)] == [
         "none-small", "some-small", "none-large-seed-1", "some-large-seed-1",
         "none-small-seed-1", "some-small-seed-1",
     ]  # fmt: skip
-    study = load_study(small, [f"--sizes={sizes}", "--models={some: {model.attention: rope}}",
-                               "--scalings=[{kind: none}]"])  # fmt: skip
-    found = content(run_study(study, tmp_path / "out", **ALONE))
-    sizes = {c["size"]: c["parameters"] for c in found["results"]}
-    assert sizes["small"] < sizes["large"]
+    found = run(small, [*ONE, sizes], tmp_path)
+    parameters = {c["size"]: c["parameters"] for c in found["results"]}
+    assert parameters["small"] < parameters["large"]
     assert [run["name"] for run in found["training"]] == ["some, small", "some, large"]
-    assert "Perplexity, large" in (tmp_path / "out" / "report.html").read_text()
+    assert "Perplexity, large" in (tmp_path / "report.html").read_text()
 
 
 def test_models_start_from_others_and_are_converted(small, tmp_path, made):
-    models = """
-      last: {model.start: first, training.learning_rate: 1.0e-9}
-      limited: {path: first, convert.form: rope, convert.max_distance: 8}
-      first: {model.attention: rope}
-      same: {path: first}"""
-    content_ = yaml.safe_load(small.read_text())
-    content_["models"] = yaml.safe_load(models)
-    sizes = {
-        n: content_["options"].pop(n) for n in [*content_["options"]] if n.startswith("model.")
-    }
-    content_["models"]["first"] |= sizes | {"data.vocab_size": 300}
-    content_["models"]["last"] |= {"model.attention": "rope"}
-    del content_["options"]["data.vocab_size"], content_["scalings"]
-    small.write_text(yaml.safe_dump(content_, sort_keys=False))
-    results = run_study(load_study(small), tmp_path / "out", **ALONE)
+    options = yaml.safe_load(small.read_text())["options"]
+    new = {n: options.pop(n) for n in [*options] if n.startswith("model.")}
+    new |= {"model.attention": "rope", "data.vocab_size": options.pop("data.vocab_size")}
+    last = {"model.start": "first", "model.attention": "rope", "training.learning_rate": 1e-9}
+    limited = {"path": "first", "convert.form": "rope", "convert.max_distance": 8}
+    models = {"last": last, "limited": limited, "first": new, "same": {"path": "first"}}
+    path = changed(small, tmp_path, models=models, options=options, scalings=None)
+    found = run(path, [], tmp_path / "out")
     assert made == ["first", "last"]
     nats = {
-        (c["model"], c["window"]): c["nats"]
-        for c in content(results)["results"]
-        if c["task"] == "perplexity"
+        (c["model"], c["window"]): c["nats"] for c in found["results"] if c["task"] == "perplexity"
     }
     assert nats["last", 32] == pytest.approx(nats["first", 32], rel=1e-5)
     assert nats["same", 32] == nats["first", 32] != nats["limited", 32]
     recipe = load_recipe(tmp_path / "out" / "last" / "recipe.yaml")
     assert recipe.model.start == str(tmp_path / "out" / "first")
-    content_["models"]["first"] = {"model.start": "last", "model.attention": "rope"}
-    small.write_text(yaml.safe_dump(content_))
+    models["first"] = {"model.start": "last", "model.attention": "rope"}
     with pytest.raises(UserError, match="models start from each other"):
-        run_study(load_study(small), tmp_path / "circle", **ALONE)
+        run(changed(path, tmp_path, models=models), [], tmp_path / "circle")
 
 
 def test_a_model_that_fails_is_tried_again_and_the_others_finish(small, tmp_path, made):
     models = (
         "{broken: {data.block_length: 99999}, next: {path: broken}, some: {training.log_every: 2}}"
     )
-    study = load_study(small, [f"--models={models}", "--scalings=[{kind: none}]"])
-    out = tmp_path / "out"
     for _ in range(2):
         with pytest.raises(UserError, match=r"2 of 3 trials failed, first broken: .*fewer than"):
-            run_study(study, out, **ALONE)
-    found = content(out / "results.json")
+            run(small, [f"--models={models}", ONE[1]], tmp_path)
+    found = json.loads((tmp_path / "results.json").read_text())
     assert [*found["failures"]] == ["broken", "next"] and made == ["broken", "some", "broken"]
     assert {cell["model"] for cell in found["results"]} == {"some"}
-    assert (out / "report.html").is_file()
+    assert (tmp_path / "report.html").is_file()
 
 
-@pytest.mark.parametrize("cause", ["a full disk", "another process"])
-def test_what_may_pass_is_never_recorded(small, tmp_path, monkeypatch, cause):
-    """The training reports both as errors of the user."""
+def test_what_may_pass_is_never_recorded(small, tmp_path, monkeypatch):
+    """The training reports a full disk and another process as errors of the user."""
 
     def full(path, value):
         raise OSError(ENOSPC, os.strerror(ENOSPC))
 
-    study, out = load_study(small, ["--models={some: {}}", "--scalings=[{kind: none}]"]), tmp_path
+    with hold(tmp_path / "some" / ".lock"), pytest.raises(UserError, match="in use by another"):
+        run(small, ONE, tmp_path)
     with monkeypatch.context() as patched:
-        if cause == "a full disk":
-            patched.setattr("coca_lab.training.run.write_json", full)
-            with pytest.raises(UserError, match="No space left on device: free disk space"):
-                run_study(study, out, **ALONE)
-        else:
-            with hold(out / "some" / ".lock"), pytest.raises(UserError, match="in use by another"):
-                run_study(study, out, **ALONE)
-    assert {c["model"] for c in content(run_study(study, out, **ALONE))["results"]} == {"some"}
+        patched.setattr("coca_lab.training.run.write_json", full)
+        with pytest.raises(UserError, match="No space left on device: free disk space"):
+            run(small, ONE, tmp_path)
+    assert {c["model"] for c in run(small, ONE, tmp_path)["results"]} == {"some"}
 
 
 def test_too_large_a_batch_is_halved(small, tmp_path, monkeypatch):
@@ -220,11 +225,9 @@ def test_too_large_a_batch_is_halved(small, tmp_path, monkeypatch):
         return train(recipe, *arguments, **options)
 
     monkeypatch.setattr(module, "train", short_of_memory)
-    study = load_study(small, ["--models={some: {}}", "--scalings=[{kind: none}]"])
-    run_study(study, tmp_path, **ALONE)
+    run(small, ONE, tmp_path)
     assert seen == [4, 2, 1]
-    run_study(load_study(small, ["--models={some: {}}", "--scalings=[{kind: none}]",
-                                 "--passkey.samples=1"]), tmp_path, **ALONE)  # fmt: skip
+    run(small, [*ONE, "--passkey.samples=1"], tmp_path)
     assert seen == [4, 2, 1]
 
 
@@ -246,10 +249,10 @@ def steps_saved(out):
 
 @pytest.mark.slow
 def test_ended_in_any_way_it_resumes_from_its_checkpoint(small, tmp_path, capsys):
-    given, out = yaml.safe_load(small.read_text()), tmp_path / "out"
-    del given["passkey"], given["models"]["none"]
-    given["options"] |= {"training.steps": 1500, "training.save_every": 25}
-    small.write_text(yaml.safe_dump(given))
+    fields, out = yaml.safe_load(small.read_text()), tmp_path / "out"
+    options = fields["options"] | {"training.steps": 1500, "training.save_every": 25}
+    some = {"some": fields["models"]["some"]}
+    small = changed(small, tmp_path, models=some, options=options, passkey=None)
 
     process = start(small, out)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -276,8 +279,8 @@ def test_ended_in_any_way_it_resumes_from_its_checkpoint(small, tmp_path, capsys
     assert main(["study", str(small), f"--output={out}", "--workers=0"]) == 0
     said = capsys.readouterr().err
     assert f"resuming from step {before:,}" in said
-    (run,) = content(out / "results.json")["training"]
-    assert run["seconds"] is None and run["steps"] == 1500
+    (training,) = json.loads((out / "results.json").read_text())["training"]
+    assert training["seconds"] is None and training["steps"] == 1500
 
 
 def is_held(lock):
@@ -288,24 +291,23 @@ def is_held(lock):
         return True
 
 
-def test_processes_and_ray_measure_the_same(small, tmp_path, ray):
-    study = load_study(small)
-    alone = figures(run_study(study, tmp_path / "alone", **ALONE))
-    assert figures(run_study(study, tmp_path / "two", workers=2)) == alone
+def test_processes_and_ray_measure_the_same(small, finished, tmp_path, ray):
+    alone = figures(json.loads((finished[0] / "results.json").read_text()))
+    assert figures(run(small, [], tmp_path / "two", workers=2)) == alone
     assert (tmp_path / "two" / "logs" / "none.log").read_text()
-    assert figures(run_study(study, tmp_path / "ray", ray="")) == alone
-    one, other = (load_file(tmp_path / n / "some" / "model.safetensors") for n in ("alone", "two"))
+    assert figures(run(small, [], tmp_path / "ray", ray="")) == alone
+    one, other = (
+        load_file(out / "some" / "model.safetensors") for out in (finished[0], tmp_path / "two")
+    )
     assert all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
-def test_from_the_command_line_to_a_report(small, tmp_path, capsys):
-    out = tmp_path / "out"
-    words = ["study", str(small), "--output", str(out), "--workers", "0", "--training.steps", "2"]
-    assert main([*words, "--training.save-every=1", "--model.num-layers", "2"]) == 0
+def test_from_the_command_line_to_a_report(small, finished, tmp_path, capsys):
+    out = shutil.copytree(finished[0], tmp_path / "out")
+    words = ["study", str(small), "--output", str(out), "--workers", "0"]
+    assert main(words) == 0
     printed = capsys.readouterr()
     assert "some + PI (2)" in printed.out and str(out / "report.html") in printed.out
-    recipe = load_recipe(out / "some" / "recipe.yaml")
-    assert (recipe.steps, recipe.training.save_every, recipe.model.num_layers) == (2, 1, 2)
     assert main(["report", str(out), "--output", str(tmp_path / "again.html")]) == 0
     for word, message in (
         ("--workers=-1", "workers must be 0 or more"),
@@ -314,10 +316,14 @@ def test_from_the_command_line_to_a_report(small, tmp_path, capsys):
     ):
         assert main(["study", str(small), word]) == 2
         assert message in capsys.readouterr().err
+    words = ["--training.steps", "2", "--training.save-every=1", "--model.num-layers", "2"]
+    for trial in load_study(small, words).trials(tmp_path):
+        recipe = trial.recipe
+        assert (recipe.steps, recipe.training.save_every, recipe.model.num_layers) == (2, 1, 2)
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("fields", "message"),
     [
         ({"recipe": "nowhere.yaml"}, r"model none: nowhere\.yaml: no such recipe"),
         ({"recipe": "passkey-1n"}, "passkey-1n: no such recipe; did you mean passkey-1m"),
@@ -341,10 +347,9 @@ def test_from_the_command_line_to_a_report(small, tmp_path, capsys):
         ({"trials": []}, "trials: there is no such field"),
     ],
 )
-def test_unfit_studies_are_refused(small, changed, message, tmp_path):
-    small.write_text(yaml.safe_dump(yaml.safe_load(small.read_text()) | changed))
+def test_unfit_studies_are_refused(small, fields, message, tmp_path):
     with pytest.raises(UserError, match=message) as caught:
-        load_study(small).trials(tmp_path)
+        load_study(changed(small, tmp_path, **fields)).trials(tmp_path)
     assert "\n" not in str(caught.value)
 
 
