@@ -127,6 +127,8 @@ def test_cost_is_measured(folder, text_folder, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "to")
     assert isinstance(model, GraniteSWAForCausalLM)
     assert model.config.max_position_embeddings == 1024
+    card = (tmp_path / "to" / "README.md").read_text()
+    assert "scaled for texts of 1,024 tokens" in card and "import coca_attention" not in card
     exported(folder, tmp_path / "other", "--context", "1024")
     assert "not measured" in capsys.readouterr().out
 

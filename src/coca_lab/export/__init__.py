@@ -30,7 +30,7 @@ from coca_lab.evaluation.windows import (
     shared_first_target,
 )
 from coca_lab.export.gguf_file import check_tokenizer, write_gguf
-from coca_lab.folders import new_folder, writing_model
+from coca_lab.folders import new_folder, write_card, writing_model
 from coca_lab.intervals import perplexity
 from coca_lab.loading import load_model
 
@@ -200,7 +200,8 @@ def export_native(
     # Read by llama.cpp's converter, which does not know `layer_rope_theta`.
     config.no_rope_layers = [int(bool(theta)) for theta in config.layer_rope_theta]
     with writing_model(model, source, target) as folder:
-        (folder / "README.md").write_text(_card(target.name, length, context, gguf), "utf-8")
+        sections = _card_sections(target.name, length, context, gguf)
+        write_card(folder, config, name=target.name, source=source, sections=sections)
         if gguf:
             write_gguf(model, source, folder / f"{target.name}.gguf")
     return model, cost
@@ -212,26 +213,19 @@ def _scores(model: Any, documents: Sequence[TokenDocument], length: int) -> list
     return score_documents(model, documents, window=length, stride=stride, first_target=first)
 
 
-def _card(name: str, length: int, context: int | None, gguf: bool) -> str:
-    """The model card, in Markdown."""
-    folded = ""
+def _card_sections(name: str, length: int, context: int | None, gguf: bool) -> dict[str, str]:
+    """What the model card says besides the facts of every card, in Markdown by heading."""
+    text = (
+        f"Trained on texts of {length:,} tokens. Local layers see a short window, global ones the "
+        "whole text without positions."
+    )
     if context is not None and context != length:
-        folded = f", with queries of its global layers scaled for texts of {context:,} tokens"
-    llama_cpp = f"\n```sh\nllama-cli -m {name}.gguf -c {context or length} -fa off -p 'Once'\n```\n"
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# {name}
-
-A GraniteSWA, trained on texts of {length:,} tokens{folded}: local layers see a short window, global
-ones the whole text without positions. It was trained by coca-attention and needs nothing of it.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-```
-{llama_cpp if gguf else ""}"""
+        text += (
+            f" Queries of global layers are scaled for texts of {context:,} tokens, which the "
+            "configuration has in place of its training length."
+        )
+    sections = {"Length": text}
+    if gguf:
+        command = f"llama-cli -m {name}.gguf -c {context or length} -fa off -p 'Once'"
+        sections["llama.cpp"] = f"```sh\n{command}\n```"
+    return sections
