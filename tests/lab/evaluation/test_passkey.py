@@ -84,18 +84,11 @@ def test_a_prompt_reads_like_the_papers_listing(digits, length):
     assert written.endswith(QUESTION)
     behind = digits.decode(text.ids[length - text.facts["distance"] :])
     assert written.endswith("31337 is the passkey.\n" + behind)
-    shortest = int(re.search(r"at least (\d+)", str(refused(encode)))[1])
-    assert len(passkey_text(encode, 31337, shortest, 0.5).ids) == shortest
-
-
-def refused(encode) -> Exception:
     with pytest.raises(ValueError, match="without any filler it needs") as caught:
         passkey_text(encode, 31337, 20, 0.5)
-    return caught.value
-
-
-def test_depths_run_from_the_first_repetition_to_the_last(digits):
-    encode = encoder(digits)
+    shortest = int(re.search(r"at least (\d+)", str(caught.value))[1])
+    assert len(passkey_text(encode, 31337, shortest, 0.5).ids) == shortest
+    # Depths run from the first repetition of the filler to the last.
     first, last = (passkey_text(encode, 12345, 900, depth) for depth in (0.0, 1.0))
     assert digits.decode(last.ids[900 - last.facts["distance"] :]) == QUESTION
     assert first.facts["distance"] > 700

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ from coca_lab.engine import Store
 from coca_lab.evaluation import suite as suites
 from coca_lab.evaluation.suite import load_suite, open_models, run_suite
 from conftest import some_text, tiny_model
-
-OWN = sorted((Path(__file__).parents[3] / "suites").glob("*.yaml"))
-
 
 SUITE = """
 models:
@@ -212,10 +208,3 @@ def test_a_second_process_is_named(small, tmp_path):
         pytest.raises(ValueError, match="is in use by another process"),
     ):
         run_suite(load_suite(small), tmp_path)
-
-
-@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
-def test_the_projects_own_suites_load(path):
-    assert load_suite(path).models
-    head = path.read_text()
-    assert head.startswith("#") and "Command" in head and "Needs" in head

@@ -4,11 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coca_lab.evaluation.windows import (
-    Window,
-    shared_first_target,
-    sliding_windows,
-)
+from coca_lab.evaluation.windows import shared_first_target, sliding_windows
 
 
 def spans(*arguments) -> list[tuple[int, int, int]]:
@@ -73,9 +69,7 @@ def test_shared_targets_are_the_same_at_every_window(sizes, extra):
     ("arguments", "message"),
     [
         ((10, 0, 1), "window must be at least 1"),
-        ((10, -4, 1), "window must be at least 1"),
         ((10, 4, 0), "stride must be at least 1"),
-        ((10, 4, -2), "stride must be at least 1"),
         ((10, 4, 5), "must not exceed the window"),
         ((10, 4, 2, 0), "first target must be token 1"),
     ],
@@ -83,8 +77,3 @@ def test_shared_targets_are_the_same_at_every_window(sizes, extra):
 def test_bad_sizes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         list(sliding_windows(*arguments))
-
-
-def test_a_window_counts_its_tokens():
-    window = Window(start=2, stop=8, first_target=5)
-    assert (window.inputs, window.targets) == (6, 4)

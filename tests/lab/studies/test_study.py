@@ -20,6 +20,7 @@ from coca_attention.errors import UserError
 from coca_lab.arguments import KINDS, find_file, shipped
 from coca_lab.cli import main
 from coca_lab.cli.look import first_sentence
+from coca_lab.evaluation.suite import load_suite
 from coca_lab.files import hold
 from coca_lab.studies import load_study
 from coca_lab.studies import trial as module
@@ -380,7 +381,12 @@ def test_the_projects_files_are_found_by_name(capsys, tmp_path, monkeypatch):
     assert "did you mean passkey-1m" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", sorted(shipped("study")))
+@pytest.mark.parametrize("name", shipped("suite"))
+def test_the_projects_suites_load(name):
+    assert load_suite(name).models
+
+
+@pytest.mark.parametrize("name", shipped("study"))
 def test_the_projects_studies_load(name, tmp_path):
     study = load_study(name)
     study.sizes = dict([*study.sizes.items()][:1])
