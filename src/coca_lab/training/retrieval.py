@@ -57,23 +57,21 @@ class Retrieval:
 
     def _share(self, model: Any, questions: Questions) -> float:
         prompts, state = questions.prompts, PartialState()
-        size = max(1, self.tokens // questions.length)
-        # All processes answer equally many; the first prompts are repeated, and counted once.
-        every = -(-len(prompts) // state.num_processes) * state.num_processes
-        mine = range(state.process_index, every, state.num_processes)
-        scores: list[float] = []
-        for batch in torch.tensor(mine).split(size):
-            part = [prompts[index % len(prompts)] for index in batch.tolist()]
-            answers = greedy_answers(
-                model,
-                self.tokenizer,
-                torch.tensor([prompt.ids for prompt in part]),
-                max_new_tokens=ANSWER,
-                together=state.num_processes > 1,
-            )
-            scores += map(questions.score, answers, part)
-        counted = [score for index, score in zip(mine, scores, strict=True) if index < len(prompts)]
-        return fmean(gather_object(counted))
+        size, scores = max(1, self.tokens // questions.length), dict[int, float]()
+        # All processes answer equally many: some repeat the last prompt, which counts once.
+        with state.split_between_processes([*range(len(prompts))], apply_padding=True) as mine:
+            for start in range(0, len(mine), size):
+                part = mine[start : start + size]
+                answers = greedy_answers(
+                    model,
+                    self.tokenizer,
+                    torch.tensor([prompts[index].ids for index in part]),
+                    max_new_tokens=ANSWER,
+                    together=state.num_processes > 1,
+                )
+                for index, answer in zip(part, answers, strict=True):
+                    scores[index] = questions.score(answer, prompts[index])
+        return fmean(dict(gather_object([*scores.items()])).values())
 
 
 def load_retrieval(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Retrieval | None:

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from accelerate import PartialState
 
 from coca_attention.errors import UserError
 from coca_lab.data import load_tokenizer
@@ -12,6 +13,7 @@ from coca_lab.evaluation import Model, evaluate
 from coca_lab.evaluation.retrieval import PASSKEYS, PasskeySettings
 from coca_lab.report.training import training_sections
 from coca_lab.training import load_recipe, read_summary, train
+from coca_lab.training import retrieval as module
 from coca_lab.training.data import load_data
 from coca_lab.training.retrieval import SEED, Retrieval, load_retrieval
 from coca_lab.training.run import what_was_kept
@@ -63,29 +65,26 @@ def test_it_finds_what_the_evaluation_finds(learned, tokenizer):
 def test_processes_share_the_prompts(learned, monkeypatch, processes):
     """Every process answers equally many, also where they do not divide, and none counts twice."""
     model, retrieval = learned
-    counted, told, answers = [], [], []
+    gathered, answers = [], []
 
     class State:
         num_processes = processes
+        split_between_processes = PartialState.split_between_processes
 
     def answer(model, tokenizer, prompts, *, together, **kwargs):
         answers[-1] += len(prompts)
         assert together is (processes > 1)
         return plain(model, tokenizer, prompts, **kwargs)
 
-    monkeypatch.setattr("coca_lab.training.retrieval.PartialState", State)
-    monkeypatch.setattr("coca_lab.training.retrieval.gather_object", lambda x: counted + x)
-    from coca_lab.training import retrieval as module
-
     plain = module.greedy_answers
+    monkeypatch.setattr(module, "PartialState", State)
     monkeypatch.setattr(module, "greedy_answers", answer)
-    monkeypatch.setattr(module, "fmean", lambda found: told.append(list(found)) or 0.0)
+    monkeypatch.setattr(module, "gather_object", lambda x: gathered.extend(x) or gathered)
     for rank in range(processes):
         State.process_index = rank
         answers.append(0)
-        retrieval.shares(model)
-        counted[:] = told[-1]
-    assert sorted(told[-1]) == [0.0, 1.0, 1.0, 1.0]
+        share = retrieval.shares(model)
+    assert share == {f"passkey_{LENGTH}": 0.75} and len(dict(gathered)) == 4
     assert len(set(answers)) == 1
 
 
