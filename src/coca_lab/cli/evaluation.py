@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from coca_lab import studies
 from coca_lab.analysis.task import TASK as ANALYSIS
 from coca_lab.cli import Run, choose
 from coca_lab.cli.console import RAY, Progress, parse, parse_file, print_table
@@ -15,8 +16,6 @@ from coca_lab.evaluation import suite as suites
 from coca_lab.evaluation.task import Cell, ScalingFactor, ScalingKind, fingerprint
 from coca_lab.files import check_results, keep_other_results, write_json
 from coca_lab.report import printed_tables, read_results
-from coca_lab.studies import load_study, study_parser
-from coca_lab.studies import run as studies
 
 WORKERS = (
     "Processes that train and evaluate a model each; 0: none but this one. By default one per "
@@ -130,9 +129,9 @@ def run_study(words: list[str]) -> None:
     usage = "coca study NAME|STUDY.yaml [--workers N] [--ray [ADDRESS]] [--training.steps 100 …]"
     options = {**RAY, "--workers": {"type": int, "help": WORKERS}}
     name, overrides, chosen = parse_file(
-        words, run_study, study_parser, "study", usage, options=options
+        words, run_study, studies.study_parser, "study", usage, options=options
     )
-    study = load_study(name, overrides)
+    study = studies.load_study(name, overrides)
     with Progress() as advance:
         results = studies.run_study(
             study, chosen.output, progress=advance, ray=chosen.ray, workers=chosen.workers

@@ -22,9 +22,8 @@ from coca_lab.cli import main
 from coca_lab.cli.look import first_sentence
 from coca_lab.evaluation.suite import load_suite
 from coca_lab.files import hold
-from coca_lab.studies import load_study
+from coca_lab.studies import load_study, run_study
 from coca_lab.studies import trial as module
-from coca_lab.studies.run import run_study
 from coca_lab.training import load_recipe
 
 STUDY = """
