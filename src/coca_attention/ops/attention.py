@@ -114,7 +114,7 @@ def attend(
     sight = Sight(queries, keys, attention_mask, segments, is_causal, window, query.device)
     if bias is not None:
         output = _attend_decay(kernel, query, key, value, sight, bias, positions)
-    elif window is not None:
+    elif window is not None and attention_mask is None:
         output = _attend_window(kernel, query, key, value, sight, window)
     else:
         output = _attend_in_blocks(kernel, query, key, value, sight)
@@ -364,12 +364,12 @@ def _causal_mask(
     return restricted(mask, visible)
 
 
-def in_blocks(block: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """The outputs of ``block(start, rows…)`` for `QUERY_BLOCK` queries (B, H, T, D) at a time."""
-    pieces = [
-        (start, *(x[..., start : start + QUERY_BLOCK, :] for x in rows))
-        for start in range(0, rows[0].shape[-2], QUERY_BLOCK)
-    ]
+def in_blocks(
+    block: Callable[[int, Tensor], Tensor], query: Tensor, window: int | None = None
+) -> Tensor:
+    """The outputs of ``block(start, rows)`` for some rows of a query (B, H, T, D) at a time."""
+    size = QUERY_BLOCK if window is None else min(QUERY_BLOCK, max(WINDOW_BLOCK, window))
+    pieces = [(size * index, rows) for index, rows in enumerate(query.split(size, dim=-2))]
     if torch.is_grad_enabled() and len(pieces) > 1:
         # Otherwise the backward pass would keep the masks of all blocks, S * S in total.
         outputs = [checkpoint(block, *piece, use_reentrant=False) for piece in pieces]
@@ -395,7 +395,7 @@ def _attend_in_blocks(
             mask = with_bias(mask, bias(start, stop, seen))
         return kernel(rows, key[..., seen, :], value[..., seen, :], mask)
 
-    return in_blocks(block, query)
+    return in_blocks(block, query, sight.window)
 
 
 def _attend_decay(
@@ -462,12 +462,10 @@ def _attend_distances(
 def _attend_window(
     kernel: _Kernel, query: Tensor, key: Tensor, value: Tensor, sight: Sight, window: int
 ) -> Tensor:
-    """Causal attention over window < S < T + window keys, blocks of queries in the batch dimension.
-
-    Every block sees its own keys and the ``window`` keys before it, so all blocks have one mask.
-    The first queries, before which there are fewer keys, are attended separately, together with
-    those that do not fill a block.
-    """
+    """Causal attention over window < S < T + window keys, with blocks in the batch dimension."""
+    # Every block sees its own keys and the keys of a window before it, so all blocks have one mask.
+    # The first queries, before which there are fewer keys, are attended separately, together with
+    # those that do not fill a block.
     queries, past = sight.queries, sight.keys - sight.queries
     block = max(WINDOW_BLOCK, window // 4)
     first = min(window - past + (queries - window + past) % block, queries)
@@ -486,9 +484,7 @@ def _attend_window(
         key, value = (
             fold(x[..., start:, :].unfold(-2, width, block).transpose(-2, -1)) for x in (key, value)
         )
-        mask = _cut_mask(sight.mask, slice(first, None), slice(start, None))
-        if mask is not None:
-            mask = fold(_blocks_of(mask, blocks, block, width).expand(len(query), *(-1,) * 4))
+        mask = None
         if sight.segments is not None:
             segments = sight.segments[:, start:].unfold(-1, width, block).flatten(0, 1)
             mask = _same_segment(mask, segments[:, window:], segments)
@@ -496,16 +492,3 @@ def _attend_window(
         output = kernel(rows, key, value, mask)
         outputs.append(output.unflatten(0, (len(query), blocks)).transpose(1, 2).flatten(2, 3))
     return torch.cat(outputs, dim=-2)
-
-
-def _blocks_of(mask: Tensor, blocks: int, block: int, width: int) -> Tensor:
-    """A mask of T rows as (1 or B, 1 or H, blocks, block, width), each a block further right."""
-    offset = torch.arange(0, blocks * block, block, device=mask.device)[:, None]
-
-    def index(length: int, size: int) -> Tensor:
-        """Of every block, in a dimension of the mask: (blocks, size), or (blocks, 1)."""
-        several = offset + torch.arange(size, device=mask.device)
-        return several if length > 1 else torch.zeros_like(offset)
-
-    row, column = index(mask.shape[-2], block), index(mask.shape[-1], width)
-    return mask[(None,) * (4 - mask.dim())][..., row[:, :, None], column[:, None]]
