@@ -22,6 +22,7 @@ from coca_attention.ops.attention import (
     in_blocks,
     restricted,
 )
+from coca_attention.ops.decoding import weighted_values
 from coca_attention.ops.forms import ScoreForm
 from coca_attention.ops.opaque import opaque
 from coca_attention.ops.parts import (
@@ -91,16 +92,46 @@ def attend_clipped(
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
     if can_be_opaque(queries, attention_mask, dropout):
         return _attend_clipped(*tensors, attention_mask, segments, *positions, *clipping)
+    alike = attention_mask is None or attention_mask.dim() < 3 or attention_mask.shape[-3] == 1
+    one = queries == 1 and alike and not dropout and not torch.is_grad_enabled()
     plain = clipping.consecutive and clipping.is_causal and attention_mask is None and not dropout
     plain = plain and (clipping.window is None or clipping.window >= keys)
-    if plain and can_attend_parts(query):
+    if plain and not one and can_attend_parts(query):
         return _attend_in_parts(*tensors, clipping, segments)
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.masked_fill(hidden_by(attention_mask), float("-inf"))
     sight = Sight(
         queries, keys, attention_mask, segments, clipping.is_causal, clipping.window, query.device
     )
+    if one:
+        return _attend_one(*tensors, clipping, sight, positions)
     return _attend_joined(*tensors, clipping, sight, positions, dropout)
+
+
+def _attend_one(
+    query: Tensor,
+    key: Tensor,
+    far_query: Tensor,
+    far_key: Tensor,
+    value: Tensor,
+    clipping: Clipping,
+    sight: Sight,
+    positions: tuple[Tensor, Tensor],
+) -> Tensor:
+    """`attend_clipped` of one query without gradients, for which copies of keys would take long."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    near, scores = (
+        clipping.scale * x.to(wide).unflatten(1, (y.shape[1], -1)).squeeze(-2) @ y.to(wide).mT
+        for x, y in ((query, key), (far_query, far_key))
+    )
+    first = sight.keys - key.shape[-2]
+    distance = positions[0].unsqueeze(-1) - positions[1][..., first:].unsqueeze(-2)
+    is_near = (distance < clipping.max_distance).unsqueeze(-3)
+    near = torch.where(is_near, near, scores[..., first:])
+    scores = torch.cat((scores[..., :first], near), dim=-1)
+    seen, mask = sight.of(0, 1)
+    output = weighted_values(scores[..., seen], value[..., seen, :], mask)
+    return output.flatten(1, 2).unsqueeze(-2).to(query.dtype)
 
 
 def _attend_joined(

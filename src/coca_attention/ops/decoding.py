@@ -181,7 +181,7 @@ def attend_half(
     rotated0 = torch.addcmul(q0 * cos, q1, sin)  # (B, tiles, G, H/G, W)
     rotated1 = torch.addcmul(q1 * cos, q0, sin, value=-1)
     scores = _scores(rotated0, rotated1, coefficients, frames)
-    output = _weighted_values(scores, value, attention_mask)
+    output = weighted_values(scores, value, attention_mask)
     return output.view(batch, heads, 1, -1).to(query.dtype)
 
 
@@ -225,7 +225,7 @@ def attend_half_at(
     rows = paired_query(query, coefficients_width).to(wide) * scale
     q0, q1 = rows.view(batch, kv_heads, heads // kv_heads, 1, -1).chunk(2, dim=-1)
     scores = ((q0 * cos + q1 * sin) * coefficients.unsqueeze(2)).sum(-1)
-    output = _weighted_values(scores, value, attention_mask)
+    output = weighted_values(scores, value, attention_mask)
     return output.view(batch, heads, 1, -1).to(query.dtype)
 
 
@@ -237,7 +237,7 @@ def _check_no_gradient(*tensors: Tensor) -> None:
         )
 
 
-def _weighted_values(scores: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def weighted_values(scores: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(scores + mask) V, (B, G, H/G, Dv); overwrites the scores."""
     if mask is not None:
         if mask.dtype == torch.bool:
