@@ -8,6 +8,7 @@ import oracle
 from coca_attention import CoCAAttention
 from coca_attention.ops import FORMS, Rotation
 from coca_attention.ops.positions import Linear
+from covering import covering
 
 
 def attend_by_oracle(layer: CoCAAttention, x: torch.Tensor) -> torch.Tensor:
@@ -27,9 +28,9 @@ def attend_by_oracle(layer: CoCAAttention, x: torch.Tensor) -> torch.Tensor:
     return layer.o_proj(output.transpose(1, 2).reshape(batch, length, -1))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sizes", [(32, 4, None), (32, 4, 2), (30, 5, 1)])
-@pytest.mark.parametrize("free", [0, 2])
+@pytest.mark.parametrize(
+    ("form", "sizes", "free"), covering(FORMS, [(32, 4, None), (32, 4, 2), (30, 5, 1)], [0, 2])
+)
 def test_forward_agrees_with_the_oracle(form, sizes, free):
     torch.manual_seed(0)
     layer = CoCAAttention(*sizes, form=form, bias=True, free_pairs=free).double()
@@ -38,25 +39,21 @@ def test_forward_agrees_with_the_oracle(form, sizes, free):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_cache_of_transformers_gives_the_same_outputs(form):
+@pytest.mark.parametrize("rotation", [None, Rotation(8, decay=1.5, decay_length=3.0)])
+def test_layers_share_a_cache_of_transformers_by_their_index(form, rotation):
     torch.manual_seed(0)
-    layer = CoCAAttention(32, 4, 2, form=form, layer_idx=0).double()
-    x = torch.randn(2, 17, 32, dtype=torch.float64) * 5
-    cache = DynamicCache()
-    pieces = [layer(x[:, a:b], cache=cache) for a, b in ((0, 8), (8, 9), (9, 13), (13, 17))]
-    assert (torch.cat(pieces, 1) - layer(x)).abs().max() < 1e-12
-
-
-def test_layers_share_a_cache_by_their_index():
-    torch.manual_seed(0)
-    layers = [CoCAAttention(32, 4, layer_idx=index).double() for index in range(2)]
-    x = torch.randn(1, 9, 32, dtype=torch.float64) * 5
-    cache = DynamicCache()
+    layers = [
+        CoCAAttention(32, 4, 2, form=form, rotation=rotation, layer_idx=index).double()
+        for index in range(2)
+    ]
+    x, cache = torch.randn(2, 17, 32, dtype=torch.float64) * 5, DynamicCache()
     whole = layers[1](layers[0](x))
     pieces = [
-        layers[1](layers[0](x[:, a:b], cache=cache), cache=cache) for a, b in ((0, 4), (4, 9))
+        layers[1](layers[0](part, cache=cache), cache=cache) for part in x.split([8, 1, 4, 4], 1)
     ]
     assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-12
+    layers[1].rotation = Rotation(8)
+    assert (layers[1](layers[0](x)) - whole).abs().max() > 1e-3 or rotation is None
 
 
 def test_unsupported_caches_are_refused():
@@ -140,19 +137,6 @@ def test_nothing_in_nothing_out(shape):
 def test_an_input_of_another_shape_is_refused(shape):
     with pytest.raises(ValueError, match=r"expected hidden states of shape \(B, T, 32\), got"):
         CoCAAttention(32, 4)(torch.zeros(shape))
-
-
-def test_a_decay_with_a_cache_is_that_of_one_pass():
-    torch.manual_seed(0)
-    rotation = Rotation(16, decay=1.5, decay_length=3.0)
-    attention = CoCAAttention(64, num_heads=4, form="strict", rotation=rotation, layer_idx=0)
-    attention, x = attention.double(), torch.randn(2, 12, 64, dtype=torch.float64)
-    cache = DynamicCache()
-    pieces = torch.cat([attention(part, cache=cache) for part in x.split([7, 1, 4], dim=1)], dim=1)
-    whole = attention(x)
-    assert (pieces - whole).abs().max() < 1e-12
-    attention.rotation = Rotation(16)
-    assert (attention(x) - whole).abs().max() > 1e-3
 
 
 def test_weights_are_made_on_a_device_in_a_dtype():
