@@ -109,8 +109,9 @@ def attend(
             key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
     kernel = _Kernel(scale, dropout, grouped, sink_key)
     if not masked or not (is_causal or segments is not None or bias is not None):
-        causal = is_causal and queries > 1
-        return kernel(query, key, value, attention_mask, causal)[..., :value_width]
+        if is_causal and queries > 1:  # no argument: under dynamic shapes it is not a bool
+            return kernel(query, key, value, None, True)[..., :value_width]
+        return kernel(query, key, value, attention_mask)[..., :value_width]
     sight = Sight(queries, keys, attention_mask, segments, is_causal, window, query.device)
     if bias is not None:
         output = _attend_decay(kernel, query, key, value, sight, bias, positions)
