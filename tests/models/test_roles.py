@@ -168,14 +168,6 @@ def test_a_model_with_all_pairs_free_is_a_rotary_one(tmp_path):
     assert difference(logits(model, ids), logits(other, ids)) > 1e-4
 
 
-def test_documents_in_a_block_are_read_apart():
-    model = with_roles()
-    ids = some_tokens(model, batch=1, length=24)
-    packed = logits(model, ids, position_ids=torch.arange(12).repeat(2).unsqueeze(0))
-    alone = torch.cat([logits(model, part) for part in ids.split(12, dim=1)], dim=1)
-    assert difference(packed, alone) < 1e-12
-
-
 def test_it_compiles_in_one_graph_and_trains():
     assert_compiles_and_trains(with_roles("GLM-4").float())
 
