@@ -3,8 +3,6 @@
 import os
 import signal
 import stat
-import subprocess
-import sys
 from functools import partial
 
 import accelerate
@@ -21,6 +19,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedModel,
+    modeling_utils,
 )
 
 from coca_attention import convert
@@ -241,21 +240,21 @@ def test_harmful_targets_are_refused(tmp_path, capsys, monkeypatch):
 
 def test_a_kill_while_writing_leaves_no_model(tmp_path):
     """Killed while writing the weights; then the same command succeeds."""
-    source, target = tmp_path / "source", tmp_path / "target"
+    source, target, save = tmp_path / "source", tmp_path / "target", modeling_utils.safe_save_file
     vanilla("Llama").save_pretrained(source)
-    program = (
-        "import os, signal, safetensors.torch, transformers.modeling_utils as m\n"
-        "save = m.safe_save_file\n"
-        "def half(tensors, path, **kw):\n"
-        "    save(tensors, path, **kw)\n"
-        "    os.truncate(path, 100)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "m.safe_save_file = half\n"
-        "from coca_lab.cli import main\n"
-        f"main(['convert', {str(source)!r}, {str(target)!r}])\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", program], capture_output=True)
-    assert killed.returncode == -signal.SIGKILL
+
+    def half(tensors, path, **options):
+        save(tensors, path, **options)
+        os.truncate(path, 100)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        modeling_utils.safe_save_file = half
+        main(["convert", str(source), str(target)])
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert not target.exists()
     assert main(["convert", str(source), str(target)]) == 0
     AutoModelForCausalLM.from_pretrained(target)
