@@ -206,11 +206,7 @@ class LayerPass(NamedTuple):
         return self.mask is None and self.band is None and query.shape[-2] > 1
 
     def within_limits(self, keys: int) -> "LayerPass":
-        """The same without a largest distance if no key is beyond.
-
-        Raises:
-            ValueError: If the attention function cannot attend with a largest distance.
-        """
+        """The same without a largest distance if no key is beyond it; see `_check_limits`."""
         if self.angles.far is None:
             return self
         beyond = min(keys, self.window or keys) > self.angles.far.max_distance
