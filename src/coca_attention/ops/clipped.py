@@ -7,7 +7,7 @@ Legend: B batch, T query length, S key length, N the keys that may be near, H qu
 key/value heads, D head width, P = D/2 rotary pairs, F free pairs.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,8 @@ def attend_clipped(
     Returns:
         (B, H, T, Dv).
     """
-    tensors: Any = in_autocast(query, key, far_query, far_key, value)
+    query, key, far_query, far_key, value = in_autocast(query, key, far_query, far_key, value)
+    tensors = (query, key, far_query, far_key, value)
     (batch, _, queries), keys = query.shape[:3], far_key.shape[2]
     if batch == 0 or queries == 0:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
