@@ -52,10 +52,10 @@ def test_a_damaged_file_and_a_full_disk_are_named(tmp_path):
         store.put([*range(2000)], ["x" * 50] * 2000)
     page = bytearray(path.read_bytes())
     page[20 * 4096 : 21 * 4096] = b"\xff" * 4096
-    for damaged in (page, b"this is not a database" * 100):
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"values\.sqlite is damaged .*delete it"):
-            Store(path)
+    for name, damaged in (("a", page), ("b", b"this is not a database" * 100)):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"{name} is damaged .*delete it"):
+            Store(tmp_path / name)
     path.unlink()
     with Store(path) as store:
         store.put(["a"], [1])
