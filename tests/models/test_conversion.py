@@ -49,6 +49,7 @@ def test_an_unsupported_model_lists_the_families():
     [
         ({"form": "slak"}, "form must be one of .* got 'slak'; did you mean slack?"),
         ({"kv_cache": "third"}, "kv_cache must be one of full, half"),
+        ({"form": "rope", "roles": "llg"}, "roles must be a Roles, such as .*, got 'llg'"),
     ],
 )
 def test_a_refused_conversion_does_not_change_the_model(arguments, message):

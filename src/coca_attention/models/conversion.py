@@ -75,6 +75,8 @@ class Conversion:
             hint = did_you_mean(self.form, forms)
             raise UserError(f"form must be one of {', '.join(forms)}, got {self.form!r}{hint}")
         check_cache_kind(self.kv_cache)
+        if not isinstance(self.roles, Roles | None):
+            raise UserError(f'roles must be a Roles, such as Roles("llg"), got {self.roles!r}')
         if self.free_pairs and self.roles is not None:
             raise UserError("roles determine the free pairs: leave out free_pairs")
         if self.free_pairs and self.form == "rope":
