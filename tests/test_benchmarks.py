@@ -5,6 +5,7 @@ import os
 import re
 import time
 from concurrent.futures.process import BrokenProcessPool
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -206,4 +207,4 @@ def test_the_command(capsys, tmp_path):
     has_matrix = [cases.CONTRACTION in cell["variants"] for cell in content["results"]]
     assert has_matrix == [True, False]
     assert content["results"][0]["sizes"] == {"heads": 2, "kv_heads": 1, "head_width": 8}
-    assert content["environment"]["versions"]["torch"] == torch.__version__
+    assert content["environment"]["versions"]["torch"] == version("torch")

@@ -1,5 +1,7 @@
 """`coca info`: a folder described without its weights, compared with the loaded model."""
 
+from importlib.metadata import version
+
 import pytest
 import torch
 
@@ -41,5 +43,5 @@ def test_folders_that_hold_no_model_are_refused(tmp_path, capsys):
 
 def test_the_machine_is_described(capsys):
     shown = rows(run(capsys, "info")[1])
-    assert f"torch {torch.__version__}" in shown["versions"]
+    assert f"torch {version('torch')}" in shown["versions"]
     assert shown["CUDA of torch"] and "cores" in shown["processor"]

@@ -1,8 +1,7 @@
 """The commands that measure a model, and the report of their results."""
 
 import json
-
-import torch
+from importlib.metadata import version
 
 from coca_lab.engine import Store
 from commands import run
@@ -22,7 +21,7 @@ def test_eval_perplexity_and_report(capsys, model_folder, text_folder, tmp_path)
         ("ntk", 16), ("ntk", 64), ("attend-last", 16),
     ]  # fmt: skip
     assert len({c["tokens"] for c in cells}) == 1
-    assert content["environment"]["versions"]["torch"] == torch.__version__
+    assert content["environment"]["versions"]["torch"] == version("torch")
     assert f"{cells[1]['perplexity']:.1f}" in out and "tiny + NTK (2)" in out
     page = tmp_path / "page.html"
     code, out, err = run(capsys, "report", output, "--output", page, "--title", "Mine")
