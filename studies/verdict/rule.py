@@ -1,6 +1,6 @@
 """What the trials say: docs/verdict.md's rule, its intervals and what it reports besides.
 
-    python -m studies.verdict.rule     # writes results.json and README.md of results/verdict
+    python -m studies.verdict.rule     # writes comparisons.json and README.md of results/verdict
 
 Values are log perplexities, so a difference of 0.01 is one percent, and less is better.
 """
@@ -220,7 +220,7 @@ def main(folder: str = TRIALS) -> None:
     compared = verdict(runs)
     longer = {(x["arm"], x["seed"]): x for x in trials if x.get("times") == TIMES}
     target = Path(folder).parent
-    write_json(target / "results.json", {"trials": len(trials), "comparisons": compared})
+    write_json(target / "comparisons.json", {"trials": len(trials), "comparisons": compared})
     sections = {
         "Arms": markdown(arms_table(runs)),
         "Comparisons": markdown(comparisons_table(compared)),
