@@ -1,6 +1,6 @@
 """What the trials say: docs/verdict.md's rule, its intervals and what it reports besides.
 
-    python -m studies.verdict.rule     # writes comparisons.json and README.md of results/verdict
+    python -m studies.verdict.rule     # writes the tables of results/verdict/README.md
 
 Values are log perplexities, so a difference of 0.01 is one percent, and less is better.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import ttest_rel
 
-from coca_lab.files import read_json, write_json, write_text
+from coca_lab.files import read_json, write_text
 from coca_lab.intervals import mean_interval
 
 TRIALS = "results/verdict/trials"
@@ -215,19 +215,17 @@ def markdown(rows: Iterator[list[str]]) -> str:
 
 
 def main(folder: str = TRIALS) -> None:
-    """Write the results, and the tables of the page, beside a folder of trials."""
+    """Write the tables of the page beside a folder of trials."""
     trials, runs = read_runs(folder)
     compared = verdict(runs)
     longer = {(x["arm"], x["seed"]): x for x in trials if x.get("times") == TIMES}
-    target = Path(folder).parent
-    write_json(target / "comparisons.json", {"trials": len(trials), "comparisons": compared})
     sections = {
         "Arms": markdown(arms_table(runs)),
         "Comparisons": markdown(comparisons_table(compared)),
         f"{TIMES} times the steps": markdown(arms_table(longer)),
         "Trials": markdown(trials_table(trials)),
     }
-    page, body = target / "README.md", ""
+    page, body = Path(folder).parent / "README.md", ""
     for title, text in sections.items():
         body += f"\n## {title}\n\n{text}\n"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)

@@ -146,7 +146,6 @@ def test_the_rule_counts_wins_that_are_repeated(tmp_path):
     page = (tmp_path / "README.md").read_text()
     assert page.startswith("Before") and page.endswith("after") and "old" not in page
     assert "| b2 against c | far | -9.5 |" in page and "yes, not repeated" in page
-    assert len(json.loads((tmp_path / "comparisons.json").read_text())["comparisons"]) == 18
 
 
 def test_an_arm_that_diverged_once_cannot_win(tmp_path):
