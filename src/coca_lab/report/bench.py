@@ -88,11 +88,12 @@ def _entry(measured: dict[str, Any], first: bool) -> str:
 
 def _lead(title: str, longest: Frame, memory: bool) -> str:
     """What every variant needs at the longest length, against the first one."""
-    (_, first), *others = longest[["line", "entry"]].itertuples(index=False)
-    said = [f"{name} {entry.partition(' (')[0]}" for name, entry in others]
-    baseline = longest["line"].iloc[0]
-    against = f"{baseline} {first}" if memory else f"the time of {baseline}, {first}"
-    return f"{title}, {longest['x'].iloc[0]:,} tokens: {', '.join(said)} – {against}."
+    (baseline, first), *others = longest[["line", "entry"]].itertuples(index=False)
+    said = ", ".join(
+        f"{name} {entry.partition(' (')[0].removesuffix(' ×')}" for name, entry in others
+    )
+    against = f"; {baseline} {first}" if memory else f" × the time of {baseline} ({first})"
+    return f"{title}, {longest['x'].iloc[0]:,} tokens: {said}{against}."
 
 
 def _setting(cell: Cell) -> str:

@@ -84,7 +84,7 @@ def test_headings_name_what_was_measured_the_models_and_the_finding():
         "At 64 tokens (the training length) a has a perplexity of 2.00.",
         "At 64 tokens (0.125 × the training length) a finds 20% of the passkeys.",
         "At 512 tokens (8 × the training length) a finds 50% of the facts (single).",
-        "X, 16 tokens: b 2 MB – a 2 MB.",
+        "X, 16 tokens: b 2 MB; a 2 MB.",
         "Lowest training loss at the end: 4, of RoFormer.",
     ]
     assert len(headings) == page.count('<div class="chart">')
