@@ -11,14 +11,9 @@ from coca_lab.report.results import all_cells
 
 ATTENTION = {"CoCA-Slack": "slack", "CoCA-Strict": "strict"}
 ENVIRONMENT = {
-    "versions": {"python": "3.11"},
-    "processor": "A <processor>",
-    "cores": 2,
-    "threads": 2,
-    "gpus": [],
-    "system": "Linux",
-    "command": "coca study quickstart",
-}
+    "versions": {"python": "3.11"}, "processor": "A <processor>", "cores": 2, "threads": 2,
+    "gpus": [], "system": "Linux", "command": "coca study quickstart",
+}  # fmt: skip
 
 
 def read(*cells: dict) -> list[dict]:
@@ -28,41 +23,25 @@ def read(*cells: dict) -> list[dict]:
 
 def perplexity(model: str, window: int, value: float, scaling: str = "none", **changes) -> dict:
     return {
-        "task": "perplexity",
-        "model": model,
-        "attention": ATTENTION.get(model),
-        "training_length": 64,
-        "scaling": scaling,
-        "factor": 4.0 if scaling == "ntk" else None,
-        "window": window,
-        "stride": 64,
-        "targets": "shared",
-        "perplexity": value,
-        "ci95": [value * 0.9, value * 1.1],
-        "tokens": 1000,
-        "documents": [{"id": "a", "nats": 1.0, "tokens": 1000}],
-        **changes,
-    }
+        "task": "perplexity", "model": model, "attention": ATTENTION.get(model),
+        "training_length": 64, "scaling": scaling, "factor": 4.0 if scaling == "ntk" else None,
+        "window": window, "stride": 64, "targets": "shared", "tokens": 1000,
+        "perplexity": value, "ci95": [value * 0.9, value * 1.1],
+        "documents": [{"id": "a", "nats": 1.0, "tokens": 1000}], **changes,
+    }  # fmt: skip
 
 
 def passkey(model, length, hits, scaling="none", factor=None, trained=512):
     """A cell of ten prompts, the first ``hits`` of them right, distances and depths spread out."""
     samples = [
-        {
-            "index": i,
-            "key": 10_000 + i,
-            "depth": i / 9,
-            "distance": round(length * (1 - i / 10)) - 5,
-            "output": "",
-            "hit": i < hits,
-        }
+        {"index": i, "key": 10_000 + i, "depth": i / 9, "hit": i < hits, "output": "",
+         "distance": round(length * (1 - i / 10)) - 5}
         for i in range(10)
-    ]
+    ]  # fmt: skip
     return {
         "task": "passkey", "model": model, "attention": ATTENTION.get(model),
-        "training_length": trained, "scaling": scaling,
-        "factor": factor, "length": length, "accuracy": hits / 10, "wilson95": [0.1, 0.9],
-        "samples": samples,
+        "training_length": trained, "scaling": scaling, "factor": factor, "length": length,
+        "accuracy": hits / 10, "wilson95": [0.1, 0.9], "samples": samples,
     }  # fmt: skip
 
 
@@ -87,15 +66,10 @@ CELLS = [
     perplexity("CoCA-Slack", 128, 54.0),
 ]
 TRAINING = {
-    "name": "RoFormer",
-    "parameters": 12345,
-    "steps": 10,
-    "tokens": 1000,
-    "epochs": 0.5,
-    "seconds": 3.0,
-    "recipe": {"training": {"learning_rate": 0.003}},
+    "name": "RoFormer", "parameters": 12345, "steps": 10, "tokens": 1000, "epochs": 0.5,
+    "seconds": 3.0, "recipe": {"training": {"learning_rate": 0.003}},
     "curve": [{"step": 1, "loss": 5.0}, {"step": 10, "loss": 4.0}],
-}
+}  # fmt: skip
 CONTENT = {"results": CELLS, "training": [TRAINING], "environment": ENVIRONMENT}
 
 

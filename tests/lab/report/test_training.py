@@ -5,46 +5,29 @@ from result_cells import lines
 
 from coca_lab.report.training import training_sections
 
-STAGES = [
-    {"name": "near", "objective": "attention"},
-    {"name": "far", "objective": "logits"},
-]
+STAGES = [{"name": "near", "objective": "attention"}, {"name": "far", "objective": "logits"}]
+STEPS = ((0, 300.0), (10, 100.9), (20, 101.5), (30, 101.0), (40, 100.4))
 
 
 def run(name="converted", **changes):
     return {
-        "name": name,
-        "parameters": 12345,
-        "steps": 40,
-        "tokens": 4000,
-        "epochs": 0.5,
-        "seconds": None,
+        "name": name, "parameters": 12345, "steps": 40, "tokens": 4000, "epochs": 0.5,
+        "seconds": None, "stages": STAGES, "start": {"name": "base", "perplexity": 100.0},
         "curve": [
             {"step": 10, "loss": 0.3, "stage": "near"},
             {"step": 20, "loss": 0.2, "stage": "near"},
             {"step": 30, "loss": 0.1, "stage": "far"},
         ],
-        "stages": STAGES,
-        "start": {"name": "base", "perplexity": 100.0},
-        "validation": [
-            {"step": step, "perplexity": perplexity}
-            for step, perplexity in ((0, 300.0), (10, 100.9), (20, 101.5), (30, 101.0), (40, 100.4))
-        ],
+        "validation": [{"step": step, "perplexity": perplexity} for step, perplexity in STEPS],
         **changes,
-    }
+    }  # fmt: skip
 
 
 def test_losses_of_different_objectives_have_separate_figures():
     plain = run("scratch", stages=[], validation=[], curve=[{"step": 1, "loss": 5.0}])
     sections = training_sections([run(), plain])
-    titles = [section.title for section in sections]
-    assert titles == [
-        "Validation perplexity in training",
-        "Training",
-        "Training: logits",
-        "Training: attention",
-        "Runs",
-    ]
+    titles = ["Training", "Training: logits", "Training: attention", "Runs"]
+    assert [s.title for s in sections] == ["Validation perplexity in training", *titles]
     drawn = {s.title: list(lines(s.chart)) for s in sections if s.chart}
     assert "scratch" in drawn["Training"] and "converted" not in drawn["Training"]
     for title in ("Training: logits", "Training: attention"):
@@ -86,16 +69,8 @@ def test_step_0_does_not_flatten_the_chart_and_stands_in_the_table():
 
 
 def test_what_a_run_recorded_besides_the_loss_is_drawn():
-    curve = [
-        {
-            "step": step,
-            "loss": 1.0,
-            "learning_rate": 0.1,
-            "grad_norm": 2.0,
-            "tokens_per_second": 9.0,
-        }
-        for step in (1, 20)
-    ]
+    rates = {"learning_rate": 0.1, "grad_norm": 2.0, "tokens_per_second": 9.0}
+    curve = [{"step": step, "loss": 1.0, **rates} for step in (1, 20)]
     titles = [section.title for section in training_sections([run(stages=[], curve=curve)])]
     for measure in ("Learning rate", "Gradient norm", "Throughput"):
         assert f"{measure} in training" in titles
