@@ -206,8 +206,8 @@ class LineChart:
             return alt.Scale(domain=[-0.02 * self.top, 1.06 * self.top], nice=False)
         domain: Any = alt.Undefined
         if self.log_y is not None and points["colour"].nunique() == 1:
-            values = points[["y", "low", "high"]].stack()
-            low, high = float(values.min()), float(values.max())
+            values = points[["y", "low", "high"]]
+            low, high = float(values.min(axis=None)), float(values.max(axis=None))
             if 0 < low <= high < SPAN * low:
                 middle, reach = math.sqrt(low * high), math.sqrt(SPAN)
                 domain = [float(f"{end:.4g}") for end in (middle / reach, middle * reach)]
@@ -255,7 +255,11 @@ class HeatMap:
 
     def specification(self, palette: Palette) -> dict[str, Any]:
         """The Vega-Lite specification."""
-        rows = [{"x": x, "y": y, "value": value} for (y, x), value in self.values.stack().items()]
+        rows = [
+            {"x": x, "y": y, "value": value}
+            for y, row in self.values.iterrows()
+            for x, value in row.items()
+        ]
         axis = alt.Axis(values=list(self.labels), labelAngle=0)
         legend = alt.Legend(gradientLength=300, titleLimit=400)
         scale = alt.Scale(scheme="cividis", domainMin=0)
