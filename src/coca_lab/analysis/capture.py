@@ -81,14 +81,6 @@ def _family(model: PreTrainedModel) -> Family:
     return family
 
 
-def _run(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
-    if model.training:
-        raise UserError("the model is in training mode, with dropout: call model.eval()")
-    # Transformers' own dynamic scaling would keep the frequencies of this text for the next.
-    with rotary_restored(model), torch.no_grad():
-        return model(input_ids=input_ids.to(model.device), use_cache=False, **kwargs)
-
-
 def visit_layers(
     model: PreTrainedModel, input_ids: Tensor, visit: Callable[[LayerHeads], Any], **kwargs: Any
 ) -> Any:
@@ -111,6 +103,8 @@ def visit_layers(
     """
     family = _family(model)
     body: Any = model.base_model
+    if model.training:
+        raise UserError("the model is in training mode, with dropout: call model.eval()")
 
     def hook(index: int, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         visit(_captured(index, family, body, attention, args, kwargs))
@@ -120,7 +114,9 @@ def visit_layers(
         for index, attention in enumerate(family.layout.modules(body))
     ]
     try:
-        return _run(model, input_ids, **kwargs)
+        # Transformers' own dynamic scaling would keep the frequencies of this text for the next.
+        with rotary_restored(model), torch.no_grad():
+            return model(input_ids=input_ids.to(model.device), use_cache=False, **kwargs)
     finally:
         for each in hooks:
             each.remove()
