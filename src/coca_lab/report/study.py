@@ -125,7 +125,9 @@ def _trends(cells: Sequence[Cell]) -> list[Section]:
     if far > near:
         losses = table.assign(y=table[far] / table[near])
         title = f"Perplexity at {far:,} tokens against {near:,}, by size"
-        sections.append(_trend(title, f"× its perplexity at {near:,}, at {far:,} tokens", losses))
+        sections.append(
+            _trend(title, f"× its perplexity at {near:,} tokens, when reading {far:,}", losses)
+        )
     return [section for section in sections if section.rows]
 
 
