@@ -96,8 +96,8 @@ def test_the_figures_show_the_numbers(cells):
     anomalous = lines(charts["Anomalous tokens by rotary pair"])
     # Of the slack form only the length that was read.
     assert list(anomalous) == [
-        *("RoFormer, 32 tokens", "RoFormer, 64 tokens", "Slack, 32 tokens"),
-        *("Strict, 32 tokens", "Strict, 64 tokens"),
+        *("RoFormer, 64 tokens", "RoFormer, 32 tokens", "Slack, 32 tokens"),
+        *("Strict, 64 tokens", "Strict, 32 tokens"),
     ]
     shares = [layer["angles"]["lengths"][1]["anomalous_share"] for layer in cells[0]["layers"]]
     mean = [50 * (a + b) for a, b in zip(*shares, strict=True)]
