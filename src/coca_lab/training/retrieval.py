@@ -57,7 +57,9 @@ class Retrieval:
 
     def _share(self, model: Any, questions: Questions) -> float:
         prompts, state = questions.prompts, PartialState()
-        size, scores = max(1, self.tokens // questions.length), dict[int, float]()
+        size = max(1, self.tokens // questions.length)
+        mine: list[int]
+        scores: dict[int, float] = {}
         # All processes answer equally many: some repeat the last prompt, which counts once.
         with state.split_between_processes([*range(len(prompts))], apply_padding=True) as mine:
             for start in range(0, len(mine), size):
