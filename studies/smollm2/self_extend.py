@@ -1,0 +1,66 @@
+"""Self-Extend (Jin et al. 2024, arXiv 2401.01325) and dropped positions (DroPE) in a Llama.
+
+B batch, T query length, S key length, H query heads, G key/value heads, D head width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
+
+BLOCK = 512  # queries that are scored at once
+
+
+class Unrotated(nn.Module):
+    """Cosines of 1 and sines of 0: attention gets queries and keys as they are projected."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Position embeddings (B, T, 1) that rotate nothing."""
+        ones = torch.ones(*position_ids.shape, 1, dtype=x.dtype, device=x.device)
+        return ones, torch.zeros_like(ones)
+
+
+def drop_positions(model: Any, length: int) -> None:
+    """DroPE's dropping (Gelberg et al., ICLR 2026) without the recalibration that it recommends."""
+    model.model.rotary_emb = Unrotated()
+
+
+def self_extend(model: Any, length: int, *, window: int) -> None:
+    """Score keys from ``window`` tokens back on at positions divided by the smallest group size.
+
+    The size is the smallest with which the largest distance of a text is within the training
+    length: (L - window) * size + window >= length.
+    """
+    trained = model.config.max_position_embeddings
+    size = max(1, -(-(length - window) // (trained - window)))
+    rotary, model.model.rotary_emb = model.model.rotary_emb, Unrotated()
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        return apply_rotary_pos_emb(x, x, *rotary(x, positions[None]))[0]
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        length, old = key.shape[2], key.shape[2] - query.shape[2]
+        positions = torch.arange(length, device=key.device)
+        near = repeat_kv(rotate(key, positions), module.num_key_value_groups)
+        far = repeat_kv(rotate(key, positions // size), module.num_key_value_groups)
+        value = repeat_kv(value, module.num_key_value_groups)
+        output = []
+        for start in range(old, length, BLOCK):
+            rows = positions[start : start + BLOCK]
+            part = query[:, :, start - old : start - old + BLOCK] * scaling
+            first, stop = max(0, start - window + 1), int(rows[-1]) + 1
+            distance = rows[:, None] - positions[first:stop]
+            grouped = rotate(part, rows // size + window - window // size)
+            scores = grouped @ far[:, :, :stop].mT
+            close = rotate(part, rows) @ near[:, :, first:stop].mT
+            scores[..., first:] = torch.where(distance < window, close, scores[..., first:])
+            scores[..., first:].masked_fill_(distance < 0, -torch.inf)
+            output.append(scores.softmax(-1) @ value[:, :, :stop])
+        return torch.cat(output, 2).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("self_extend", attention)
+    model.config._attn_implementation = "self_extend"
