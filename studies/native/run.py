@@ -22,7 +22,7 @@ import torch
 import yaml
 
 from coca_lab.data import encode_documents, held_out, load_tokenizer, read_documents
-from coca_lab.data.passkey import ask_for_passkeys, is_hit
+from coca_lab.data.tasks import ask_for_passkeys, is_hit
 from coca_lab.environment import describe_environment
 from coca_lab.evaluation.windows import (
     TokenDocument,

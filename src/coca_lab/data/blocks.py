@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from coca_lab.data.documents import DataError
-from coca_lab.data.passkey import encoder, passkey_block
-from coca_lab.data.recall import recall_block, recall_vocabulary
+from coca_lab.data.tasks import encoder, passkey_block, recall_block, recall_vocabulary
 from coca_lab.data.tokens import end_of_text
 
 
@@ -48,29 +47,12 @@ class BlockDataset(Dataset):
 
 
 class TaskBlocks(Dataset):
-    """Blocks of a synthetic task's texts, made when they are read.
+    """Blocks of a task's texts, made when they are read; UserError if none fits into a block."""
 
-    Args:
-        task: ``passkey`` or ``recall``, of which the answers alone are trained.
-        tokenizer: Tokenizer with an ``eos_token``.
-        length: L in tokens.
-        count: Number of blocks.
-        seed: With the number of a block, determines it.
-        separate: Whether to keep documents apart, see `separate_documents`.
-
-    Raises:
-        UserError: If no complete text fits into a block.
-    """
-
+    # task: passkey, or recall, of which the answers alone are trained. The seed and the number of a
+    # block determine it.
     def __init__(
-        self,
-        task: str,
-        tokenizer: Any,
-        length: int,
-        count: int,
-        seed: int,
-        *,
-        separate: bool = False,
+        self, task: str, tokenizer: Any, length: int, count: int, seed: int, separate: bool = False
     ) -> None:
         self.length, self.count, self.seed = length, count, seed
         self.eos = end_of_text(tokenizer)
@@ -114,19 +96,9 @@ def separate_documents(item: dict[str, Tensor], end: int) -> dict[str, Tensor]:
 
 
 def apportion(weights: list[float], batch: int, steps: int) -> np.ndarray:
-    """Number of blocks of each source that have been read before every step.
-
-    Every step reads whole blocks; later steps compensate for rounding. A source is never a whole
-    block ahead of its share, and no count ever decreases.
-
-    Args:
-        weights: Shares of the sources, in any unit.
-        batch: Blocks per step.
-        steps: Number of steps.
-
-    Returns:
-        (steps + 1, sources), int64; row s sums to s * batch.
-    """
+    """Blocks of each source that have been read before every step, (steps + 1, sources), int64."""
+    # Row s sums to s * batch. Later steps compensate for rounding: a source is never a whole block
+    # ahead of its share, and no count ever decreases.
     shares = np.array(weights) / sum(weights)
     read = np.zeros((steps + 1, len(shares)), dtype=np.int64)
     for step in range(1, steps + 1):
@@ -140,17 +112,10 @@ def apportion(weights: list[float], batch: int, steps: int) -> np.ndarray:
 
 
 def mixture_order(sizes: Sequence[int], read: np.ndarray, seed: int) -> np.ndarray:
-    """The order in which a run reads the blocks of several sources, every step by their shares.
+    """Indices into concatenated sources of these sizes, in the order of a run that reads so much.
 
-    Each source is read in passes: a pass has each of its blocks once, in a new random order.
-
-    Args:
-        sizes: Number of blocks of every source.
-        read: From `apportion`, for the same sources.
-        seed: Seed of the orders.
-
-    Returns:
-        Indices into the concatenated sources, (blocks of the run,), int64.
+    ``read`` is from `apportion`. Each source is read in passes: a pass has each of its blocks once,
+    in a new random order.
     """
     steps, sources = len(read) - 1, len(sizes)
     source_of = np.repeat(np.tile(np.arange(sources), steps), np.diff(read, axis=0).ravel())

@@ -9,15 +9,13 @@ A source is a string:
 """
 
 import glob
-import gzip
 import hashlib
 import io
 import json
 import lzma
 import sysconfig
 import warnings
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -33,14 +31,8 @@ BadLines = Literal["error", "skip"]
 TOKENS = ".npy"
 """Ending of a file of token ids, which training reads in place of text."""
 
-OPENERS: dict[str, Callable[[Path], Any]] = {
-    "": lambda path: path.open("rb"),
-    ".gz": gzip.open,
-    ".xz": lzma.open,
-    # Arrow's reader detects a truncated stream; zstandard's does not.
-    ".zst": lambda path: pyarrow.input_stream(str(path), compression="zstd"),
-}
-SUFFIXES = (*(kind + packed for kind in (".txt", ".jsonl") for packed in OPENERS), ".parquet")
+PACKED = (".gz", ".xz", ".zst")
+SUFFIXES = (*(kind + end for kind in (".txt", ".jsonl") for end in ("", *PACKED)), ".parquet")
 
 # Folders of the standard library with tests or tables of numbers, or missing on some systems:
 # without them, the text is nearly the same on every machine with the same Python.
@@ -97,14 +89,10 @@ def read_documents(
 
 
 def held_out(document: Document, share: float) -> bool:
-    """Whether a document belongs to the held-out split.
+    """Whether a document belongs to the held-out split, a share (0 to 1) of all documents.
 
     A hash of the text alone decides: the split is the same on every machine, for every path and
     order, does not change when documents are added, and never separates copies of a text.
-
-    Args:
-        document: The document.
-        share: Share of documents that are held out, between 0 and 1.
     """
     digest = hashlib.sha256(document.text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
@@ -145,7 +133,7 @@ def _file_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterato
         raise DataError(f"{path}: the file is empty")
     if path.suffix == TOKENS:
         raise DataError(f"{path}: has token ids, which training alone reads")
-    name = path.name.removesuffix(path.suffix if path.suffix in OPENERS else "")
+    name = path.name.removesuffix(path.suffix if path.suffix in PACKED else "")
     if not name.endswith(".txt"):
         rows = _lines(path) if name.endswith(".jsonl") else _parquet_rows(path, text_field)
         yield from _records(path, rows, text_field, bad_lines)
@@ -161,14 +149,14 @@ def _file_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterato
 def _lines(path: Path) -> Iterator[str]:
     """Lines of a text file, decompressed and decoded; DataError if it is malformed."""
     try:
-        with OPENERS[path.suffix if path.suffix in OPENERS else ""](path) as stream:
+        # Arrow decompresses .gz and .zst, and unlike zstandard's reader notices truncation.
+        opener: Any = lzma.open if path.suffix == ".xz" else pyarrow.input_stream
+        with opener(str(path)) as stream:
             yield from io.TextIOWrapper(stream, encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text ({error}); convert or remove the file") from error
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-        raise DataError(f"{path}: compressed data truncated or damaged: {error}") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (EOFError, lzma.LZMAError, OSError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
 
 
 def _parquet_rows(path: Path, text_field: str) -> Iterator[dict[str, Any]]:

@@ -4,12 +4,10 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -28,23 +26,10 @@ from coca_lab.data.documents import (
 )
 from coca_lab.files import check_name, writing
 
-Item = TypeVar("Item")
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000
 SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 10_000_000
 """Of a tokenizer that is trained here: the bytes and the end of text; and beyond any use."""
-
-
-@dataclass(frozen=True)
-class TokenText:
-    """Token ids, 1-D uint16 or uint32, in memory or mapped."""
-
-    tokens: np.ndarray
-
-    @cached_property
-    def sha256(self) -> str:
-        """SHA-256 of their bytes."""
-        return hashlib.sha256(self.tokens.data).hexdigest()
 
 
 def train_tokenizer(
@@ -52,14 +37,9 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE: any text in, the same text out; ``<|endoftext|>`` ends documents.
 
-    Args:
-        documents: Texts to learn the merges from. About `TOKENIZER_CHARACTERS` characters are read:
-            more text changes little, and a stream may be endless.
-        vocab_size: Maximum number of entries; at least 257 (the bytes and the end of text).
-        split_digits: Whether every digit is a token of its own.
-
-    Raises:
-        UserError: If vocab_size is too small.
+    About `TOKENIZER_CHARACTERS` characters are read: more text changes little, and a stream may be
+    endless. ``vocab_size`` is a maximum, at least 257 (the bytes and the end of text), else
+    UserError; ``split_digits`` makes every digit a token of its own.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise UserError(f"vocab_size must be at least {SMALLEST_VOCABULARY}, got {vocab_size}")
@@ -74,7 +54,7 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    some = up_to(TOKENIZER_CHARACTERS, documents, lambda document: len(document.text))
+    some = up_to(TOKENIZER_CHARACTERS, documents)
     tokenizer.train_from_iterator((document.text for document in some), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -85,22 +65,17 @@ def train_tokenizer(
     )
 
 
-def up_to(most: float, items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[Item]:
-    """Items until their sizes sum to ``most`` or more; none is read beyond."""
-    left = most
-    for item in items:
-        yield item
-        left -= size(item)
-        if left <= 0:
+def up_to(characters: float, documents: Iterable[Document]) -> Iterator[Document]:
+    """Documents until they have so many characters or more; none is read beyond."""
+    for document in documents:
+        yield document
+        characters -= len(document.text)
+        if characters <= 0:
             return
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load any Transformers tokenizer by folder or name.
-
-    Raises:
-        UserError: If it cannot be loaded.
-    """
+    """Any Transformers tokenizer, by folder or name; UserError if it cannot be loaded."""
     check_name(str(path))
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
@@ -161,7 +136,7 @@ def tokenise(
     from_held_out: bool = False,
     max_tokens: int | None = None,
     folder: Path | None = None,
-) -> TokenText:
+) -> np.ndarray:
     """The training or the held-out documents as token ids, each followed by the end of text.
 
     With a folder, the tokens are in a file there, which is written once and memory-mapped, so
@@ -176,7 +151,10 @@ def tokenise(
         share: Share of documents that are held out.
         from_held_out: Whether to tokenise the held-out documents instead of the others.
         max_tokens: Stop reading after this many tokens; required for endless streams.
-        folder: Folder of the caches; None keeps the tokens in memory.
+        folder: Folder of the caches; None for none.
+
+    Returns:
+        (tokens,), uint16 or uint32, in memory or mapped.
 
     Raises:
         UserError: If the tokenizer has no end of text, the cache cannot be written, or documents of
@@ -186,10 +164,10 @@ def tokenise(
     if source.source.endswith(TOKENS):
         if share or from_held_out:
             raise UserError(f"{source.source} {NO_DOCUMENTS}")
-        return TokenText(_read_tokens(source.source, tokenizer, max_tokens))
+        return _read_tokens(source.source, tokenizer, max_tokens)
     documents = (d for d in source.documents() if held_out(d, share) == from_held_out)
     if folder is None:
-        return TokenText(np.concatenate([*_token_arrays(documents, tokenizer, max_tokens)]))
+        return np.concatenate([*_token_arrays(documents, tokenizer, max_tokens)])
     state, dtype = _state(source.source), _token_type(tokenizer)
     settings = [source.source, source.text_field, source.bad_lines, share, from_held_out]
     key = f"{settings} {max_tokens} {dtype} {state} {tokenizer_fingerprint(tokenizer)}"
@@ -202,7 +180,7 @@ def tokenise(
                     _write(partial, _token_arrays(documents, tokenizer, max_tokens), source.source)
                     if _state(source.source) != state:
                         raise DataError(f"{source.source}: changed while it was being read")
-        return TokenText(np.memmap(path, dtype, mode="r"))
+        return np.memmap(path, dtype, mode="r")
     except OSError as error:
         raise UserError(
             f"{path.parent}: tokenised text cannot be stored here: {error.strerror or error}; free "

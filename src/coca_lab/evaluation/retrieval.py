@@ -14,9 +14,17 @@ import numpy as np
 import torch
 
 from coca_attention.errors import UserError
-from coca_lab.data.needles import KINDS, NAMES, Kind, ask_for_needles, r_precision
-from coca_lab.data.passkey import Prompt, ask_for_passkeys, is_hit
-from coca_lab.data.recall import recall_text
+from coca_lab.data.tasks import (
+    KINDS,
+    NAMES,
+    Kind,
+    Prompt,
+    ask_for_needles,
+    ask_for_passkeys,
+    is_hit,
+    r_precision,
+    recall_text,
+)
 from coca_lab.engine import Item
 from coca_lab.evaluation.task import (
     Cell,

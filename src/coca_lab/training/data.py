@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,16 @@ from coca_lab.data import (
     BlockDataset,
     Document,
     SourceSettings,
-    TaskBlocks,
-    apportion,
     held_out,
     load_tokenizer,
-    mixture_order,
     tokenise,
     train_tokenizer,
 )
+from coca_lab.data.blocks import TaskBlocks, apportion, mixture_order
 from coca_lab.data.documents import source_files
-from coca_lab.data.passkey import vocabulary_text
+from coca_lab.data.tasks import vocabulary_text
 from coca_lab.data.tokens import (
     TOKENIZER_CHARACTERS,
-    TokenText,
     cache_folder,
     end_of_text,
     up_to,
@@ -75,7 +73,7 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
     # Before the text is read, which can take hours.
     retrieval = load_retrieval(recipe, tokenizer)
     read = _blocks_read(recipe) if data.mixture else None
-    texts: dict[str, TokenText] = {}
+    texts: dict[str, np.ndarray] = {}
     blocks: dict[str, Any] = {}
     for index, (name, source) in enumerate(data.sources.items()):
         limit = source.max_tokens
@@ -105,7 +103,8 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
         counts = zip(blocks, read[-1].tolist(), sizes, strict=True)
         epochs = {name: count / size for name, count, size in counts}
     fingerprint = {
-        name: {"tokens": len(text.tokens), "sha256": text.sha256} for name, text in texts.items()
+        name: {"tokens": len(text), "sha256": sha256(text.data).hexdigest()}
+        for name, text in texts.items()
     }
     return TrainingData(dataset, read is not None, validation, retrieval, fingerprint, epochs)
 
@@ -147,7 +146,7 @@ def training_documents(data: DataRecipe) -> Iterator[Document]:
         most = getattr(source, "weight", 1.0) * TOKENIZER_CHARACTERS
         with error_prefix(_place(data, name)):
             documents = (d for d in source.documents() if not held_out(d, data.held_out))
-            yield from up_to(most, documents, lambda document: len(document.text))
+            yield from up_to(most, documents)
 
 
 def _place(data: DataRecipe, name: str) -> str:
@@ -155,9 +154,9 @@ def _place(data: DataRecipe, name: str) -> str:
     return f"data.mixture.{name}: " if data.mixture else "data.source: "
 
 
-def _cut(text: TokenText, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> BlockDataset:
+def _cut(text: np.ndarray, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> BlockDataset:
     end = end_of_text(tokenizer) if recipe.data.separate_documents else None
-    return BlockDataset(text.tokens, recipe.data.block_length, end=end)
+    return BlockDataset(text, recipe.data.block_length, end=end)
 
 
 def _task_blocks(
@@ -195,7 +194,7 @@ def _blocks_read(recipe: Recipe) -> np.ndarray:
 
 def _load_validation(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> tuple[TokenText, Subset]:
+) -> tuple[np.ndarray, Subset]:
     """The validation text, and blocks spread evenly over it, in whole global batches."""
     data, validation = recipe.data, recipe.validation
     count = validation.batches * recipe.training.global_batch_size

@@ -15,8 +15,14 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import error_prefix
-from coca_lab.data.needles import Kind, ask_for_needles, r_precision
-from coca_lab.data.passkey import Prompt, ask_for_passkeys, is_hit
+from coca_lab.data.tasks import (
+    Kind,
+    Prompt,
+    ask_for_needles,
+    ask_for_passkeys,
+    is_hit,
+    r_precision,
+)
 from coca_lab.generation import greedy_answers
 from coca_lab.training.recipe import Recipe
 
@@ -58,7 +64,7 @@ class Retrieval:
     def _share(self, model: Any, questions: Questions) -> float:
         prompts, state = questions.prompts, PartialState()
         size = max(1, self.tokens // questions.length)
-        mine: list[int]
+        mine: Any
         scores: dict[int, float] = {}
         # All processes answer equally many: some repeat the last prompt, which counts once.
         with state.split_between_processes([*range(len(prompts))], apply_padding=True) as mine:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coca_lab.data import BlockDataset, apportion, mixture_order
+from coca_lab.data.blocks import BlockDataset, apportion, mixture_order
 
 
 @given(tokens=st.integers(2, 200), length=st.integers(1, 20))

@@ -28,58 +28,12 @@ from conftest import VOCABULARY, some_text
 FORK = multiprocessing.get_context("fork")
 
 
-@given(text=st.text())
-def test_any_text_survives_the_tokenizer(tokenizer, text):
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids) == text
-
-
-def test_an_endless_source_is_read_only_as_far_as_needed(tokenizer):
-    read = []
-    documents = (read.append(1) or document for document in endless())
-    assert len(tokenise(InMemory(documents), tokenizer, max_tokens=5000).tokens) == 5000
-    assert len(read) <= 64
-
-
 class InMemory(SourceSettings):
     """Documents that are in no file."""
 
     def __init__(self, documents):
         self.documents = lambda: iter(documents)
         super().__init__()
-
-
-def endless():
-    number = 0
-    while True:
-        number += 1
-        yield Document(str(number), some_text(500))
-
-
-def test_a_tokenizer_is_the_same_whenever_it_is_trained(tokenizer, monkeypatch):
-    again = train_tokenizer([Document("a", some_text(3000))], VOCABULARY)
-    assert again.get_vocab() == tokenizer.get_vocab() and 257 < len(again) <= VOCABULARY
-    assert again("alpha1 ß")["input_ids"] == tokenizer("alpha1 ß")["input_ids"]
-    monkeypatch.setattr(tokens_module, "TOKENIZER_CHARACTERS", 20_000)
-    assert len(train_tokenizer(endless(), VOCABULARY)) > 257
-
-
-def test_no_tokenizer_and_too_small_a_vocabulary_are_rejected(tmp_path):
-    with pytest.raises(ValueError, match="no tokenizer could be loaded"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match="at least 257"):
-        train_tokenizer([], 100)
-
-
-def test_documents_are_joined_by_the_end_of_text(tokenizer):
-    array = tokenise(InMemory([Document("a", "alpha"), Document("b", "beta")]), tokenizer).tokens
-    ends = np.flatnonzero(array == tokenizer.eos_token_id)
-    assert len(ends) == 2 and ends[-1] == len(array) - 1
-    assert tokenizer.decode(array[: ends[0]]) == "alpha"
-    assert tokenizer.decode(array[ends[0] + 1 : ends[1]]) == "beta"
-    assert array.dtype == np.uint16
-    with pytest.raises(DataError, match="no documents"):
-        tokenise(InMemory([]), tokenizer)
 
 
 @pytest.fixture
@@ -91,9 +45,12 @@ def source(tmp_path):
     return SourceSettings(source=str(folder))
 
 
-def test_token_ids_and_the_held_out_split_never_change(source, tokenizer):
-    digests = [tokenise(source, tokenizer, share=share).sha256[:16] for share in (0.0, 0.5)]
-    assert digests == ["1870910e3b4306b3", "42db624929718ff7"]
+def cached(tmp_path, source, tokenizer, **options):
+    """Tokens from the cache, which are those in memory."""
+    tokens = tokenise(source, tokenizer, folder=tmp_path / "cache", **options)
+    assert isinstance(tokens, np.memmap)
+    assert np.array_equal(tokens, tokenise(source, tokenizer, **options))
+    return tokens
 
 
 def files(tmp_path) -> list[str]:
@@ -102,47 +59,82 @@ def files(tmp_path) -> list[str]:
     return sorted(path.suffix for path in there if path.suffix != ".lock")
 
 
-def test_a_cache_is_written_once_and_has_the_tokens_in_memory(source, tokenizer, tmp_path):
-    expected = tokenise(source, tokenizer).tokens
+@given(text=st.text())
+def test_any_text_survives_the_tokenizer(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text
+
+
+def test_an_endless_source_is_read_only_as_far_as_needed(tokenizer, monkeypatch):
+    def endless():
+        while True:
+            read.append(1)
+            yield Document(str(len(read)), some_text(500))
+
+    read = []
+    assert len(tokenise(InMemory(endless()), tokenizer, max_tokens=5000)) == 5000
+    assert len(read) <= 64
+    monkeypatch.setattr(tokens_module, "TOKENIZER_CHARACTERS", 20_000)
+    assert len(train_tokenizer(endless(), VOCABULARY)) > 257
+
+
+def test_a_tokenizer_is_the_same_whenever_it_is_trained_and_wherever_it_is(tokenizer, tmp_path):
+    again = train_tokenizer([Document("a", some_text(3000))], VOCABULARY)
+    assert again.get_vocab() == tokenizer.get_vocab() and 257 < len(again) <= VOCABULARY
+    assert again("alpha1 ß")["input_ids"] == tokenizer("alpha1 ß")["input_ids"]
+    for name in ("a", "b"):
+        tokenizer.save_pretrained(tmp_path / name)
+    loaded, other = load_tokenizer(tmp_path / "a"), load_tokenizer(tmp_path / "b")
+    loaded(["a", "a b"], padding=True, truncation=True, max_length=3)
+    assert len({tokenizer_fingerprint(t) for t in (tokenizer, loaded, other, again)}) == 1
+    other.add_tokens(["gamma2"])
+    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(tokenizer)
+
+
+def test_no_tokenizer_and_too_small_a_vocabulary_are_rejected(tmp_path):
+    with pytest.raises(ValueError, match="no tokenizer could be loaded"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="at least 257"):
+        train_tokenizer([], 100)
+
+
+def test_documents_are_joined_by_the_end_of_text(tokenizer):
+    array = tokenise(InMemory([Document("a", "alpha"), Document("b", "beta")]), tokenizer)
+    assert array.dtype == np.uint16 and array[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(array) == "alpha<|endoftext|>beta<|endoftext|>"
+
+
+def test_token_ids_and_the_held_out_split_never_change(source, tokenizer):
+    texts = [tokenise(source, tokenizer, share=share).data for share in (0.0, 0.5)]
+    digests = [hashlib.sha256(text).hexdigest()[:16] for text in texts]
+    assert digests == ["1870910e3b4306b3", "42db624929718ff7"]
+
+
+def test_every_setting_and_tokenizer_has_one_cache(source, tokenizer, tmp_path):
+    other = train_tokenizer([Document("b", "omega psi chi " * 50)], 280)
     for _ in range(2):
-        text = tokenise(source, tokenizer, folder=tmp_path / "cache")
-        assert isinstance(text.tokens, np.memmap) and text.tokens.dtype == np.uint16
-        assert np.array_equal(text.tokens, expected)
-        assert files(tmp_path) == [".bin"]
+        for options in (
+            {},
+            {"share": 0.5},
+            {"share": 0.5, "from_held_out": True},
+            {"max_tokens": 60},
+        ):
+            for chosen in (tokenizer, other):
+                assert cached(tmp_path, source, chosen, **options).dtype == np.uint16
+        assert files(tmp_path) == [".bin"] * 8
 
 
 def test_changed_files_are_noticed_even_with_their_times_set_back(source, tokenizer, tmp_path):
-    tokenise(source, tokenizer, folder=tmp_path / "cache")
+    cached(tmp_path, source, tokenizer)
     file = Path(source.source) / "1.txt"
     before = file.stat()
     file.write_text(file.read_text().replace("alpha", "omega"))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file.stat().st_size == before.st_size
-    text = tokenise(source, tokenizer, folder=tmp_path / "cache")
-    assert np.array_equal(text.tokens, tokenise(source, tokenizer).tokens)
+    cached(tmp_path, source, tokenizer)
     (Path(source.source) / "3.txt").write_text("one more")
-    text = tokenise(source, tokenizer, folder=tmp_path / "cache")
-    assert np.array_equal(text.tokens, tokenise(source, tokenizer).tokens)
+    cached(tmp_path, source, tokenizer)
     assert len(files(tmp_path)) == 3
-
-
-def test_every_setting_and_tokenizer_has_its_own_cache(source, tokenizer, tmp_path):
-    other = train_tokenizer([Document("b", "omega psi chi " * 50)], 280)
-    for options in ({}, {"share": 0.5}, {"share": 0.5, "from_held_out": True}, {"max_tokens": 60}):
-        for chosen in (tokenizer, other):
-            text = tokenise(source, chosen, folder=tmp_path / "cache", **options)
-            assert np.array_equal(text.tokens, tokenise(source, chosen, **options).tokens)
-    assert len(files(tmp_path)) == 8
-
-
-def test_a_tokenizer_is_the_same_wherever_it_is_loaded_from(tokenizer, tmp_path):
-    for name in ("a", "b"):
-        tokenizer.save_pretrained(tmp_path / name)
-    loaded, other = load_tokenizer(tmp_path / "a"), load_tokenizer(tmp_path / "b")
-    loaded(["a", "a b"], padding=True, truncation=True, max_length=3)
-    assert len({tokenizer_fingerprint(t) for t in (tokenizer, loaded, other)}) == 1
-    other.add_tokens(["gamma2"])
-    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(tokenizer)
 
 
 def _killed_while_writing(source, tokenizer, folder):
@@ -162,12 +154,25 @@ def test_a_cache_is_complete_or_written_again_after_a_kill(source, tokenizer, tm
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     assert files(tmp_path) == [".coca-partial"]
-    text = tokenise(source, tokenizer, folder=tmp_path / "cache")
-    assert np.array_equal(text.tokens, tokenise(source, tokenizer).tokens)
+    cached(tmp_path, source, tokenizer)
     assert files(tmp_path) == [".bin"]
 
 
-def test_a_folder_that_cannot_be_written_is_a_clear_error(source, tokenizer, tmp_path, monkeypatch):
+class Growing(SourceSettings):
+    """Changes while it is read."""
+
+    def documents(self):
+        yield from super().documents()
+        (Path(self.source) / "0.txt").write_text("another text")
+
+
+def test_sources_and_disks_that_fail_leave_no_cache(source, tokenizer, tmp_path, monkeypatch):
+    with pytest.raises(DataError, match="no documents"):
+        tokenise(source, tokenizer, share=1.0)
+    with pytest.raises(DataError, match="no documents"):
+        tokenise(source, tokenizer, share=1.0, folder=tmp_path / "cache")
+    with pytest.raises(DataError, match="changed while it was being read"):
+        tokenise(Growing(source.source), tokenizer, folder=tmp_path / "cache")
     (tmp_path / "file").write_text("a file")
     with pytest.raises(UserError, match=r"cannot be stored here: Not a directory.*data\.cache"):
         tokenise(source, tokenizer, folder=tmp_path / "file")
@@ -181,28 +186,12 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(source, tokenizer, tmp
     assert files(tmp_path) == []
 
 
-class Growing(SourceSettings):
-    """Changes while it is read."""
-
-    def documents(self):
-        yield from super().documents()
-        (Path(self.source) / "0.txt").write_text("another text")
-
-
-def test_sources_that_fail_leave_no_cache(source, tokenizer, tmp_path):
-    with pytest.raises(DataError, match="no documents"):
-        tokenise(source, tokenizer, share=1.0, folder=tmp_path / "cache")
-    with pytest.raises(DataError, match="changed while it was being read"):
-        tokenise(Growing(source.source), tokenizer, folder=tmp_path / "cache")
-    assert files(tmp_path) == []
-
-
 def _ask(source, tokenizer, folder, barrier, answers):
     barrier.wait()
     made, write = [], tokens_module._write
     tokens_module._write = lambda *args: (made.append(1), write(*args))
-    text = tokenise(source, tokenizer, folder=folder)
-    answers.put((len(made), text.sha256))
+    text = tokenise(source, tokenizer, folder=folder).tobytes()
+    answers.put((len(made), text))
 
 
 def test_concurrent_processes_write_one_cache(source, tokenizer, tmp_path):
@@ -215,7 +204,7 @@ def test_concurrent_processes_write_one_cache(source, tokenizer, tmp_path):
     for process in processes:
         process.join()
     assert sum(made for made, _ in answered) == 1
-    assert {sha256 for _, sha256 in answered} == {tokenise(source, tokenizer).sha256}
+    assert {text for _, text in answered} == {tokenise(source, tokenizer).tobytes()}
 
 
 def test_a_dataset_of_hugging_face_is_streamed_into_the_cache_offline(tokenizer, tmp_path):
@@ -225,41 +214,40 @@ def test_a_dataset_of_hugging_face_is_streamed_into_the_cache_offline(tokenizer,
     lines = [json.dumps({"content": text}) for text in texts]
     (folder / "train.jsonl").write_text("\n".join(lines))
     source = SourceSettings(source=f"hf:{folder}", text_field="content")
-    expected = tokenise(InMemory([Document("", text) for text in texts]), tokenizer).tokens
+    expected = tokenise(InMemory([Document("", text) for text in texts]), tokenizer)
     for limit in (None, 100, None, 100):
-        text = tokenise(source, tokenizer, max_tokens=limit, folder=tmp_path / "cache")
-        assert np.array_equal(text.tokens, expected[:limit])
+        assert np.array_equal(
+            cached(tmp_path, source, tokenizer, max_tokens=limit), expected[:limit]
+        )
     assert len(files(tmp_path)) == 2
     (folder / "train.jsonl").write_text(lines[0])
-    text = tokenise(source, tokenizer, folder=tmp_path / "cache")
-    assert len(text.tokens) < len(expected)
+    assert len(cached(tmp_path, source, tokenizer)) < len(expected)
 
 
 def test_the_default_place_follows_xdg(monkeypatch, tmp_path):
     assert cache_folder(None) is None
     assert cache_folder("here") == Path("here")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder("auto") == tmp_path / "coca-attention"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert cache_folder("auto") == Path.home() / ".cache" / "coca-attention"
+    for setting, base in ((str(tmp_path), tmp_path), ("", Path.home() / ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", setting)
+        assert cache_folder("auto") == base / "coca-attention"
 
 
 def test_a_file_of_token_ids_is_read_in_place_of_text(tmp_path, tokenizer):
     path, ids = tmp_path / "tokens.npy", np.arange(50, dtype=np.uint16)
+    source = SourceSettings(str(path))
     np.save(path, ids)
-    text = tokenise(SourceSettings(str(path)), tokenizer, max_tokens=40)
-    assert isinstance(text.tokens, np.memmap)
-    assert np.array_equal(text.tokens, ids[:40])
-    assert text.sha256 == hashlib.sha256(ids[:40].tobytes()).hexdigest()
+    tokens = tokenise(source, tokenizer, max_tokens=40)
+    assert isinstance(tokens, np.memmap) and np.array_equal(tokens, ids[:40])
     with pytest.raises(UserError, match=r"set data\.held_out to 0"):
-        tokenise(SourceSettings(str(path)), tokenizer, share=0.1)
-    np.save(path, np.array([len(tokenizer)], dtype=np.uint16))
-    with pytest.raises(UserError, match="the tokenizer that the file was made with"):
-        tokenise(SourceSettings(str(path)), tokenizer)
-    for wrong in (ids.astype(float), ids.reshape(5, 10)):
+        tokenise(source, tokenizer, share=0.1)
+    for wrong, message in (
+        (np.array([len(tokenizer)], dtype=np.uint16), "the tokenizer that the file was made with"),
+        (ids.astype(float), "a 1-D array"),
+        (ids.reshape(5, 10), "a 1-D array"),
+    ):
         np.save(path, wrong)
-        with pytest.raises(UserError, match="a 1-D array"):
-            tokenise(SourceSettings(str(path)), tokenizer)
+        with pytest.raises(UserError, match=message):
+            tokenise(source, tokenizer)
     path.write_bytes(b"text")
     with pytest.raises(UserError, match="cannot be read"):
-        tokenise(SourceSettings(str(path)), tokenizer)
+        tokenise(source, tokenizer)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from coca_attention.models.configuration import rope_parameters
 from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
-from coca_lab.data.passkey import vocabulary_text
+from coca_lab.data.tasks import vocabulary_text
 from coca_lab.evaluation.limit_check import LimitCheck, Measured
 from coca_lab.intervals import DocumentScore, perplexity
 from conftest import some_text

@@ -6,17 +6,18 @@ import statistics
 import pytest
 
 from coca_lab.data import Document, train_tokenizer
-from coca_lab.data.needles import (
+from coca_lab.data.tasks import (
     FACT,
-    INTRODUCTION,
+    FILLER,
     KINDS,
     NAMES,
+    NEEDLE_INTRODUCTION,
     QUESTIONS,
     ask_for_needles,
+    encoder,
     needle_text,
     r_precision,
 )
-from coca_lab.data.passkey import FILLER, encoder
 from coca_lab.evaluation import Model, evaluate
 from coca_lab.evaluation.retrieval import NEEDLES, NeedleSettings
 from conftest import tiny_model
@@ -25,7 +26,7 @@ from conftest import tiny_model
 @pytest.fixture(scope="module")
 def words():
     text = " ".join(FACT.format(name=name, value=1234567890) for name in NAMES)
-    parts = [text, FILLER * 20, INTRODUCTION * 20, *(q * 20 for q in QUESTIONS.values())]
+    parts = [text, FILLER * 20, NEEDLE_INTRODUCTION * 20, *(q * 20 for q in QUESTIONS.values())]
     return train_tokenizer([Document("a", "".join(parts))], 900, split_digits=True)
 
 
@@ -36,7 +37,7 @@ def test_prompts_hold_what_they_ask_for(words, kind, length):
         text = needle_text(encoder(words), kind, length, (index,))
         assert len(text.ids) == length
         written = words.decode(text.ids)
-        assert written.startswith(INTRODUCTION)
+        assert written.startswith(NEEDLE_INTRODUCTION)
         places = [written.index(needle) for needle in text.facts["needles"]]
         for needle, distance in zip(text.facts["needles"], text.facts["distances"], strict=True):
             assert written.count(needle + "\n") == 1

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from coca_lab.data import Document, TaskBlocks, train_tokenizer
-from coca_lab.data.passkey import (
-    QUESTION,
+from coca_lab.data import Document, train_tokenizer
+from coca_lab.data.blocks import TaskBlocks
+from coca_lab.data.tasks import (
+    PASSKEY_QUESTION,
     ask_for_passkeys,
     encoder,
     fill,
@@ -81,7 +82,7 @@ def test_a_prompt_reads_like_the_papers_listing(digits, length):
     written = digits.decode(text.ids)
     assert written.startswith("There is an important info hidden inside")
     assert written.count("The passkey is 31337. Remeber it. 31337 is the passkey.\n") == 1
-    assert written.endswith(QUESTION)
+    assert written.endswith(PASSKEY_QUESTION)
     behind = digits.decode(text.ids[length - text.facts["distance"] :])
     assert written.endswith("31337 is the passkey.\n" + behind)
     with pytest.raises(ValueError, match="without any filler it needs") as caught:
@@ -90,7 +91,7 @@ def test_a_prompt_reads_like_the_papers_listing(digits, length):
     assert len(passkey_text(encode, 31337, shortest, 0.5).ids) == shortest
     # Depths run from the first repetition of the filler to the last.
     first, last = (passkey_text(encode, 12345, 900, depth) for depth in (0.0, 1.0))
-    assert digits.decode(last.ids[900 - last.facts["distance"] :]) == QUESTION
+    assert digits.decode(last.ids[900 - last.facts["distance"] :]) == PASSKEY_QUESTION
     assert first.facts["distance"] > 700
     assert (first.facts["depth"], last.facts["depth"]) == (0.0, 1.0)
 
@@ -155,7 +156,7 @@ class Copier(LlamaForCausalLM):
         logits = torch.zeros_like(output.logits)
         for row, ids in enumerate(input_ids.tolist()):
             text = self.tokenizer.decode(ids)
-            prompt, asked, answer = text.partition(QUESTION)
+            prompt, asked, answer = text.partition(PASSKEY_QUESTION)
             key = re.search(r"The passkey is (\d{5})\.", prompt)[1][: self.digits]
             wanted = f" {key}."
             left = wanted[len(answer) :]

@@ -11,7 +11,8 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import DataLoader
 
 from coca_attention.errors import UserError
-from coca_lab.data import BlockDataset, DataError, SourceSettings, TaskBlocks, tokenise
+from coca_lab.data import BlockDataset, DataError, SourceSettings, tokenise
+from coca_lab.data.blocks import TaskBlocks
 from coca_lab.training import load_recipe
 from coca_lab.training.data import (
     check_sources,
@@ -52,7 +53,7 @@ def recipe(mixture=None, **changes):
 
 def test_one_source_gives_consecutive_blocks_in_whole_batches(text_folder, tokenizer, tmp_path):
     """With and without a cache."""
-    tokens = tokenise(SourceSettings(str(text_folder)), tokenizer).tokens
+    tokens = tokenise(SourceSettings(str(text_folder)), tokenizer)
     expected = BlockDataset(tokens, 16)
     for cache in (str(tmp_path), "null"):
         chosen = recipe(data__source=text_folder, data__cache=cache)
@@ -88,6 +89,13 @@ def test_passkey_texts_take_their_share_of_a_mixture(sources, tokenizer):
     assert isinstance(data.blocks.dataset.datasets[2], TaskBlocks)
     first = data.blocks.dataset.cumulative_sizes[1]
     assert sum(index >= first for index in data.blocks.indices) == 120
+
+
+def test_recall_takes_its_share_of_the_blocks_of_a_text(text_folder, tokenizer):
+    tasks = {"data__source": text_folder, "data__tasks": "{recall: 0.4}"}
+    blocks = load_data(recipe(**tasks, data__block_length=32), tokenizer).blocks
+    masked = [bool((blocks[i]["shift_labels"] == -100).any()) for i in range(len(blocks))]
+    assert abs(np.mean(masked) - 0.4) < 0.02
 
 
 def test_a_stream_in_a_mixture_is_read_as_far_as_its_share_needs(sources, tokenizer, tmp_path):

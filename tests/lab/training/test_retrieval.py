@@ -8,7 +8,7 @@ from accelerate import PartialState
 
 from coca_attention.errors import UserError
 from coca_lab.data import load_tokenizer
-from coca_lab.data.passkey import ANSWER, encoder
+from coca_lab.data.tasks import ANSWER, encoder
 from coca_lab.evaluation import Model, evaluate
 from coca_lab.evaluation.retrieval import PASSKEYS, PasskeySettings
 from coca_lab.report.training import training_sections

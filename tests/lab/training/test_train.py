@@ -45,7 +45,7 @@ def test_validation_reads_what_is_held_out_from_training(trained, text_folder):
     assert "start" not in read_summary(trained)
     asked, tokenizer = recipe(text_folder), load_tokenizer(str(trained))
     measured = load_data(asked, tokenizer).validation.dataset.tokens
-    read, whole = (tokenise(asked.data, tokenizer, share=share).tokens for share in (0.3, 0.0))
+    read, whole = (tokenise(asked.data, tokenizer, share=share) for share in (0.3, 0.0))
     documents = [tokenizer.decode(tokens).split("<|endoftext|>") for tokens in (measured, read)]
     assert not set(documents[0]) & set(documents[1]) - {""}
     assert 0 < len(measured) == len(whole) - len(read)

@@ -1,14 +1,16 @@
+"""Associative recall: its texts, the blocks that are trained, and how answers are counted.
+
+Passkeys and needles are tested where they are evaluated.
+"""
+
 import numpy as np
 import pytest
 import torch
 
 from coca_attention.errors import UserError
-from coca_lab.data import TaskBlocks, train_tokenizer
-from coca_lab.data.documents import Document
-from coca_lab.data.recall import recall_block, recall_text, recall_vocabulary
+from coca_lab.data.blocks import TaskBlocks
+from coca_lab.data.tasks import recall_block, recall_text, recall_vocabulary
 from coca_lab.evaluation.retrieval import measure_recall
-from coca_lab.training import load_recipe
-from coca_lab.training.data import load_data
 
 VOCABULARY = range(10, 210)
 
@@ -22,20 +24,15 @@ def test_every_pair_is_asked_for_once_and_answered_by_its_value(pairs, length):
     for seed in range(20):
         found = text(pairs, length, seed)
         ids, values = found.ids, dict(found.ids[: 2 * pairs].reshape(-1, 2).tolist())
-        assert len(ids) == length and len(values) == pairs
-        assert set(values) <= set(VOCABULARY[:100]) and set(values.values()) <= set(
-            VOCABULARY[100:]
-        )
+        assert len(ids) == length and len(values) == pairs and set(ids) <= set(VOCABULARY)
+        assert max(values) < VOCABULARY[100] <= min(values.values())
         assert [values[key] for key in ids[found.answers - 1]] == ids[found.answers].tolist()
         # A key stands at its pair and at its query alone.
         assert np.isin(ids, list(values)).sum() == 2 * pairs
-        assert set(ids.tolist()) <= set(VOCABULARY)
         assert found.answers.min() > 2 * pairs and (np.diff(found.answers) > 0).all()
-        pair_values = found.answers - found.distances
-        assert (ids[pair_values] == ids[found.answers]).all()
-        assert (ids[pair_values - 1] == ids[found.answers - 1]).all() and (
-            pair_values % 2 == 1
-        ).all()
+        places = found.answers - found.distances
+        assert (places % 2 == 1).all() and (ids[places] == ids[found.answers]).all()
+        assert (ids[places - 1] == ids[found.answers - 1]).all()
 
 
 def test_queries_are_spread_evenly():
@@ -57,25 +54,16 @@ def test_blocks_have_texts_of_many_lengths_and_loads_and_mark_the_answers():
     counts = []
     for index in range(40):
         block, answers = recall_block(VOCABULARY, 0, 257, (7, index))
-        assert (
-            len(block) == 257 and (recall_block(VOCABULARY, 0, 257, (7, index))[0] == block).all()
-        )
-        for part, marks in zip(
-            *(np.split(x, np.flatnonzero(block == 0)) for x in (block, answers)), strict=True
-        ):
+        assert len(block) == 257
+        assert (recall_block(VOCABULARY, 0, 257, (7, index))[0] == block).all()
+        texts = (np.split(x, np.flatnonzero(block == 0)) for x in (block, answers))
+        for part, marks in zip(*texts, strict=True):
             part, marks = part[part > 0], marks[part > 0]
-            pairs = marks.sum()
-            if len(part):
-                counts.append(int(pairs))
-                values = dict(part[: 2 * pairs].reshape(-1, 2).tolist())
-                keys = part[np.flatnonzero(marks) - 1]
-                assert [values[key] for key in keys] == part[marks].tolist()
+            values = dict(part[: 2 * marks.sum()].reshape(-1, 2).tolist())
+            keys = part[np.flatnonzero(marks) - 1]
+            assert [values[key] for key in keys] == part[marks].tolist()
+            counts += [len(keys)] * bool(len(part))
     assert min(counts) == 4 and 25 < max(counts) <= 32 and len(counts) > 60
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer([Document("a", "some words to learn from " * 50)], 280)
 
 
 def test_answers_alone_are_trained(tokenizer):
@@ -89,39 +77,24 @@ def test_answers_alone_are_trained(tokenizer):
     assert tokenizer.eos_token_id not in vocabulary
 
 
-def test_recipes_mix_recall_into_their_text(tokenizer, tmp_path):
-    (tmp_path / "words.txt").write_text("some words to learn from " * 4000)
-    words = [f"--data.source={tmp_path}", "--data.held_out=0", "--data.block_length=32"]
-    words += [
-        "--training.global_batch_size=4",
-        "--training.micro_batch_size=4",
-        "--data.cache=null",
-    ]
-    recipe = load_recipe(None, [*words, "--data.tasks={recall: 0.4}", "--data.passkey_share=0"])
-    blocks = load_data(recipe, tokenizer).blocks
-    masked = [bool((blocks[i]["shift_labels"] == -100).any()) for i in range(len(blocks))]
-    assert abs(np.mean(masked) - 0.4) < 0.02
-
-
-class Oracle:
-    """Knows the answers of distances below a limit."""
-
-    device = "cpu"
-
-    def __init__(self, limit):
-        self.limit = limit
-
-    def __call__(self, input_ids, use_cache):
-        logits = torch.zeros(*input_ids.shape, 300)
-        for row, ids in enumerate(input_ids.tolist()):
-            for place, token in enumerate(ids):
-                earlier = ids.index(token)
-                if earlier < place < earlier + self.limit and place + 1 < len(ids):
-                    logits[row, place, ids[earlier + 1]] = 1
-        return type("Output", (), {"logits": logits})
-
-
 def test_accuracy_is_counted_by_octave_of_distance():
+    class Oracle:
+        """Knows the answers of distances below a limit."""
+
+        device = "cpu"
+
+        def __init__(self, limit):
+            self.limit = limit
+
+        def __call__(self, input_ids, use_cache):
+            self.logits = torch.zeros(*input_ids.shape, 300)
+            for row, ids in enumerate(input_ids.tolist()):
+                for place, token in enumerate(ids[:-1]):
+                    earlier = ids.index(token)
+                    if earlier < place < earlier + self.limit:
+                        self.logits[row, place, ids[earlier + 1]] = 1
+            return self
+
     vocabulary = list(range(1, 250))
     facts = {"length": 128, "pairs": 4, "texts": 70, "seed": 1}
     found = measure_recall(Oracle(10**6), vocabulary, **facts, batch_tokens=300)
