@@ -90,11 +90,12 @@ def coverage(draw: Draw, documents: int, samples: int, paired: bool) -> float:
 
 def seeds_coverage(seeds: int, samples: int) -> float:
     """The same for means over seeds: log perplexities about the mean of their trial."""
-    runs: dict[str, list[float]] = {}
-    for record in json.loads((RESULTS / "long-context/results.json").read_text())["results"]:
-        value = next(cell["perplexity"] for cell in cells(record))
-        runs.setdefault(record["model"], []).append(math.log(value))
-    rest = np.concatenate([np.array(each) - np.mean(each) for each in runs.values()])
+    runs: dict[str, dict[int, float]] = {}  # by model and seed, in the shortest window
+    for cell in cells(json.loads((RESULTS / "long-context/results.json").read_text())):
+        trials = runs.setdefault(cell["model"], {})
+        trials.setdefault(cell["training_seed"], math.log(cell["perplexity"]))
+    values = [np.array(list(trials.values())) for trials in runs.values()]
+    rest = np.concatenate([each - each.mean() for each in values])
     generator = np.random.default_rng(0)
     drawn = generator.choice(rest, (samples, seeds)) + generator.normal(
         0, rest.std() / 2, (samples, seeds)

@@ -226,6 +226,6 @@ def _card_sections(name: str, length: int, context: int | None, gguf: bool) -> d
         )
     sections = {"Length": text}
     if gguf:
-        command = f"llama-cli -m {name}.gguf -c {context or length} -fa off -p 'Once'"
+        command = f"llama-completion -m {name}.gguf -c {context or length} -fa off -p 'Once'"
         sections["llama.cpp"] = f"```sh\n{command}\n```"
     return sections
