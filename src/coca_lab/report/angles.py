@@ -30,20 +30,16 @@ def angle_sections(cells: Sequence[Cell]) -> list[Section]:
     sections = [_histogram_section(cell) for cell in cells if not without_angles(cell)]
     sections.append(_anomaly_section(cells, drawn=bool(sections)))
     sections += map(_decay_section, cells)
-    shifted = [cell for cell in cells if cell["shifts"]]
-    if shifted:
-        lead, *others = map(_shift_sentence, shifted)
-        text = " ".join([lead, *others])
-        sections.append(Section("All positions moved", lead, text, _shift_chart(shifted)))
+    if shifted := [cell for cell in cells if cell["shifts"]]:
+        sections.append(_shift_section(shifted))
     # A column per model: a row would be too long for a terminal.
-    measures = pd.DataFrame({cell["model"]: pd.Series(_measures(cell)) for cell in cells})
-    measures = measures.reindex(dict.fromkeys(name for cell in cells for name in _measures(cell)))
-    rows = [[*row] for row in measures.fillna("–").itertuples()]
+    models = [cell["model"] for cell in cells]
+    rows = pd.DataFrame(map(_measures, cells), models).T.fillna("–").itertuples()
     note = (
         "Means over layers, heads and pairs. A bound above a share of 1 is weaker than |cos| ≤ 1."
     )
-    header = ["angles", *measures.columns]
-    return [*sections, Section("Figures of every model", header=header, rows=rows, note=note)]
+    header = ["angles", *models]
+    return [*sections, Section("Figures of every model", "", "", None, header, [*rows], note)]
 
 
 def seen_angles(layer: dict[str, Any]) -> dict[str, Any]:
@@ -93,8 +89,8 @@ def _measures(cell: Cell) -> dict[str, str]:
     if cell["shifts"]:
         changes = _score_changes(cell).mean().fillna(0.0)
         measures["score change when moved"] = f"{changes.max():.2g} (by {changes.idxmax():,})"
-        worst = max(cell["shifts"], key=lambda entry: abs(_nats_change(entry)))
-        measures["nats when moved"] = f"{_nats(_nats_change(worst))} (by {worst['shift']:,})"
+        worst = max(cell["shifts"], key=lambda entry: abs(entry["nats_shifted"] - entry["nats"]))
+        measures["nats when moved"] = f"{_nats(worst)} (by {worst['shift']:,})"
     return measures
 
 
@@ -165,7 +161,7 @@ def _decay_section(cell: Cell) -> Section:
     return Section(f"Score and bounds by distance: {cell['model']}", lead, chart=chart)
 
 
-def _shift_chart(cells: Sequence[Cell]) -> LineChart:
+def _shift_section(cells: Sequence[Cell]) -> Section:
     """Change of attention scores when all positions move: mean and range over the layers."""
     lines = []
     for cell in cells:
@@ -174,7 +170,9 @@ def _shift_chart(cells: Sequence[Cell]) -> LineChart:
         lines.append(pd.DataFrame({"line": cell["model"], **points, "high": changes.max()}))
     ticks = sorted({entry["shift"] for cell in cells for entry in cell["shifts"]})
     x, y = "all positions moved by (tokens)", "change of scores over their spread"
-    return LineChart(pd.concat(lines), x, y, ticks=ticks, log_y=True)
+    chart = LineChart(pd.concat(lines), x, y, ticks=ticks, log_y=True)
+    said = [_shift_sentence(cell) for cell in cells]
+    return Section("All positions moved", said[0], " ".join(said), chart)
 
 
 def _shift_sentence(cell: Cell) -> str:
@@ -187,7 +185,7 @@ def _shift_sentence(cell: Cell) -> str:
     depends = f"; {_percent(share)} of its scores depends on m + n." if share else "."
     return (
         f"{cell['model']}, moved by {last['shift']:,} tokens: {how}; loss "
-        f"{_nats(_nats_change(last))} nats a token{depends}"
+        f"{_nats(last)} nats a token{depends}"
     )
 
 
@@ -219,10 +217,6 @@ def _score_changes(cell: Cell) -> Frame:
     return pd.DataFrame(rows, columns=[entry["shift"] for entry in cell["shifts"]], dtype=float)
 
 
-def _nats_change(entry: dict[str, Any]) -> float:
-    return entry["nats_shifted"] - entry["nats"]
-
-
 def _largest(cell: Cell) -> str:
     return f"{max(layer['angles']['largest'] for layer in cell['layers']):.2g}"
 
@@ -231,6 +225,7 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def _nats(value: float) -> str:
+def _nats(entry: dict[str, Any]) -> str:
+    """The change of the loss by a shift."""
     # Adding 0.0 to the rounded value turns -0.0 into 0.0.
-    return signed(round(value, 3) + 0.0, ".3f")
+    return signed(round(entry["nats_shifted"] - entry["nats"], 3) + 0.0, ".3f")

@@ -7,8 +7,9 @@ from typing import Any
 import pandas as pd
 
 from coca_lab.report.charts import Frame, LineChart
-from coca_lab.report.results import Cell
-from coca_lab.report.section import Section
+from coca_lab.report.lengths import lengths_of, table_of
+from coca_lab.report.results import Cell, grouped
+from coca_lab.report.section import Section, span
 
 # Phrases for sizes that are described together.
 SIZE_PHRASES = (
@@ -28,13 +29,14 @@ def bench_facts(cell: Cell) -> dict[Any, Any]:
 
 def bench_sections(cells: Sequence[Cell]) -> list[Section]:
     """A chart and a table for every case, device, precision and size."""
-    groups: dict[Any, list[Cell]] = {}
-    for cell in cells:
-        about = cell["case"], cell["device"], cell["dtype"], str(cell["sizes"]), cell["batch"]
-        groups.setdefault(about, []).append(cell)
-    cases = [case for case, *_ in groups]
-    ordered = sorted(groups, key=lambda about: (cases.index(about[0]), *about[1:]))
-    return [_section(sorted(groups[about], key=lambda cell: cell["length"])) for about in ordered]
+    cases = list(dict.fromkeys(cell["case"] for cell in cells))
+
+    def about(cell: Cell) -> tuple[Any, ...]:
+        place = cases.index(cell["case"]), cell["device"], cell["dtype"]
+        return *place, str(cell["sizes"]), cell["batch"]
+
+    ordered = sorted(cells, key=lambda cell: (about(cell), cell["length"]))
+    return [_section(group) for group in grouped(ordered, about).values()]
 
 
 def _section(group: Sequence[Cell]) -> Section:
@@ -51,21 +53,17 @@ def _section(group: Sequence[Cell]) -> Section:
         for cell in group
         for name, measured in cell["variants"].items()
     )
-    lengths = [cell["length"] for cell in group]
-    table = frame.pivot(index="line", columns="x", values="entry")[lengths].fillna("–")
-    rows = [[name, *table.loc[name]] for name in frame["line"].unique()]
     label = "megabytes" if memory else "time, relative to the baseline"
     logarithmic = memory or bool(frame["y"].max() > 3)
-    chart = LineChart(frame, "tokens", label, ticks=lengths, log_y=logarithmic)
+    chart = LineChart(frame, "tokens", label, ticks=lengths_of(frame), log_y=logarithmic)
     setting = _setting(first)
     return Section(
         f"{first['title']}: {setting}",
-        _lead(first["title"], frame[frame["x"] == lengths[-1]], memory),
-        text=first["text"],
-        chart=chart if len(group) > 1 else None,
-        header=[f"{first['case']} ({setting})", *(f"{length:,}" for length in lengths)],
-        rows=rows,
-        note=_note([m for cell in group for m in cell["variants"].values()], memory),
+        _lead(first["title"], frame[frame["x"] == group[-1]["length"]], memory),
+        first["text"],
+        chart if len(group) > 1 else None,
+        *table_of(frame, f"{first['case']} ({setting})"),
+        _note([m for cell in group for m in cell["variants"].values()], memory),
     )
 
 
@@ -113,13 +111,12 @@ def _setting(cell: Cell) -> str:
 def _note(measured: Sequence[dict[str, Any]], memory: bool) -> str:
     if memory:
         return "Peak memory of one run, in megabytes above its inputs."
-    rounds = sorted({m["rounds"] for m in measured})
-    count = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
+    rounds = span((m["rounds"] for m in measured), "d")
     note = (
-        f"Medians of {count} interleaved rounds: the time of the first row, and the ratios of the "
+        f"Medians of {rounds} interleaved rounds: the time of the first row, and the ratios of the "
         "others to it with their quartiles; below 1 is faster."
     )
     errors = [m["error"] for m in measured if m["error"] is not None]
-    if not errors:
-        return note
-    return f"{note} Largest error before timing, relative to the largest value: {max(errors):.1g}."
+    if errors:
+        note += f" Largest error before timing, relative to the largest value: {max(errors):.1g}."
+    return note

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from coca_attention.errors import UserError
@@ -20,7 +21,6 @@ SCALING_NAMES = {"linear": "PI", "ntk": "NTK", "dynamic": "dynamic NTK", "yarn":
 DASHES = {"none": "", "ntk": "6 3", "dynamic": "6 3", "linear": "9 3 2 3", "yarn": "9 3 2 3"}
 SHORT = "attend-last"
 """The scaling of cells without any text before the last tokens; they have one window alone."""
-PAIR = ("slack", "strict")  # the two forms of the paper's Table 3
 
 
 def line_label(cell: Cell) -> str:
@@ -37,17 +37,12 @@ def every_cell(cells: Sequence[Cell], size: str, value: str, interval: str = "")
     """A frame of all cells, in the order of the page; the last tokens alone for every length."""
     plain = [cell[size] for cell in cells if cell["scaling"] != SHORT]
     sizes = sorted(set(plain or (cell[size] for cell in cells)))
-    models = list(dict.fromkeys(cell["model"] for cell in cells))
-    lines = list(dict.fromkeys(map(line_label, cells)))
-    kinds = [*dict.fromkeys((*DASHES, *(cell["scaling"] for cell in cells)))]
-    kinds.sort(key=lambda kind: kind == SHORT)
     rows = []
     for cell in cells:
         kind, last = cell["scaling"], cell["scaling"] == SHORT
-        line = line_label(cell)
         low, high = cell.get(interval) or (math.nan, math.nan)
         row = {
-            "line": line,
+            "line": line_label(cell),
             "model": cell["model"],
             "scaling": kind,
             "y": math.inf if cell[value] is None else cell[value],
@@ -58,27 +53,29 @@ def every_cell(cells: Sequence[Cell], size: str, value: str, interval: str = "")
             "mark": "line" if last else "both",
             "legend": "none" if last else "first" if kind == "none" else "spare",
             "cell": cell,
-            "order": (models.index(cell["model"]), kinds.index(kind), lines.index(line)),
         }
         rows += [row | {"x": x} for x in (sizes if last else [cell[size]])]
-    return pd.DataFrame(sorted(rows, key=lambda row: (row["order"], row["x"])))
+    frame: Frame = pd.DataFrame(rows)
+    kinds = list(dict.fromkeys((*DASHES, *frame["scaling"])))
+    place = frame["scaling"].map(lambda kind: (kind == SHORT) * len(kinds) + kinds.index(kind))
+    model, line = (frame[name].factorize()[0] for name in ("model", "line"))
+    return frame.iloc[np.lexsort((frame["x"], line, place, model))]
 
 
 def by_length(cells: Sequence[Cell], size: str, value: str, interval: str = "") -> Frame:
     """As `every_cell`; UserError if two different cells have the same line and size."""
     frame = every_cell(cells, size, value, interval)
-    for (_, x), alike in frame.groupby(["line", "x"], sort=False)["cell"]:
-        first = alike.iloc[0]
-        # Two evaluations of a model can share a cell, such as that of the last tokens.
-        for cell in alike:
-            if differ(cell, first):
-                files = dict.fromkeys(c["file"] for c in (first, cell) if c.get("file"))
-                raise UserError(
-                    f"{' and '.join(files) or 'the results'}: {cell['model']} ({cell['scaling']}) "
-                    f"at {x} tokens twice with different figures; give one of them, or evaluate "
-                    "with --name"
-                )
-    return frame.drop_duplicates(["line", "x"])
+    first = frame.drop_duplicates(["line", "x"])
+    # Two evaluations of a model can share a cell, such as that of the last tokens.
+    for pair in frame.merge(first[["line", "x", "cell"]], on=["line", "x"]).itertuples():
+        if differ(pair.cell_x, pair.cell_y):
+            files = dict.fromkeys(c["file"] for c in (pair.cell_y, pair.cell_x) if c.get("file"))
+            raise UserError(
+                f"{' and '.join(files) or 'the results'}: {pair.model} ({pair.scaling}) at "
+                f"{pair.x} tokens twice with different figures; give one of them, or evaluate "
+                "with --name"
+            )
+    return first
 
 
 def without_short(frame: Frame) -> Frame:
@@ -104,12 +101,19 @@ def length_chart(
 
 
 def length_table(frame: Frame, what: str, entry: Callable[[Any], Any]) -> Table:
-    """A row for every line, a column for every length, entries from the rows of the frame."""
+    """`table_of` entries from the rows of the frame, with the lengths in training lengths."""
     frame = frame.assign(entry=[entry(row) for row in frame.itertuples()])
-    lengths, trained = lengths_of(frame), training_length(frame)
+    trained, ((_, *names), rows) = training_length(frame), table_of(frame, what)
+    small = [f"{n / trained:g} ×" if trained else "" for n in lengths_of(frame)]
+    return [what, *map(Entry, names, small)], rows
+
+
+def table_of(frame: Frame, what: str) -> tuple[list[str], list[list[Any]]]:
+    """A row for every line, a column for every length, of the column ``entry``."""
+    lengths = lengths_of(frame)
     table = frame.pivot(index="line", columns="x", values="entry")[lengths].fillna("–")
-    header = [Entry(f"{n:,}", f"{n / trained:g} ×" if trained else "") for n in lengths]
-    return [what, *header], [[name, *table.loc[name]] for name in frame["line"].unique()]
+    rows = [[name, *table.loc[name]] for name in frame["line"].unique()]
+    return [what, *(f"{length:,}" for length in lengths)], rows
 
 
 def lengths_of(frame: Frame) -> list[int]:
@@ -148,21 +152,17 @@ def strict_minus_slack(frame: Frame, title: str, columns: str) -> list[Section]:
         "no scaling" if c["scaling"] == "none" else f"{c['scaling']}-{c['factor']:g}" for c in cells
     ]
     frame = frame.assign(form=[cell.get("attention") for cell in cells], name=names)
-    frame = frame[frame["form"].isin(PAIR)]
-    models = {form: frame["model"][frame["form"] == form].unique() for form in PAIR}
-    if any(len(each) != 1 for each in models.values()):
+    slack, strict = forms = [frame[frame["form"] == form] for form in ("slack", "strict")]
+    if any(form["model"].nunique() != 1 for form in forms):
         return []
-    by_form = frame.set_index(["form", "name", "x"])["y"].unstack()
-    slack, strict = (by_form.loc[form].reindex(columns=lengths) for form in PAIR)
-    changes = strict.reindex(slack.index) - slack
+    tables = [form.pivot(index="name", columns="x", values="y") for form in forms]
+    before, after = (table.reindex(slack["name"].unique(), columns=lengths) for table in tables)
     rows = []
-    for name in dict.fromkeys(frame["name"][frame["form"] == "slack"]):
-        if changes.loc[name].isna().all():
-            continue
-        first = [f"{y:.2f}" if math.isfinite(y) else "–" for y in slack.loc[name]]
-        change = [signed(y, ".2f") if math.isfinite(y) else "–" for y in changes.loc[name]]
-        rows.append([f"{models['slack'][0]}, {name}", *first])
-        rows.append([f"{models['strict'][0]}, {name}", *change])
+    for name, change in (after - before).dropna(how="all").iterrows():
+        shown = [f"{y:.2f}" if math.isfinite(y) else "–" for y in before.loc[name]]
+        rows.append([f"{slack['model'].iloc[0]}, {name}", *shown])
+        shown = [signed(y, ".2f") if math.isfinite(y) else "–" for y in change]
+        rows.append([f"{strict['model'].iloc[0]}, {name}", *shown])
     text = (
         "The layout of the paper’s Table 3: the figures of slack, and below them the difference of "
         "strict from each."

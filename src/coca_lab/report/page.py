@@ -16,24 +16,20 @@ from coca_attention.errors import UserError
 from coca_lab.files import check_output, write_text
 from coca_lab.report.charts import COLOURS, DARK, Palette, static_svg
 from coca_lab.report.results import (
-    Cell,
     all_cells,
     naming_files,
     read_results,
     tell_apart,
     without_copies,
 )
-from coca_lab.report.section import Section, enumeration
-from coca_lab.report.tasks import REPORTS, by_task, paper_sections
+from coca_lab.report.section import Section, capital, enumeration
+from coca_lab.report.tasks import REPORTS, Tasks, by_task, groups_of, paper_sections
 from coca_lab.report.training import Run, training_sections
 
 MARK = "--page: #fff; --text: #1b1b1b;"
 """In the style of every page, those of earlier versions included."""
 OPEN = 6
 """Charts shown at first; what comes after them is folded away."""
-
-Tasks = dict[str, list[list[Cell]]]
-"""By the name of a task, groups of comparable cells."""
 
 
 def write_report(
@@ -83,7 +79,7 @@ def build_report(
     return template.from_string(source).render(
         title=title or _title(tasks, runs),
         palettes={"light": COLOURS, "dark": DARK},
-        groups=_groups(tasks),
+        groups=[f"{capital(c)}: {_members(group)}" for _, group, c in groups_of(tasks) if c],
         first=shown[:fold],
         more=shown[fold:],
         library=_library() if any(each["svg"] for each in shown) else "",
@@ -111,27 +107,14 @@ def tasks_and_runs(contents: Sequence[dict[str, Any]]) -> tuple[Tasks, list[Run]
 def page_sections(tasks: Tasks, runs: Sequence[Run], paper: bool) -> list[Section]:
     """The sections of a page in order; the first one has a chart, if any has."""
     sections: list[Section] = []
-    for name, groups in tasks.items():
-        report = REPORTS[name]
-        for number, group in enumerate(groups, 1):
-            with naming_files(group):
-                parts = [*report.sections(group), *paper_sections(name, group, paper)]
-            which = f"{report.noun} {number}"
-            sections += [_of_group(s, which) for s in parts] if len(groups) > 1 else parts
+    for name, group, called in groups_of(tasks):
+        with naming_files(group):
+            parts = [*REPORTS[name].sections(group), *paper_sections(name, group, paper)]
+        sections += [_of_group(part, called) for part in parts] if called else parts
     with naming_files(runs):
         sections += training_sections(runs)
     drawn = [section for section in sections if section.chart]
     return sorted(sections, key=lambda section: section not in drawn[:1])
-
-
-def _groups(tasks: Tasks) -> list[str]:
-    """Of tasks whose results are not all comparable, what every group has."""
-    return [
-        f"{_capital(REPORTS[name].noun)} {number}: {_members(group)}"
-        for name, groups in tasks.items()
-        if len(groups) > 1
-        for number, group in enumerate(groups, 1)
-    ]
 
 
 def _library() -> str:
@@ -156,10 +139,10 @@ def _shown(section: Section, number: int, palette: Palette) -> dict[str, Any]:
     }
 
 
-def _of_group(section: Section, which: str) -> Section:
+def _of_group(section: Section, called: str) -> Section:
     """The section, saying which of several groups of comparable results it shows."""
-    lead = f"{_capital(which)}: {section.lead}" if section.lead else ""
-    return replace(section, title=f"{section.title} ({which})", lead=lead)
+    lead = f"{capital(called)}: {section.lead}" if section.lead else ""
+    return replace(section, title=f"{section.title} ({called})", lead=lead)
 
 
 def _members(cells: Sequence[dict[str, Any]]) -> str:
@@ -180,7 +163,3 @@ def _title(tasks: Tasks, runs: Sequence[Run]) -> str:
     if len(names) > 3:
         names = [*names[:2], f"{len(names) - 2} more"]
     return f"{what}: {enumeration(names)}" if names else what
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]

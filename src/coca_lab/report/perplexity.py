@@ -4,6 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import pandas as pd
+
 from coca_lab.intervals import FEW_DOCUMENTS, DocumentScore, paired_ratio_interval, perplexity
 from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.lengths import (
@@ -18,39 +21,44 @@ from coca_lab.report.lengths import (
     strict_minus_slack,
     without_short,
 )
-from coca_lab.report.results import Cell
-from coca_lab.report.section import Entry, Section, enumeration, number, signed
+from coca_lab.report.results import Cell, grouped
+from coca_lab.report.section import Entry, Section, enumeration, number, signed, span
+
+Scores = Sequence[DocumentScore]
 
 
 def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
     """By window, paired differences, positions, copies, and the forms."""
     frame = by_length(cells, "window", "perplexity", "ci95")
-    short = frame["line"][frame["scaling"] == SHORT].unique()
-    plain = without_short(frame)
-    header, rows = length_table(_with_lowest(frame), "perplexity at", _entry)
-    sections = [
+    plain, kinds = without_short(frame), frame.drop_duplicates("line")["scaling"].tolist()
+    dotted = " (dotted: the last ones only)" if SHORT in kinds else ""
+    lowest = frame.groupby("x")["y"].min().map(number)
+
+    def entry(row: Any) -> Entry:
+        bold = len(kinds) > 1 and number(row.y) == lowest[row.x]
+        return Entry(number(row.y), " to ".join(map(number, row.cell.get("ci95") or ())), bold)
+
+    return [
         Section(
             "Perplexity against the length read at once",
-            lead=_lead(plain, lengths_of(plain)[-1]) if len(plain) else "",
-            text=" ".join(perplexity_findings(frame)),
+            _lead(plain, lengths_of(plain)[-1]) if len(plain) else "",
+            " ".join(perplexity_findings(frame)),
             # Without bars: paired differences have far narrower intervals.
-            chart=length_chart(
+            length_chart(
                 frame,
-                f"window: tokens read at once{' (dotted: the last ones only)' * bool(len(short))}",
+                f"window: tokens read at once{dotted}",
                 "perplexity (lower is better)",
                 bars=False,
             ),
-            header=header,
-            rows=rows,
-            muted=[i for i, row in enumerate(rows) if row[0] in set(short)],
-            note=_note(cells, several=len(rows) > 1),
+            *length_table(frame, "perplexity at", entry),
+            _note(cells, several=len(kinds) > 1),
+            muted=[place for place, kind in enumerate(kinds) if kind == SHORT],
         ),
         *_differences(plain),
         *_position_sections([cell for cell in cells if cell.get("by_position")]),
-        *_repeat_sections(cells),
+        *_repeat_sections([cell for cell in cells if cell.get("repeats")]),
+        *strict_minus_slack(frame, "Strict minus slack: perplexity", "tokens read at once"),
     ]
-    title = "Strict minus slack: perplexity"
-    return sections + strict_minus_slack(frame, title, "tokens read at once")
 
 
 def perplexity_facts(cell: Cell) -> dict[str, Any]:
@@ -68,48 +76,33 @@ def perplexity_findings(frame: Frame) -> list[str]:
     if plain.empty:
         return []
     lengths = lengths_of(plain)
-    longest, leads = (
-        lengths[-1],
-        [_lead(plain, n) for n in dict.fromkeys((lengths[0], lengths[-1]))],
-    )
-    if short.empty:
-        return leads
-    improved = []
-    for last in short[short["x"] == longest].itertuples():
-        rows = plain[(plain["model"] == last.model) & (plain["x"] == longest)]
-        better = rows["line"][rows["y"] < last.y].tolist()
-        if better:
+    leads = [_lead(plain, length) for length in dict.fromkeys((lengths[0], lengths[-1]))]
+    improved, at = [], f"At {lengths[-1]:,} tokens"
+    for last in short[short["x"] == lengths[-1]].itertuples():
+        better = plain["line"][
+            (plain["model"] == last.model) & (plain["x"] == lengths[-1]) & (plain["y"] < last.y)
+        ]
+        if len(better):
             improved.append(
-                f"At {longest:,} tokens the perplexity of {enumeration(better)} is lower than "
-                f"with the last {last.cell['window']} tokens only."
+                f"{at} the perplexity of {enumeration(better.tolist())} is lower than with the "
+                f"last {last.cell['window']} tokens only."
             )
     none = (
-        f"At {longest:,} tokens no model has a lower perplexity than with its last tokens only: "
-        "none of them benefits from the longest window yet."
+        f"{at} no model has a lower perplexity than with its last tokens only: none of them "
+        "benefits from the longest window yet."
     )
-    return leads + (improved or [none])
+    return leads + (improved or [none] * bool(len(short)))
 
 
 def _lead(plain: Frame, window: int) -> str:
     """Who is lowest at a window, in one sentence."""
-    best = best_of_models(plain, window, 1)
-    first, where = best.iloc[0], at_tokens(plain, window)
-    if not math.isfinite(first["y"]):
+    best, where = best_of_models(plain, window, 1), at_tokens(plain, window)
+    line, lowest = best[["line", "y"]].iloc[0]
+    if not math.isfinite(lowest):
         return f"{where} no model has a finite perplexity."
     if len(best) == 1:
-        return f"{where} {first['line']} has a perplexity of {number(first['y'])}."
-    return f"{where} {first['line']} has the lowest perplexity, {number(first['y'])}."
-
-
-def _with_lowest(frame: Frame) -> Frame:
-    """With the column ``bold``: the lowest of a length as shown, unless there is one line alone."""
-    lowest = frame.groupby("x")["y"].transform("min").map(number)
-    return frame.assign(bold=(frame["y"].map(number) == lowest) & (frame["line"].nunique() > 1))
-
-
-def _entry(row: Any) -> Entry:
-    interval = " to ".join(map(number, row.cell.get("ci95") or ()))
-    return Entry(number(row.y), interval, row.bold)
+        return f"{where} {line} has a perplexity of {number(lowest)}."
+    return f"{where} {line} has the lowest perplexity, {number(lowest)}."
 
 
 def _note(cells: Sequence[Cell], *, several: bool) -> str:
@@ -123,7 +116,7 @@ def _note(cells: Sequence[Cell], *, several: bool) -> str:
     sentences = [
         "Bold: the lowest of a column." if several else "",
         f"Below each figure its 95 % interval over documents. Targets: {enumeration(targets)}; "
-        f"stride: {_span(strides)} tokens; tokens scored at every window: {_span(tokens)}; "
+        f"stride: {span(strides, ',')} tokens; tokens scored at every window: {span(tokens, ',')}; "
         f"documents: {len(ids)}{named}.",
     ]
     if targets == ["shared"] and len(strides) == 1:
@@ -146,54 +139,45 @@ def _note(cells: Sequence[Cell], *, several: bool) -> str:
     return " ".join(filter(None, sentences))
 
 
-def _span(values: Sequence[int]) -> str:
-    return " to ".join(dict.fromkeys(f"{value:,}" for value in (values[0], values[-1])))
-
-
 def _differences(plain: Frame) -> list[Section]:
     """Every line against the lowest at the longest window, over paired documents."""
     if plain["line"].nunique() < 2:
         return []
     name = best_of_models(plain, lengths_of(plain)[-1], 1)["line"].iloc[0]
-    base = plain[plain["line"] == name].set_index("x")["cell"]
+    base = plain[plain["line"] == name].set_index("x")["cell"].map(_scores)
     others = plain[(plain["line"] != name) & plain["x"].isin(base.index)]
-    pairs = [(_documents(row.cell), _documents(base[row.x])) for row in others.itertuples()]
-    ratios = [_ratio(*pair) for pair in pairs]
-    others = others.assign(
-        y=[ratio for ratio, *_ in ratios],
-        low=[low for _, low, _ in ratios],
-        high=[high for _, _, high in ratios],
-    )
-    if not others["y"].map(math.isfinite).any():
+    ratios = [_ratio(_scores(row.cell), base[row.x]) for row in others.itertuples()]
+    others = others.assign(**pd.DataFrame(ratios, others.index, ["y", "low", "high"], float))
+    if not np.isfinite(others["y"]).any():
         return []
-    chart = LineChart(
-        others,
-        "window: tokens read at once",
-        f"perplexity, as a multiple of that of {name}",
-        ticks=lengths_of(others),
-        log_y=True,
-        level=1.0,
-    )
-    text = (
-        f"Each perplexity against that of {name}, with the 95 % interval of the ratio over the "
-        "same documents. What makes a document hard for every model cancels, so these intervals, "
-        "and not those of the perplexities, say which differences are real."
-    )
     longest = lengths_of(others)[-1]
     last = others[others["x"] == longest]
-    ends = " to ".join(dict.fromkeys(f"{y:.2f}" for y in (last["y"].min(), last["y"].max())))
+    ends = span(last["y"], ".2f")
     who = f"{last['line'].iloc[0]} has" if len(last) == 1 else "the others have"
-    lead = f"{at_tokens(others, longest)} {who} {ends} × the perplexity of {name}."
-    header, rows = length_table(
-        others, f"against {name} at", lambda row: _change(row.y, row.low, row.high)
-    )
-    title = "Perplexity: paired differences"
-    return [Section(title, lead, text, chart, header, rows, printed=False)]
+    return [
+        Section(
+            "Perplexity: paired differences",
+            f"{at_tokens(others, longest)} {who} {ends} × the perplexity of {name}.",
+            f"Each perplexity against that of {name}, with the 95 % interval of the ratio over the "
+            "same documents. What makes a document hard for every model cancels, so these "
+            "intervals, and not those of the perplexities, say which differences are real.",
+            LineChart(
+                others,
+                "window: tokens read at once",
+                f"perplexity, as a multiple of that of {name}",
+                ticks=lengths_of(others),
+                log_y=True,
+                level=1.0,
+            ),
+            *length_table(
+                others, f"against {name} at", lambda row: _change(row.y, row.low, row.high)
+            ),
+            printed=False,
+        )
+    ]
 
 
-def _ratio(
-    mine: Sequence[DocumentScore], theirs: Sequence[DocumentScore]
-) -> tuple[float, float, float]:
+def _ratio(mine: Scores, theirs: Scores) -> tuple[float, float, float]:
     """The ratio of two perplexities and the ends of its interval, NaN where it has none."""
     ratio = perplexity(mine) / perplexity(theirs)
     return ratio, *(paired_ratio_interval(mine, theirs) or (math.nan, math.nan))
@@ -207,16 +191,12 @@ def _change(ratio: float, low: float, high: float) -> str:
     return f"{change} ({' to '.join(ends)})" if math.isfinite(low) else change
 
 
-def _documents(cell: Cell) -> list[DocumentScore]:
-    return [DocumentScore(d["id"], _nats(d), d["tokens"]) for d in cell["documents"]]
-
-
 def _position_sections(cells: Sequence[Cell]) -> list[Section]:
     """Perplexity by the tokens read before: a table for every window and its ranges."""
-    groups: dict[Any, list[Cell]] = {}
-    for cell in cells:
-        ranges = tuple((each["first"], each["last"]) for each in cell["by_position"])
-        groups.setdefault((cell["window"], ranges), []).append(cell)
+    groups = grouped(
+        cells,
+        lambda cell: (cell["window"], tuple((r["first"], r["last"]) for r in cell["by_position"])),
+    )
     sections = []
     for (window, ranges), alike in sorted(groups.items(), key=lambda item: item[0]):
         header = ["tokens read before", *(f"{first:,} to {last:,}" for first, last in ranges)]
@@ -230,37 +210,33 @@ def _position_sections(cells: Sequence[Cell]) -> list[Section]:
 def _of_range(scored: dict[str, Any]) -> str:
     if scored["nats"] is None or not scored["tokens"]:
         return "–"
-    return f"{perplexity([DocumentScore('', scored['nats'], scored['tokens'])]):.1f}"
+    return f"{perplexity([_score(scored)]):.1f}"
 
 
 def _repeat_sections(cells: Sequence[Cell]) -> list[Section]:
     """What a longer window changes for targets that can be copied from far back, and for others."""
-    groups: dict[tuple[int, int], list[Cell]] = {}
-    for cell in cells:
-        if cell.get("repeats"):
-            about = cell["repeats"]["n"], cell["repeats"]["beyond"]
-            groups.setdefault(about, []).append(cell)
+    groups = grouped(cells, lambda cell: (cell["repeats"]["n"], cell["repeats"]["beyond"]))
     text = (
         "Targets that end an n-gram which stands earlier in the document, but only farther back "
         "than the short context, and all others."
     )
     title = "Copied from far back, and the rest"
-    return [Section(title, "", text, None, *_repeats(*key, of)) for key, of in groups.items()]
+    return [
+        Section(title, "", text, None, *_repeats(n, beyond, of))
+        for (n, beyond), of in groups.items()
+    ]
 
 
 def _repeats(n: int, beyond: int, cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     frame = by_length(cells, "window", "perplexity")
-    plain = without_short(frame)
+    plain, rows = without_short(frame), []
     far = sum(each["tokens"] for each in cells[0]["repeats"]["documents"])
-    parts: dict[str, Callable[[Cell], list[DocumentScore]]] = {
-        f"these {far / cells[0]['tokens']:.1%}": _repeated,
-        "all others": _not_repeated,
-    }
-    rows = []
+    parts = {f"these {far / cells[0]['tokens']:.1%}": _repeated, "all others": _not_repeated}
     for line, of_line in plain.groupby("line", sort=False):
         # Against the model's last tokens alone, or else its smallest window.
-        short = frame[(frame["model"] == of_line["model"].iloc[0]) & (frame["scaling"] == SHORT)]
-        base = (short if len(short) else of_line)["cell"].iloc[0]
+        of_model = frame[frame["model"] == of_line["model"].iloc[0]]
+        short = of_model["cell"][of_model["scaling"] == SHORT].tolist()
+        base = [*short, *of_line["cell"]][0]
         by_window = of_line.set_index("x")["cell"].to_dict()
         for label, part in parts.items():
             changes = (_repeat_change(by_window.get(n), base, part) for n in lengths_of(plain))
@@ -269,26 +245,29 @@ def _repeats(n: int, beyond: int, cells: Sequence[Cell]) -> tuple[list[str], lis
     return [title, *(f"{window:,}" for window in lengths_of(plain))], rows
 
 
-def _repeat_change(
-    cell: Cell | None, base: Cell, part: Callable[[Cell], list[DocumentScore]]
-) -> str:
+def _repeat_change(cell: Cell | None, base: Cell, part: Callable[[Cell], Scores]) -> str:
     if cell is None or cell is base or not sum(score.tokens for score in part(cell)):
         return "–"
     return _change(*_ratio(part(cell), part(base)))
 
 
-def _repeated(cell: Cell) -> list[DocumentScore]:
+def _score(document: dict[str, Any]) -> DocumentScore:
+    nats = math.inf if document["nats"] is None else document["nats"]
+    return DocumentScore(document.get("id", ""), nats, document["tokens"])
+
+
+def _scores(cell: Cell) -> Scores:
+    return list(map(_score, cell["documents"]))
+
+
+def _repeated(cell: Cell) -> Scores:
     """Every document's score, of the targets repeated from far back."""
     pairs = zip(cell["documents"], cell["repeats"]["documents"], strict=True)
-    return [DocumentScore(whole["id"], _nats(part), part["tokens"]) for whole, part in pairs]
+    return [_score(whole | part) for whole, part in pairs]
 
 
-def _not_repeated(cell: Cell) -> list[DocumentScore]:
+def _not_repeated(cell: Cell) -> Scores:
     return [
         DocumentScore(whole.id, whole.nats - part.nats, whole.tokens - part.tokens)
-        for whole, part in zip(_documents(cell), _repeated(cell), strict=True)
+        for whole, part in zip(_scores(cell), _repeated(cell), strict=True)
     ]
-
-
-def _nats(score: dict[str, Any]) -> float:
-    return math.inf if score["nats"] is None else score["nats"]

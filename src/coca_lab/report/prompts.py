@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from coca_lab.intervals import wilson_interval
@@ -19,8 +20,8 @@ from coca_lab.report.lengths import (
     strict_minus_slack,
     training_length,
 )
-from coca_lab.report.results import Cell
-from coca_lab.report.section import Entry, Section, Table, enumeration
+from coca_lab.report.results import Cell, grouped
+from coca_lab.report.section import Entry, Section, enumeration, span
 
 LENGTH = "prompt length in tokens"
 METRICS = {
@@ -42,17 +43,15 @@ def passkey_sections(cells: Sequence[Cell]) -> list[Section]:
     """Accuracy by prompt length, distance and depth, in the layouts of the paper."""
     frame = by_length(cells, "length", "accuracy", "wilson95")
     lead, last = _finding(frame, "of the passkeys")
-    header, rows = length_table(frame, "passkeys found at", _accuracy)
-    text = ""
-    if last and last < lengths_of(frame)[-1]:
-        text = f"At more than {last:,} tokens, up to {lengths_of(frame)[-1]:,}, none is found."
+    longest = lengths_of(frame)[-1]
     section = Section(
         "Passkeys found, by prompt length",
         lead or "No passkey was found at any length.",
-        text,
+        f"At more than {last:,} tokens, up to {longest:,}, none is found."
+        if 0 < last < longest
+        else "",
         length_chart(frame, LENGTH, "share of passkeys found", top=1.0) if last else None,
-        header,
-        rows,
+        *length_table(frame, "passkeys found at", _accuracy),
         "Small: passkeys found of all prompts, and Wilson’s 95 % interval of the share.",
     )
     if not last:
@@ -64,20 +63,18 @@ def passkey_sections(cells: Sequence[Cell]) -> list[Section]:
 def needle_sections(cells: Sequence[Cell]) -> list[Section]:
     """A chart and a table for every kind of needle; a sentence where none was found."""
     sections, metric = [], cells[0]["metric"]
-    for kind in dict.fromkeys(cell["kind"] for cell in cells):
-        frame = by_length([cell for cell in cells if cell["kind"] == kind], "length", "recall")
+    for kind, of_kind in grouped(cells, lambda cell: cell["kind"]).items():
+        frame = by_length(of_kind, "length", "recall")
         lead, last = _finding(frame, f"of the facts ({kind})")
-        counts = sorted({len(cell["samples"]) for cell in frame["cell"]})
-        prompts = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-        header, rows = length_table(frame, f"{kind}: {metric} at", lambda row: f"{row.y:.2f}")
+        prompts = span((len(cell["samples"]) for cell in frame["cell"]), "")
         sections.append(
             Section(
                 f"Needles: {kind}",
                 lead or f"Needles, {kind}: nothing was found at any length.",
-                chart=length_chart(frame, LENGTH, f"mean {metric}", top=1.0) if last else None,
-                header=header,
-                rows=rows,
-                note=f"{METRICS[metric]}, {prompts} prompts each.",
+                "",
+                length_chart(frame, LENGTH, f"mean {metric}", top=1.0) if last else None,
+                *length_table(frame, f"{kind}: {metric} at", lambda row: f"{row.y:.2f}"),
+                f"{METRICS[metric]}, {prompts} prompts each.",
             )
         )
     return sections
@@ -87,22 +84,20 @@ def distance_edges(longest: int, trained: int) -> list[int]:
     """Edges of four ranges: up to the training length, then three with equal ratios."""
     if longest <= trained:
         return [0, longest]
-    ratio = (longest / trained) ** (1 / 3)
-    inner = [round(trained * ratio**i) for i in (1, 2)]
-    return sorted({0, trained, *inner, longest})
+    return [0, *np.unique(np.geomspace(trained, longest, 4).round().astype(int)).tolist()]
 
 
-def _finding(frame: Frame, what: str) -> tuple[str, int | None]:
-    """Who finds most in the longest prompts in which something was found, and their length."""
-    last = frame["x"][frame["y"] > 0].max()
-    if pd.isna(last):
-        return "", None
+def _finding(frame: Frame, what: str) -> tuple[str, int]:
+    """Who finds most in the longest prompts in which something was found, and their length or 0."""
+    last = max(frame["x"][frame["y"] > 0].tolist(), default=0)
+    if not last:
+        return "", 0
     best = best_of_models(frame, last, -1)
     names = best["line"][best["shown"] == best["shown"].iloc[0]].tolist()
     finds = "find" if len(names) > 1 else "finds"
     most = ", the most" if frame["line"].nunique() > 1 else ""
     share = f"{best['y'].iloc[0]:.0%}"
-    return f"{at_tokens(frame, last)} {enumeration(names)} {finds} {share} {what}{most}.", int(last)
+    return f"{at_tokens(frame, last)} {enumeration(names)} {finds} {share} {what}{most}.", last
 
 
 def _accuracy(row: Any) -> Entry:
@@ -117,46 +112,42 @@ def _sample_sections(frame: Frame) -> list[Section]:
         for row in frame[["line", "x", "cell"]].itertuples()
         for record in row.cell["samples"]
     )
-    shares = []
+    distances, sections = samples["distance"], []
     if trained := training_length(frame):
         text = (
             "The layout of the paper’s Figure 4: keys within and beyond the training length, "
             "counted from the end of the prompt."
         )
-        near = samples["distance"] <= trained
+        near = distances <= trained
         for where, some in (("at most", samples[near]), ("more than", samples[~near])):
             if len(some):
                 lengths = some["length"].astype("category").cat.rename_categories("{:,}".format)
                 title = f"Passkeys {where} {trained:,} tokens from the end"
-                shares.append((title, text, _shares(some, lengths, LENGTH)))
+                sections.append(_shares(title, text, some, lengths, LENGTH))
         text = (
             "The layout of the paper’s Figure 5: all prompt lengths together, by the number of "
             "tokens between the key and the end of the prompt."
         )
-        edges = distance_edges(samples["distance"].max(), trained)
+        edges = distance_edges(distances.max(), trained)
         names = [f"{low + 1:,} to {high:,}" for low, high in pairwise(edges)]
-        ranges = pd.cut(samples["distance"], edges, labels=names)
-        table = _shares(samples, ranges, "distance in tokens")
-        shares.append(("Passkeys found, by distance", text, table))
+        ranges = pd.cut(distances, edges, labels=names)
+        title = "Passkeys found, by distance"
+        sections.append(_shares(title, text, samples, ranges, "distance in tokens"))
     quarters = ["first quarter", "second", "third", "last quarter"]
     depths = pd.cut(samples["depth"], [0, 0.25, 0.5, 0.75, math.inf], right=False, labels=quarters)
-    table = _shares(samples, depths, "depth in the prompt")
-    shares.append(("Passkeys found, by depth", "All prompt lengths together.", table))
-    note = "Hits out of trials, with Wilson’s 95 % interval."
-    return [
-        Section(title, "", text, None, header, rows, note, printed=False)
-        for title, text, (header, rows) in shares
-    ]
+    title, text = "Passkeys found, by depth", "All prompt lengths together."
+    return [*sections, _shares(title, text, samples, depths, "depth in the prompt")]
 
 
-def _shares(samples: Frame, columns: Any, title: str) -> Table:
+def _shares(title: str, text: str, samples: Frame, columns: Any, of: str) -> Section:
     """Share of hits with its interval: a row for every line, a column for every category."""
     table = samples.assign(column=columns).pivot_table(
         "hit", "line", "column", aggfunc=_share_text, sort=False, observed=True
     )
     names = [name for name in columns.cat.categories if name in table]
     rows = [[line, *row] for line, *row in table[names].fillna("–").itertuples()]
-    return [title, *names], rows
+    note = "Hits out of trials, with Wilson’s 95 % interval."
+    return Section(title, "", text, None, [of, *names], rows, note, printed=False)
 
 
 def _share_text(hits: Any) -> str:

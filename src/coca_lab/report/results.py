@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,16 +141,21 @@ def _machine(content: dict[str, Any]) -> str | None:
     return f"{', '.join(map(str, processors))}, {threads} thread{plural}, PyTorch {torch}"
 
 
+def grouped(cells: Iterable[Cell], key: Callable[[Cell], Any]) -> dict[Any, list[Cell]]:
+    """Cells by a key, the keys in the order of their first cells."""
+    groups: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(key(cell), []).append(cell)
+    return groups
+
+
 def comparable(cells: Sequence[Cell], facts: Callable[[Cell], Facts]) -> list[list[Cell]]:
     """Cells of one task in groups that no fact tells apart; a cell's unknown facts are left out."""
     # The cells of one file and model stay together, unless they differ in a fact themselves.
-    units: dict[tuple[Any, Any], list[Cell]] = {}
-    for cell in cells:
-        units.setdefault((cell.get("file"), cell.get("model")), []).append(cell)
-    parts = [part for unit in units.values() for part in _merged([[c] for c in unit], facts)]
-    groups = _merged(parts, facts)
+    units = grouped(cells, lambda cell: (cell.get("file"), cell.get("model"))).values()
+    parts = [part for unit in units for part in _merged([[cell] for cell in unit], facts)]
     order = {id(cell): number for number, cell in enumerate(cells)}
-    return [sorted(group, key=lambda cell: order[id(cell)]) for group in groups]
+    return [sorted(group, key=lambda c: order[id(c)]) for group in _merged(parts, facts)]
 
 
 def _merged(parts: Sequence[list[Cell]], facts: Callable[[Cell], Facts]) -> list[list[Cell]]:
@@ -159,7 +164,7 @@ def _merged(parts: Sequence[list[Cell]], facts: Callable[[Cell], Facts]) -> list
     for part in parts:
         said = {name: value for cell in part for name, value in facts(cell).items()}
         for known, group in groups:
-            if all(known[name] == said[name] for name in known.keys() & said.keys()):
+            if all(known.get(name, value) == value for name, value in said.items()):
                 known.update(said)
                 group.extend(part)
                 break

@@ -74,11 +74,22 @@ def signed(value: float, digits: str) -> str:
     return f"{value:+{digits}}".replace("-", "−")
 
 
+def capital(text: str) -> str:
+    """The text with a capital letter first."""
+    return text[0].upper() + text[1:]
+
+
 def enumeration(names: Sequence[str]) -> str:
     """Names as in a sentence: a, b and c; in quotes where they have commas of their own."""
     if len(names) > 1:
         names = [f"“{name}”" if "," in name else name for name in names]
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def span(values: Iterable[float], form: str) -> str:
+    """The smallest value and the largest: "8 to 16", or once if they are written alike."""
+    ends = min(values := list(values)), max(values)
+    return " to ".join(dict.fromkeys(f"{end:{form}}" for end in ends))
 
 
 def mean(values: Iterable[float | None]) -> float | None:

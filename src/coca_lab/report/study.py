@@ -16,8 +16,8 @@ from coca_lab.report.lengths import (
     lengths_of,
     without_short,
 )
-from coca_lab.report.results import Cell
-from coca_lab.report.section import Entry, Section, enumeration
+from coca_lab.report.results import Cell, grouped
+from coca_lab.report.section import Entry, Section, capital, enumeration, span
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ FIGURES = {
     "passkey": Figure("length", "accuracy", "share of passkeys found", ".2f", 1),
     "needles": Figure("length", "recall", "share of needles found", ".2f", 1),
 }
+OVER_SEEDS = {"y": "mean", "low": "min", "high": "max", "seeds": "count"}
 FAR = {350_000_000: "350M", 7_000_000_000: "7B"}
 """Parameters of the paper's models, to which trends are extended."""
 
@@ -54,13 +55,10 @@ def gather_seeds(cells: Sequence[Cell]) -> None:
 def study_sections(cells: Sequence[Cell]) -> list[Section]:
     """Trends over the sizes, then every figure by length."""
     sections = _trends(cells) if len({cell["size"] for cell in cells}) > 1 else []
-    groups: dict[tuple[str, str, str | None], list[Cell]] = {}
-    for cell in cells:
-        if cell[FIGURES[cell["of"]].value] is not None:
-            groups.setdefault((cell["size"], cell["of"], cell.get("kind")), []).append(cell)
+    known = [cell for cell in cells if cell[FIGURES[cell["of"]].value] is not None]
+    groups = grouped(known, lambda cell: (cell["size"], cell["of"], cell.get("kind")))
     for (size, task, kind), group in groups.items():
-        name = FIGURES[task].name
-        about = ", ".join(filter(None, (name[0].upper() + name[1:], kind, size)))
+        about = ", ".join(filter(None, (capital(FIGURES[task].name), kind, size)))
         sections.append(_by_length(about, FIGURES[task], group))
     return sections
 
@@ -68,25 +66,19 @@ def study_sections(cells: Sequence[Cell]) -> list[Section]:
 def _by_length(title: str, figure: Figure, cells: Sequence[Cell]) -> Section:
     """Means over seeds with their ranges, against the length."""
     runs = every_cell(cells, figure.length, figure.value)
-    over_seeds = runs.groupby(["line", "x"], sort=False)["y"].agg(["mean", "min", "max", "count"])
     means = runs.drop_duplicates(["line", "x"]).drop(columns=["y", "low", "high"])
-    means = means.merge(over_seeds.reset_index(), on=["line", "x"])
-    means = means.rename(columns={"mean": "y", "min": "low", "max": "high", "count": "seeds"})
+    means = means.join(runs.groupby(["line", "x"])["y"].agg(**OVER_SEEDS), on=["line", "x"])
     better = " (lower is better)" if not figure.top else ""
-    header, rows = length_table(
-        means, f"{title} at", lambda row: _entry(row.y, row.low, row.high, row.seeds, figure.digits)
-    )
     seeds = len({cell["training_seed"] for cell in cells})
+    kinds = means.drop_duplicates("line")["scaling"]
     return Section(
         title,
-        lead=_lead(title, figure, without_short(means)),
-        chart=length_chart(means, "tokens read at once", figure.name + better, top=figure.top),
-        header=header,
-        rows=rows,
-        note=f"Means of {seeds} seed{'s' * (seeds > 1)}, and their ranges.",
-        muted=[
-            i for i, kind in enumerate(means.drop_duplicates("line")["scaling"]) if kind == SHORT
-        ],
+        _lead(title, figure, without_short(means)),
+        "",
+        length_chart(means, "tokens read at once", figure.name + better, top=figure.top),
+        *length_table(means, f"{title} at", lambda row: _entry(row, figure.digits)),
+        f"Means of {seeds} seed{'s' * (seeds > 1)}, and their ranges.",
+        muted=[place for place, kind in enumerate(kinds) if kind == SHORT],
     )
 
 
@@ -100,8 +92,7 @@ def _lead(title: str, figure: Figure, means: Frame) -> str:
     who = enumeration(names) if len(names) < 4 else f"{len(names)} of {len(far)} models"
     lead = f"{title}: at {length:,} tokens {who} {'has' if len(names) == 1 else 'have'} {best}"
     if len(others):
-        ends = dict.fromkeys(f"{end:{figure.digits}}" for end in (others.min(), others.max()))
-        lead += f", the others {' to '.join(ends)}"
+        lead += f", the others {span(others, figure.digits)}"
     return f"{lead}."
 
 
@@ -125,17 +116,17 @@ def _trends(cells: Sequence[Cell]) -> list[Section]:
     if far > near:
         losses = table.assign(y=table[far] / table[near])
         title = f"Perplexity at {far:,} tokens against {near:,}, by size"
-        sections.append(
-            _trend(title, f"× its perplexity at {near:,} tokens, when reading {far:,}", losses)
-        )
+        label = f"× its perplexity at {near:,} tokens, when reading {far:,}"
+        sections.append(_trend(title, label, losses))
     return [section for section in sections if section.rows]
 
 
 def _trend(title: str, label: str, runs: Frame) -> Section:
     """A chart of all runs with their power laws, and what these say of larger models."""
     sizes = runs["size"].unique().tolist()
+    means = runs.groupby(["model", "size"])["y"].agg(**OVER_SEEDS)
     points = [runs.rename(columns={"model": "line", "parameters": "x"}).assign(mark="points")]
-    rows, last = [], {}
+    rows, lead = [], ""
     for name, of_model in runs.groupby("model", sort=False):
         x, y = of_model["parameters"].tolist(), of_model["y"].tolist()
         law = fit_power_law(x, y)
@@ -143,14 +134,11 @@ def _trend(title: str, label: str, runs: Frame) -> Section:
             ends = [min(x), max(x)]
             drawn = {"line": name, "x": ends, "y": [law.at(end)[0] for end in ends], "mark": "line"}
             points.append(pd.DataFrame(drawn))
-        by_size = of_model.groupby("size", sort=False)["y"].agg(["mean", "min", "max", "count"])
-        means = {size: _entry(*row, digits=".3f") for size, *row in by_size.itertuples()}
-        entries = [means.get(size, "–") for size in sizes]
-        rows.append([name, *entries, *_extended(law)])
-        if sizes[-1] in by_size.index:
-            last[name] = by_size["mean"][sizes[-1]]
-    lowest = min(last, key=last.__getitem__, default=None)
-    lead = f"Lowest with {sizes[-1]}: {lowest}, {last[lowest]:.3f} {label}." if lowest else ""
+        entries = {row.Index: _entry(row, ".3f") for row in means.loc[name].itertuples()}
+        rows.append([name, *(entries.get(size, "–") for size in sizes), *_extended(law)])
+    if sizes:
+        last = means["y"].xs(sizes[-1], level="size").reindex(runs["model"].unique())
+        lead = f"Lowest with {sizes[-1]}: {last.idxmin()}, {last.min():.3f} {label}."
     return Section(
         title,
         lead,
@@ -168,9 +156,10 @@ def _trend(title: str, label: str, runs: Frame) -> Section:
     )
 
 
-def _entry(mean: float, low: float, high: float, seeds: int, digits: str) -> Entry:
+def _entry(row: Any, digits: str) -> Entry:
     """A mean over seeds, and below it the range."""
-    return Entry(f"{mean:{digits}}", f"{low:{digits}} to {high:{digits}}" if seeds > 1 else "")
+    ends = f"{row.low:{digits}} to {row.high:{digits}}"
+    return Entry(f"{row.y:{digits}}", ends if row.seeds > 1 else "")
 
 
 def _extended(law: PowerLaw | None) -> list[str | Entry]:

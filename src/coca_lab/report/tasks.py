@@ -1,6 +1,6 @@
 """The table of tasks that the report shows, and those that are a table alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -15,6 +15,8 @@ from coca_lab.report.section import Section
 from coca_lab.report.study import gather_seeds, study_sections
 
 Cells = Sequence[Cell]
+Tasks = dict[str, list[list[Cell]]]
+"""By the name of a task, groups of comparable cells."""
 PAPER_LENGTH = 512
 """Training length of the paper's models, in tokens."""
 PAPER_WINDOWS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -107,25 +109,27 @@ REPORTS: dict[str, TaskReport] = {
 """By the field ``task`` of a cell, in the order of the page."""
 
 
-def by_task(cells: Cells) -> dict[str, list[list[Cell]]]:
+def by_task(cells: Cells) -> Tasks:
     """For every task that the report shows, in the order of the page, its comparable cells."""
     gather_seeds(cells)
-    groups: dict[str, list[list[Cell]]] = {}
-    for name, report in REPORTS.items():
-        chosen = [cell for cell in cells if cell["task"] == name]
-        if chosen:
-            groups[name] = comparable(chosen, report.facts)
-    return groups
+    chosen = {name: [cell for cell in cells if cell["task"] == name] for name in REPORTS}
+    return {name: comparable(of, REPORTS[name].facts) for name, of in chosen.items() if of}
+
+
+def groups_of(tasks: Tasks) -> Iterator[tuple[str, list[Cell], str]]:
+    """The groups of every task, by its name; and what they are called, if a task has several."""
+    for name, groups in tasks.items():
+        for number, group in enumerate(groups, 1):
+            yield name, group, f"{REPORTS[name].noun} {number}" if len(groups) > 1 else ""
 
 
 def printed_tables(cells: Cells) -> list[tuple[list[str], list[list[str]]]]:
     """Header and rows of every table for the terminal, as text."""
     tables = []
-    for name, groups in by_task(all_cells([{"results": cells}])).items():
-        for number, group in enumerate(groups, 1):
-            which = f" ({REPORTS[name].noun} {number})" if len(groups) > 1 else ""
-            for section in REPORTS[name].sections(group):
-                if section.rows and section.printed:
-                    header = [f"{section.header[0]}{which}", *map(str, section.header[1:])]
-                    tables.append((header, [[*map(str, row)] for row in section.rows]))
+    for name, group, called in groups_of(by_task(all_cells([{"results": cells}]))):
+        for section in REPORTS[name].sections(group):
+            if section.rows and section.printed:
+                first, *header = map(str, section.header)
+                header = [f"{first} ({called})" if called else first, *header]
+                tables.append((header, [[*map(str, row)] for row in section.rows]))
     return tables

@@ -1,6 +1,6 @@
 """Training runs in the report: validation perplexity, losses, speed, sizes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -30,43 +30,44 @@ def training_sections(runs: Sequence[Run]) -> list[Section]:
     """Curves and a table of training runs, contents of ``training.json`` with a ``name``."""
     if not runs:
         return []
-    sections = [*_validation(runs), *_retrieval(runs)]
+    sections, curves = [*_validation(runs), *_retrieval(runs)], _entries(runs, "curve")
     for objective, unit in UNITS.items():  # losses of different objectives are not comparable
         title = "Training" if objective == "next_token" else f"Training: {objective}"
-        chosen = {run["name"]: _of_objective(run, objective) for run in runs}
-        sections += _curves(runs, chosen, "loss", title, unit, "Lowest training loss at the end")
+        chosen = curves[curves["objective"] == objective]
+        sections += _curves(chosen, "loss", title, unit, "Lowest training loss at the end")
     for field, (title, unit, what) in MEASURES.items():
-        chosen = {
-            run["name"]: [e for e in run["curve"] if e.get(field) is not None] for run in runs
-        }
-        sections += _curves(runs, chosen, field, f"{title} in training", unit, what)
+        if field in curves:
+            sections += _curves(curves, field, f"{title} in training", unit, what)
     return [*sections, _table(runs)]
 
 
-def _points(run: Run, entries: Sequence[dict[str, Any]], field: str) -> Frame:
+def _entries(runs: Sequence[Run], field: str) -> Frame:
+    """The entries of a field of runs, with their run, objective, and millions of tokens as x."""
+    rows = []
+    for run in runs:
+        objectives = {stage["name"]: stage["objective"] for stage in run.get("stages", [])}
+        for entry in run[field]:
+            x = entry["step"] * _per_step(run) / 1e6
+            objective = objectives.get(entry.get("stage"), "next_token")
+            rows.append({**entry, "line": run["name"], "x": x, "objective": objective})
+    return pd.DataFrame(rows, columns=None if rows else ["objective"])
+
+
+def _drawn(entries: Frame, field: str) -> Frame:
     """Values by tokens, without step 0: before any training it would flatten all others."""
-    trained = [entry for entry in entries if entry["step"] > 0] or entries
-    x = [entry["step"] * _per_step(run) / 1e6 for entry in trained]
-    y = [entry[field] for entry in trained]
-    mark = "both" if len(x) < 40 else "line"
-    return pd.DataFrame({"line": run["name"], "x": x, "y": y, "mark": mark})
+    known = entries.dropna(subset=field)
+    trained = known[(known["step"] > 0) | (known.groupby("line")["step"].transform("max") == 0)]
+    few = trained.groupby("line")["x"].transform("size") < 40
+    return trained.assign(y=trained[field], mark=few.map({True: "both", False: "line"}))
 
 
-def _curves(
-    runs: Sequence[Run],
-    chosen: dict[str, list[dict[str, Any]]],
-    field: str,
-    title: str,
-    unit: str,
-    what: str,
-) -> list[Section]:
+def _curves(entries: Frame, field: str, title: str, unit: str, what: str) -> list[Section]:
     """A chart of a field of the curves, unless no run has it."""
-    drawn = [_points(run, chosen[run["name"]], field) for run in runs if chosen[run["name"]]]
-    if not drawn:
+    if entries.empty:
         return []
-    points: Frame = pd.concat(drawn)
+    points = _drawn(entries, field)
     by_run = points.groupby("line", sort=False)["y"]
-    lead = _extreme(what, by_run.last(), min) if field == "loss" else _extreme(what, by_run.max())
+    lead = _best(what, by_run.last(), "min") if field == "loss" else _best(what, by_run.max())
     return [Section(title, lead, chart=LineChart(points, TOKENS, unit, log_y=False))]
 
 
@@ -74,21 +75,19 @@ def _validation(runs: Sequence[Run]) -> list[Section]:
     measured = [run for run in runs if run.get("validation")]
     if not measured:
         return []
-    points: Frame = pd.concat([_points(run, run["validation"], "perplexity") for run in measured])
+    points = _drawn(_entries(measured, "validation"), "perplexity")
     last = points.groupby("line", sort=False)["y"].last()
     lead = f"{last.index[0]} ends at a validation perplexity of {last.iloc[0]:.2f}."
     if len(measured) > 1:
         names = enumeration(last.index[last == last.min()])
         lead = f"Lowest validation perplexity at the end: {last.min():.2f}, of {names}."
-    ends = [points["x"].min(), points["x"].max()]
-    starts = {
-        run["start"]["name"]: run["start"]["perplexity"] for run in measured if run.get("start")
-    }
+    starts = {run["start"]["name"]: run["start"] for run in measured if run.get("start")}
+    look = {"x": [points["x"].min(), points["x"].max()], "dash": "2 3", "mark": "line"}
     levels = [
-        pd.DataFrame({"line": f"{name} (start)", "x": ends, "y": y, "dash": "2 3", "mark": "line"})
-        for name, y in starts.items()
+        pd.DataFrame({"line": f"{name} (start)", "y": start["perplexity"], **look})
+        for name, start in starts.items()
     ]
-    points = pd.concat([points, *levels])
+    within = [f"within {share:.1%} from" for share in NEAR]
     note = "Training tokens after which every measurement is that close to the start, or below it."
     return [
         Section(
@@ -96,15 +95,13 @@ def _validation(runs: Sequence[Run]) -> list[Section]:
             lead,
             "Perplexity of held-out text, in blocks of the training length. The first value, from "
             "before the training, is in the table.",
-            LineChart(points, TOKENS, "validation perplexity (lower is better)", log_y=True),
-            header=[
-                "run",
-                "its start",
-                "first",
-                "last",
-                "last against start",
-                *(f"within {share:.1%} from" for share in NEAR),
-            ],
+            LineChart(
+                pd.concat([points, *levels]),
+                TOKENS,
+                "validation perplexity (lower is better)",
+                log_y=True,
+            ),
+            header=["run", "its start", "first", "last", "last against start", *within],
             rows=[_validation_row(run) for run in measured],
             note=note if starts else "",
         )
@@ -113,23 +110,23 @@ def _validation(runs: Sequence[Run]) -> list[Section]:
 
 def _validation_row(run: Run) -> list[str]:
     values = [entry["perplexity"] for entry in run["validation"]]
-    start = run["start"]["perplexity"] if run.get("start") else None
-    row = [run["name"], "–" if start is None else f"{start:.2f}"]
-    row += [f"{values[0]:.2f}", f"{values[-1]:.2f}"]
-    if start is None:
-        return [*row, *("–" for _ in range(1 + len(NEAR)))]
-    row.append(signed(values[-1] / start - 1, ".2%"))
-    return row + [_tokens_until(run, start * (1 + share)) for share in NEAR]
+    measured = [f"{values[0]:.2f}", f"{values[-1]:.2f}"]
+    if not run.get("start"):
+        return [run["name"], "–", *measured, *["–"] * (1 + len(NEAR))]
+    start = run["start"]["perplexity"]
+    change = signed(values[-1] / start - 1, ".2%")
+    until = (_tokens_until(run, start * (1 + share)) for share in NEAR)
+    return [run["name"], f"{start:.2f}", *measured, change, *until]
 
 
 def _tokens_until(run: Run, limit: float) -> str:
     """Tokens after which the validation perplexity remains at or below a limit."""
-    reached = None
+    reached = "never"
     for entry in reversed(run["validation"]):
         if entry["perplexity"] > limit:
             break
-        reached = entry["step"] * _per_step(run)
-    return "never" if reached is None else f"{reached:,.0f}"
+        reached = f"{entry['step'] * _per_step(run):,.0f}"
+    return reached
 
 
 def _retrieval(runs: Sequence[Run]) -> list[Section]:
@@ -137,38 +134,32 @@ def _retrieval(runs: Sequence[Run]) -> list[Section]:
     drawn, rows = [], []
     for run in runs:
         for name, of in run.get("retrieval", {}).items():
+            points = _entries([run], "validation")
             label = f"{run['name']}: {of['what']} at {of['length']:,}"
-            shares = [entry["retrieval"][name] for entry in run["validation"]]
-            x = [entry["step"] * _per_step(run) / 1e6 for entry in run["validation"]]
-            drawn.append(pd.DataFrame({"line": label, "x": x, "y": shares}))
+            points = points.assign(line=label, y=[e[name] for e in points["retrieval"]])
             start = (run.get("start") or {}).get("retrieval", {}).get(name)
-            first = "–" if start is None else f"{start:.2f}"
-            rows.append([label, first, f"{shares[0]:.2f}", f"{shares[-1]:.2f}"])
+            shares = (start, *points["y"].iloc[[0, -1]])
+            rows.append([label, *("–" if share is None else f"{share:.2f}" for share in shares)])
+            drawn.append(points)
     if not drawn:
         return []
     points: Frame = pd.concat(drawn)
     lead, chart = "No passkey or needle was found in training.", None
     if points["y"].any():
         last = points.groupby("line", sort=False)["y"].last()
-        lead = _extreme("Largest share found at the end", last)
+        lead = _best("Largest share found at the end", last)
         chart = LineChart(points, TOKENS, "share found", top=1.0)
     text = "Share of passkeys and needles found in prompts of so many tokens."
     header = ["run", "its start", "first", "last"]
     return [Section("Retrieval in training", lead, text, chart, header, rows)]
 
 
-def _extreme(what: str, values: Any, choose: Callable[..., float] = max) -> str:
+def _best(what: str, values: Frame, choose: str = "max") -> str:
     """The lowest or largest of the runs' values, and whose it is."""
-    best = choose(values)
+    best = values.agg(choose)
     names = values.index[values == best].tolist()
     whose = "all runs" if 1 < len(names) == len(values) else enumeration(names)
     return f"{what}: {best:,.4g}, of {whose}."
-
-
-def _of_objective(run: Run, objective: str) -> list[dict[str, Any]]:
-    """The points of the curve whose loss is that of an objective: the one of their stage."""
-    stages = {stage["name"]: stage["objective"] for stage in run.get("stages", [])}
-    return [e for e in run["curve"] if stages.get(e.get("stage"), "next_token") == objective]
 
 
 def _per_step(run: Run) -> float:
@@ -177,16 +168,10 @@ def _per_step(run: Run) -> float:
 
 def _table(runs: Sequence[Run]) -> Section:
     header = ["run", "parameters", "steps", "tokens", "passes over the text", "seconds", "tokens/s"]
-    rows = [
-        [
-            run["name"],
-            f"{run['parameters']:,}",
-            f"{run['steps']:,}",
-            f"{run['tokens']:,}",
-            f"{run['epochs']:.2f}",
-            f"{run['seconds']:,.0f}" if run["seconds"] else "–",
-            f"{run['tokens'] / run['seconds']:,.0f}" if run["seconds"] else "–",
-        ]
-        for run in runs
-    ]
+    rows = []
+    for run in runs:
+        seconds = run["seconds"]
+        times = [f"{seconds:,.0f}", f"{run['tokens'] / seconds:,.0f}"] if seconds else ["–", "–"]
+        counts = (f"{run[name]:,}" for name in ("parameters", "steps", "tokens"))
+        rows.append([run["name"], *counts, f"{run['epochs']:.2f}", *times])
     return Section("Runs", header=header, rows=rows)
