@@ -114,12 +114,17 @@ def visit_layers(
         for index, attention in enumerate(family.layout.modules(body))
     ]
     try:
-        # Transformers' own dynamic scaling would keep the frequencies of this text for the next.
-        with rotary_restored(model), torch.no_grad():
-            return model(input_ids=input_ids.to(model.device), use_cache=False, **kwargs)
+        return read_text(model, input_ids, **kwargs)
     finally:
         for each in hooks:
             each.remove()
+
+
+def read_text(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
+    """The output of one forward pass, which does not change what later passes compute."""
+    # Transformers' own dynamic scaling would keep the frequencies of this text for the next.
+    with rotary_restored(model), torch.no_grad():
+        return model(input_ids=input_ids.to(model.device), use_cache=False, **kwargs)
 
 
 def collect_layers(model: PreTrainedModel, input_ids: Tensor) -> list[LayerHeads]:

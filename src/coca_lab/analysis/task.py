@@ -19,7 +19,7 @@ from coca_attention.models import training_length
 from coca_attention.models.configuration import rope_parameters
 from coca_attention.ops import get_form
 from coca_lab.analysis.angles import angle_sums, angle_values, decay_sums, decay_values, numbers
-from coca_lab.analysis.capture import VANILLA, LayerHeads, form_of, visit_layers
+from coca_lab.analysis.capture import VANILLA, LayerHeads, form_of, read_text, visit_layers
 from coca_lab.analysis.scores import (
     change_values,
     draw_pairs,
@@ -173,9 +173,7 @@ def read_document(
     targets, shifts = document[sampled + 1], {}
     for shift in settings.shifts:
         positions = torch.arange(length, device=model.device).unsqueeze(0) + shift
-        ids, about = rows.to(model.device), {"use_cache": False, "logits_to_keep": keep}
-        with torch.no_grad():
-            after = model(input_ids=ids, position_ids=positions, **about).logits[0]
+        after = read_text(model, rows, position_ids=positions, logits_to_keep=keep).logits[0]
         shifts[str(shift)] = _prediction_sums(before, after, targets)
     return _plain({"layers": layers, "shifts": shifts})
 

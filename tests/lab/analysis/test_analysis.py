@@ -327,6 +327,17 @@ def test_angles_that_depend_on_the_length_are_refused():
         analyze(model, documents(100, 90), settings)
 
 
+def test_a_text_and_its_shifts_are_read_as_if_nothing_had_been_read_before():
+    """Transformers' own dynamic scaling keeps the frequencies of the longest text or shift."""
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    model = vanilla("Llama", rope_parameters=rope, max_position_embeddings=16)
+    settings, texts = AnalysisSettings(pairs=8, shifts=[100, 1], max_tokens=40), documents(40, 40)
+    together = analyze(model, texts, settings)["shifts"]
+    alone = [analyze(model, texts, replace(settings, shifts=[shift])) for shift in (100, 1)]
+    assert together == [shift for each in alone for shift in each["shifts"]]
+    assert together[0]["logit_change"] > 10 * together[1]["logit_change"]
+
+
 def test_angles_that_stop_growing_are_followed_up_to_there():
     model = convert(vanilla("Llama"), "rope", max_distance=40)
     short = AnalysisSettings(max_tokens=30, pairs=8, shifts=[], lengths=[40])
