@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from coca_lab.arguments import read_settings
 from coca_lab.cli import main
+from coca_lab.evaluation.perplexity import PerplexitySettings, load_text, tokens_needed
+from coca_lab.intervals import FEW_DOCUMENTS
+from coca_lab.training import load_recipe
+from coca_lab.training.data import load_run_tokenizer
 from conftest import some_text
 from families import vanilla
 
@@ -16,7 +21,8 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 # Words of the README's commands, and what the test has in their place.
-SMALLER = {"stdlib": "books", "0.05": "0.999", "256,1024,4096": "512,1024"}
+SMALLER = {"stdlib": "books", "0.05": "0.999"}
+SMALLER |= dict.fromkeys(("256,1024,4096", "256,1024,2048"), "512,1024")
 
 
 def blocks(language: str) -> list[str]:
@@ -47,13 +53,29 @@ def test_python_examples_run(workplace):
     assert operator == "torch.Size([1, 8, 1000, 64])\n"
 
 
-def test_coca_commands_run(workplace, capsys):
-    commands = [
+def coca_commands() -> list[list[str]]:
+    return [
         shlex.split(line.replace("\\\n", " "), comments=True)
         for block in blocks("sh")
         for line in re.split(r"(?<!\\)\n", block)
         if line.startswith("coca ")
     ]
+
+
+@pytest.mark.slow
+def test_the_perplexity_command_reads_enough_documents_for_an_interval(tmp_path):
+    """Of those that the training leaves out, by its tokenizer."""
+    (words,) = (words for words in coca_commands() if words[1:3] == ["eval", "perplexity"])
+    recipe = load_recipe("passkey-1m")
+    settings = read_settings(PerplexitySettings, None, words[4:-2])
+    assert words[-2] == "--output" and settings.held_out == recipe.data.held_out
+    tokenizer = load_run_tokenizer(recipe, tmp_path)
+    documents = load_text(settings, tokenizer, at_least=tokens_needed(settings))
+    assert len(documents) >= FEW_DOCUMENTS
+
+
+def test_coca_commands_run(workplace, capsys):
+    commands = coca_commands()
     kinds = {command[1] for command in commands}
     assert kinds == {"train", "eval", "report"}
     for command in commands:
