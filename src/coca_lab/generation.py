@@ -1,4 +1,4 @@
-"""Greedy answers to prompts of one length, and what else reading with a loaded model needs."""
+"""Greedy answers to prompts of one length."""
 
 import logging
 import math
@@ -16,22 +16,6 @@ from transformers import (
 )
 
 from coca_attention.errors import UserError
-from coca_attention.models.configuration import original_length
-from coca_attention.models.scaling import rotary_restored, set_rotary_scaling
-
-
-@contextmanager
-def rotary_scaling_for(
-    model: PreTrainedModel, kind: str, factor: float, length: int
-) -> Iterator[dict[str, Any] | None]:
-    """Apply a rotary scaling inside the block; yields the rotary parameters in effect."""
-    config = model.config.get_text_config()
-    with rotary_restored(model):
-        if kind != "none":
-            # The base of ntk is computed from the length of each text, with what is generated.
-            target = max(length, original_length(config) or 0) if kind == "ntk" else None
-            set_rotary_scaling(model, kind, factor=factor, length=target)  # pyright: ignore
-        yield getattr(config, "rope_parameters", None)
 
 
 @contextmanager

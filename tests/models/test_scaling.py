@@ -11,7 +11,7 @@ from coca_attention import convert
 from coca_attention.models import Roles, set_rotary_scaling, training_length
 from coca_attention.models.configuration import original_length, rope_parameters, rotation
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
-from coca_lab.generation import rotary_scaling_for
+from coca_lab.evaluation import RotaryScaling
 from conftest import VOCABULARY, tiny_model
 from families import FAMILIES, VARIED, collinear, reloaded, vanilla
 
@@ -43,7 +43,7 @@ def test_ntk_at_a_length_is_dynamic_for_an_input_of_that_length():
 def test_a_scaling_that_is_restored_leaves_every_bit(kind):
     model = tiny_model(kind)
     plain, rule = model(IDS).logits, model.config.rope_parameters
-    with rotary_scaling_for(model, "ntk", 4.0, 48):
+    with RotaryScaling("ntk", 4.0).applied(model, 48):
         assert not torch.allclose(model(IDS).logits, plain, atol=1e-2)
     assert model.config.rope_parameters is rule
     assert torch.equal(model(IDS).logits, plain)
@@ -54,7 +54,7 @@ def test_what_transformers_remembers_of_a_long_text_ends_with_its_scaling(kind):
     """Of two texts beyond the training length, the second keeps the frequencies of the first."""
     theirs = scaled_by_transformers(tiny_model(kind), {"rope_type": "dynamic", "factor": 4.0})
     alone = copy.deepcopy(theirs)(IDS).logits
-    with rotary_scaling_for(theirs, "none", 4.0, 96):
+    with RotaryScaling().applied(theirs, 96):
         theirs(IDS.repeat(1, 2))
         assert not torch.allclose(theirs(IDS).logits, alone, atol=1e-2)
     assert torch.equal(theirs(IDS).logits, alone)

@@ -20,7 +20,7 @@ from coca_lab.data import load_tokenizer
 from coca_lab.engine import Engine
 from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings, check_limits
 from coca_lab.evaluation.perplexity import TextSettings, load_text
-from coca_lab.evaluation.task import open_model
+from coca_lab.evaluation.task import free_weights, open_model
 from coca_lab.export import Cost, export_native
 from coca_lab.folders import convert_folder, new_folder
 from coca_lab.loading import model_without_weights
@@ -118,6 +118,7 @@ def _check_limits(
     model = open_model(path, "base", dtype=dtype).with_weights()
     with Progress() as progress:
         report = check_limits(model, check, Engine(progress=progress), length=length)
+    free_weights()  # which are converted now
     print_table(*report.table())
     if report.warning:
         log.warning("%s", report.warning)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import PositiveInt
+
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import rope_parameters
 from coca_attention.models.conversion import convert
@@ -22,9 +24,9 @@ from coca_lab.evaluation.perplexity import (
     tokens_needed,
 )
 from coca_lab.evaluation.retrieval import PasskeySettings, measure_passkeys
-from coca_lab.evaluation.task import Cell, Model, RotaryScaling, check_at_least, finish
+from coca_lab.evaluation.task import Cell, Model, RotaryScaling, finish
 from coca_lab.evaluation.windows import TokenDocument
-from coca_lab.intervals import DocumentScore, paired_ratio_interval
+from coca_lab.intervals import DocumentScore, paired_ratio_interval, perplexity
 
 SHARES = (1.0, 0.75, 0.5, 0.25)
 """The limits that are tried, as shares of L."""
@@ -48,7 +50,7 @@ class LimitCheckSettings:
     most beyond it is taken."""
     check_lengths: list[int] = field(default_factory=list)
     """Lengths of text to measure at beside L; by default 2L and 4L."""
-    check_samples: int = 50
+    check_samples: PositiveInt = 50
     """Passkey prompts of every length."""
     text_field: str = "text"
     """Field with the text in JSON records, Parquet files and datasets."""
@@ -62,8 +64,7 @@ class Measured:
 
     max_distance: int | None
     scores: dict[int, list[DocumentScore]]
-    perplexity: dict[int, float]
-    """Infinity where it overflows."""
+    """Nats are infinite where they overflow."""
     hits: dict[int, int]
     """Passkeys found."""
 
@@ -120,7 +121,7 @@ class LimitCheck:
         beyond = [n for n in self.base.hits if n > self.length]
 
         def gain(each: Measured) -> tuple[int, float]:
-            nats = sum(math.log(each.perplexity[n]) for n in beyond)
+            nats = sum(math.log(perplexity(each.scores[n])) for n in beyond)
             return sum(each.hits[n] for n in beyond), -nats
 
         return max((m for m in self.limited if not m.lost(self.base, self.length)), key=gain)
@@ -138,7 +139,7 @@ class LimitCheck:
             rows.append(
                 [
                     f"{label} (chosen)" if each is chosen else label,
-                    *(f"{each.perplexity[n]:.2f}" for n in lengths),
+                    *(f"{perplexity(each.scores[n]):.2f}" for n in lengths),
                     *(f"{each.hits[n]}" for n in lengths),
                     "" if each is self.base else lost,
                 ]
@@ -162,7 +163,6 @@ def check_limits(
     length: int,
 ) -> LimitCheck:
     """Measure a rotary model as it is and with distances limited, which converts it in place."""
-    check_at_least(settings, 1, "check_samples")
     lengths = sorted({length, *(settings.check_lengths or (2 * length, 4 * length))})
     if lengths[0] <= ANSWER:
         raise UserError(f"check_lengths must be more than {ANSWER} tokens, got {lengths[0]}")
@@ -214,17 +214,10 @@ def _measure(
     return Measured(
         limit,
         {cell["window"]: [_score(document) for document in cell["documents"]] for cell in cells},
-        {cell["window"]: _finite_or_inf(cell["perplexity"]) for cell in cells},
-        {
-            n: sum(s["hit"] for s in cell["samples"])
-            for n, cell in zip(lengths, answers, strict=True)
-        },
+        {n: sum(s["hit"] for s in c["samples"]) for n, c in zip(lengths, answers, strict=True)},
     )
 
 
 def _score(document: Cell) -> DocumentScore:
-    return DocumentScore(document["id"], _finite_or_inf(document["nats"]), document["tokens"])
-
-
-def _finite_or_inf(value: float | None) -> float:
-    return math.inf if value is None else value
+    nats = math.inf if document["nats"] is None else document["nats"]
+    return DocumentScore(document["id"], nats, document["tokens"])

@@ -6,30 +6,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
 from coca_lab.data import SourceSettings, encode_documents, held_out
 from coca_lab.engine import Item
-from coca_lab.evaluation.task import (
-    Cell,
-    Measurement,
-    Model,
-    RotaryScaling,
-    Task,
-    check_at_least,
-)
+from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
 from coca_lab.evaluation.windows import (
     TokenDocument,
-    TokenScores,
-    by_tokens_read,
-    check_sizes,
-    equal_ranges,
-    score_documents,
+    Window,
+    check_stride,
+    score_windows,
     shared_first_target,
     windows_of,
 )
@@ -45,12 +37,12 @@ ATTEND_LAST = "attend-last"
 class TextSettings(SourceSettings):
     """Which text to score."""
 
-    held_out: float = 0.0
+    held_out: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Read only this held-out share of the documents: the one that a recipe with the same value
     leaves out of training."""
-    max_documents: int | None = None
+    max_documents: PositiveInt | None = None
     """Maximum number of documents."""
-    max_tokens: int | None = None
+    max_tokens: PositiveInt | None = None
     """Truncate every document to this many tokens."""
     skip_short: bool = False
     """Skip documents shorter than the largest window instead of reporting an error."""
@@ -60,21 +52,23 @@ class TextSettings(SourceSettings):
 class WindowSettings:
     """Which windows the text is read through."""
 
-    windows: list[int] = field(default_factory=lambda: [512])
+    windows: Annotated[list[PositiveInt], Field(min_length=1)] = field(
+        default_factory=lambda: [512]
+    )
     """Window sizes: tokens read in one pass."""
-    stride: int | None = None
+    stride: PositiveInt | None = None
     """Tokens scored in one pass; by default the smallest window."""
     targets: Literal["shared", "all", "one-pass"] = "shared"
     """shared: the same last tokens at every window; all: every token except the first, once;
     one-pass: the first tokens of every document, read once, by the number of tokens before them in
     ranges that end at the windows."""
-    attend_last: int | None = None
+    attend_last: PositiveInt | None = None
     """Also score the tokens with only this many tokens of context."""
-    batch_tokens: int = 8192
+    batch_tokens: PositiveInt = 8192
     """Tokens per batch; a batch has at least one window."""
-    positions: int | None = None
+    positions: PositiveInt | None = None
     """Also report perplexity by the number of tokens read before, in this many ranges."""
-    repeats: int | None = None
+    repeats: PositiveInt | None = None
     """Also score separately the targets that end an n-gram of this length that stands earlier in
     the document, but only farther back than attend_last, or else than the smallest window."""
 
@@ -95,10 +89,7 @@ class PerplexitySettings(TextSettings, WindowSettings):
 
 
 def check_text(settings: TextSettings, at_least: int) -> None:
-    """Raise UserError unless the numbers are in range and allow ``at_least`` tokens."""
-    check_at_least(settings, 1, "max_documents", "max_tokens")
-    if not 0 <= settings.held_out <= 1:
-        raise UserError(f"held_out must lie between 0 and 1, got {settings.held_out}")
+    """Raise UserError unless the documents may have ``at_least`` tokens."""
     if settings.max_tokens is not None and settings.max_tokens < at_least:
         raise UserError(
             f"max_tokens cuts documents to {settings.max_tokens} tokens and the largest window "
@@ -144,27 +135,19 @@ def tokens_needed(settings: WindowSettings) -> int:
 
 def check_settings(settings: WindowSettings) -> None:
     """Raise UserError unless the sizes fit together."""
-    if not settings.windows:
-        raise UserError("give at least one window size")
-    longest = max(settings.windows)
     for window in settings.windows:
-        check_sizes(window, settings.step)
-    if settings.attend_last is not None and not 1 <= settings.attend_last <= longest:
+        check_stride(window, settings.step)
+    if (settings.attend_last or 1) > max(settings.windows):
         raise UserError(
-            f"attend_last must be at least 1 token and at most the largest window, got "
-            f"{settings.attend_last}"
+            f"attend_last must be at most the largest window, got {settings.attend_last}"
         )
-    if settings.positions is not None and not 1 <= settings.positions <= min(settings.windows):
-        raise UserError(
-            f"positions must be at least 1 and at most the smallest window, got "
-            f"{settings.positions}"
-        )
+    if (settings.positions or 1) > min(settings.windows):
+        raise UserError(f"positions must be at most the smallest window, got {settings.positions}")
     if settings.targets == "one-pass" and not settings.stride == settings.positions is None:
         raise UserError(
             "one pass over a document has neither stride nor positions: its ranges end at the "
             "windows; leave both out"
         )
-    check_at_least(settings, 1, "batch_tokens", "repeats")
 
 
 def distant_repeats(tokens: Tensor, n: int, beyond: int) -> Tensor:
@@ -196,7 +179,7 @@ class Reading:
     """Kind of the rotary scaling, or `ATTEND_LAST`."""
     scaling: RotaryScaling
     edges: list[int] | None
-    """Where the ranges of ``by_position`` end, if there are any."""
+    """Where the ranges of ``by_position`` end, inclusive, after 0; None without ranges."""
     repeats: list[Tensor] | None
     """For every document the targets that are scored separately too, (length,), bool."""
     batch_tokens: int
@@ -208,20 +191,11 @@ def measure_windows(
     settings: WindowSettings,
     scaling: RotaryScaling,
 ) -> list[Measurement]:
-    """Perplexity at every window size, and of ``attend_last``: a cell of plain JSON values each."""
+    """Perplexity of documents from `load_text` at every window size, and of ``attend_last``."""
     check_settings(settings)
-    needed = tokens_needed(settings)
-    if not documents:
-        raise UserError("no documents to score")
-    for document in documents:
-        if len(document.tokens) < needed:
-            raise UserError(
-                f"document {document.id!r} has {len(document.tokens)} tokens and the largest "
-                f"window needs {needed}"
-            )
     if settings.targets == "one-pass":
         # The last input of the only window predicts the token after it.
-        documents = [replace(d, tokens=d.tokens[:needed]) for d in documents]
+        documents = [replace(d, tokens=d.tokens[: tokens_needed(settings)]) for d in documents]
     text = text_hash(documents)
     readings = _readings(documents, settings, scaling)
     return [_measure_cell(model, documents, text, settings, each) for each in readings]
@@ -243,7 +217,9 @@ def _readings(
     else:
         readings = []
         for window in windows:
-            edges = None if positions is None else equal_ranges(window, positions)
+            edges = None
+            if positions is not None:
+                edges = [round(window * i / positions) for i in range(positions + 1)]
             readings.append(Reading(window, stride, first, scaling.kind, scaling, edges, **rest))
     last = settings.attend_last
     if last is not None:
@@ -275,16 +251,14 @@ def _measure_cell(
     def work(ranges: list[tuple[int, int]]) -> list[dict[str, Any]]:
         module = model.loaded()
         with reading.scaling.applied(module, reading.window):
-            return [_tallies(module, documents, reading, slice(*each)) for each in ranges]
+            return [_tallies(module, documents, reading, windows[slice(*r)]) for r in ranges]
 
     def cells(tallies: list[dict[str, Any]], seconds: float) -> list[Cell]:
-        with reading.scaling.applied(model.module, reading.window) as rope:
-            pass
         cell = {
             "task": "perplexity",
             **model.facts,
             **scaled,
-            "rope_parameters": rope,
+            "rope_parameters": reading.scaling.parameters(model.module, reading.window),
             "window": reading.window,
             "stride": reading.stride,
             "targets": settings.targets,
@@ -304,29 +278,29 @@ def _measure_cell(
 
 
 def _tallies(
-    module: Any, documents: Sequence[TokenDocument], reading: Reading, part: slice
+    module: Any,
+    documents: Sequence[TokenDocument],
+    reading: Reading,
+    windows: Sequence[tuple[int, Window]],
 ) -> dict[str, list[list[Any]]]:
     """Index, nats and tokens of some windows by document, range of positions, and of repeats."""
-    edges, repeats, per_token = reading.edges, reading.repeats, None
-    if edges is not None or repeats is not None:
-        per_token = [TokenScores(len(document.tokens)) for document in documents]
-    scores = score_documents(
-        module,
-        documents,
-        window=reading.window,
-        stride=reading.stride,
-        first_target=reading.first,
-        batch_tokens=reading.batch_tokens,
-        per_token=per_token,
-        part=part,
-    )
-    sums = {"documents": [(score.nats, score.tokens) for score in scores]}
-    if per_token is not None and edges is not None:
-        sums["ranges"] = by_tokens_read(per_token, edges)
-    if per_token is not None and repeats is not None:
-        sums["repeats"] = [s.summed(chosen) for s, chosen in zip(per_token, repeats, strict=True)]
+    sums = {"documents": torch.zeros(len(documents), 2, dtype=torch.float64)}
+    edges = torch.tensor(reading.edges or [])
+    if reading.edges is not None:
+        sums["ranges"] = torch.zeros(len(edges) - 1, 2, dtype=torch.float64)
+    if reading.repeats is not None:
+        sums["repeats"] = torch.zeros_like(sums["documents"])
+    for index, window, nats in score_windows(module, documents, windows, reading.batch_tokens):
+        targets = torch.arange(window.first_target, window.stop + 1)
+        scores = torch.stack((nats.double(), torch.ones(len(nats))), dim=1)
+        sums["documents"][index] += scores.sum(0)
+        if reading.edges is not None:
+            ranges = torch.bucketize(targets - window.start, edges) - 1
+            sums["ranges"].index_add_(0, ranges, scores)
+        if reading.repeats is not None:
+            sums["repeats"][index] += scores[reading.repeats[index][targets]].sum(0)
     return {
-        name: [[index, _number(nats), n] for index, (nats, n) in enumerate(rows) if n]
+        name: [[i, _number(nats), int(n)] for i, (nats, n) in enumerate(rows.tolist()) if n]
         for name, rows in sums.items()
     }
 
@@ -375,11 +349,11 @@ def _added(tallies: Sequence[dict[str, Any]], name: str, size: int) -> list[tupl
     return [*zip(nats, tokens, strict=True)]
 
 
-def cut(costs: Sequence[int], most: int | None = None) -> list[tuple[int, int]]:
-    """Starts and ends of ranges of at most ``most`` (`ITEM_TOKENS`) together, or of one entry."""
+def cut(costs: Sequence[int], most: int = ITEM_TOKENS) -> list[tuple[int, int]]:
+    """Starts and ends of ranges that cost at most ``most`` together, or of one entry."""
     ranges, start, tokens = [], 0, 0
     for index, cost in enumerate(costs):
-        if index > start and tokens + cost > (most or ITEM_TOKENS):
+        if index > start and tokens + cost > most:
             ranges.append((start, index))
             start, tokens = index, 0
         tokens += cost
@@ -399,11 +373,11 @@ def _check(settings: PerplexitySettings) -> None:
 def _measure(
     model: Model, settings: PerplexitySettings, scaling: RotaryScaling
 ) -> list[Measurement]:
-    documents = model.text(
-        f"text {settings}",
-        lambda: load_text(settings, model.tokenizer, at_least=tokens_needed(settings)),
-    )
-    return measure_windows(model, documents, settings, scaling)
+    text = str(settings)
+    if text not in model.texts:  # it does not depend on the scaling
+        needed = tokens_needed(settings)
+        model.texts[text] = load_text(settings, model.tokenizer, at_least=needed)
+    return measure_windows(model, model.texts[text], settings, scaling)
 
 
 TASK = Task(

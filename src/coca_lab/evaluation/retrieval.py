@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from coca_attention.errors import UserError
 from coca_lab.data.tasks import (
-    KINDS,
     NAMES,
     Kind,
     Prompt,
@@ -26,48 +25,30 @@ from coca_lab.data.tasks import (
     recall_text,
 )
 from coca_lab.engine import Item
-from coca_lab.evaluation.task import (
-    Cell,
-    Measurement,
-    Model,
-    RotaryScaling,
-    Task,
-    check_at_least,
-)
+from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
 from coca_lab.generation import greedy_answers
 from coca_lab.intervals import wilson_interval
 
-LONGEST = 10**7
-"""Tokens of a prompt at most; making one takes some 70 bytes a token."""
+# Making a prompt takes some 70 bytes a token.
+Lengths = Annotated[list[Annotated[int, Field(ge=1, le=10**7)]], Field(min_length=1)]
 
 
 @dataclass
 class PromptSettings:
     """Which prompts a model answers, and how."""
 
-    lengths: list[int] = field(default_factory=lambda: [512, 1024])
+    lengths: Lengths = field(default_factory=lambda: [512, 1024])
     """Prompt lengths in tokens."""
-    samples: int = 100
+    samples: PositiveInt = 100
     """Prompts per length."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Random seed of the prompts."""
-    max_new_tokens: int = 64
+    max_new_tokens: PositiveInt = 64
     """Maximum number of tokens in an answer."""
-    batch_tokens: int = 16384
+    batch_tokens: PositiveInt = 16384
     """Prompt tokens per batch; a batch has at least one prompt."""
     use_cache: bool = True
     """Whether to decode with a key/value cache; the result is the same."""
-
-
-def check_prompts(settings: PromptSettings) -> None:
-    """Raise UserError unless the numbers are in range."""
-    if not settings.lengths:
-        raise UserError("give at least one prompt length")
-    for length in settings.lengths:
-        if not 1 <= length <= LONGEST:
-            raise UserError(f"lengths must be between 1 and {LONGEST} tokens, got {length}")
-    check_at_least(settings, 1, "samples", "max_new_tokens", "batch_tokens")
-    check_at_least(settings, 0, "seed")
 
 
 def measure_prompts(
@@ -112,13 +93,11 @@ def measure_prompts(
         items.append(Item(keys, answer, indices, cost, label=label))
 
     def cells(records: list[Cell], seconds: float) -> list[Cell]:
-        with scaling.applied(model.module, read) as rope:
-            pass
         cell = {
             **about,
             **model.facts,
             **scaling.facts,
-            "rope_parameters": rope,
+            "rope_parameters": scaling.parameters(model.module, read),
             "seconds": seconds,
             "samples": records,
         }
@@ -131,13 +110,8 @@ def measure_prompts(
 class PasskeySettings(PromptSettings):
     """Which passkey prompts to use (CoCA paper, App. B.1)."""
 
-    depths: int | None = None
+    depths: PositiveInt | None = None
     """Number of evenly spaced depths that the keys cycle through; by default depths are random."""
-
-
-def _check_passkeys(settings: PasskeySettings) -> None:
-    check_prompts(settings)
-    check_at_least(settings, 1, "depths")
 
 
 def measure_passkeys(
@@ -170,7 +144,6 @@ PASSKEYS = Task(
     "passkey",
     "Passkey retrieval: does a model find five digits hidden in a long prompt?",
     PasskeySettings,
-    check=_check_passkeys,
     measure=measure_passkeys,
 )
 
@@ -179,26 +152,14 @@ PASSKEYS = Task(
 class NeedleSettings(PromptSettings):
     """Which needle prompts to use."""
 
-    kinds: list[Kind] = field(
+    kinds: Annotated[list[Kind], Field(min_length=1)] = field(
         default_factory=lambda: ["single", "multi-key", "multi-value", "variables"]
     )
     """single, multi-key, multi-value, variables; docs/evaluation.md describes them."""
-    samples: int = 50
+    samples: PositiveInt = 50
     """Prompts per kind and length."""
-    count: int = 4
+    count: Annotated[int, Field(ge=1, le=len(NAMES))] = 4
     """Facts in a prompt, or variables of a chain, for every kind except single."""
-
-
-def _check_needles(settings: NeedleSettings) -> None:
-    check_prompts(settings)
-    if not settings.kinds:
-        raise UserError("give at least one kind")
-    unknown = sorted(set(settings.kinds) - set(KINDS))
-    if unknown:
-        raise UserError(f"unknown kinds {', '.join(unknown)}; choose from {', '.join(KINDS)}")
-    check_at_least(settings, 1, "count")
-    if settings.count > len(NAMES):
-        raise UserError(f"count must be at most {len(NAMES)}, got {settings.count}")
 
 
 def measure_needles(
@@ -236,7 +197,6 @@ NEEDLES = Task(
     "needles",
     "Needles of RULER's kinds: one or several facts in a long prompt, and chains of variables.",
     NeedleSettings,
-    check=_check_needles,
     measure=measure_needles,
 )
 
@@ -250,7 +210,7 @@ def measure_recall(
     pairs: int,
     texts: int,
     seed: int,
-    batch_tokens: int = 8192,
+    batch_tokens: PositiveInt = 8192,
 ) -> dict[str, Any]:
     """How often the likeliest token is the answer, by octave of the distance from its pair."""
     # A text is read in one pass: what the model says at one answer does not depend on the others.

@@ -58,12 +58,6 @@ class Suite:
         """Raise UserError where settings contradict each other or are out of range."""
         if not self.models:
             raise UserError("a suite needs models: a name and a folder each")
-        for name, path in self.models.items():
-            if not isinstance(name, str) or not isinstance(path, str):
-                raise UserError(
-                    f"models: a name and a folder each, as text; got {name!r}: {path!r} (put "
-                    "numbers in quotes)"
-                )
         if not self.scalings:
             raise UserError("a suite needs scalings; kind: none is the model as it was saved")
         if not self.tasks:
@@ -170,7 +164,6 @@ def open_models(suite: Suite) -> list[Model]:
             rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else path
             rules = f"{rules} {tokenizer.bos_token_id} {tokenizer.eos_token_id}"
             for scaling in suite.scalings_of(name):
-                with scaling.applied(model.module, 1):
-                    pass
+                scaling.parameters(model.module, 1)
             models.append(replace(model, texts=texts.setdefault(rules, {})))
     return models

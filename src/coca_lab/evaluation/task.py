@@ -1,8 +1,8 @@
 """What an evaluation task is: a name, settings, and items of work that become JSON cells."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -12,26 +12,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from coca_attention.errors import UserError
-from coca_attention.models import training_length
-from coca_attention.models.configuration import attention_of
+from coca_attention.models import set_rotary_scaling, training_length
+from coca_attention.models.configuration import attention_of, original_length
+from coca_attention.models.scaling import rotary_restored
+from coca_lab.arguments import checked
 from coca_lab.data import load_tokenizer
 from coca_lab.engine import Engine, Item
 from coca_lab.files import check_name
-from coca_lab.generation import rotary_scaling_for
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
 
 Cell = dict[str, Any]
 """One result: plain JSON values."""
 ScalingKind = Literal["none", "linear", "ntk", "dynamic", "yarn"]
 ScalingFactor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
-
-
-def check_at_least(settings: Any, smallest: int, *names: str) -> None:
-    """Raise UserError unless each of the named settings is at least ``smallest`` or None."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and value < smallest:
-            raise UserError(f"{name} must be at least {smallest}, got {value}")
 
 
 @dataclass
@@ -47,7 +40,7 @@ class Model:
         path: Folder or name from which processes load the weights; empty: ``module`` has them.
         dtype: Precision of the weights that are loaded.
         device: As for `load_model`.
-        texts: What tasks have read for it; models with the same tokenizer may share it.
+        texts: What tasks have read for it, by name; models with the same tokenizer may share it.
     """
 
     module: PreTrainedModel
@@ -80,12 +73,6 @@ class Model:
     def with_weights(self) -> "Model":
         """The same with its weights in ``module``."""
         return replace(self, module=self.loaded(), path="")
-
-    def text(self, name: str, read: Callable[[], Any]) -> Any:
-        """``read()``, called once per name: what does not depend on the rotary scaling."""
-        if name not in self.texts:
-            self.texts[name] = read()
-        return self.texts[name]
 
     @property
     def facts(self) -> Cell:
@@ -162,9 +149,21 @@ class RotaryScaling:
         factor = None if self.kind == "none" else float(self.factor)
         return {"scaling": self.kind, "factor": factor}
 
-    def applied(self, module: PreTrainedModel, length: int) -> AbstractContextManager[Any]:
-        """`rotary_scaling_for` texts of a length in tokens."""
-        return rotary_scaling_for(module, self.kind, self.factor, length)
+    @contextmanager
+    def applied(self, module: PreTrainedModel, length: int) -> Iterator[dict[str, Any] | None]:
+        """Scale a model for texts of a length in tokens; yields the rotary parameters in effect."""
+        config = module.config.get_text_config()
+        with rotary_restored(module):
+            if self.kind != "none":
+                # The base of ntk is computed from the length of each text, with what is generated.
+                target = max(length, original_length(config) or 0) if self.kind == "ntk" else None
+                set_rotary_scaling(module, self.kind, factor=self.factor, length=target)
+            yield getattr(config, "rope_parameters", None)
+
+    def parameters(self, module: PreTrainedModel, length: int) -> dict[str, Any] | None:
+        """The rotary parameters for texts of a length; UserError if it cannot be applied."""
+        with self.applied(module, length) as parameters:
+            return parameters
 
 
 class Measurement(NamedTuple):
@@ -256,6 +255,7 @@ def evaluate(
     Raises:
         UserError: If a setting is out of range, or the task cannot be done with this model.
     """
+    settings = checked(task.settings, vars(settings))
     task.check(settings)
     measurements = task.measurements(model, settings, scaling or RotaryScaling())
     return finish(measurements, engine or Engine())

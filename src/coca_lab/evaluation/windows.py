@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,7 @@ def sliding_windows(
     """Windows that together score every token from ``first_target`` on exactly once."""
     # A run of `stride` targets is predicted from the `window` tokens that end just before its last
     # one: each has window - stride + 1 to window tokens of context, or all that come before it.
-    check_sizes(window, stride)
-    if first_target < 1:
-        raise UserError(f"the first target must be token 1 or later, got {first_target}")
+    check_stride(window, stride)
     for first in range(first_target, length, stride):
         stop = min(first + stride, length) - 1
         yield Window(max(stop - window, 0), stop, first)
@@ -52,16 +50,12 @@ def shared_first_target(windows: list[int], stride: int) -> int:
     return max(windows) - stride + 1
 
 
-def check_sizes(window: int, stride: int) -> None:
+def check_stride(window: int, stride: int) -> None:
     """Raise UserError unless 1 <= stride <= window."""
-    if window < 1:
-        raise UserError(f"the window must be at least 1 token, got {window}")
-    if stride < 1:
-        raise UserError(f"the stride must be at least 1 token, got {stride}")
-    if stride > window:
+    if not 1 <= stride <= window:
         raise UserError(
-            f"the stride ({stride} tokens) must not exceed the window ({window}): the tokens in "
-            "between would never be scored"
+            f"the stride must be at least 1 token and at most the window, or the tokens in between "
+            f"would never be scored; got a stride of {stride} and a window of {window}"
         )
 
 
@@ -73,35 +67,6 @@ class TokenDocument:
     tokens: Tensor
 
 
-class TokenScores:
-    """The score of every token of one document, and the number of tokens read before it."""
-
-    def __init__(self, length: int) -> None:
-        self.nats = torch.full((length,), float("nan"))
-        """(length,), float32; NaN where a token was not scored."""
-        self.read = torch.zeros(length, dtype=torch.long)
-        """(length,), int64; 0 where a token was not scored."""
-
-    def summed(self, chosen: Tensor) -> tuple[float, int]:
-        """Nats and number of the scored tokens among some chosen ones, (length,), bool."""
-        chosen = chosen & (self.read > 0)
-        return self.nats[chosen].double().sum().item(), int(chosen.sum())
-
-
-def equal_ranges(window: int, ranges: int) -> list[int]:
-    """Borders of ranges of equal width from 0 to the window, for `by_tokens_read`."""
-    return [round(window * i / ranges) for i in range(ranges + 1)]
-
-
-def by_tokens_read(scores: Sequence[TokenScores], edges: Sequence[int]) -> list[tuple[float, int]]:
-    """Nats and tokens by the number of tokens read before; ranges end at ``edges``, inclusive."""
-    sums = []
-    for low, high in pairwise(edges):
-        parts = [score.summed((score.read > low) & (score.read <= high)) for score in scores]
-        sums.append((sum(nats for nats, _ in parts), sum(tokens for _, tokens in parts)))
-    return sums
-
-
 def score_documents(
     model: nn.Module,
     documents: Sequence[TokenDocument],
@@ -110,50 +75,15 @@ def score_documents(
     stride: int,
     first_target: int = 1,
     batch_tokens: int = 8192,
-    per_token: Sequence[TokenScores] | None = None,
-    part: slice = slice(None),
 ) -> list[DocumentScore]:
-    """Nats of every document in some of `windows_of` them, and in ``per_token`` of every token."""
-    nats = torch.zeros(len(documents), dtype=torch.float64)
-    counts = [0] * len(documents)
-    device = next(model.parameters()).device
-    trims = "logits_to_keep" in inspect.signature(model.forward).parameters
+    """Nats of every document under sliding windows, of the tokens from ``first_target`` on."""
+    nats, counts = [0.0] * len(documents), [0] * len(documents)
     windows = windows_of([len(d.tokens) for d in documents], window, stride, first_target)
-    for batch in _batches(windows[part], batch_tokens):
-        inputs = torch.stack([documents[d].tokens[w.start : w.stop] for d, w in batch])
-        scored = max(w.targets for _, w in batch)
-        # The last run of a document can be shorter: positions before its targets are ignored.
-        targets = torch.full((len(batch), scored), -100)
-        for row, (d, w) in enumerate(batch):
-            targets[row, scored - w.targets :] = documents[d].tokens[w.first_target : w.stop + 1]
-        keep = {"logits_to_keep": scored} if trims else {}
-        with torch.inference_mode():
-            with naming_the_limit(model, inputs.shape[1]):
-                logits = model(input_ids=inputs.to(device), use_cache=False, **keep).logits
-            losses = F.cross_entropy(
-                logits[:, logits.shape[1] - scored :].float().transpose(1, 2),
-                targets.to(device),
-                reduction="none",
-                ignore_index=-100,
-            )
-        rows = losses.double().sum(dim=1).cpu()
-        for row, (d, w) in enumerate(batch):
-            nats[d] += rows[row]
-            counts[d] += w.targets
-            if per_token is not None:
-                here = slice(w.first_target, w.stop + 1)
-                per_token[d].nats[here] = losses[row, scored - w.targets :].cpu()
-                per_token[d].read[here] = torch.arange(w.first_target, w.stop + 1) - w.start
-        if nats.isnan().any():
-            worst = documents[int(nats.isnan().nonzero()[0])].id
-            raise UserError(
-                f"the model returns NaN for document {worst!r}: its weights are damaged, or its "
-                "precision overflows (try float32)"
-            )
-    return [
-        DocumentScore(document.id, float(nats[d]), counts[d])
-        for d, document in enumerate(documents)
-    ]
+    for index, each, scores in score_windows(model, documents, windows, batch_tokens):
+        nats[index] += scores.double().sum().item()
+        counts[index] += each.targets
+    ids = [document.id for document in documents]
+    return [*map(DocumentScore, ids, nats, counts)]
 
 
 def windows_of(
@@ -166,6 +96,43 @@ def windows_of(
         for each in sliding_windows(length, window, stride, first_target)
     ]
     return sorted(every, key=lambda item: item[1].inputs)
+
+
+def score_windows(
+    model: nn.Module,
+    documents: Sequence[TokenDocument],
+    windows: Sequence[tuple[int, Window]],
+    batch_tokens: int = 8192,
+) -> Iterator[tuple[int, Window, Tensor]]:
+    """Every one of `windows_of` documents with the nats of its targets, (targets,), float32."""
+    device = next(model.parameters()).device
+    for batch in _batches(windows, batch_tokens):
+        inputs = torch.stack([documents[d].tokens[w.start : w.stop] for d, w in batch])
+        scored = max(w.targets for _, w in batch)
+        # The last run of a document can be shorter: positions before its targets are ignored.
+        targets = torch.full((len(batch), scored), -100)
+        for row, (d, w) in enumerate(batch):
+            targets[row, scored - w.targets :] = documents[d].tokens[w.first_target : w.stop + 1]
+        nats = _target_nats(model, inputs.to(device), targets.to(device)).cpu()
+        for (d, w), of_window in zip(batch, nats, strict=True):
+            if of_window.isnan().any():
+                raise UserError(
+                    f"the model returns NaN for document {documents[d].id!r}: its weights are "
+                    "damaged, or its precision overflows (try float32)"
+                )
+            yield d, w, of_window[scored - w.targets :]
+
+
+@torch.inference_mode()
+def _target_nats(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Nats of the targets (B, N) that follow the last N inputs (B, T); 0 where they are -100."""
+    scored = targets.shape[1]
+    trims = "logits_to_keep" in inspect.signature(model.forward).parameters
+    keep = {"logits_to_keep": scored} if trims else {}
+    with naming_the_limit(model, inputs.shape[1]):
+        logits = model(input_ids=inputs, use_cache=False, **keep).logits
+    logits = logits[:, logits.shape[1] - scored :].float().transpose(1, 2)
+    return F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
 
 
 def _batches(

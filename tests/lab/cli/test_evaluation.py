@@ -45,7 +45,7 @@ def test_a_command_that_was_stopped_resumes_from_its_values(
     with Store(tmp_path / "r.values.sqlite") as store:
         assert len(store) == 2
     monkeypatch.undo()
-    monkeypatch.setattr("coca_lab.evaluation.perplexity.score_documents", stopped)
+    monkeypatch.setattr("coca_lab.evaluation.perplexity.score_windows", stopped)
     code, _, err = run(capsys, *words)
     assert code == 0, err
     assert len(json.loads((tmp_path / "r.json").read_text())["results"]) == 2

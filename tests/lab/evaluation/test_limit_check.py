@@ -11,7 +11,7 @@ from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
 from coca_lab.data.tasks import vocabulary_text
 from coca_lab.evaluation.limit_check import LimitCheck, Measured
-from coca_lab.intervals import DocumentScore, perplexity
+from coca_lab.intervals import DocumentScore
 from conftest import some_text
 from families import vanilla
 
@@ -28,8 +28,7 @@ def measured(limit, hits, nats=0.0, beyond=0.0):
         ]
         for n, extra in ((L, nats), (2 * L, beyond))
     }
-    found = {n: perplexity(s) for n, s in scores.items()}
-    return Measured(limit, scores, found, dict(zip(scores, hits, strict=True)))
+    return Measured(limit, scores, dict(zip(scores, hits, strict=True)))
 
 
 BASE, SAFE = measured(None, (50, 0)), measured(L, (50, 3))
@@ -82,27 +81,53 @@ def source(tmp_path_factory):
     return tmp_path / "model"
 
 
-def test_coca_convert_measures_prints_and_writes_the_card(source, tmp_path, capsys):
-    words = ["convert", str(source), str(tmp_path / "target"), "--form", "rope"]
-    words += [
-        "--check",
-        str(source.parent / "text"),
-        "--check-samples",
-        "2",
-        "--check-lengths",
-        "[200]",
-    ]
+def convert_with_check(source, target, capsys):
+    """What the command prints, the errors, the card, and the limit that was chosen."""
+    words = ["convert", str(source), str(target), "--form", "rope", "--check-samples", "4"]
+    words += ["--check", str(source.parent / "text"), "--check-lengths", "[200]"]
     assert main(words) == 0
-    said, warned = capsys.readouterr()
+    config = AutoModelForCausalLM.from_pretrained(target).config
+    limit = rope_parameters(config)["max_distance"]
+    return *capsys.readouterr(), (target / "README.md").read_text(), limit
+
+
+def test_a_check_of_a_model_that_finds_nothing_says_that_half_of_it_was_empty(
+    source, tmp_path, capsys
+):
+    said, warned, card, limit = convert_with_check(source, tmp_path / "target", capsys)
     assert "warning: The model finds no passkey in texts of up to L = 160 tokens" in warned
-    assert "predefined maximum length" not in warned
-    card = (tmp_path / "target/README.md").read_text()
-    assert re.search(r"W = 160 \(chosen\) .*nothing", said) and re.search(r"W = 40 ", said)
+    assert "half of the check was empty" in warned and "half of the check was empty" in card
+    assert limit == 160 and re.search(r"W = 160 \(chosen\) .* 0 +0 +nothing; no passkey", said)
     assert "## Limit of distances" in card and "| W = 160 (chosen) |" in card
-    assert "passkeys 160 | 200 |" in card and "and 2 passkey prompts of each." in card
-    config = AutoModelForCausalLM.from_pretrained(tmp_path / "target").config
-    assert rope_parameters(config)["max_distance"] == 160
+    assert "passkeys 160 | 200 |" in card and "and 4 passkey prompts of each." in card
     assert json.loads((source / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_check_counts_what_is_found_and_lost(source, tmp_path, capsys, monkeypatch):
+    """Of a model that finds all within L, and with a limit most beyond, but for W = L / 4."""
+
+    def answers(model, tokenizer, prompts, **_):
+        limit = rope_parameters(model.config).get("max_distance")
+        known = {(128, None): 4, (168, None): 0, (128, 40): 3, (168, 80): 3, (168, 120): 2}
+        share = known.get((prompts.shape[1], limit), 4 if prompts.shape[1] == 128 else 1)
+        texts = [tokenizer.decode(ids) for ids in prompts]
+        keys = [re.search(r"passkey is (\d{5})", text)[1] for text in texts]
+        return [key if index < share else "" for index, key in enumerate(keys)]
+
+    monkeypatch.setattr("coca_lab.evaluation.retrieval.greedy_answers", answers)
+    monkeypatch.setattr("coca_lab.evaluation.limit_check._is_worse", lambda *_: False)
+    said, warned, card, limit = convert_with_check(source, tmp_path / "target", capsys)
+    assert limit == 80 and "empty" not in warned + card
+    rows = [line.split("|")[1:-1] for line in card.splitlines() if re.match(r"\| (base|W =)", line)]
+    found = [[cell.strip() for cell in (row[0], *row[3:])] for row in rows]
+    assert found == [
+        ["base", "4", "0", ""],
+        ["W = 160", "4", "1", "nothing"],
+        ["W = 120", "4", "2", "nothing"],
+        ["W = 80 (chosen)", "4", "3", "nothing"],
+        ["W = 40", "3", "1", "passkeys"],
+    ]
+    assert re.search(r"W = 40 .* 3 +1 +passkeys", said)
 
 
 @pytest.mark.parametrize(

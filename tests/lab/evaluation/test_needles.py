@@ -142,25 +142,3 @@ def test_every_kind_is_evaluated_and_recorded(words):
     for cell in cells:
         assert 0 <= cell["recall"] <= 1 and len(cell["samples"]) == 2
         assert {"needles", "expected", "depths", "distances", "output"} <= set(cell["samples"][0])
-
-
-def test_unfit_settings_and_tokenizers_are_refused(words):
-    model = tiny_model("llama-slack")
-    for changes, message in (
-        ({"lengths": []}, "at least one prompt length"),
-        ({"kinds": ["double"]}, "unknown kinds double"),
-        ({"count": 0}, "count must be at least 1"),
-        ({"count": 100}, "count must be at most 60"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            evaluate(NEEDLES, Model(model, words), NeedleSettings(**changes))
-
-    class Shouting:
-        def __call__(self, text, **_):
-            return words(text)
-
-        def decode(self, ids):
-            return words.decode(ids).upper()
-
-    with pytest.raises(ValueError, match="does not reproduce names and digits"):
-        ask_for_needles(Shouting(), "single", 256, [0])

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from coca_lab.arguments import checked
 from coca_lab.data import Document, train_tokenizer
 from coca_lab.data.blocks import TaskBlocks
 from coca_lab.data.tasks import (
     PASSKEY_QUESTION,
+    ask_for_needles,
     ask_for_passkeys,
     encoder,
     fill,
@@ -26,14 +28,14 @@ from coca_lab.data.tasks import (
 )
 from coca_lab.data.tokens import END_OF_TEXT
 from coca_lab.evaluation import Model, RotaryScaling, evaluate
-from coca_lab.evaluation.retrieval import PASSKEYS, PasskeySettings
+from coca_lab.evaluation.retrieval import NEEDLES, PASSKEYS, PasskeySettings
+from coca_lab.training.recipe import Recipe
+from coca_lab.training.retrieval import load_retrieval
 from conftest import tiny_model
 
 
-def evaluate_passkey(model, tokenizer, settings, scaling="none", factor=4.0, engine=None):
-    return evaluate(
-        PASSKEYS, Model(model, tokenizer), settings, RotaryScaling(scaling, factor), engine
-    )
+def evaluate_passkey(model, tokenizer, settings, scaling="none", factor=4.0):
+    return evaluate(PASSKEYS, Model(model, tokenizer), settings, RotaryScaling(scaling, factor))
 
 
 @pytest.fixture(scope="module")
@@ -197,51 +199,95 @@ def test_batches_and_caches_change_nothing(kind, tokenizer):
     assert outputs(seed=1) != plain
 
 
-def test_a_model_is_left_as_it_was_and_no_reminder_is_printed(tokenizer):
-    """Transformers prints one, once a process, for every generation beyond the training length."""
-    log, said = logging.getLogger("transformers.generation.stopping_criteria"), []
-    handler = logging.Handler()
-    handler.emit = said.append
-    log.addHandler(handler)
-    log.warning_once.__func__.cache_clear()
+def test_a_model_is_left_as_it_was(tokenizer):
     model, wanted = tiny_model("slack"), PasskeySettings([300], samples=1, max_new_tokens=5)
     before = dict(model.config.rope_parameters)
     (cell,) = evaluate_passkey(model, tokenizer, wanted, scaling="ntk", factor=2.0)
     assert cell["rope_parameters"]["length"] == 305
-    assert model.config.rope_parameters == before and not said
+    assert model.config.rope_parameters == before
+
+
+@pytest.fixture
+def reminders():
+    """Transformers' reminders of the training length, of which it prints one a process."""
+    log, said = logging.getLogger("transformers.generation.stopping_criteria"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(handler)
     log.warning_once.__func__.cache_clear()
-    model.generate(torch.ones(1, 40, dtype=torch.long), max_new_tokens=5, do_sample=False)
+    yield said
     log.removeHandler(handler)
-    assert "predefined maximum length" in said[0].getMessage()  # of what is no evaluation
 
 
-def test_unfit_settings_prompts_tokenizers_and_models_are_refused(tokenizer):
-    model = tiny_model("rope")
-    for changes, message in (
-        ({"lengths": []}, "at least one prompt length"),
-        ({"samples": 0}, "samples must be at least 1"),
-        ({"depths": 0}, "depths must be at least 1"),
-        ({"lengths": [30]}, "too short: without any filler it needs"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            evaluate_passkey(model, tokenizer, PasskeySettings(**changes))
+def validate(model, tokenizer):
+    """As a training does."""
+    validation = {"every": 1, "passkeys": 1, "needles": 1, "lengths": [300]}
+    load_retrieval(checked(Recipe, {"validation": validation}), tokenizer).shares(model)
 
-    class NoDigits:
+
+def measure(task):
+    settings = task.settings(lengths=[300], samples=1, max_new_tokens=3)
+    return lambda model, tokenizer: evaluate(task, Model(model, tokenizer), settings)
+
+
+def generate(model, tokenizer):
+    model.generate(torch.ones(1, 40, dtype=torch.long), max_new_tokens=5, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [(measure(PASSKEYS), 0), (measure(NEEDLES), 0), (validate, 0), (generate, 1)],
+)
+def test_reading_beyond_the_training_length_on_purpose_prints_no_reminder(
+    read, expected, digits, reminders
+):
+    model = tiny_model("slack")
+    model.resize_token_embeddings(len(digits))
+    read(model, digits)
+    assert ["predefined maximum length" in text for text in reminders] == [True] * expected
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        (PASSKEYS, {"lengths": []}, "lengths: .* at least 1 item"),
+        (PASSKEYS, {"lengths": [10**8]}, "lengths.0: .* less than or equal to 10000000"),
+        (PASSKEYS, {"samples": 0}, "samples: .* greater than 0"),
+        (PASSKEYS, {"depths": 0}, "depths: .* greater than 0"),
+        (PASSKEYS, {"lengths": [30]}, "too short: without any filler it needs"),
+        (NEEDLES, {"kinds": ["double"]}, "kinds.0: .* 'single', 'multi-key'"),
+        (NEEDLES, {"count": 100}, "count: .* less than or equal to 60"),
+        (NEEDLES, {"lengths": [30]}, "at least"),
+    ],
+)
+def test_settings_out_of_range_are_refused(task, changes, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        evaluate(task, Model(tiny_model("rope"), tokenizer), task.settings(**changes))
+
+
+def test_unfit_tokenizers_and_models_are_refused(digits):
+    class Other:
+        def __init__(self, encoded=str, decoded=str):
+            self.encoded, self.decoded = encoded, decoded
+
         def __call__(self, text, **_):
-            return {"input_ids": tokenizer(re.sub(r"\d", "#", text))["input_ids"]}
+            return digits(self.encoded(text))
 
         def decode(self, ids):
-            return tokenizer.decode(ids)
+            return self.decoded(digits.decode(ids))
 
+    assert ask_for_passkeys(Other(), 300, [0]) and ask_for_needles(Other(), "single", 900, [0])
     with pytest.raises(ValueError, match="does not reproduce names and digits"):
-        ask_for_passkeys(NoDigits(), 300, [0])
+        ask_for_passkeys(Other(encoded=lambda text: re.sub(r"\d", "#", text)), 300, [0])
+    with pytest.raises(ValueError, match="does not reproduce names and digits"):
+        ask_for_needles(Other(decoded=str.upper), "single", 900, [0])
 
     limited = GPT2LMHeadModel(
-        GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=8, n_layer=1, n_head=1,
+        GPT2Config(vocab_size=len(digits), n_positions=64, n_embd=8, n_layer=1, n_head=1,
                    bos_token_id=0, eos_token_id=0)
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"cannot read 364 tokens at once .* 64: use shorter"):
-        evaluate_passkey(limited, tokenizer, PasskeySettings(lengths=[300], samples=1))
+        evaluate_passkey(limited, digits, PasskeySettings(lengths=[300], samples=1))
 
 
 def test_training_blocks_hold_questions_answers_and_ends_at_any_place(digits):
