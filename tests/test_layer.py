@@ -6,8 +6,7 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 
 import oracle
 from coca_attention import CoCAAttention
-from coca_attention.ops import FORMS, Rotation
-from coca_attention.ops.positions import Linear
+from coca_attention.ops import FORMS, Linear, Rotation
 from covering import covering
 
 

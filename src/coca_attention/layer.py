@@ -5,7 +5,7 @@ P = D/2 rotary pairs, F free pairs.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,7 @@ from coca_attention.ops import (
     query_map,
     score_scale,
 )
-from coca_attention.ops.positions import check_positions, check_width
-
-
-class Cache(Protocol):
-    """A cache that returns all keys and values so far, such as Transformers' `DynamicCache()`."""
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of cached keys of a layer."""
-        ...
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append keys and values along the length; return all keys and values of the layer."""
-        ...
+from coca_attention.ops.checks import check_positions, check_width
 
 
 def project_collinear(
@@ -162,7 +150,7 @@ class CoCAAttention(nn.Module):
         positions: Tensor | None = None,
         attention_mask: Tensor | None = None,
         is_causal: bool = True,
-        cache: Cache | Any = None,
+        cache: Any = None,
     ) -> Tensor:
         """Attend.
 
@@ -173,8 +161,8 @@ class CoCAAttention(nn.Module):
             attention_mask: Boolean (True = may attend) or additive, broadcastable to
                 (B, H, T, S), applied in addition to causality.
             is_causal: Whether a token sees only itself and earlier tokens.
-            cache: Keys and values of earlier tokens, for example Transformers' `DynamicCache()`;
-                updated in place.
+            cache: Keys and values of earlier tokens, updated in place: Transformers'
+                `DynamicCache()`, or an object that has its `get_seq_length` and `update`.
 
         Returns:
             (B, T, hidden_size).

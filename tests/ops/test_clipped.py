@@ -7,18 +7,16 @@ import torch
 
 import oracle
 from coca_attention.ops import (
-    Clipping,
     Rotation,
-    attend_clipped,
+    YaRN,
     attention,
     clipped,
     coca_attention,
-    far_query_map,
     key_map,
     query_map,
 )
+from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map
 from coca_attention.ops.parts import clipped_parts, document_parts
-from coca_attention.ops.positions import YaRN
 from covering import covering
 
 WIDTH, LIMIT = 16, 7

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 
 from coca_attention.ops import (
     Rotation,
+    YaRN,
     activate,
     attend,
     attend_half,
-    attend_half_at,
     kernels,
     key_frames,
     key_map,
     tile_length,
 )
-from coca_attention.ops.positions import YaRN
+from coca_attention.ops.decoding import attend_half_at
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -14,23 +14,21 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import oracle
 from coca_attention.ops import (
-    RULES,
-    UNSCALED,
-    Rotation,
-    Rule,
-    apply_rotary,
-    key_frames,
-)
-from coca_attention.ops.positions import (
     NTK,
+    RULES,
     DynamicNTK,
     Linear,
     Llama3,
     LongRoPE,
+    Rotation,
+    Rule,
     YaRN,
-    split_pairs,
+    apply_rotary,
+    key_frames,
+    register_rule,
 )
-from coca_attention.ops.positions.rules import register_rule
+from coca_attention.ops.positions import split_pairs
+from coca_attention.ops.rules import UNSCALED
 
 
 def theta(width: int, rule: Rule = UNSCALED, base: float = 10000.0) -> torch.Tensor:

@@ -1,10 +1,19 @@
-"""GPT-NeoX with ALiBi, the paper's baseline."""
+"""GPT-NeoX with ALiBi (arXiv 2108.12409), the paper's baseline.
+
+Legend: B batch, T query length, S key length, H heads, D head width.
+
+ALiBi subtracts ``slope * (m - n)`` from the score of query m and key n. Softmax ignores a constant
+of the row, so only ``slope * n`` matters, which is an inner product: two additional columns on the
+queries (the slope) and on the keys (the position). ALiBi therefore needs no bias matrix and runs
+through any attention kernel in linear memory; the paper's own runs went out of memory at 16k.
+"""
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_neox.modeling_gpt_neox import (
@@ -14,7 +23,42 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
     eager_attention_forward,
 )
 
-from coca_attention.ops import alibi
+# Positions are split into hi * SPLIT + lo; both parts are exact in bfloat16 up to 65,536 tokens.
+SPLIT = 256
+# Columns added to queries and keys: two are used, the others are zeros for the kernels' alignment.
+EXTRA_COLUMNS = 8
+
+
+def slopes(num_heads: int) -> Tensor:
+    """The slope of every head, (H,), float64."""
+    # A geometric series with first element and ratio 2 ** (-8 / H) if H is a power of two.
+    # Otherwise, as in the ALiBi authors' code, the series of the next lower power of two, followed
+    # by every other element of the series of twice that power.
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+
+    def series(length: int) -> Tensor:
+        return 2.0 ** (-8.0 / length * torch.arange(1, length + 1, dtype=torch.float64))
+
+    below = 2 ** (num_heads.bit_length() - 1)
+    return torch.cat((series(below), series(2 * below)[0::2][: num_heads - below]))
+
+
+def augment(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Queries (B, H, T, D + 8) and keys (B, H, S, D + 8) with scale Q'·K' = scale q·k + slope n."""
+    heads, queries = query.shape[-3:-1]
+    keys = key.shape[-2]
+    slope = (slopes(heads) / scale).to(query)[:, None].expand(heads, queries)
+    # The slope is rounded once, so that both parts use the same value in every precision.
+    query_columns = torch.stack((slope * SPLIT, slope), dim=-1)
+    # Counted back from the last key, so that positions near the query, which matter, are small.
+    back = torch.arange(1 - keys, 1, device=key.device)
+    hi = torch.div(back, SPLIT, rounding_mode="trunc")
+    key_columns = torch.stack((hi, back - hi * SPLIT), dim=-1).to(key.dtype)
+    pad = EXTRA_COLUMNS - 2
+    query_columns = F.pad(query_columns, (0, pad)).expand(*query.shape[:-1], EXTRA_COLUMNS)
+    key_columns = F.pad(key_columns, (0, pad)).expand(*key.shape[:-1], EXTRA_COLUMNS)
+    return torch.cat((query, query_columns), dim=-1), torch.cat((key, key_columns), dim=-1)
 
 
 @strict
@@ -43,7 +87,7 @@ class AlibiGPTNeoXAttention(GPTNeoXAttention):
         query, key, value = qkv.transpose(1, 2).chunk(3, dim=-1)
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
-        query, key = alibi.augment(query, key, self.scaling)
+        query, key = augment(query, key, self.scaling)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -51,7 +95,7 @@ class AlibiGPTNeoXAttention(GPTNeoXAttention):
             self,
             query,
             key,
-            pad(value, (0, alibi.EXTRA_COLUMNS)),
+            F.pad(value, (0, EXTRA_COLUMNS)),
             attention_mask,
             scaling=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,

@@ -26,7 +26,8 @@ from coca_attention.models.projections import (
     replace_key_projection,
 )
 from coca_attention.models.rotary import Angles
-from coca_attention.ops import hidden_by, key_map, query_map, score_scale
+from coca_attention.ops import key_map, query_map, score_scale
+from coca_attention.ops.attention import hidden_by
 
 
 def eager_attention(

@@ -8,8 +8,9 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from coca_attention.errors import UserError
-from coca_attention.ops import RULES, Rotation, Rule, check_clipped_form, get_form
-from coca_attention.ops.positions import check_real, check_whole
+from coca_attention.ops import RULES, Rotation, Rule, get_form
+from coca_attention.ops.checks import check_real, check_whole
+from coca_attention.ops.clipped import check_clipped_form
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 """Transformers' names for layers that see a window, and for layers that see the whole text."""

@@ -37,7 +37,7 @@ from coca_attention.models.decoder import (
 from coca_attention.models.families import FAMILIES, Family, supported_families
 from coca_attention.models.projections import AttentionLayout
 from coca_attention.ops import FORMS
-from coca_attention.ops.positions import check_whole
+from coca_attention.ops.checks import check_whole
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from coca_attention.models.projections import (
     replace_key_projection,
 )
 from coca_attention.models.rotary import Angles, CoCARotary
-from coca_attention.ops import compiling
+from coca_attention.ops.opaque import compiling
 
 MASKS = {GLOBAL: create_causal_mask, LOCAL: create_sliding_window_causal_mask}
 

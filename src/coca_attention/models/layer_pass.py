@@ -15,20 +15,11 @@ from torch import Tensor
 
 from coca_attention.models.configuration import free_pairs, rope_parameters, rotation, window_of
 from coca_attention.models.rotary import Angles
-from coca_attention.ops import (
-    Clipping,
-    KeyFrames,
-    attend,
-    attend_clipped,
-    attend_half,
-    attend_half_at,
-    compiling,
-    far_query_map,
-    key_frames,
-    key_map,
-    tile_length,
-    with_bias,
-)
+from coca_attention.ops import attend, attend_half, key_frames, key_map, tile_length
+from coca_attention.ops.attention import with_bias
+from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map
+from coca_attention.ops.decoding import KeyFrames, attend_half_at
+from coca_attention.ops.opaque import compiling
 
 
 @torch.library.custom_op("coca_attention::materialized", mutates_args=())

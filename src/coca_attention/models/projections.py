@@ -77,24 +77,6 @@ def head_norm(
     return lambda x: norm(x.flatten(-2)).view(x.shape)
 
 
-def project_rotary(
-    attention: Any, hidden_states: Tensor, layout: AttentionLayout
-) -> tuple[Tensor, Tensor]:
-    """q (B, H, T, D) and k (B, G, T, D) of a family's original attention, before rotation."""
-    if layout.split_fused is None:
-        query, key = attention.q_proj(hidden_states), attention.k_proj(hidden_states)
-    else:
-        fused = getattr(attention, str(layout.fused_name))(hidden_states)
-        query, key, _ = layout.split_fused(attention, fused)
-    width = getattr(attention, "head_dim", None) or attention.head_size
-
-    def heads(x: Tensor, name: str) -> Tensor:
-        x, norm = x.unflatten(-1, (-1, width)), head_norm(attention, name, layout)
-        return (x if norm is None else norm(x)).transpose(1, 2)
-
-    return heads(query, "q_norm"), heads(key, "k_norm")
-
-
 def separate_projections(attention: Any, layout: AttentionLayout) -> None:
     """Replace the fused projection of a module, if it has one, by q_proj, k_proj and v_proj."""
     if layout.split_fused is None:

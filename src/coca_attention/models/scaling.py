@@ -19,8 +19,8 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.families import FAMILIES, supported_families
 from coca_attention.models.rotary import CoCARotary, VanillaRotary
-from coca_attention.ops import RULES
-from coca_attention.ops.positions import NTK, LongRoPE, check_whole
+from coca_attention.ops import NTK, RULES, LongRoPE
+from coca_attention.ops.checks import check_whole
 
 KEPT = (
     "rope_theta",

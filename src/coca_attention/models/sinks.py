@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from coca_attention.ops import attend, compiling
+from coca_attention.ops import attend
+from coca_attention.ops.opaque import compiling
 
 SINKS = "sinks"
 """Name of the attention implementation, as for ``attn_implementation`` in Transformers."""

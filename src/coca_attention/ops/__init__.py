@@ -1,6 +1,6 @@
 """Functions on tensors; requires only torch.
 
-- `positions`: rotary pairs, scaling rules, `Rotation`.
+- `positions`: rotary pairs and `Rotation`; `rules`: scaling rules of its frequencies.
 - `forms`: the score forms.
 - `maps`: effective queries and keys.
 - `collinear`: `coca_attention`, the operator.
@@ -9,55 +9,45 @@
 - `attention`: softmax attention in linear memory.
 - `clipped`: attention under clipped distances; `parts`: its near and far keys without masks.
 - `opaque`: operators that torch.compile does not trace.
-- `alibi`: attention with linear biases, the paper's baseline.
 """
 
-from coca_attention.ops.attention import attend, hidden_by, with_bias
-from coca_attention.ops.clipped import Clipping, attend_clipped, check_clipped_form, far_query_map
+from coca_attention.ops.attention import attend
 from coca_attention.ops.collinear import coca_attention
-from coca_attention.ops.decoding import (
-    KeyFrames,
-    attend_half,
-    attend_half_at,
-    key_frames,
-    tile_length,
-)
+from coca_attention.ops.decoding import attend_half, key_frames, tile_length
 from coca_attention.ops.forms import FORMS, ScoreForm, get_form, register_form
 from coca_attention.ops.maps import activate, fold, key_map, query_map, score_scale
-from coca_attention.ops.opaque import compiling
-from coca_attention.ops.positions import (
+from coca_attention.ops.positions import Rotation, apply_rotary
+from coca_attention.ops.rules import (
+    NTK,
     RULES,
-    UNSCALED,
-    Decay,
-    Rotation,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRoPE,
     Rule,
-    apply_rotary,
+    YaRN,
     register_rule,
 )
 
 __all__ = [
     "FORMS",
+    "NTK",
     "RULES",
-    "UNSCALED",
-    "Clipping",
-    "Decay",
-    "KeyFrames",
+    "DynamicNTK",
+    "Linear",
+    "Llama3",
+    "LongRoPE",
     "Rotation",
     "Rule",
     "ScoreForm",
+    "YaRN",
     "activate",
     "apply_rotary",
     "attend",
-    "attend_clipped",
     "attend_half",
-    "attend_half_at",
-    "check_clipped_form",
     "coca_attention",
-    "compiling",
-    "far_query_map",
     "fold",
     "get_form",
-    "hidden_by",
     "key_frames",
     "key_map",
     "query_map",
@@ -65,5 +55,4 @@ __all__ = [
     "register_rule",
     "score_scale",
     "tile_length",
-    "with_bias",
 ]

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from coca_attention.ops.attention import attend
+from coca_attention.ops.checks import check_positions, check_width
 from coca_attention.ops.clipped import Clipping, attend_clipped, check_clipped_form, far_query_map
 from coca_attention.ops.forms import ScoreForm, get_form
 from coca_attention.ops.maps import key_map, query_map, score_scale
-from coca_attention.ops.positions import UNSCALED, Rotation, check_positions, check_width
+from coca_attention.ops.positions import Rotation
 
 
 def coca_attention(
@@ -81,7 +82,7 @@ def coca_attention(
         key_positions = torch.arange(keys, device=query.device)
     wide = torch.promote_types(query.dtype, torch.float32)
     divisor = score_scale(query.dtype)
-    rotation = Rotation(width, rule=UNSCALED) if rotation is None else rotation
+    rotation = Rotation(width) if rotation is None else rotation
     free_pairs = key_coefficients.shape[-1] - width // 2
     tables = rotation.tables(key_positions, wide)
     k = key_map(key_coefficients, *tables, free_pairs=free_pairs)

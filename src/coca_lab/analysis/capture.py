@@ -19,7 +19,7 @@ from coca_attention.errors import UserError
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import attention_of, rotation, window_of
 from coca_attention.models.families import Family, family_of, supported_families
-from coca_attention.models.projections import project_rotary
+from coca_attention.models.projections import AttentionLayout, head_norm
 from coca_attention.models.rotary import CoCARotary
 from coca_attention.models.scaling import rotary_restored
 from coca_attention.ops import Rotation
@@ -149,7 +149,7 @@ def _captured(
     turns = _rotation(body, kind, hidden.shape[1])
     form = VANILLA
     if not isinstance(attention, CollinearAttention):
-        query, key = project_rotary(attention, hidden, family.layout)
+        query, key = _project_rotary(attention, hidden, family.layout)
     else:
         query, key, _ = attention.project(hidden)
         if key.shape[-1] == query.shape[-1]:  # all pairs are free
@@ -180,6 +180,24 @@ def _captured(
         scale=scale,
         kind=kind,
     )
+
+
+def _project_rotary(
+    attention: Any, hidden: Tensor, layout: AttentionLayout
+) -> tuple[Tensor, Tensor]:
+    """q (B, H, T, D) and k (B, G, T, D) of a family's original attention, before rotation."""
+    if layout.split_fused is None:
+        query, key = attention.q_proj(hidden), attention.k_proj(hidden)
+    else:
+        fused = getattr(attention, str(layout.fused_name))(hidden)
+        query, key, _ = layout.split_fused(attention, fused)
+    width = getattr(attention, "head_dim", None) or attention.head_size
+
+    def heads(x: Tensor, name: str) -> Tensor:
+        x, norm = x.unflatten(-1, (-1, width)), head_norm(attention, name, layout)
+        return (x if norm is None else norm(x)).transpose(1, 2)
+
+    return heads(query, "q_norm"), heads(key, "k_norm")
 
 
 def _rotation(body: Any, kind: str | None, length: int) -> Rotation:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import oracle
-from coca_attention.ops import alibi, attend
+from coca_attention.models import alibi
+from coca_attention.ops import attend
 from covering import covering
 
 

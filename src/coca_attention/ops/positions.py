@@ -5,19 +5,17 @@ m a query's position, n a key's.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from coca_attention.ops.positions.checks import check_real, check_whole, check_width
-from coca_attention.ops.positions.rules import UNSCALED, Rule
+from coca_attention.ops.checks import check_real, check_whole, check_width
+from coca_attention.ops.rules import UNSCALED, Rule
 
 NO_FLOAT64 = ("mps",)
-Table = tuple[Tensor, Tensor]
-"""cos and sin of the angles of every rotated pair, each (..., T, R/2)."""
 
 
 def split_pairs(
@@ -139,7 +137,7 @@ class Rotation:
 
     width: int
     base: float = 10000.0
-    rule: Rule = field(default=UNSCALED)
+    rule: Rule = UNSCALED
     turning: int | None = None
     temperature: int | None = None
     decay: float | None = None
@@ -212,7 +210,9 @@ class Rotation:
             theta = _frequencies(self, positions.device, dtype)
         return positions.to(dtype).unsqueeze(-1) * theta
 
-    def tables(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Table:
+    def tables(
+        self, positions: Tensor, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
         """cos and sin of the angle of every rotated pair.
 
         Args:
@@ -227,7 +227,9 @@ class Rotation:
         angles, magnitude = self.angles(positions), self.rule.magnitude
         return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
-    def far_tables(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Table:
+    def far_tables(
+        self, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
         """cos and sin for a query at position max_distance whose keys are at position 0.
 
         Returns:
