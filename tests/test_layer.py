@@ -113,7 +113,10 @@ def test_dropout_applies_only_in_training():
         ({"hidden_size": 30, "num_heads": 4}, "not a multiple of num_heads"),
         ({"hidden_size": 12, "num_heads": 4}, "must be even"),
         ({"hidden_size": 32, "num_heads": 0}, "num_heads must be at least 1, got 0"),
-        ({"hidden_size": 32, "num_heads": 4, "num_key_value_heads": 3}, "must divide num_heads"),
+        (
+            {"hidden_size": 32, "num_heads": 4, "num_key_value_heads": 3},
+            "must divide the number of query heads; got 3 and 4",
+        ),
         ({"hidden_size": 32, "num_heads": 4, "form": "loose"}, "unknown score form"),
         (
             {"hidden_size": 32, "num_heads": 4, "rotation": Rotation(8, max_distance=4)},

@@ -20,7 +20,7 @@ from coca_attention.ops import (
     query_map,
     score_scale,
 )
-from coca_attention.ops.checks import check_positions, check_width
+from coca_attention.ops.checks import check_heads, check_positions, check_width
 
 
 def project_collinear(
@@ -108,10 +108,7 @@ class CoCAAttention(nn.Module):
                 )
             head_dim = hidden_size // num_heads
         check_width(head_dim)
-        if kv_heads < 1 or num_heads % kv_heads:
-            raise ValueError(
-                f"num_key_value_heads must divide num_heads; got {kv_heads} and {num_heads}"
-            )
+        check_heads(num_heads, kv_heads)
         if not 0 <= free_pairs <= head_dim // 2:
             raise ValueError(
                 f"free_pairs must be between 0 and {head_dim // 2}, the number of pairs per head; "

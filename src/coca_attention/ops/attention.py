@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from coca_attention.ops.checks import check_heads
 from coca_attention.ops.opaque import compiling, opaque
 from coca_attention.ops.positions import Decay
 
@@ -79,10 +80,10 @@ def attend(
     if queries == 0:
         return query.new_zeros(*query.shape[:-1], value_width)
     scale = math.pow(query.shape[-1], -0.5) if scale is None else scale
-    whole = bias is None and segments is None and attention_mask is None and queries == keys
-    whole = whole and (window is None or window >= keys)
-    blocks = is_causal and not whole and sinks is None
-    if blocks and can_be_opaque(queries, attention_mask, dropout):
+    window = window if window is not None and window < keys else None
+    hidden = attention_mask is not None or segments is not None or bias is not None
+    masked = hidden or (is_causal and queries > 1 and (queries < keys or window is not None))
+    if is_causal and masked and sinks is None and can_be_opaque(queries, attention_mask, dropout):
         places = (None, None) if positions is None else positions
         decay = None if bias is None else [*bias]
         query, key, value = in_autocast(query, key, value)
@@ -97,10 +98,7 @@ def attend(
         attention_mask = _cut_mask(attention_mask, slice(None), sighted)
         segments = None if segments is None else segments[:, sighted]
         keys = key.shape[-2]
-        window = window if window < keys else None
-    hidden = attention_mask is not None or segments is not None
-    masked = bias is not None or window is not None or hidden
-    masked = masked or (is_causal and 1 < queries < keys)
+        window = window if window < keys else None  # one query sees all that are left
     grouped = False  # the comparison itself is not a bool under dynamic shapes
     if key.shape[-3] != query.shape[-3]:
         grouped = _fuses_grouped_heads(query, masked)
@@ -270,13 +268,8 @@ def _check_inputs(
     query: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, window: int | None
 ) -> None:
     """Raise unless the arguments of `attend` fit each other."""
-    heads, queries = query.shape[-3:-1]
-    kv_heads, keys = value.shape[-3:-1]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"the number of key/value heads must divide the number of query heads; got "
-            f"{kv_heads} and {heads}"
-        )
+    queries, keys = query.shape[-2], value.shape[-2]
+    check_heads(query.shape[-3], value.shape[-3])
     if is_causal and queries > keys:
         raise ValueError(
             f"in causal attention the queries are the last positions of the keys, so there must be "

@@ -15,6 +15,15 @@ def check_width(width: int, what: str = "head width") -> None:
         raise ValueError(f"{what} must be even and at least 2, to form rotary pairs; got {width}")
 
 
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Raise ValueError unless heads can share key/value heads."""
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"the number of key/value heads must divide the number of query heads; got {kv_heads} "
+            f"and {heads}"
+        )
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool)
 

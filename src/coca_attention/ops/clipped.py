@@ -65,7 +65,7 @@ def attend_clipped(
     segments: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """softmax(scale * scores + mask) V, with scores Q' K'^T up to a distance of W.
+    """softmax(scale * scores + mask) V, (B, H, T, Dv), with scores Q' K'^T up to a distance of W.
 
     Beyond, they are those at the distance W: far_query · far_key.
 
@@ -78,16 +78,9 @@ def attend_clipped(
         value: (B, G, S, Dv).
         clipping: W, and what else decides about scores.
         positions: Of the queries, (T,) or (B, T), and of all keys, (S,) or (B, S).
-        attention_mask: Boolean (True = may attend) or additive, broadcastable to (B, H, T, S). A
-            fully masked row gives zeros.
-        segments: See `attend`, (B, S).
-        dropout: Probability of dropping an attention weight.
-
-    Returns:
-        (B, H, T, Dv).
+        attention_mask: As for `attend`; so are segments and dropout.
     """
-    query, key, far_query, far_key, value = in_autocast(query, key, far_query, far_key, value)
-    tensors = (query, key, far_query, far_key, value)
+    tensors = in_autocast(query, key, far_query, far_key, value)
     (batch, _, queries), keys = query.shape[:3], far_key.shape[2]
     if batch == 0 or queries == 0:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
@@ -98,28 +91,25 @@ def attend_clipped(
     plain = clipping.consecutive and clipping.is_causal and attention_mask is None and not dropout
     plain = plain and (clipping.window is None or clipping.window >= keys)
     if plain and not one and can_attend_parts(query):
-        return _attend_in_parts(*tensors, clipping, segments)
+        return _attend_in_parts(tensors, clipping, segments)
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.masked_fill(hidden_by(attention_mask), float("-inf"))
     sight = Sight(
         queries, keys, attention_mask, segments, clipping.is_causal, clipping.window, query.device
     )
     if one:
-        return _attend_one(*tensors, clipping, sight, positions)
-    return _attend_joined(*tensors, clipping, sight, positions, dropout)
+        return _attend_one(tensors, clipping, sight, positions)
+    return _attend_joined(tensors, clipping, sight, positions, dropout)
 
 
 def _attend_one(
-    query: Tensor,
-    key: Tensor,
-    far_query: Tensor,
-    far_key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor, ...],
     clipping: Clipping,
     sight: Sight,
     positions: tuple[Tensor, Tensor],
 ) -> Tensor:
     """`attend_clipped` of one query without gradients, for which copies of keys would take long."""
+    query, key, far_query, far_key, value = tensors
     wide = torch.promote_types(query.dtype, torch.float32)
     near, scores = (
         clipping.scale * x.to(wide).unflatten(1, (y.shape[1], -1)).squeeze(-2) @ y.to(wide).mT
@@ -136,17 +126,14 @@ def _attend_one(
 
 
 def _attend_joined(
-    query: Tensor,
-    key: Tensor,
-    far_query: Tensor,
-    far_key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor, ...],
     clipping: Clipping,
     sight: Sight,
     positions: tuple[Tensor, Tensor],
     dropout: float,
 ) -> Tensor:
     """`attend_clipped` as attention to near keys and to far keys, of which a mask hides others."""
+    query, key, far_query, far_key, value = tensors
     # Of width D + P + F: near and far queries side by side; near keys, zeros; zeros, far keys.
     limit, past, widths = clipping.max_distance, sight.keys - sight.queries, key.shape[-1]
     query = torch.cat((query, far_query), dim=-1)
@@ -183,28 +170,25 @@ def _attend_joined(
 
 
 def _attend_in_parts(
-    query: Tensor,
-    key: Tensor,
-    far_query: Tensor,
-    far_key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor, ...],
     clipping: Clipping,
     segments: Tensor | None,
 ) -> Tensor:
     """`attend_clipped` at consecutive positions, without a mask."""
+    query, key, far_query, far_key, value = tensors
     queries, keys, limit = query.shape[-2], far_key.shape[-2], clipping.max_distance
     if key.shape[-2] < keys:
         key = F.pad(key, (0, 0, keys - key.shape[-2], 0))
     tensors = (query, key, far_query, far_key, value)
     if segments is None:
         parts = list(clipped_parts(queries, keys, limit))
-        return attend_parts(parts, *tensors, scale=clipping.scale)
+        return attend_parts(parts, tensors, clipping.scale)
     outputs = []
     for row, *text in zip(segments, *tensors, strict=True):
         # Every document is a text of its own.
         lengths = row.unique_consecutive(return_counts=True)[1].tolist()
         parts = document_parts(lengths, queries, limit)
-        outputs.append(attend_parts(parts, *(x[None] for x in text), scale=clipping.scale))
+        outputs.append(attend_parts(parts, [x[None] for x in text], clipping.scale))
     return torch.cat(outputs)
 
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from coca_attention.ops.attention import attend
-from coca_attention.ops.checks import check_positions, check_width
+from coca_attention.ops.checks import check_heads, check_positions, check_width
 from coca_attention.ops.clipped import Clipping, attend_clipped, check_clipped_form, far_query_map
 from coca_attention.ops.forms import ScoreForm, get_form
 from coca_attention.ops.maps import key_map, query_map, score_scale
 from coca_attention.ops.positions import Rotation
+from coca_attention.ops.rules import UNSCALED
 
 
 def coca_attention(
@@ -82,7 +83,8 @@ def coca_attention(
         key_positions = torch.arange(keys, device=query.device)
     wide = torch.promote_types(query.dtype, torch.float32)
     divisor = score_scale(query.dtype)
-    rotation = Rotation(width) if rotation is None else rotation
+    # torch.compile cannot make the default rule.
+    rotation = Rotation(width, rule=UNSCALED) if rotation is None else rotation
     free_pairs = key_coefficients.shape[-1] - width // 2
     tables = rotation.tables(key_positions, wide)
     k = key_map(key_coefficients, *tables, free_pairs=free_pairs)
@@ -178,8 +180,4 @@ def _check_inputs(query: Tensor, key_coefficients: Tensor, value: Tensor) -> Non
             f"batch, key/value heads and key length must match: query {tuple(query.shape)}, "
             f"key_coefficients {tuple(key_coefficients.shape)}, value {tuple(value.shape)}"
         )
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"the number of key/value heads must divide the number of query heads; got {kv_heads} "
-            f"and {heads}"
-        )
+    check_heads(heads, kv_heads)

@@ -32,22 +32,14 @@ CUDA_KEYS, CUDA_TILE = 64, 1 << 13
 
 @dataclass(frozen=True)
 class KeyFrames:
-    """Rotations of the query for every tile, and of the coefficients within a tile.
+    """Rotations of the query for every tile, and of the coefficients within a tile."""
 
-    Attributes:
-        cos: cos(n_0 θ_j) of every tile's first position n_0, (1 or B, tiles, W), float32 or wider.
-        sin: Like cos.
-        first: cos(r θ_j) for every offset r in a tile, (N, W).
-        second: sin(r θ_j), (N, W).
-        length: Number of keys S.
-        buffers: Scratch memory. It is shared, so only one step may use the frames at a time.
-    """
-
-    cos: Tensor
+    cos: Tensor  # of n_0 θ_j for every tile's first position n_0, (1 or B, tiles, W)
     sin: Tensor
-    first: Tensor
-    second: Tensor
-    length: int
+    first: Tensor  # cos(r θ_j) for every offset r in a tile, (N, W)
+    second: Tensor  # sin(r θ_j)
+    length: int  # number of keys S
+    # Scratch memory. It is shared, so only one step may use the frames at a time.
     buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -195,25 +187,10 @@ def attend_half_at(
     attention_mask: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """`attend_half` for keys at any positions, in one expression, intended for torch.compile.
+    """`attend_half` for keys with these cos and sin, (S, R/2) or (B, S, R/2), for torch.compile.
 
     Compiled, the scores are one loop that reads the coefficients once. Without compilation, an
     intermediate result has one element per query head, key and coefficient.
-
-    Args:
-        query: Q' (`maps.query_map`), (B, H, 1, D).
-        coefficients: (B, G, S, W); G divides H.
-        value: (B, G, S, Dv).
-        cos: cos of the angles at the key positions, (S, R/2) or (B, S, R/2), see `query_map`.
-        sin: Like cos.
-        attention_mask: As for `attend_half`.
-        scale: Multiplies the scores.
-
-    Returns:
-        (B, H, 1, Dv) in the dtype of the query.
-
-    Raises:
-        ValueError: If an input requires a gradient, which is not implemented.
     """
     _check_no_gradient(query, coefficients, value)
     kv_heads, _, coefficients_width = coefficients.shape[1:]

@@ -8,7 +8,7 @@ because exp(score - sum) are then the weights of the whole (Ring Attention, Liu 
 Legend: B batch, T query length, S key length, H query heads, G key/value heads, D head width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -74,19 +74,12 @@ def can_attend_parts(query: Tensor) -> bool:
     return query.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def attend_parts(
-    parts: list[Part],
-    query: Tensor,
-    key: Tensor,
-    far_query: Tensor,
-    far_key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
-    """softmax(scale * scores) V over disjoint parts, of which every query is in at least one."""
-    tensors = of_one_width(query, key, far_query, far_key, value)
-    return _Parts.apply(parts, scale, *tensors)[..., : value.shape[-1]]
+def attend_parts(parts: list[Part], tensors: Sequence[Tensor], scale: float) -> Tensor:
+    """softmax(scale * scores) V over disjoint parts, of which every query is in at least one.
+
+    The tensors: query, key, far query, far key and value, see `attend_clipped`.
+    """
+    return _Parts.apply(parts, scale, *of_one_width(*tensors))[..., : tensors[-1].shape[-1]]
 
 
 class _Parts(torch.autograd.Function):

@@ -27,7 +27,14 @@ def unscaled_frequencies(width: int, base: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """Unscaled frequencies, and the base class of all scaling rules."""
+    """Unscaled frequencies, and the base class of all scaling rules.
+
+    Attributes:
+        factor: k, at least 1, in rules that have it.
+        training_length: L_train.
+        length: L, in rules for a text of some length.
+        attention_factor: Multiplies cos and sin; the default depends on the rule.
+    """
 
     kind: ClassVar[str] = "none"
     """Name of the rule."""
@@ -52,7 +59,7 @@ class Rule:
             base: Base of the geometric series.
 
         Raises:
-            ValueError: If the width is odd, the base not positive, or the rule lacks a parameter.
+            ValueError: If the rule lacks a parameter.
         """
         return unscaled_frequencies(width, base)
 
@@ -99,7 +106,7 @@ class Rule:
         return list(cls.__match_args__)  # torch.compile does not trace dataclasses.fields
 
     def _check_training_length(self) -> None:
-        if getattr(self, "training_length", None) is None:
+        if not getattr(self, "training_length", None):
             raise ValueError(
                 f"rotary scaling {self.kind!r} needs training_length, the model's training length "
                 "in tokens"
@@ -110,8 +117,6 @@ UNSCALED = Rule()
 """Frequencies as in training."""
 RULES: dict[str, type[Rule]] = {Rule.kind: Rule}
 """Registered rules by the name that `set_rotary_scaling` takes."""
-
-
 RuleType = TypeVar("RuleType", bound=type[Rule])
 
 
@@ -134,19 +139,13 @@ def register_rule(rule: RuleType) -> RuleType:
 @register_rule
 @dataclass(frozen=True)
 class Linear(Rule):
-    """Position interpolation (arXiv 2306.15595): position n becomes n / k.
-
-    Attributes:
-        factor: k, at least 1.
-    """
+    """Position interpolation (arXiv 2306.15595): position n becomes n / k."""
 
     kind = "linear"
     rope_type = "linear"
-
     factor: float = 1.0
 
     def frequencies(self, width: int, base: float) -> Tensor:
-        """theta_j / k."""
         return unscaled_frequencies(width, base) / self.factor
 
 
@@ -155,16 +154,13 @@ class Linear(Rule):
 class NTK(Rule):
     """NTK-aware scaling (bloc97, 2023): a larger base, which does not change during a request.
 
-    Attributes:
-        factor: k, at least 1.
-        training_length: L_train; required with a target length.
-        length: L. Without it the base is multiplied by ``k ** (D / (D - 2))`` at every length.
+    Without a ``length`` the base is multiplied by ``k ** (D / (D - 2))`` at every length; with one,
+    ``training_length`` is required.
     """
 
     kind = "ntk"
     rope_type = "ntk"
     has_target_length = True
-
     factor: float = 1.0
     training_length: int | None = None
     length: int | None = None
@@ -187,7 +183,6 @@ class NTK(Rule):
         return base * stretch ** (width / (width - 2)) if width > 2 else base
 
     def frequencies(self, width: int, base: float) -> Tensor:
-        """Frequencies of the scaled base."""
         return unscaled_frequencies(width, self.scaled_base(width, base))
 
 
@@ -196,10 +191,7 @@ class NTK(Rule):
 class DynamicNTK(NTK):
     """Dynamic NTK (emozilla, 2023): a base for the current length, inexact with a cache.
 
-    Attributes:
-        factor: k, at least 1.
-        training_length: L_train.
-        length: The current length; default: the largest position plus one.
+    Without a ``length`` it is the largest position plus one.
     """
 
     kind = "dynamic"
@@ -211,57 +203,45 @@ class DynamicNTK(NTK):
         self._check_training_length()
 
     def frequencies(self, width: int, base: float) -> Tensor:
-        """Frequencies of the base for the current length."""
         if self.length is None:
             raise ValueError("dynamic scaling needs the current length: use for_length(...)")
         return super().frequencies(width, base)
 
     def for_length(self, length: int) -> Self:
-        """The rule with this length, unless its length is already set."""
         return self if self.length is not None else replace(self, length=length)
 
     @property
     def follows_length(self) -> bool:
-        """True unless the length is set."""
         return self.length is None
 
 
 @dataclass(frozen=True)
-class _WithMagnitude(Rule):
-    """A rule that also multiplies cos and sin by ``attention_factor``."""
+class _Trained(Rule):
+    """A rule that cannot do without the training length."""
 
     factor: float = 1.0
-    training_length: int | None = None
-    attention_factor: float | None = None
+    training_length: int = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._check_training_length()
-        magnitude = self.attention_factor
+        super().__post_init__()
+        magnitude = getattr(self, "attention_factor", None)
         if magnitude is not None and not (
             isinstance(magnitude, (int, float)) and 0 < magnitude < math.inf
         ):
             raise ValueError(f"attention_factor must be a positive number, got {magnitude!r}")
 
-    def default_magnitude(self) -> float:
-        """Factor on cos and sin if ``attention_factor`` is not given."""
-        raise NotImplementedError
-
-    @property
-    def magnitude(self) -> float:
-        """``attention_factor``, or its default."""
-        given = self.attention_factor
-        return self.default_magnitude() if given is None else given
+    def _interpolated(self, theta: Tensor, kept: Tensor) -> Tensor:
+        """``theta`` where ``kept`` is 1 and theta / k where it is 0; all (P,)."""
+        return theta * kept + theta / self.factor * (1.0 - kept)
 
 
 @register_rule
 @dataclass(frozen=True)
-class YaRN(_WithMagnitude):
+class YaRN(_Trained):
     """YaRN (arXiv 2309.00071): interpolates slow pairs, keeps fast ones, with a ramp in between.
 
     Attributes:
-        factor: k, at least 1.
-        training_length: L_train.
         attention_factor: Multiplies cos and sin; default ``0.1 ln k + 1``.
         beta_fast: Pairs with more full turns than this over L_train are unchanged.
         beta_slow: Pairs with fewer full turns than this are interpolated by k.
@@ -270,7 +250,7 @@ class YaRN(_WithMagnitude):
 
     kind = "yarn"
     rope_type = "yarn"
-
+    attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -282,22 +262,16 @@ class YaRN(_WithMagnitude):
                 f"yarn needs beta_fast > beta_slow > 0, got {self.beta_fast} and {self.beta_slow}"
             )
 
-    def default_magnitude(self) -> float:
-        """0.1 ln k + 1."""
-        return 0.1 * math.log(self.factor) + 1.0
+    @property
+    def magnitude(self) -> float:
+        given = self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if given is None else given
 
     def frequencies(self, width: int, base: float) -> Tensor:
-        """theta_j for fast pairs, theta_j / k for slow ones."""
-        return _interpolated(unscaled_frequencies(width, base), self._kept(width, base), self)
-
-    def _kept(self, width: int, base: float) -> Tensor:
-        """The ramp: 1 for unchanged pairs, 0 for pairs interpolated by k; (P,), float64."""
-        length = self.training_length
-        assert length is not None  # checked by __post_init__
-
         def pair_with_turns(turns: float) -> float:
             # Solves turns = L_train * base ** (-2 j / D) / (2 pi) for a real-valued pair index j.
-            return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+            rate = self.training_length / (turns * 2 * math.pi)
+            return width * math.log(rate) / (2 * math.log(base))
 
         first, last = pair_with_turns(self.beta_fast), pair_with_turns(self.beta_slow)
         if self.truncate:
@@ -306,32 +280,27 @@ class YaRN(_WithMagnitude):
         # Equal ends would divide by zero; with a small difference the ramp becomes a step.
         span = max(last - first, 1e-3)
         pairs = torch.arange(width // 2, dtype=torch.float64)
-        return 1.0 - ((pairs - first) / span).clamp(0.0, 1.0)
+        kept = 1.0 - ((pairs - first) / span).clamp(0.0, 1.0)
+        return self._interpolated(unscaled_frequencies(width, base), kept)
 
 
 @register_rule
 @dataclass(frozen=True)
-class Llama3(Rule):
+class Llama3(_Trained):
     """The rule of Llama 3.1: a ramp that is linear in the number of full turns over L_train.
 
     Attributes:
-        factor: k, at least 1.
-        training_length: L_train.
         low_freq_factor: Pairs with fewer full turns than this over L_train are interpolated by k.
         high_freq_factor: Pairs with more full turns than this are unchanged.
     """
 
     kind = "llama3"
     rope_type = "llama3"
-
-    factor: float = 1.0
-    training_length: int | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_training_length()
         if not self.high_freq_factor > self.low_freq_factor > 0:
             raise ValueError(
                 "llama3 needs high_freq_factor > low_freq_factor > 0, got "
@@ -339,22 +308,19 @@ class Llama3(Rule):
             )
 
     def frequencies(self, width: int, base: float) -> Tensor:
-        """theta_j for fast pairs, theta_j / k for slow ones."""
-        assert self.training_length is not None  # checked by __post_init__
         theta = unscaled_frequencies(width, base)
         turns = self.training_length * theta / (2 * math.pi)
         low, high = self.low_freq_factor, self.high_freq_factor
-        return _interpolated(theta, ((turns - low) / (high - low)).clamp(0.0, 1.0), self)
+        return self._interpolated(theta, ((turns - low) / (high - low)).clamp(0.0, 1.0))
 
 
 @register_rule
 @dataclass(frozen=True)
-class LongRoPE(_WithMagnitude):
+class LongRoPE(_Trained):
     """LongRoPE (arXiv 2402.13753): one divisor per pair, different for short and long texts.
 
     Attributes:
         factor: k, at least 1; used only for the default of ``attention_factor``.
-        training_length: L_train.
         attention_factor: Multiplies cos and sin; default ``sqrt(1 + ln k / ln L_train)``.
         length: L. The short factors apply up to L_train, the long ones above it and without L.
         short_factor: P divisors of the frequencies for texts of up to L_train tokens.
@@ -364,7 +330,7 @@ class LongRoPE(_WithMagnitude):
     kind = "longrope"
     rope_type = "longrope"
     has_target_length = True
-
+    attention_factor: float | None = None
     length: int | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
@@ -378,16 +344,15 @@ class LongRoPE(_WithMagnitude):
                     f"longrope needs {name}, one positive divisor per rotary pair; got {factors}"
                 )
 
-    def default_magnitude(self) -> float:
-        """Sqrt(1 + ln k / ln L_train)."""
-        assert self.training_length is not None  # checked by __post_init__
+    @property
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
         if self.factor == 1.0:
             return 1.0
         return math.sqrt(1.0 + math.log(self.factor) / math.log(self.training_length))
 
     def frequencies(self, width: int, base: float) -> Tensor:
-        """theta_j divided by the divisor of its pair."""
-        assert self.training_length is not None  # checked by __post_init__
         long = self.length is None or self.length > self.training_length
         divisors = self.long_factor if long else self.short_factor
         if len(divisors) != width // 2:
@@ -399,20 +364,13 @@ class LongRoPE(_WithMagnitude):
         return theta / torch.tensor(divisors, dtype=torch.float64)
 
     def for_length(self, length: int) -> Self:
-        """The rule with this length, unless its length is already set."""
         return self if self.length is not None else replace(self, length=length)
 
     @classmethod
     def from_parameters(
         cls, parameters: dict[str, Any], training_length: int | None, longest: int | None = None
     ) -> Self:
-        """As `Rule.from_parameters`; the factor defaults to max_position_embeddings / L_train."""
         if parameters.get("factor") is None and training_length and longest:
             factor = max(longest / training_length, 1.0)
             parameters = {**parameters, "factor": factor}
         return super().from_parameters(parameters, training_length, longest)
-
-
-def _interpolated(theta: Tensor, kept: Tensor, rule: Any) -> Tensor:
-    """``theta`` where ``kept`` is 1 and theta / k where it is 0; all (P,)."""
-    return theta * kept + theta / rule.factor * (1.0 - kept)
