@@ -157,11 +157,9 @@ def attended(model, ids):
 def oracle_scores(form, attention, q, t):
     """Scores (B, H, T, T) of a layer without free pairs by the printed equations."""
     turning = rotation(attention.config, getattr(attention, "layer_type", None))
-    arguments = (q, t, *[torch.arange(q.shape[2])] * 2)
-    options = {"theta": turning.frequencies(), "interleaved": attention.layout.interleaved}
-    if turning.width == attention.head_dim:
-        return oracle.form_scores(form, *arguments, **options)
-    return oracle.partial_scores(form, *arguments, rotary_width=turning.width, **options)
+    pairs = oracle.pairs_of(q, attention.layout.interleaved, turning.width)
+    positions = torch.arange(q.shape[2])
+    return oracle.scores(form, pairs, t, positions, positions, turning.frequencies())
 
 
 def assert_reads_the_same(model, ids):

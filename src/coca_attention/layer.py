@@ -190,11 +190,7 @@ class CoCAAttention(nn.Module):
         rotation = self.rotation
         cos, sin = rotation.tables(positions, wide)
         query, coefficients, value = project_collinear(
-            hidden_states,
-            self.q_proj,
-            self.t_proj,
-            self.v_proj,
-            head_dim=self.head_dim,
+            hidden_states, self.q_proj, self.t_proj, self.v_proj, head_dim=self.head_dim
         )
         divisor = score_scale(query.dtype)
         query = query_map(

@@ -23,6 +23,7 @@ from coca_attention import convert
 from coca_attention.models import Roles
 from coca_attention.models.configuration import head_width
 from coca_attention.models.families import FAMILIES as RECORDS
+from coca_attention.ops import attend
 from coca_attention.testing import difference, some_tokens
 from families import FAMILIES, collinear, vanilla
 
@@ -56,8 +57,6 @@ class PagedAttention:
     """Attention of one layer, with the keys and values of all texts."""
 
     def __init__(self, config, index, engine):
-        heads = config.num_attention_heads
-        self.heads = heads, getattr(config, "num_key_value_heads", None) or heads
         self.width = head_width(config)
         kinds = getattr(config, "layer_types", None)
         local = engine == "vllm" if kinds is None else kinds[index] == "sliding_attention"
@@ -77,20 +76,11 @@ class PagedAttention:
             if text in self.cache:
                 past = [torch.cat(pair) for pair in zip(past, rows[1:], strict=True)]
             self.cache[text] = past
-            q = rows[0].unflatten(-1, (self.heads[0], self.width)).transpose(0, 1)
-            repeats = self.heads[0] // self.heads[1]
-            k, v = (
-                x.unflatten(-1, (-1, self.width)).transpose(0, 1).repeat_interleave(repeats, 0)
-                for x in past
+            q, k, v = (
+                x.unflatten(-1, (-1, self.width)).transpose(0, 1)[None] for x in (rows[0], *past)
             )
-            scores = q @ k.transpose(-2, -1) * scale
-            places = torch.arange(k.shape[1])
-            distance = places - places[k.shape[1] - q.shape[1] :, None]
-            hidden = distance > 0
-            if self.window is not None:
-                hidden |= distance <= -self.window
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-            outputs.append((weights @ v).transpose(0, 1).flatten(1))
+            output = attend(q, k, v, window=self.window, scale=scale)
+            outputs.append(output[0].transpose(0, 1).flatten(1))
         return torch.cat(outputs)
 
 

@@ -17,18 +17,11 @@ from coca_attention.models import set_rotary_scaling
 from coca_attention.models.attention import eager_attention
 from coca_attention.ops import attend_half
 from coca_attention.testing import difference, logits, some_tokens
+from covering import covering
 from families import FAMILIES, collinear, left_padded, read_in_pieces, reloaded
 
 FORMS = ["slack", "strict", "magnitude"]
-# Every form, kind of cache and kind of room for it, each pair of them once or more.
-COVERING = [
-    ("slack", "full", False),
-    ("slack", "half", True),
-    ("strict", "half", False),
-    ("strict", "full", True),
-    ("magnitude", "full", False),
-    ("magnitude", "half", True),
-]
+COVERING = covering(FORMS, ["full", "half"], [False, True])  # the last: a cache with room
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 
 
@@ -199,17 +192,6 @@ def test_half_caches_are_decoded_without_forming_keys(family, form, monkeypatch)
         assert given is None or any(call is not None for call in calls)
 
 
-def test_half_caches_with_gaps_are_decoded_with_keys(monkeypatch):
-    """With padding in the middle, positions are not consecutive."""
-    model = model_of(kind="half")
-    monkeypatch.setattr("coca_attention.models.layer_pass.attend_half", None)
-    ids = some_tokens(model, length=21)
-    mask = torch.ones_like(ids)
-    mask[:, 7:9] = 0
-    last = read_in_pieces(model, ids, (20, 21), mask)[:, -1]
-    assert difference(last, logits(model, ids, attention_mask=mask)[:, -1]) < 1e-11
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_forms_but_slack_are_invariant_to_shifts(family):
     ids = some_tokens(collinear(family))
@@ -240,13 +222,11 @@ def test_pipeline_and_streaming(tokenizer, capsys):
     model = collinear("Llama", vocab_size=len(tokenizer)).float()
     generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
     settings = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
-    text = generate("alpha1 beta2", generation_config=settings, return_full_text=False)
+    options = {"generation_config": settings, "streamer": TextStreamer(tokenizer)}
     ids = tokenizer("alpha1 beta2", return_tensors="pt").input_ids
-    streamer = TextStreamer(tokenizer, skip_prompt=True)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings,
-                         streamer=streamer)  # fmt: skip
-    expected = tokenizer.decode(out[0, ids.shape[1] :])
-    assert text[0]["generated_text"] == expected
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    expected = tokenizer.decode(output[0])
+    assert generate("alpha1 beta2", **options)[0]["generated_text"] == expected
     assert expected.strip() in capsys.readouterr().out
 
 
@@ -318,32 +298,6 @@ def test_compiled_generation(form, kind):
             out = compiled(ids[:, a:b], position_ids=positions, past_key_values=cache)
             pieces.append(out.logits.clone())
     assert difference(torch.cat(pieces, 1), whole) < 1e-4
-
-
-@pytest.mark.parametrize("kind", ["full", "half"])
-def test_exported_programs_contain_only_pytorch_operations(kind):
-    """So that they can be loaded without this package."""
-    model = model_of(kind=kind).float()
-    ids = some_tokens(model)
-    cache = StaticCache(config=model.config, max_cache_len=32)
-
-    class OneToken(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-            for index, layer in enumerate(cache.layers):
-                self.register_buffer(f"keys{index}", layer.keys)
-                self.register_buffer(f"values{index}", layer.values)
-
-        def forward(self, ids):
-            return self.model(input_ids=ids, past_key_values=cache).logits
-
-    with torch.no_grad():
-        model(ids[:, :10], past_key_values=cache)
-        program = torch.export.export(OneToken().eval(), (ids[:, 10:11],), strict=False)
-    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert any("scaled_dot_product" in target for target in targets)
-    assert not any("coca" in target for target in targets)
 
 
 def test_compiled_decoding_over_a_half_cache_forms_no_keys():

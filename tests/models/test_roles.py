@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from coca_attention import convert
 from coca_attention.errors import UserError
@@ -136,27 +136,6 @@ def test_a_boolean_mask_hides_alike_in_every_implementation():
         found[name] = logits(model, ids, attention_mask=mask)
     assert difference(found["eager"], found["sdpa"]) < 1e-12
     assert difference(found["eager"][:, 9:], logits(model, ids)[:, 9:]) > 1e-3
-
-
-@pytest.mark.parametrize("case", ["eager", "static"])
-def test_other_masks_of_local_layers_are_made(case, monkeypatch):
-    model, options = with_roles(), {}
-    ids = some_tokens(model, length=40)
-
-    def without_window(*tensors, **options):
-        assert not options["window"]
-        return attend(*tensors, **options)
-
-    monkeypatch.setattr(layer_pass, "attend", without_window)
-    if case == "eager":
-        model.set_attn_implementation("eager")
-    else:
-        caches = [
-            StaticCache(config=c, max_cache_len=60) for c in (model.config, vanilla("Llama").config)
-        ]
-        caches[0].layers[0] = caches[1].layers[0]
-        options["past_key_values"] = caches[0]
-    assert logits(model, ids, **options).isfinite().all()
 
 
 def test_a_model_with_all_pairs_free_is_a_rotary_one(tmp_path):

@@ -16,7 +16,6 @@ from coca_attention.ops import (
     query_map,
 )
 from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map
-from coca_attention.ops.parts import clipped_parts, document_parts
 from covering import covering
 
 WIDTH, LIMIT = 16, 7
@@ -71,7 +70,15 @@ def test_agrees_with_the_oracle(take, way, form_and_free, interleaved, queries, 
     assert torch.equal(unlimited, coca_attention(q, t, v, **options))
 
 
-SHAPES = [(37, 37, 8), (5, 37, 8), (2, 37, 8), (40, 40, 1), (17, 40, 39), (17, 40, 40)]
+SHAPES = [
+    (37, 37, 8),
+    (5, 37, 8),
+    (2, 37, 8),
+    (40, 40, 1),
+    (17, 40, 39),
+    (17, 40, 40),
+    (33, 40, 11),
+]
 
 
 @pytest.mark.parametrize(
@@ -117,31 +124,6 @@ def test_output_and_gradients_agree_with_scores_at_positions(take, way, shape, w
         strict=True,
     ):
         assert (a - b).abs().max() < 1e-12
-
-
-def covered(parts, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often every pair is near, and how often it is far."""
-    counts = torch.zeros(2, queries, keys, dtype=torch.long)
-    for part in parts:
-        square = torch.ones_like(counts[0, part.rows, part.columns])
-        shaped = {"full": square, "lower": square.tril(), "upper": square.triu()}[part.shape]
-        counts[int(part.far), part.rows, part.columns] += shaped
-    return counts[0], counts[1]
-
-
-@pytest.mark.parametrize(("queries", "keys", "limit"), [*SHAPES, (33, 40, 11)])
-@pytest.mark.parametrize("documents", [False, True])
-def test_every_visible_pair_is_in_one_part(queries, keys, limit, documents):
-    lengths = [3, 20, 1, keys - 24] if documents else [keys]
-    parts = document_parts(lengths, queries, limit)
-    if not documents:
-        assert parts == list(clipped_parts(queries, keys, limit))
-    near, far = covered(parts, queries, keys)
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
-    seen = (document[keys - queries :, None] == document) & (distance >= 0)
-    assert torch.equal(near, (seen & (distance < limit)).long())
-    assert torch.equal(far, (seen & (distance >= limit)).long())
 
 
 def test_a_temperature_shrinks_no_query():

@@ -116,9 +116,9 @@ def test_temperature_multiplies_scores_by_the_logarithm_of_visible_keys(window):
     q, t, v = inputs()
     options = {"rotation": Rotation(16, temperature=20), "form": "strict", "window": window}
     ours = coca_attention(q, t, v, **options)
-    scores = oracle.strict_scores(
-        q, t.repeat_interleave(2, 1), torch.arange(16, 29), torch.arange(29)
-    )
+    places = torch.arange(16, 29), torch.arange(29)
+    t = t.repeat_interleave(2, 1)
+    scores = oracle.strict_scores(oracle.pairs_of(q), t, *places, oracle.thetas(16))
     seen = torch.arange(17, 30, dtype=torch.float64).clamp(max=window or 29)
     if window:
         distance = torch.arange(16, 29)[:, None] - torch.arange(29)
@@ -135,18 +135,7 @@ def decay_bias(query_positions, key_positions, exponent, length):
     return ((1 + distance / length) ** -exponent).log()
 
 
-@pytest.mark.parametrize("window", [1, 7, 40])
-def test_decay_within_a_window(small_blocks, window):
-    q, t, v = inputs(batch=1, heads=1, kv_heads=1, queries=50, keys=60)
-    distance = torch.arange(10, 60).unsqueeze(-1) - torch.arange(60)
-    bias = decay_bias(torch.arange(10, 60), torch.arange(60), 1.5, 3.0)
-    bias = bias.masked_fill(distance >= window, -torch.inf)
-    rotation = Rotation(16, decay=1.5, decay_length=3.0)
-    ours = coca_attention(q, t, v, rotation=rotation, form="strict", window=window)
-    assert (ours - oracle.coca_attention(q, t, v, form="strict", bias=bias)).abs().max() <= 1e-12
-
-
-@pytest.mark.parametrize("window", [None, 7, 40])
+@pytest.mark.parametrize("window", [None, 1, 7, 40])
 def test_a_decay_of_consecutive_positions_is_formed_once_for_every_distance(small_blocks, window):
     """Otherwise in blocks, from the positions."""
     rotation, formed = Rotation(16, decay=1.5, decay_length=3.0), []
@@ -225,9 +214,8 @@ def effective(q, t, form, interleaved):
     """Q' and K' of mathematics.md from complex numbers, independent of the code under test."""
     q, t = q.double(), t.double()
     keys, queries, width = t.shape[2], q.shape[2], q.shape[-1]
-    pairs = oracle._complex_pairs(q, interleaved)
-    theta = 10000.0 ** (-2 * torch.arange(width // 2, dtype=torch.float64) / width)
-    n = torch.arange(keys, dtype=torch.float64)[:, None] * theta
+    pairs = oracle.pairs_of(q, interleaved)
+    n = torch.arange(keys, dtype=torch.float64)[:, None] * oracle.thetas(width)
     m = n[keys - queries :]
     key = t * torch.polar(torch.ones_like(n), n)
     square = pairs.abs().square()
@@ -238,16 +226,6 @@ def effective(q, t, form, interleaved):
         size = pairs.abs() if form == "magnitude" else square
         query = torch.polar(size, m.expand_as(size))
     return torch.cat((query.real, query.imag), -1), torch.cat((key.real, key.imag), -1)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_where_queries_and_coefficients_are_zero(form):
-    q = torch.zeros(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
-    t = torch.zeros(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
-    v = torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda q, t, v: coca_attention(q, t, v, form=form), (q, t, v), atol=1e-8
-    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -286,17 +264,6 @@ def test_forms_agree_only_on_equal_pairs():
     assert (slack - strict).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_future_is_not_seen(form):
-    q, t, v = inputs(queries=29)
-    before = coca_attention(q, t, v, form=form)
-    t[:, :, 20:] += 1.0
-    v[:, :, 20:] += 1.0
-    after = coca_attention(q, t, v, form=form)
-    assert torch.equal(before[:, :, :20], after[:, :, :20])
-    assert not torch.allclose(before[:, :, 20:], after[:, :, 20:])
-
-
 def test_fully_masked_rows_are_zero():
     q, t, v = inputs(queries=29)
     mask = torch.ones(29, 29, dtype=torch.bool)
@@ -329,11 +296,6 @@ def test_fold_is_the_mean_of_each_pair():
     assert fold(x).tolist() == [2.0, 4.0]
     assert fold(x, interleaved=True).tolist() == [1.5, 4.5]
     assert fold(x, free_pairs=1).tolist() == [2.0, 2.0, 6.0]
-
-
-def test_large_queries_do_not_overflow_in_bfloat16():
-    q, t, v = (x.to(torch.bfloat16) for x in inputs())
-    assert coca_attention(q * 1e4, t, v).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,8 @@ def test_rotation_gives_the_scores_of_equation_2(pairs, interleaved, first, seed
     positions = torch.arange(first, first + 5)
     cos, sin = Rotation(2 * pairs).tables(positions, torch.float64)
     ours = apply_rotary(q, cos, sin, interleaved) @ apply_rotary(k, cos, sin, interleaved).mT
-    expected = oracle.rope_scores(q, k, positions, positions, interleaved=interleaved)
+    q, k = (oracle.pairs_of(x, interleaved) for x in (q, k))
+    expected = oracle.rope_scores(q, k, positions, positions, oracle.thetas(2 * pairs))
     assert torch.allclose(ours, expected, rtol=0, atol=1e-9)
 
 

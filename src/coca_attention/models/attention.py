@@ -20,11 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layer import project_collinear
 from coca_attention.models.layer_pass import Pass
-from coca_attention.models.projections import (
-    AttentionLayout,
-    head_norm,
-    replace_key_projection,
-)
+from coca_attention.models.projections import AttentionLayout, head_norm, replace_key_projection
 from coca_attention.models.rotary import Angles
 from coca_attention.ops import key_map, query_map, score_scale
 from coca_attention.ops.attention import hidden_by

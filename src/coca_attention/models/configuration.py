@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from coca_attention.errors import UserError
-from coca_attention.ops import RULES, Rotation, Rule, get_form
+from coca_attention.ops import RULES, Rotation, get_form
 from coca_attention.ops.checks import check_real, check_whole
 from coca_attention.ops.clipped import check_clipped_form
 
@@ -96,17 +96,6 @@ def has_own_roles(config: Any) -> bool:
     return differ or "layer_types" not in type(config).__dataclass_fields__
 
 
-def rule_of(rope_type: str) -> type[Rule]:
-    """The rule of a ``rope_type``; ValueError if there is none."""
-    known = {rule.rope_type: rule for rule in RULES.values()}
-    if rope_type not in known:
-        raise ValueError(
-            f"rope_type {rope_type!r} is not supported by CoCA models; choose one of "
-            f"{', '.join(known)}"
-        )
-    return known[rope_type]
-
-
 def rotation(config: Any, layer_type: str | None = None) -> Rotation:
     """The rotation described by ``rope_parameters``; ValueError if one is out of range."""
     rope = rope_parameters(config, layer_type)
@@ -115,7 +104,12 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
         kept = ("rope_theta", "partial_rotary_factor")
         rope = rope.get(LOCAL_RULE) or {name: rope[name] for name in kept if name in rope}
     rope_type = rope.get("rope_type", "default")
-    rule = rule_of(rope_type)
+    rules = {rule.rope_type: rule for rule in RULES.values()}
+    if rope_type not in rules:
+        raise ValueError(
+            f"rope_type {rope_type!r} is not supported by CoCA models; choose one of "
+            f"{', '.join(rules)}"
+        )
     unknown = sorted(name for name in ("mscale", "mscale_all_dim") if rope.get(name) is not None)
     if unknown and rope_type != "default":
         raise ValueError(
@@ -124,7 +118,7 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
         )
     trained = rope.get("original_max_position_embeddings") or original_length(config)
     longest = getattr(config, "max_position_embeddings", None)
-    made = rule.from_parameters(rope, trained, longest)
+    made = rules[rope_type].from_parameters(rope, trained, longest)
     return Rotation(
         width=int(head_width(config) * rope.get("partial_rotary_factor", 1.0)),
         base=float(rope.get("rope_theta", 10000.0)),

@@ -8,12 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import (
-    GPTNeoXForCausalLM,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    initialization,
-)
+from transformers import GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedModel, initialization
 
 from coca_attention.errors import UserError, did_you_mean
 from coca_attention.models.configuration import (

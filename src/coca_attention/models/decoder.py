@@ -215,21 +215,16 @@ class CollinearForCausalLM(CollinearHead):
 
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Transformers' continuous batching; ValueError if cache or rotation rule it out."""
-        scaled = rotation(self.config)
-        if self.config.kv_cache == "half":
+        scaled, unsupported = rotation(self.config), None
+        if self.config.kv_cache == "half":  # in one pool with values
+            unsupported = 'keys of half the width: set config.kv_cache = "full"'
+        elif scaled.follows_length:
+            unsupported = f"{scaled.rule.kind} scaling: use ntk, or set a target length"
+        elif scaled.decay is not None or scaled.max_distance is not None:
+            unsupported = "a decay or max_distance: use generate() with a batch"
+        if unsupported:
             raise ValueError(
-                "continuous batching stores keys and values in one pool, so it does not support "
-                'keys of half the width: set config.kv_cache = "full"'
-            )
-        if scaled.follows_length:
-            raise ValueError(
-                "continuous batching reads several texts in one pass, so it does not support "
-                f"{scaled.rule.kind} scaling, which depends on the length of a text: use ntk, or "
-                "set a target length"
-            )
-        if scaled.decay is not None or scaled.max_distance is not None:
-            raise ValueError(
-                "continuous batching mixes the tokens of several texts, so it does not support a "
-                "decay or max_distance: use generate() with a batch"
+                "continuous batching mixes the tokens of several texts, so it does not support "
+                + unsupported
             )
         return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore

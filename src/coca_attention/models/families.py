@@ -72,9 +72,8 @@ class Family:
         """The CoCA class of the configuration."""
         theirs = self.vanilla.config_class
         made = _make_class(
-            f"CoCA{theirs.__name__}",
+            theirs.__name__,
             (self.config_mixin, theirs),
-            f"{theirs.__name__} with CoCA attention; see `CoCAConfig`.",
             model_type=f"coca_{theirs.model_type}",
             base_model_tp_plan=_sharding_plan(theirs, self.layout),
         )
@@ -84,20 +83,17 @@ class Family:
     def body(self) -> type[CollinearModel]:
         """The CoCA class of the decoder."""
         attention = _beside(self.vanilla, "Attention")
-        ours = _make_class(
-            f"CoCA{attention.__name__}",
-            (self.attention_mixin, attention),
-            f"{attention.__name__} with a T projection instead of its key projection.",
-            layout=self.layout,
-        )
-        return self._model(self.vanilla_body, CollinearModel, attention_class=ours)
+        bases = (self.attention_mixin, attention)
+        ours = _make_class(attention.__name__, bases, layout=self.layout)
+        bases = (CollinearModel, self.vanilla_body)
+        return self._model(self.vanilla_body.__name__, bases, attention_class=ours)
 
     @cached_property
     def causal_lm(self) -> type[CollinearHead]:
         """The CoCA class of the language model."""
         causal = _auto_class(self.vanilla) is AutoModelForCausalLM
         mixin = CollinearForCausalLM if causal else CollinearHead
-        return self._model(self.vanilla, mixin, body_class=self.body)
+        return self._model(self.vanilla.__name__, (mixin, self.vanilla), body_class=self.body)
 
     @cached_property
     def classes(self) -> list[tuple[Any, Any, Any]]:
@@ -108,31 +104,16 @@ class Family:
             *(self._head(auto, generic) for auto, generic in HEADS.items()),
         ]
 
-    def _model(self, vanilla: Any, mixin: type, **attributes: Any) -> Any:
-        """The CoCA class of one of Transformers' models."""
-        return _make_class(
-            f"CoCA{vanilla.__name__}",
-            (mixin, vanilla),
-            f"{vanilla.__name__} with CoCA attention.",
-            __annotations__={"config": self.config},
-            **attributes,
-        )
+    def _model(self, name: str, bases: tuple[type, ...], **attributes: Any) -> Any:
+        return _make_class(name, bases, __annotations__={"config": self.config}, **attributes)
 
     def _head(self, auto: Any, generic: type) -> tuple[Any, Any, Any]:
         """A row of `classes` for a task, for which Transformers may have no class."""
         vanilla = auto._model_mapping.get(self.vanilla.config_class, None)
-        kinds = self.vanilla_body.__mro__
-        own = next(kind for kind in kinds if PreTrainedModel in kind.__bases__)
-        name = self.causal_lm.__name__.partition("For")[0]
-        task = auto.__name__.partition("For")[2]
-        made = _make_class(
-            f"{name}For{task}",
-            (CollinearHead, *((generic, own) if vanilla is None else (vanilla,))),
-            f"{name} with a head for {task}.",
-            __annotations__={"config": self.config},
-            body_class=self.body,
-        )
-        return auto, vanilla, made
+        own = next(x for x in self.vanilla_body.__mro__ if PreTrainedModel in x.__bases__)
+        bases = (CollinearHead, *((generic, own) if vanilla is None else (vanilla,)))
+        name, task = self.vanilla.__name__.partition("For")[0], auto.__name__.partition("For")[2]
+        return auto, vanilla, self._model(f"{name}For{task}", bases, body_class=self.body)
 
 
 def _auto_class(model: type) -> Any:
@@ -146,10 +127,11 @@ def _beside(model: type, part: str) -> Any:
     return getattr(sys.modules[model.__module__], f"{prefix}{part}")
 
 
-def _make_class(name: str, bases: tuple[type, ...], doc: str, **attributes: Any) -> Any:
-    """A class of this module, where pickle looks for it."""
-    made = type(name, bases, {"__module__": __name__, "__doc__": doc, **attributes})
-    setattr(sys.modules[__name__], name, made)
+def _make_class(name: str, bases: tuple[type, ...], **attributes: Any) -> Any:
+    """The CoCA class of one of Transformers', of this module, where pickle looks for it."""
+    attributes |= {"__module__": __name__, "__doc__": f"{name} with CoCA attention."}
+    made = type(f"CoCA{name}", bases, attributes)
+    setattr(sys.modules[__name__], made.__name__, made)
     return made
 
 

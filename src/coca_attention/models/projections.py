@@ -77,17 +77,6 @@ def head_norm(
     return lambda x: norm(x.flatten(-2)).view(x.shape)
 
 
-def separate_projections(attention: Any, layout: AttentionLayout) -> None:
-    """Replace the fused projection of a module, if it has one, by q_proj, k_proj and v_proj."""
-    if layout.split_fused is None:
-        return
-    fused, split = getattr(attention, str(layout.fused_name)), layout.split_fused
-    attention.q_proj, attention.k_proj, attention.v_proj = (
-        _from_rows(fused, lambda x, i=i: split(attention, x)[i]) for i in range(3)
-    )
-    delattr(attention, str(layout.fused_name))
-
-
 def replace_key_projection(attention: Any) -> None:
     """Replace the key projection (and norm) of a CoCA module by their pair means, in place."""
     if any(hasattr(parameter, "ds_id") for parameter in attention.parameters()):
@@ -97,7 +86,12 @@ def replace_key_projection(attention: Any) -> None:
         )
     layout = attention.layout
     attention.free_pairs = free_pairs(attention.config, getattr(attention, "layer_type", None))
-    separate_projections(attention, layout)
+    if layout.split_fused is not None:
+        fused, split = getattr(attention, str(layout.fused_name)), layout.split_fused
+        attention.q_proj, attention.k_proj, attention.v_proj = (
+            _from_rows(fused, lambda x, i=i: split(attention, x)[i]) for i in range(3)
+        )
+        delattr(attention, str(layout.fused_name))
     attention.t_proj = _from_rows(
         attention.k_proj, lambda x: fold_heads(attention, x), FoldedLinear
     )

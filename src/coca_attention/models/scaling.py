@@ -74,7 +74,10 @@ def set_rotary_scaling(
         )
     given = {"factor": factor, "length": length, **parameters}
     try:
-        probe = _with_rule(config, _changed_parameters(config, kind, given))
+        probe, rule = copy.copy(config), _changed_parameters(config, kind, given)
+        if rope_parameters(config) is not config.rope_parameters:  # a set for each layer type
+            rule = config.rope_parameters | {GLOBAL: rule}
+        probe.rope_parameters = rule
         # Compute the tables once, which checks the parameters, before changing the model.
         CoCARotary(probe)(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
     except (ValueError, TypeError, OverflowError) as error:
@@ -178,12 +181,3 @@ def _has_interleaved_tables(module: nn.Module, model: PreTrainedModel) -> bool:
         f"scaling of the rotary embedding {type(module).__name__} is not supported; supported are "
         f"those of {supported_families(model)}"
     )
-
-
-def _with_rule(config: Any, rule: dict[str, Any]) -> Any:
-    """A copy of a configuration with another rule (for full attention, if layer types differ)."""
-    changed = copy.copy(config)
-    current = config.rope_parameters
-    nested = rope_parameters(config) is not current
-    changed.rope_parameters = {**current, GLOBAL: rule} if nested else rule
-    return changed

@@ -61,32 +61,13 @@ def sink_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def sink_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    *,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    **kwargs: Any,
-) -> Tensor | None:
+def sink_mask(**made: Any) -> Tensor | None:
     """None if the queries are the last tokens, without padding; otherwise that of `sdpa`."""
-    last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    padded = attention_mask is not None and (compiling() or not attention_mask.all())
-    if allow_is_causal_skip and last and not padded:
-        return None
-    return sdpa_mask(
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        kv_offset,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=False,
-        **kwargs,
-    )
+    mask, first = made.get("attention_mask"), made["q_offset"]
+    last = made["kv_offset"] + made["kv_length"] - made["q_length"]
+    padded = mask is not None and (compiling() or not mask.all())
+    skips = made.get("allow_is_causal_skip", True) and isinstance(first, int) and first == last
+    return None if skips and not padded else sdpa_mask(**made | {"allow_is_causal_skip": False})
 
 
 def register_sinks() -> None:

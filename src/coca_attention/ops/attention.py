@@ -131,11 +131,6 @@ class Sight(NamedTuple):
     window: int | None
     device: torch.device
 
-    @property
-    def hides(self) -> bool:
-        """Whether there is more than causality and the window."""
-        return self.mask is not None or self.segments is not None
-
     def of(self, start: int, stop: int) -> tuple[slice, Tensor | None]:
         """Keys among which are all that queries start … stop - 1 see, and the mask for them."""
         past = self.keys - self.queries
@@ -244,12 +239,7 @@ def _add_sink(
 
 
 def _prepend_sink(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    sink_key: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, sink_key: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Arguments of an attention kernel with a first key that all queries see, of value 0."""
     sink_key = F.pad(sink_key, (0, key.shape[-1] - len(sink_key)))
@@ -409,7 +399,8 @@ def _attend_decay(
     query_positions, key_positions = positions
     wide = torch.promote_types(query.dtype, torch.float32)
     # With dropout the kernel forms all scores: one block at a time, then.
-    alike = sight.is_causal and queries > 1 and not sight.hides and not kernel.dropout
+    alike = sight.is_causal and queries > 1 and not kernel.dropout
+    alike = alike and sight.mask is None and sight.segments is None
     if alike and _are_consecutive(*positions):
         addends = decay(query_positions[..., -1:], key_positions, wide)
         addends = addends.reshape(-1, keys)[0].to(query.dtype)

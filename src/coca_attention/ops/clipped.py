@@ -25,27 +25,15 @@ from coca_attention.ops.attention import (
 from coca_attention.ops.decoding import weighted_values
 from coca_attention.ops.forms import ScoreForm
 from coca_attention.ops.opaque import opaque
-from coca_attention.ops.parts import (
-    attend_parts,
-    can_attend_parts,
-    clipped_parts,
-    document_parts,
-)
+from coca_attention.ops.parts import attend_parts, can_attend_parts, clipped_parts, document_parts
 
 
 class Clipping(NamedTuple):
-    """How `attend_clipped` scores and hides keys.
+    """How `attend_clipped` scores and hides keys; the rest as for `attend`."""
 
-    Attributes:
-        max_distance: W.
-        consecutive: Whether positions are consecutive wherever a query sees a key: distances are
-            then those of the indices.
-        is_causal: Whether query i sees only keys 0 … S - T + i.
-        window: Keys that a query sees if `is_causal`, its own included; default: all before it.
-        scale: Multiplies the scores.
-    """
-
-    max_distance: int
+    max_distance: int  # W
+    # Whether positions are consecutive wherever a query sees a key: distances are then those of
+    # the indices.
     consecutive: bool = True
     is_causal: bool = True
     window: int | None = None
@@ -67,18 +55,10 @@ def attend_clipped(
 ) -> Tensor:
     """softmax(scale * scores + mask) V, (B, H, T, Dv), with scores Q' K'^T up to a distance of W.
 
-    Beyond, they are those at the distance W: far_query · far_key.
-
-    Args:
-        query: Q' at the queries' positions, (B, H, T, D).
-        key: K' of the last N keys at their positions, (B, G, N, D). All other keys must be at least
-            W before every query.
-        far_query: `far_query_map`, (B, H, T, P + F).
-        far_key: The coefficients of all keys, (B, G, S, P + F), which are K' at position 0.
-        value: (B, G, S, Dv).
-        clipping: W, and what else decides about scores.
-        positions: Of the queries, (T,) or (B, T), and of all keys, (S,) or (B, S).
-        attention_mask: As for `attend`; so are segments and dropout.
+    Beyond, they are those at the distance W: far_query · far_key, of `far_query_map`, (B, H, T,
+    P + F), and the coefficients of all keys, (B, G, S, P + F), which are K' at position 0. The key
+    has the last N keys alone, (B, G, N, D): all others must be at least W before every query.
+    Positions are those of the queries and of all keys. The rest is as for `attend`.
     """
     tensors = in_autocast(query, key, far_query, far_key, value)
     (batch, _, queries), keys = query.shape[:3], far_key.shape[2]
@@ -103,10 +83,7 @@ def attend_clipped(
 
 
 def _attend_one(
-    tensors: tuple[Tensor, ...],
-    clipping: Clipping,
-    sight: Sight,
-    positions: tuple[Tensor, Tensor],
+    tensors: tuple[Tensor, ...], clipping: Clipping, sight: Sight, positions: tuple[Tensor, Tensor]
 ) -> Tensor:
     """`attend_clipped` of one query without gradients, for which copies of keys would take long."""
     query, key, far_query, far_key, value = tensors
@@ -170,9 +147,7 @@ def _attend_joined(
 
 
 def _attend_in_parts(
-    tensors: tuple[Tensor, ...],
-    clipping: Clipping,
-    segments: Tensor | None,
+    tensors: tuple[Tensor, ...], clipping: Clipping, segments: Tensor | None
 ) -> Tensor:
     """`attend_clipped` at consecutive positions, without a mask."""
     query, key, far_query, far_key, value = tensors

@@ -67,7 +67,6 @@ class ScoreForm:
 
 FORMS: dict[str, ScoreForm] = {}
 """Registered score forms by name."""
-RENAMED = {"linear": "magnitude"}
 
 
 def register_form(form: ScoreForm) -> ScoreForm:
@@ -90,8 +89,7 @@ def get_form(form: str | ScoreForm) -> ScoreForm:
     if isinstance(form, ScoreForm):
         return form
     if form not in FORMS:
-        hint = f"; {form!r} is now called {RENAMED[form]!r}" if form in RENAMED else ""
-        raise ValueError(f"unknown score form {form!r}; choose one of {', '.join(FORMS)}{hint}")
+        raise ValueError(f"unknown score form {form!r}; choose one of {', '.join(FORMS)}")
     return FORMS[form]
 
 

@@ -21,21 +21,11 @@ NO_FLOAT64 = ("mps",)
 def split_pairs(
     x: Tensor, interleaved: bool = False, rotary_width: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """First and second members of every rotary pair.
+    """First and second members of every rotary pair: (..., D) to two tensors (..., P).
 
-    Args:
-        x: (..., D).
-        interleaved: False if pair j is (j, j + D/2) as in Llama and GPT-NeoX, True if it is
-            (2j, 2j + 1) as in GPT-J, Cohere and the paper's formulas.
-        rotary_width: R, if only the first R elements of a head are rotated (partial rotary). Pairs
-            are formed within them; the remaining elements form half-split pairs of their own.
-            Default D.
-
-    Returns:
-        Two tensors (..., P), views if R = D.
-
-    Raises:
-        ValueError: If D or R is odd, or R is larger than D.
+    Pair j is (j, j + D/2) as in Llama and GPT-NeoX, or interleaved, (2j, 2j + 1), as in GPT-J,
+    Cohere and the paper's formulas. If only the first R elements of a head are rotated (partial
+    rotary), pairs are formed within them; the others form half-split pairs of their own.
     """
     check_width(x.shape[-1])
     if rotary_width is not None and rotary_width != x.shape[-1]:
@@ -90,15 +80,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
 
 
 class Decay(NamedTuple):
-    """The decay of a `Rotation` as an addend of scaled scores: -c ln(1 + (m - n) / length).
+    """The decay of a `Rotation` as an addend of scaled scores: -c ln(1 + (m - n) / length)."""
 
-    Attributes:
-        exponent: c.
-        length: Distance in tokens at which the decay begins.
-    """
-
-    exponent: float
-    length: float
+    exponent: float  # c
+    length: float  # distance in tokens at which the decay begins
 
     def __call__(
         self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32
@@ -167,11 +152,7 @@ class Rotation:
             object.__setattr__(self, "rule", self.rule.for_length(1))
 
     def frequencies(self) -> Tensor:
-        """theta of shape (R/2,), float64, in radians per token.
-
-        Raises:
-            ValueError: If the base is not positive or the rule lacks a parameter.
-        """
+        """theta of shape (R/2,), float64, in radians per token."""
         theta = self.rule.frequencies(self.width, self.base)
         if self.turning is not None:
             theta = torch.cat((theta[: self.turning], torch.zeros_like(theta[self.turning :])))
@@ -192,15 +173,10 @@ class Rotation:
         return self.rule.follows_length or (limited and self.rule != self.rule.for_length(1))
 
     def angles(self, positions: Tensor) -> Tensor:
-        """Angle of every rotated pair, in float64, or in float32 on devices without it.
+        """Angle of every rotated pair at positions (..., T): (..., T, R/2), in radians.
 
-        At position 100,000 the error of a float32 angle is already 0.004 radians.
-
-        Args:
-            positions: Positions, any shape (..., T), integer or floating.
-
-        Returns:
-            (..., T, R/2), in radians.
+        In float64, or in float32 on devices without it: at position 100,000 the error of a float32
+        angle is already 0.004 radians.
         """
         dtype = torch.float32 if positions.device.type in NO_FLOAT64 else torch.float64
         tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
@@ -213,15 +189,7 @@ class Rotation:
     def tables(
         self, positions: Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angle of every rotated pair.
-
-        Args:
-            positions: Positions, any shape (..., T), integer or floating.
-            dtype: dtype of the result.
-
-        Returns:
-            cos and sin, each (..., T, R/2).
-        """
+        """cos and sin of the angle of every rotated pair at positions (..., T): (..., T, R/2)."""
         if self.follows_length:
             return self.for_length(int(positions.max().item()) + 1).tables(positions, dtype)
         angles, magnitude = self.angles(positions), self.rule.magnitude
@@ -230,10 +198,9 @@ class Rotation:
     def far_tables(
         self, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin for a query at position max_distance whose keys are at position 0.
+        """cos and sin for a query at position max_distance whose keys are at position 0, (1, R/2).
 
-        Returns:
-            cos and sin, each (1, R/2), times the rule's magnitude, which those keys lack.
+        Times the rule's magnitude, which those keys lack.
         """
         cos, sin = self.tables(torch.tensor([self.max_distance], device=device), dtype)
         return cos * self.rule.magnitude, sin * self.rule.magnitude
@@ -241,15 +208,9 @@ class Rotation:
     def query_factor(
         self, positions: Tensor, dtype: torch.dtype = torch.float32, window: int | None = None
     ) -> Tensor | None:
-        """Factor on the query at every position, or None if there is no temperature.
+        """Factor on the query at every position (..., T), or None if there is no temperature.
 
-        Args:
-            positions: Positions, any shape (..., T).
-            dtype: dtype of the result, float32 or wider.
-            window: Keys that a query sees at most, its own included; default: all before it.
-
-        Returns:
-            (..., T).
+        A window is the number of keys that a query sees at most, its own included.
         """
         if self.temperature is None:
             return None

@@ -52,15 +52,7 @@ class Rule:
                 check_whole(f"rotary scaling {name}, a number of tokens,", tokens)
 
     def frequencies(self, width: int, base: float) -> Tensor:
-        """theta of shape (P,), float64, in radians per token.
-
-        Args:
-            width: Rotary width D.
-            base: Base of the geometric series.
-
-        Raises:
-            ValueError: If the rule lacks a parameter.
-        """
+        """theta of shape (P,), float64, in radians per token, for a rotary width and a base."""
         return unscaled_frequencies(width, base)
 
     @property
@@ -81,16 +73,9 @@ class Rule:
     def from_parameters(
         cls, parameters: dict[str, Any], training_length: int | None, longest: int | None = None
     ) -> Self:
-        """Create the rule from a configuration.
+        """The rule with Transformers' ``rope_parameters``; those that it does not take are ignored.
 
-        Args:
-            parameters: Transformers' ``rope_parameters``; those that the rule does not take are
-                ignored.
-            training_length: Training length in tokens.
-            longest: ``max_position_embeddings``; ``longrope`` derives its factor from it.
-
-        Raises:
-            ValueError: If a parameter is missing or out of range.
+        From ``longest``, a model's ``max_position_embeddings``, ``longrope`` derives its factor.
         """
         given: dict[str, Any] = {"training_length": training_length}
         given |= {name: value for name, value in parameters.items() if value is not None}

@@ -61,7 +61,8 @@ def test_angles_give_the_scores_of_the_oracle(interleaved):
     q, k = (complex_pairs(x, 8, interleaved) for x in (query, key))
     q, k, theta = q.unsqueeze(1), k.unsqueeze(0), Rotation(8).frequencies()
     distance = queries.unsqueeze(1) - keys
-    expected = oracle.rope_scores(query, key, queries, keys, interleaved=interleaved)
+    pairs = (oracle.pairs_of(x, interleaved) for x in (query, key))
+    expected = oracle.rope_scores(*pairs, queries, keys, theta)
     turned = initial_angles(q, k) + distance.unsqueeze(-1) * theta
     torch.testing.assert_close((q.abs() * k.abs() * turned.cos()).sum(-1), expected)  # Eq. 3
     found = rotary_scores((q * k.conj()).flatten(0, 1), distance.flatten(), theta)

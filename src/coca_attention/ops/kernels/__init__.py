@@ -3,7 +3,6 @@
 `maps` and `decode` import Triton. They are imported on first use, so that CPUs do not need Triton.
 """
 
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -14,9 +13,7 @@ from torch import Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@cache
-def _installed() -> bool:
-    return find_spec("triton") is not None
+_INSTALLED = find_spec("triton") is not None
 
 
 def supports(tensor: Tensor) -> bool:
@@ -26,7 +23,7 @@ def supports(tensor: Tensor) -> bool:
         tensor.is_cuda
         and tensor.dtype in DTYPES
         and not torch.compiler.is_compiling()
-        and _installed()
+        and _INSTALLED
     )
 
 

@@ -262,10 +262,5 @@ def _launch(kernel: Any, shaped: Tensor, *arguments: Any, **constants: Any) -> N
     block = min(HEADS, triton.next_power_of_2(heads))
     with torch.cuda.device_of(shaped):
         kernel[(batch * length, triton.cdiv(heads, block))](
-            *arguments,
-            heads,
-            length,
-            HEADS=block,
-            PAIRS=triton.next_power_of_2(half),
-            **constants,
+            *arguments, heads, length, HEADS=block, PAIRS=triton.next_power_of_2(half), **constants
         )
