@@ -67,7 +67,8 @@ def sink_mask(**made: Any) -> Tensor | None:
     last = made["kv_offset"] + made["kv_length"] - made["q_length"]
     padded = mask is not None and (compiling() or not mask.all())
     skips = made.get("allow_is_causal_skip", True) and isinstance(first, int) and first == last
-    return None if skips and not padded else sdpa_mask(**made | {"allow_is_causal_skip": False})
+    made["allow_is_causal_skip"] = False
+    return None if skips and not padded else sdpa_mask(**made)
 
 
 def register_sinks() -> None:
