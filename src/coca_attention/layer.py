@@ -8,19 +8,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coca_attention.ops import (
+    LinearState,
     Rotation,
     ScoreForm,
     activate,
     attend,
+    coca_linear_attention,
     get_form,
     key_map,
     query_map,
     score_scale,
 )
 from coca_attention.ops.checks import check_heads, check_positions, check_width
+from coca_attention.ops.linear import check_linear
 
 
 def project_collinear(
@@ -32,6 +36,7 @@ def project_collinear(
     head_dim: int,
     q_norm: Callable[[Tensor], Tensor] | None = None,
     t_norm: Callable[[Tensor], Tensor] | None = None,
+    linear: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (B, H, T, D), coefficients (B, G, T, P + F) and values (B, G, T, D) of a layer."""
     # t_proj is the folded T projection, before the ReLU (Eq. 5, 6); norms get (B, T, heads, …).
@@ -42,8 +47,44 @@ def project_collinear(
         query = q_norm(query)
     if t_norm is not None:
         coefficients = t_norm(coefficients)
-    coefficients = activate(coefficients.transpose(1, 2), head_dim // 2)
+    coefficients = coefficients.transpose(1, 2)
+    # Under ReLU all coefficients of a head may be 0, and linear attention divides by their sum.
+    coefficients = F.softplus(coefficients) if linear else activate(coefficients, head_dim // 2)
     return query.transpose(1, 2), coefficients, value.transpose(1, 2)
+
+
+def attend_linear_cached(
+    query: Tensor,
+    key_coefficients: Tensor,
+    value: Tensor,
+    *,
+    cache: Any,
+    layer_idx: int | None,
+    mask: Tensor | None = None,
+    **settings: Any,
+) -> Tensor:
+    """`coca_linear_attention` that continues from a cache's state of a layer, and updates it.
+
+    ``mask`` is (B, T), zero for tokens that nobody sees.
+    """
+    state = None
+    if cache is not None:
+        layers = cache.layers if layer_idx is not None else []
+        if layer_idx is None or not hasattr((layers[layer_idx:] or [None])[0], "recurrent_states"):
+            raise ValueError(
+                "linear attention keeps a state, not keys: pass DynamicCache(config=model.config), "
+                "or for CoCAAttention one of a configuration with layer_types of hybrid"
+            )
+        packed = layers[layer_idx].recurrent_states[0]
+        state = None if packed is None else LinearState.unpack(packed, query.shape[-1])
+    if mask is not None:
+        key_coefficients = key_coefficients * mask[:, None, :, None]
+    output, state = coca_linear_attention(query, key_coefficients, value, state=state, **settings)
+    if cache is not None:
+        cache.update_recurrent_state(state.packed().detach(), layer_idx)
+        counted = value.detach()[..., :0]  # keys of no width: they count the tokens
+        cache.update(counted, counted, layer_idx)
+    return output
 
 
 class CoCAAttention(nn.Module):
@@ -65,6 +106,8 @@ class CoCAAttention(nn.Module):
         rotation: Rotation of the pairs; default `Rotation(head_dim)`.
         window: Keys that a token sees in causal attention, its own included; default: all.
         free_pairs: F; the last F pairs of every head are scored by ordinary rotary attention.
+        linear: Whether attention is linear (see `coca_attention.ops.linear`): scores without a
+            softmax, a state in place of a cache of keys, coefficients by softplus.
         layer_idx: Layer of the cache that this module writes to; required to use a cache.
         device: Device of the weights; default: PyTorch's.
         dtype: dtype of the weights; default: PyTorch's.
@@ -92,6 +135,7 @@ class CoCAAttention(nn.Module):
         rotation: Rotation | None = None,
         window: int | None = None,
         free_pairs: int = 0,
+        linear: bool = False,
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -121,6 +165,11 @@ class CoCAAttention(nn.Module):
                 "CoCAAttention does not limit distances: leave max_distance out of the rotation, "
                 "or use coca_attention(...)"
             )
+        self.linear = linear
+        if linear:
+            check_linear(self.form, self.rotation)
+            if window is not None or free_pairs or dropout:
+                raise ValueError("linear attention has no window, no free_pairs and no dropout")
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, kv_heads, head_dim
         self.window = window
         self.free_pairs, self.dropout, self.layer_idx = free_pairs, dropout, layer_idx
@@ -156,7 +205,8 @@ class CoCAAttention(nn.Module):
             positions: True positions of these T tokens, (T,) or (B, T); default: the positions
                 after the cached tokens.
             attention_mask: Boolean (True = may attend) or additive, broadcastable to
-                (B, H, T, S), applied in addition to causality.
+                (B, H, T, S), applied in addition to causality; with linear attention (B, T), False
+                for tokens that nobody sees.
             is_causal: Whether a token sees only itself and earlier tokens.
             cache: Keys and values of earlier tokens, updated in place: Transformers'
                 `DynamicCache()`, or an object that has its `get_seq_length` and `update`.
@@ -185,13 +235,53 @@ class CoCAAttention(nn.Module):
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden_states.device)
         check_positions("positions", positions, len(hidden_states), length)
-
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        rotation = self.rotation
-        cos, sin = rotation.tables(positions, wide)
-        query, coefficients, value = project_collinear(
-            hidden_states, self.q_proj, self.t_proj, self.v_proj, head_dim=self.head_dim
+        projected = project_collinear(
+            hidden_states,
+            self.q_proj,
+            self.t_proj,
+            self.v_proj,
+            head_dim=self.head_dim,
+            linear=self.linear,
         )
+        if self.linear:
+            output = self._attend_linear(projected, positions, attention_mask, is_causal, cache)
+        else:
+            output = self._attend(projected, positions, past, attention_mask, is_causal, cache)
+        return self.o_proj(output.transpose(1, 2).flatten(-2))
+
+    def _attend_linear(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        positions: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        cache: Any,
+    ) -> Tensor:
+        if not is_causal or (mask is not None and mask.dim() != 2):
+            raise ValueError("linear attention is causal, with an attention_mask of (B, T)")
+        return attend_linear_cached(
+            *projected,
+            cache=cache,
+            layer_idx=self.layer_idx,
+            mask=mask,
+            form=self.form,
+            rotation=self.rotation,
+            positions=positions,
+            parameters=dict(self.form_parameters.items()),
+        )
+
+    def _attend(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        positions: Tensor,
+        past: int,
+        mask: Tensor | None,
+        is_causal: bool,
+        cache: Any,
+    ) -> Tensor:
+        query, coefficients, value = projected
+        wide, rotation = torch.promote_types(query.dtype, torch.float32), self.rotation
+        cos, sin = rotation.tables(positions, wide)
         divisor = score_scale(query.dtype)
         query = query_map(
             query,
@@ -204,23 +294,24 @@ class CoCAAttention(nn.Module):
             parameters=dict(self.form_parameters.items()),
         )
         key = key_map(coefficients, cos, sin, free_pairs=self.free_pairs)
-        if cache is not None and layer is not None:
-            key, value = cache.update(key, value, layer)
-            if key.shape[-2] != past + length:
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+            if key.shape[-2] != past + query.shape[-2]:
                 raise ValueError(
-                    f"expected all {past + length} keys from the cache, got {key.shape[-2]}; "
-                    f"{type(cache).__name__} is static or sliding: use DynamicCache()"
+                    f"expected all {past + query.shape[-2]} keys from the cache, got "
+                    f"{key.shape[-2]}; {type(cache).__name__} is static or sliding: use "
+                    "DynamicCache()"
                 )
         places = None
         if rotation.decay is not None:
             # Cached tokens are at the positions before those of this pass.
             earlier = positions[..., :1] - past + torch.arange(past, device=positions.device)
             places = (positions, torch.cat((earlier, positions), dim=-1))
-        output = attend(
+        return attend(
             query,
             key,
             value,
-            attention_mask=attention_mask,
+            attention_mask=mask,
             is_causal=is_causal,
             window=self.window,
             scale=divisor,
@@ -228,4 +319,3 @@ class CoCAAttention(nn.Module):
             bias=rotation.bias,
             positions=places,
         )
-        return self.o_proj(output.transpose(1, 2).flatten(-2))

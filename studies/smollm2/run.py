@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from coca_attention import convert, set_rotary_scaling
 from coca_attention.models import training_length
-from coca_lab.data import needles, passkey
+from coca_lab.data import tasks
 
 SCORED = 1024
 SKIPPED = 20_000  # characters: titles, prefaces and contents
@@ -108,13 +108,13 @@ def ask(model: Any, tokenizer: Any, length: int, seed: int) -> tuple[list[bool],
     The text is read once; its cache serves all questions.
     """
     start, drawn = time.process_time(), np.random.default_rng([seed, length])
-    encode = passkey.encoder(tokenizer)
-    names = [needles.NAMES[index] for index in drawn.choice(len(needles.NAMES), NUMBERS, False)]
+    encode = tasks.encoder(tokenizer)
+    names = [tasks.NAMES[index] for index in drawn.choice(len(tasks.NAMES), NUMBERS, False)]
     values = [str(value) for value in drawn.choice(90_000, NUMBERS, replace=False) + 10_000]
-    facts = [needles.FACT.format(name=n, value=v) for n, v in zip(names, values, strict=True)]
-    ids, _, distances = passkey.fill(
-        encode(needles.INTRODUCTION),
-        encode(passkey.FILLER),
+    facts = [tasks.FACT.format(name=n, value=v) for n, v in zip(names, values, strict=True)]
+    ids, _, distances = tasks.fill(
+        encode(tasks.NEEDLE_INTRODUCTION),
+        encode(tasks.FILLER),
         [encode(fact) for fact in facts],
         (np.arange(NUMBERS) / NUMBERS + drawn.random(NUMBERS) / NUMBERS).tolist(),
         [],
@@ -124,12 +124,12 @@ def ask(model: Any, tokenizer: Any, length: int, seed: int) -> tuple[list[bool],
     model(torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
     found = []
     for name, value in zip(names, values, strict=True):
-        prompt = [*ids, *encode(needles.QUESTIONS["single"].format(name=name))]
+        prompt = [*ids, *encode(tasks.QUESTIONS["single"].format(name=name))]
         output = model.generate(
             torch.tensor([prompt]), past_key_values=cache, max_new_tokens=ANSWER, do_sample=False
         )
         answer = tokenizer.decode(output[0, len(prompt) :])
-        found.append(needles.r_precision(answer, [value]) == 1)
+        found.append(tasks.r_precision(answer, [value]) == 1)
         cache.crop(len(ids) - cache.get_seq_length())
     return found, distances, time.process_time() - start
 

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from coca_attention.layer import project_collinear
+from coca_attention.layer import attend_linear_cached, project_collinear
+from coca_attention.models.configuration import rotation
 from coca_attention.models.layer_pass import Pass
 from coca_attention.models.projections import AttentionLayout, head_norm, replace_key_projection
 from coca_attention.models.rotary import Angles
@@ -74,6 +75,7 @@ class CollinearAttention(nn.Module):
             head_dim=self.head_dim,
             q_norm=head_norm(self, "q_norm", self.layout),
             t_norm=head_norm(self, "t_norm", self.layout),
+            linear=self.config.coca_linear,
         )
 
     def map_query(self: Any, projected: Tensor, angles: Angles, cos: Tensor, sin: Tensor) -> Tensor:
@@ -103,6 +105,22 @@ class CollinearAttention(nn.Module):
         """(B, T, hidden), and the attention weights if the attention function returns them."""
         cache = layer_past if past_key_values is None else past_key_values
         projected, coefficients, value = self.project(hidden_states)
+        if decoder_pass.linear is not None:
+            positions, mask = decoder_pass.linear
+            output = attend_linear_cached(
+                projected,
+                coefficients,
+                value,
+                cache=cache,
+                layer_idx=self.layer_idx,
+                mask=mask,
+                form=self.config.coca_form,
+                rotation=rotation(self.config),
+                positions=positions,
+                interleaved=self.layout.interleaved,
+                parameters=getattr(self, "form_parameters", None),
+            )
+            return self._projected(output.transpose(1, 2), hidden_states), None
         layer = decoder_pass.layer(
             self, attention_mask, position_embeddings, cache, hidden_states.shape[1]
         )

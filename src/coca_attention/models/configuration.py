@@ -11,9 +11,12 @@ from coca_attention.errors import UserError
 from coca_attention.ops import RULES, Rotation, get_form
 from coca_attention.ops.checks import check_real, check_whole
 from coca_attention.ops.clipped import check_clipped_form
+from coca_attention.ops.linear import check_linear
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 """Transformers' names for layers that see a window, and for layers that see the whole text."""
+STATEFUL = "hybrid"
+"""Transformers' name for layers whose cache has a state beside keys."""
 CACHES = ("full", "half")
 ROTATION_FIELDS = {"turning_pairs": "turning"} | {
     name: name for name in ("temperature", "decay", "decay_length", "max_distance")
@@ -172,11 +175,19 @@ class CoCAConfig:
             are counted back from the current token, so in a text read in several passes the
             positions of the real tokens must be consecutive; so they must with any cache if there
             is a ``decay``, which counts distances alike.
+        coca_linear: Whether attention is linear (see `coca_attention.ops.linear`), in the forms
+            strict and magnitude: the cache is then one state per layer, whatever the length.
     """
 
     coca_form: str = "slack"
     coca_free_pairs: int | dict[str, int] = 0
     kv_cache: str = "full"
+    coca_linear: bool = False
+
+    def __post_init__(self: Any, **kwargs: Any) -> None:
+        if self.coca_linear and not kwargs.get("layer_types"):
+            kwargs["layer_types"] = [STATEFUL] * self.num_hidden_layers
+        super().__post_init__(**kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -205,6 +216,8 @@ class CoCAConfig:
             raise ValueError(
                 f"layers of type {LOCAL} need sliding_window, the tokens they see; got {window}"
             )
+        if self.coca_linear:
+            self._check_linear()
         for layer_type in kinds:
             if not 0 <= free_pairs(self, layer_type) <= width // 2:
                 raise ValueError(
@@ -221,6 +234,19 @@ class CoCAConfig:
             if rotation(self, layer_type).max_distance is not None:
                 collinear = width // 2 - free_pairs(self, layer_type)
                 check_clipped_form(get_form(self.coca_form), collinear)
+
+    def _check_linear(self: Any) -> None:
+        if "layer_types" in type(self).__dataclass_fields__ or set(self.layer_types) != {STATEFUL}:
+            raise ValueError(
+                "coca_linear is for all layers of families without layer types of their own, such "
+                f"as Llama; got {type(self).__name__} with layer_types {self.layer_types}"
+            )
+        if self.kv_cache == "half" or free_pairs(self):
+            raise ValueError(
+                "linear attention has no cache of keys and no free pairs: leave out kv_cache and "
+                "coca_free_pairs"
+            )
+        check_linear(get_form(self.coca_form), rotation(self))
 
     def validate_rope(self: Any) -> None:
         """Transformers' checks of ``rope_parameters``; `rotation` checks our own rules."""

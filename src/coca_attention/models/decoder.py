@@ -104,6 +104,20 @@ class CollinearModel(CollinearPreTrained):
         mask = mask.long() if mask is not None and mask.dim() == 2 else None
         if position_ids is None and mask is not None:  # scores of slack depend on true positions
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        if self.config.coca_linear:
+            if position_ids is None:
+                past = 0 if cache is None else cache.get_seq_length()
+                position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
+            real = None if mask is None else mask[:, -tokens.shape[1] :]
+            return forward(
+                input_ids=input_ids,
+                attention_mask=torch.empty(1, 1, 1, 0, device=tokens.device),
+                position_ids=position_ids,
+                past_key_values=cache,
+                inputs_embeds=inputs_embeds,
+                decoder_pass=Pass(linear=(position_ids, real)),
+                **kwargs,
+            )
         band = self._band(tokens, attention_mask, position_ids, cache, kwargs.get("use_cache"))
         has_roles, half = has_own_roles(self.config), self.config.kv_cache == "half"
         placed = self._counts_distances() or (half and cache is not None)

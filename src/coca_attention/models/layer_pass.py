@@ -133,6 +133,8 @@ class Pass(NamedTuple):
     band: Band | None = None  # in place of Transformers' masks
     # Mask and angles of each layer type, where all share one set of rotary parameters.
     roles: dict[str, tuple[Any, Angles]] | None = None
+    # With linear attention: positions (1 or B, T), and which of these tokens are real (B, T).
+    linear: tuple[Tensor, Tensor | None] | None = None
 
     def layer(self, module: Any, mask: Any, angles: Any, cache: Any, length: int) -> "LayerPass":
         """What an attention module needs of it, given Transformers' mask and angles."""

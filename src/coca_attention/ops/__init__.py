@@ -8,6 +8,7 @@
 - `kernels`: fused Triton kernels, used on CUDA if Triton is installed.
 - `attention`: softmax attention in linear memory.
 - `clipped`: attention under clipped distances; `parts`: its near and far keys without masks.
+- `linear`: linear attention with collinear keys, and its state.
 - `opaque`: operators that torch.compile does not trace.
 """
 
@@ -15,6 +16,7 @@ from coca_attention.ops.attention import attend
 from coca_attention.ops.collinear import coca_attention
 from coca_attention.ops.decoding import attend_half, key_frames, tile_length
 from coca_attention.ops.forms import FORMS, ScoreForm, get_form, register_form
+from coca_attention.ops.linear import LinearState, coca_linear_attention
 from coca_attention.ops.maps import activate, fold, key_map, query_map, score_scale
 from coca_attention.ops.positions import Rotation, apply_rotary
 from coca_attention.ops.rules import (
@@ -35,6 +37,7 @@ __all__ = [
     "RULES",
     "DynamicNTK",
     "Linear",
+    "LinearState",
     "Llama3",
     "LongRoPE",
     "Rotation",
@@ -46,6 +49,7 @@ __all__ = [
     "attend",
     "attend_half",
     "coca_attention",
+    "coca_linear_attention",
     "fold",
     "get_form",
     "key_frames",

@@ -204,6 +204,7 @@ def _attention_fields(
         "coca_form": "strict" if rotary else model.attention,
         "coca_free_pairs": pairs if rotary else 0,
         "rope_parameters": rope_parameters | fields,
+        "coca_linear": model.linear,
     }
 
 

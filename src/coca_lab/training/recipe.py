@@ -102,6 +102,8 @@ class ModelRecipe:
     makes no query smaller: what a rotary start says of texts up to this long does not change. Less
     than its training length may lose passkeys within it, which coca convert --check measures. Not
     with layers or a decay. By default no limit."""
+    linear: bool = False
+    """Whether attention is linear: a state in place of a cache, for strict and magnitude."""
     start: str | None = None
     """Folder or name of a trained model to start from, instead of random weights. Its
     sizes and its tokenizer are used. A rotary model is converted if attention names a CoCA form
@@ -150,6 +152,13 @@ class ModelRecipe:
                 ),
                 "max_distance is for models without layers and decay: leave it out": (
                     self.max_distance and (self.layers or self.decay)
+                ),
+                "linear is for attention strict and magnitude, without layers, limits and decay": (
+                    self.linear
+                    and (
+                        self.attention not in ("strict", "magnitude")
+                        or any(getattr(self, name) for name in rotary)
+                    )
                 ),
                 "window is for local layers: set layers": self.window and not self.layers,
                 f"decay_length {self.decay_length} requires a decay": self.decay_length

@@ -1,0 +1,190 @@
+"""Linear attention (RoFormer, arXiv 2104.09864, Eq. 19) with collinear keys.
+
+Scores are not exponentiated, so what earlier tokens contribute is a sum that one state holds:
+
+    out_m = Σ_n (Q'_m · K'_n) v_n / Σ_n Σ_j w_mj t_nj,    n ≤ m
+
+where w_mj = |Q'_mj| (|q_mj|² in the strict form, |q_mj| in magnitude) does not turn. Coefficients t
+are non-negative, so the normaliser is positive and |out_m| ≤ max |v|; RoFormer's features need an
+activation for that (elu + 1).
+
+Legend: B batch, T length of this pass, H query heads, G key/value heads, D head width, Dv width of
+values, P = D/2 rotary pairs, N chunks of C tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coca_attention.ops.forms import ScoreForm, get_form
+from coca_attention.ops.maps import key_map, over_all_pairs, query_map
+from coca_attention.ops.positions import Rotation
+
+CHUNK = 64
+
+
+class LinearState(NamedTuple):
+    """What earlier tokens leave to later ones, whatever their number; float32 or wider.
+
+    Positions are relative to the last of these tokens, so the state has no length.
+    """
+
+    products: Tensor
+    """Σ K'_n ⊗ v_n, (B, G, D, Dv)."""
+    coefficients: Tensor
+    """Σ t_n, (B, G, P)."""
+
+    def packed(self) -> Tensor:
+        """All numbers of a key head in one dimension, (B, G, D * Dv + P), for a cache."""
+        return torch.cat((self.products.flatten(2), self.coefficients), dim=-1)
+
+    @classmethod
+    def unpack(cls, packed: Tensor, width: int) -> "LinearState":
+        """The state that was packed, for head width D."""
+        products, coefficients = packed.tensor_split([packed.shape[-1] - width // 2], dim=-1)
+        return cls(products.unflatten(-1, (width, -1)), coefficients)
+
+
+def check_linear(form: ScoreForm, rotation: Rotation) -> None:
+    """ValueError unless linear attention has this form and rotation.
+
+    A state cannot hold scores that depend on more than m - n, nor what depends on the distance or
+    on the length of the text in another way than a rotation.
+    """
+    if not form.shift_invariant:
+        raise ValueError(
+            f"linear attention requires a shift-invariant score form, such as strict or magnitude; "
+            f"got {form.name}"
+        )
+    if rotation.max_distance is not None or rotation.decay is not None or rotation.follows_length:
+        raise ValueError(
+            "linear attention does not support max_distance, a decay, or a scaling that follows "
+            "the length of the text: leave them out of the rotation"
+        )
+
+
+def coca_linear_attention(
+    query: Tensor,
+    key_coefficients: Tensor,
+    value: Tensor,
+    *,
+    form: str | ScoreForm = "strict",
+    rotation: Rotation | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    parameters: dict[str, Tensor] | None = None,
+    state: LinearState | None = None,
+) -> tuple[Tensor, LinearState]:
+    """Causal linear attention with collinear keys, in time linear in T.
+
+    Args:
+        query: q before rotation, (B, H, T, D), D even.
+        key_coefficients: t ≥ 0, (B, G, T, D/2); G divides H. Zero for tokens that nobody sees, such
+            as padding. At least one t that a query sees has to be positive, which softplus
+            ensures, but a ReLU does not; where all are 0, the output is 0.
+        value: (B, G, T, Dv).
+        form: A shift-invariant score form or its name: ``strict`` or ``magnitude``.
+        rotation: Rotation of the pairs; default `Rotation(D)`. Its temperature cancels out.
+        positions: (T,) or (B, T), the first right after the last token of the state; default:
+            consecutive.
+        interleaved: Pair layout of the query, see `split_pairs`.
+        parameters: The form's learned parameters, each (H, ...); default: their initial values.
+        state: That of earlier tokens, as a previous call returned it; default: none.
+
+    Returns:
+        The output (B, H, T, Dv) in the dtype of the query, and the state after these tokens.
+
+    Raises:
+        ValueError: If a shape does not match, the form is not shift-invariant, or the rotation
+            depends on the length or limits or weighs distances.
+    """
+    form, width, length = get_form(form), query.shape[-1], query.shape[-2]
+    rotation = Rotation(width) if rotation is None else rotation
+    check_linear(form, rotation)
+    _check_shapes(query, key_coefficients, value)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    query, coefficients, value = (x.to(dtype) for x in (query, key_coefficients, value))
+    if positions is None:
+        positions = torch.arange(length, device=query.device)
+    places = positions - positions[..., :1] + 1
+    tables, still = rotation.tables(places, dtype), rotation.tables(places[..., :1] * 0, dtype)
+
+    def effective_query(cos: Tensor, sin: Tensor) -> Tensor:
+        return query_map(query, cos, sin, form=form, interleaved=interleaved, parameters=parameters)
+
+    if state is None:
+        batch, kv_heads, _, pairs = coefficients.shape
+        state = LinearState(
+            query.new_zeros(batch, kv_heads, width, value.shape[-1], dtype=dtype),
+            query.new_zeros(batch, kv_heads, pairs, dtype=dtype),
+        )
+    output, state = attend_linear(
+        effective_query(*tables),
+        key_map(coefficients, *tables),
+        value,
+        # At angle 0 the scores are those of the normaliser.
+        effective_query(*still)[..., : width // 2],
+        key_map(coefficients, *still)[..., : width // 2],
+        state,
+    )
+    back = rotation.angles(places[..., -1:]).to(dtype)
+    products = _turned_back(state.products, back.cos(), back.sin())
+    return output.to(key_coefficients.dtype), state._replace(products=products)
+
+
+def attend_linear(
+    query: Tensor, key: Tensor, value: Tensor, weights: Tensor, features: Tensor, state: LinearState
+) -> tuple[Tensor, LinearState]:
+    """Σ_n (Q_m · K_n) v_n / Σ_n (w_m · f_n) for n ≤ m, and the state after these tokens.
+
+    Chunks see earlier chunks through the state and themselves through scores.
+
+    Args:
+        query: Q, (B, H, T, D).
+        key: K, (B, G, T, D).
+        value: (B, G, T, Dv).
+        weights: w, (B, H, T, P), of the normaliser.
+        features: f, (B, G, T, P), likewise.
+        state: Σ K ⊗ v and Σ f of earlier tokens.
+    """
+    (batch, heads, length, width), kv_heads = query.shape, key.shape[1]
+    groups, size = heads // kv_heads, min(CHUNK, length)
+    rows, chunks = groups * size, -(-length // size)
+    query, key, value = (F.pad(x, (0, 0, 0, chunks * size - length)) for x in (query, key, value))
+    # Query heads of a group are further rows of its chunks.
+    q = query.view(batch, kv_heads, groups, chunks, size, width).transpose(2, 3)
+    q = q.reshape(batch, kv_heads, chunks, rows, width)
+    k, v = (x.unflatten(2, (chunks, size)) for x in (key, value))
+    sums = torch.cat((state.products.unsqueeze(2), k.mT @ v), dim=2).cumsum(2)
+    causal = torch.ones(size, size, dtype=q.dtype, device=q.device).tril().repeat(groups, 1)
+    output = q @ sums[:, :, :-1] + (q @ k.mT * causal) @ v
+    output = output.unflatten(3, (groups, size)).transpose(2, 3)
+    output = output.reshape(batch, heads, chunks * size, -1)[:, :, :length]
+    totals = features.cumsum(2) + state.coefficients.unsqueeze(2)
+    normaliser = (weights.unflatten(1, (kv_heads, groups)) * totals.unsqueeze(2)).sum(-1)
+    normaliser = normaliser.flatten(1, 2).clamp(min=torch.finfo(output.dtype).tiny)
+    return output / normaliser.unsqueeze(-1), LinearState(sums[:, :, -1], totals[:, :, -1])
+
+
+def _turned_back(products: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Σ K' ⊗ v with the positions of keys reduced by those of these angles, (1 or B, 1, R/2)."""
+    cos, sin = over_all_pairs(cos, sin, products.shape[2] // 2, products.dtype)
+    cos, sin = cos.mT, sin.mT
+    first, second = products.chunk(2, dim=2)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=2)
+
+
+def _check_shapes(query: Tensor, key_coefficients: Tensor, value: Tensor) -> None:
+    (batch, heads, length, width), shape = query.shape, key_coefficients.shape
+    if shape[0] != batch or shape[2:] != (length, width // 2) or heads % shape[1] or width % 2:
+        raise ValueError(
+            f"key_coefficients must be (batch, a divisor of {heads} heads, {length}, {width // 2}) "
+            f"for a query {tuple(query.shape)}; got {tuple(shape)}"
+        )
+    if value.shape[:3] != shape[:3]:
+        raise ValueError(
+            f"value must be {tuple(shape[:3])} and a width, as key_coefficients; got "
+            f"{tuple(value.shape)}"
+        )

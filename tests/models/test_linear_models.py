@@ -1,0 +1,118 @@
+"""Models and layers with linear attention: the state, padding, and what is refused."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Cache, DynamicCache
+
+from coca_attention import CoCAAttention
+from coca_attention.models import CoCAGPTNeoXConfig, CoCALlamaConfig
+from coca_attention.models.families import FAMILIES
+from coca_attention.ops import Rotation
+
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+LINEAR = {"coca_form": "strict", "coca_linear": True}
+
+
+def make(config_class=CoCALlamaConfig, **fields):
+    torch.manual_seed(0)
+    config = config_class(**SIZES | {"num_key_value_heads": 2} | LINEAR | fields)
+    model = AutoModelForCausalLM.from_config(config).eval().double()
+    for parameter in model.parameters():  # larger than initial ones, so that attention matters
+        parameter.data.mul_(3)
+    return model, torch.randint(3, 50, (2, 20))
+
+
+def untyped():
+    for family in FAMILIES:
+        if "layer_types" not in family.vanilla.config_class.__dataclass_fields__:
+            yield pytest.param(family.config, id=family.config.__name__)
+
+
+@pytest.mark.parametrize("config_class", list(untyped()))
+def test_generation_with_a_state_is_generation_without(config_class, tmp_path):
+    model, prompt = make(config_class, head_dim=8)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    expected = model.generate(prompt, use_cache=False, **options)
+    padded = torch.nn.functional.pad(prompt, (6, 0))
+    mask = (padded > 0).long()
+    assert torch.equal(model.generate(prompt, **options), expected)
+    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, 6:], expected)
+    beams = [model.generate(prompt, num_beams=3, use_cache=c, **options) for c in (True, False)]
+    assert torch.equal(*beams)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(again(prompt).logits, model(prompt).logits)
+
+
+def test_the_cache_is_a_state_whatever_the_length():
+    model, prompt = make()
+    cache = DynamicCache(config=model.config)
+    sizes = set()
+    with torch.no_grad():
+        whole = model(prompt, use_cache=False).logits
+        parts = []
+        for part in prompt.split([3, 1, 9, 7], dim=1):
+            parts.append(model(part, past_key_values=cache).logits)
+            layer = cache.layers[0]
+            sizes.add(layer.recurrent_states[0].numel() + layer.keys.numel() + layer.values.numel())
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
+    # Batch 2 and two key heads: 2 P Dv + P numbers each, with P = 4 and Dv = 8.
+    assert sizes == {2 * 2 * (8 * 8 + 4)}
+
+
+def test_attention_sees_the_past_alone_and_has_gradients():
+    model, prompt = make(CoCAGPTNeoXConfig, num_key_value_heads=None, coca_form="magnitude")
+    changed = prompt.clone()
+    changed[:, 12] = (changed[:, 12] + 1) % 50
+    different = (model(prompt).logits - model(changed).logits).abs().amax((0, 2)) > 1e-6
+    assert not different[:12].any() and different[12:].all()
+    model(prompt, labels=prompt).loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"coca_form": "slack"}, "shift-invariant"),
+        ({"kv_cache": "half"}, "no cache of keys"),
+        ({"coca_free_pairs": 1}, "no free pairs"),
+        ({"layer_types": ["full_attention"] * 2}, "coca_linear is for"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "decay": 1.0}}, "decay"),
+    ],
+)
+def test_what_linear_models_cannot_be_is_refused(fields, words):
+    with pytest.raises(Exception, match=words):
+        make(**fields)
+
+
+def test_other_caches_are_refused():
+    model, prompt = make()
+    with pytest.raises(ValueError, match=r"DynamicCache\(config=model.config\)"):
+        model(prompt, past_key_values=DynamicCache())
+
+
+def test_a_layer_for_any_model():
+    torch.manual_seed(0)
+    layer = CoCAAttention(32, 4, 2, form="strict", linear=True, layer_idx=0).double()
+    x, cache = torch.randn(2, 17, 32, dtype=torch.float64), DynamicCache(config=make()[0].config)
+    whole = layer(x)
+    parts = [layer(part, cache=cache) for part in x.split([8, 1, 8], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
+    padded = torch.nn.functional.pad(x, (0, 0, 3, 0), value=2.0)
+    mask = torch.arange(20).expand(2, -1) >= 3
+    masked = layer(padded, attention_mask=mask)[:, 3:]
+    torch.testing.assert_close(masked, whole, rtol=0, atol=1e-12)
+    for options, words in (
+        ({"window": 4}, "no window"),
+        ({"form": "slack"}, "shift-invariant"),
+        ({"rotation": Rotation(8, decay=1.0)}, "a decay"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            CoCAAttention(32, 4, **{"form": "strict", "linear": True} | options)
+    with pytest.raises(ValueError, match="is causal"):
+        layer(x, is_causal=False)
+    with pytest.raises(ValueError, match="keeps a state"):
+        layer(x, cache=Cache(layers=[]))
