@@ -1,6 +1,18 @@
-// Code and tables that scroll can be reached with the keyboard.
+// Code, tables and pictures that scroll can be reached with the keyboard.
 document$.subscribe(() => {
-  for (const part of document.querySelectorAll("pre > code, .md-typeset__scrollwrap")) {
+  for (const part of document.querySelectorAll("pre > code, .md-typeset__scrollwrap, picture")) {
     part.tabIndex = 0;
   }
+});
+
+// Pictures follow the page's colours, which the reader may have switched: their sources are for dark pages.
+function matchPictures() {
+  const dark = document.body.dataset.mdColorScheme === "slate";
+  for (const source of document.querySelectorAll("picture > source")) {
+    source.media = dark ? "all" : "not all";
+  }
+}
+document$.subscribe(matchPictures);
+new MutationObserver(matchPictures).observe(document.body, {
+  attributeFilter: ["data-md-color-scheme"],
 });
