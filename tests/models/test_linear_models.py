@@ -92,6 +92,8 @@ def test_other_caches_are_refused():
     model, prompt = make()
     with pytest.raises(ValueError, match=r"DynamicCache\(config=model.config\)"):
         model(prompt, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="does not support linear attention"):
+        model.generate_batch([[3, 4, 5]])
 
 
 def test_a_layer_for_any_model():

@@ -236,6 +236,8 @@ class CollinearForCausalLM(CollinearHead):
             unsupported = f"{scaled.rule.kind} scaling: use ntk, or set a target length"
         elif scaled.decay is not None or scaled.max_distance is not None:
             unsupported = "a decay or max_distance: use generate() with a batch"
+        elif self.config.coca_linear:
+            unsupported = "linear attention: use generate() with a batch"
         if unsupported:
             raise ValueError(
                 "continuous batching mixes the tokens of several texts, so it does not support "
