@@ -90,7 +90,7 @@ def test_ntk_is_registered_and_heads_must_divide(capfd):
     rope = {"rope_type": "ntk", "rope_theta": 10000.0, "factor": 4.0, "length": 128}
     CoCAGPTNeoXConfig(rope_parameters=rope)
     assert "Missing validation" not in capfd.readouterr().err
-    with pytest.raises(Exception, match="num_key_value_heads must divide"):
+    with pytest.raises(Exception, match="heads must divide"):
         CoCALlamaConfig(num_attention_heads=4, num_key_value_heads=3)
 
 

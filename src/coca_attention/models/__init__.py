@@ -7,7 +7,7 @@ with sinks to Transformers' tables.
 import sys
 
 import transformers
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoModelForCausalLM
 
 from coca_attention.models.alibi import (
     AlibiGPTNeoXConfig,
@@ -18,13 +18,14 @@ from coca_attention.models.configuration import Roles, add_rope_types, training_
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.families import FAMILIES, GPT_NEOX, LLAMA, register, register_family
 from coca_attention.models.scaling import set_rotary_scaling
-from coca_attention.models.sinks import register_sinks, use_fused_attention
+from coca_attention.models.sinks import SINKS, sink_attention, sink_mask, use_fused_attention
 
 
 def register_models() -> None:
     """Register all classes with Transformers: done on import, and what engines call as a plugin."""
     add_rope_types()
-    register_sinks()
+    AttentionInterface.register(SINKS, sink_attention)
+    AttentionMaskInterface.register(SINKS, sink_mask)
     classes = [made for family in FAMILIES for made in register_family(family)]
     alibi = [(AutoModel, AlibiGPTNeoXModel), (AutoModelForCausalLM, AlibiGPTNeoXForCausalLM)]
     classes += register(AlibiGPTNeoXConfig, alibi)

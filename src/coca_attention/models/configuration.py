@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from coca_attention.errors import UserError
 from coca_attention.ops import RULES, Rotation, get_form
-from coca_attention.ops.checks import check_real, check_whole
+from coca_attention.ops.checks import check_heads, check_real, check_whole, check_width
 from coca_attention.ops.clipped import check_clipped_form
 from coca_attention.ops.linear import check_linear
 
@@ -204,12 +204,8 @@ class CoCAConfig:
         heads = self.num_attention_heads
         kv_heads = getattr(self, "num_key_value_heads", None) or heads
         width = head_width(self)
-        if width % 2:
-            raise ValueError(f"the head width must be even, for rotary pairs; got {width}")
-        if heads % kv_heads:
-            raise ValueError(
-                f"num_key_value_heads must divide num_attention_heads; got {kv_heads} and {heads}"
-            )
+        check_width(width)
+        check_heads(heads, kv_heads)
         kinds = sorted(set(getattr(self, "layer_types", None) or {GLOBAL}))
         window = getattr(self, "sliding_window", None)
         if LOCAL in kinds and (window is None or window < 1):
@@ -303,15 +299,8 @@ class Roles:
     ) -> dict[str, Any]:
         """The fields of a CoCA configuration that give a model these roles.
 
-        Args:
-            form: Score form of the local layers, or ``rope`` for rotary attention.
-            num_layers: Number of layers.
-            head_width: D.
-            length: L, the training length in tokens.
-            rope_parameters: Those of the model, one set for all layers.
-
-        Raises:
-            UserError: If the model has fewer layers than the pattern.
+        The form is that of the local layers, or ``rope``; the length is L; the rotary parameters
+        are the model's, one set for all layers. UserError if it has too few layers.
         """
         if num_layers < len(self.layers):
             raise UserError(

@@ -7,7 +7,7 @@ layer, which vLLM, SGLang and llama.cpp run, too. Transformers has no `sdpa` att
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from coca_attention.ops import attend
@@ -69,9 +69,3 @@ def sink_mask(**made: Any) -> Tensor | None:
     skips = made.get("allow_is_causal_skip", True) and isinstance(first, int) and first == last
     made["allow_is_causal_skip"] = False
     return None if skips and not padded else sdpa_mask(**made)
-
-
-def register_sinks() -> None:
-    """Make `SINKS` an attention implementation of Transformers."""
-    AttentionInterface.register(SINKS, sink_attention)
-    AttentionMaskInterface.register(SINKS, sink_mask)

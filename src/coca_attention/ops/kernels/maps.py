@@ -181,14 +181,9 @@ def query_map(
     free_pairs: int,
 ) -> Tensor:
     """Q' of (B, H, T, D); cos and sin (1 or B, 1, T, P), with the scale folded in."""
-    output = _empty_like(query, query.shape[-1])
-    cos, sin, *strides = _tables(cos, sin)
-    _launch(
-        _query_map, query,
-        query, output, cos, sin, *query.stride(), *output.stride()[:3], *strides,
-        FORM=form, SPAN=span, WIDTH=query.shape[-1], INTERLEAVED=interleaved, FREE=free_pairs,
-    )  # fmt: skip
-    return output
+    layout = {"INTERLEAVED": interleaved, "SPAN": span, "FREE": free_pairs}
+    width = query.shape[-1]
+    return _launch(_query_map, width, cos, sin, query, FORM=form, WIDTH=width, **layout)
 
 
 def query_gradient(
@@ -202,65 +197,52 @@ def query_gradient(
     free_pairs: int,
 ) -> Tensor:
     """Gradient of q from that of Q', both (B, H, T, D)."""
-    output = _empty_like(query, query.shape[-1])
-    cos, sin, *strides = _tables(cos, sin)
-    _launch(
-        _query_gradient, query,
-        query, grad, output, cos, sin,
-        *query.stride(), *grad.stride(), *output.stride()[:3], *strides,
-        FORM=form, SPAN=span, WIDTH=query.shape[-1], INTERLEAVED=interleaved, FREE=free_pairs,
-    )  # fmt: skip
-    return output
+    layout = {"INTERLEAVED": interleaved, "SPAN": span, "FREE": free_pairs}
+    width = query.shape[-1]
+    return _launch(_query_gradient, width, cos, sin, query, grad, FORM=form, WIDTH=width, **layout)
 
 
 def key_map(coefficients: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
     """K' (B, G, S, D) of coefficients (B, G, S, P + F)."""
     half = coefficients.shape[-1] - free_pairs
-    output = _empty_like(coefficients, 2 * half)
-    cos, sin, *strides = _tables(cos, sin)
-    _launch(
-        _key_map, coefficients,
-        coefficients, output, cos, sin, *coefficients.stride(), *output.stride()[:3], *strides,
-        HALF=half, FREE=free_pairs,
-    )  # fmt: skip
-    return output
+    return _launch(_key_map, 2 * half, cos, sin, coefficients, HALF=half, FREE=free_pairs)
 
 
 def key_gradient(grad: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
     """Gradient of the coefficients (B, G, S, P + F) from that of K' (B, G, S, D)."""
     half = grad.shape[-1] // 2
-    output = _empty_like(grad, half + free_pairs)
-    cos, sin, *strides = _tables(cos, sin)
-    _launch(
-        _key_gradient, grad,
-        grad, output, cos, sin, *grad.stride(), *output.stride()[:3], *strides,
-        HALF=half, FREE=free_pairs,
-    )  # fmt: skip
-    return output
+    return _launch(_key_gradient, half + free_pairs, cos, sin, grad, HALF=half, FREE=free_pairs)
 
 
-def _empty_like(tensor: Tensor, width: int) -> Tensor:
-    """An empty (B, H, T, width) with heads and rows in the same memory order as the tensor's."""
-    batch, heads, length, _ = tensor.shape
-    if tensor.stride(1) < tensor.stride(2):
-        return tensor.new_empty(batch, length, heads, width).transpose(1, 2)
-    return tensor.new_empty(batch, heads, length, width)
-
-
-def _tables(cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
-    """float32 tables (1 or B, 1, T, P) with contiguous rows, and the strides of batch and row."""
+def _launch(
+    kernel: Any, width: int, cos: Tensor, sin: Tensor, *tensors: Tensor, **constants: Any
+) -> Tensor:
+    """The output (B, H, T, width) of a kernel, run over every position and all heads of tensors."""
+    first, batch, heads, length = tensors[0], *tensors[0].shape[:3]
+    shape = batch, heads, length, width
+    if first.stride(1) < first.stride(2):  # heads and rows in the memory order of the tensor's
+        output = first.new_empty(batch, length, heads, width).transpose(1, 2)
+    else:
+        output = first.new_empty(shape)
+    if 0 in shape:
+        return output
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
-    return cos, sin, cos.stride(0) if cos.dim() == 4 and cos.shape[0] > 1 else 0, cos.stride(-2)
-
-
-def _launch(kernel: Any, shaped: Tensor, *arguments: Any, **constants: Any) -> None:
-    """Run a kernel over every position and all heads of a (B, H, T, ...) tensor."""
-    batch, heads, length, _ = shaped.shape
     half = constants.get("HALF", constants.get("WIDTH", 0) // 2)
-    if 0 in shaped.shape:
-        return
     block = min(HEADS, triton.next_power_of_2(heads))
-    with torch.cuda.device_of(shaped):
+    with torch.cuda.device_of(first):
         kernel[(batch * length, triton.cdiv(heads, block))](
-            *arguments, heads, length, HEADS=block, PAIRS=triton.next_power_of_2(half), **constants
+            *tensors,
+            output,
+            cos,
+            sin,
+            *(stride for x in tensors for stride in x.stride()),
+            *output.stride()[:3],
+            cos.stride(0) if cos.dim() == 4 and cos.shape[0] > 1 else 0,
+            cos.stride(-2),
+            heads,
+            length,
+            HEADS=block,
+            PAIRS=triton.next_power_of_2(half),
+            **constants,
         )
+    return output
