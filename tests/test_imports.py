@@ -24,7 +24,7 @@ LOOSE = {
 LABORATORY = {
     "__init__": {"cli"},
     "arguments": set(),
-    "engine": set(),
+    "engine": {"files"},
     "environment": set(),
     "files": set(),
     "intervals": set(),

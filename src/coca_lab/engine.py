@@ -18,7 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
-from coca_attention.errors import RESUMABLE, UserError, install, known_problem
+from coca_attention.errors import UserError, install
+from coca_lab.files import RESUMABLE, known_problem
 
 Progress = Callable[[str, int, int], Any]
 """Called with a line of text, the work done so far and the work in all."""

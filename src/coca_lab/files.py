@@ -1,8 +1,10 @@
-"""Files that are whole or absent, folders that one process writes, and what may be replaced."""
+"""Files that are whole or absent, folders that one process writes, and why writing failed."""
 
+import errno
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -194,3 +196,38 @@ def check_results(path: Path) -> None:
         return isinstance(content, dict) and isinstance(content.get("results"), list)
 
     check_output(path, "result file", is_one)
+
+
+# In the messages of PyTorch's file writer, which reports a full disk as a RuntimeError.
+WRITER = "inline_container|PytorchStreamWriter|iostream error"
+RESUMABLE = "free disk space, then run the same command again; what is done is kept"
+"""What `known_problem` advises where a later start can go on."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def known_problem(error: BaseException) -> str | None:
+    """One line for an exception whose cause lies outside the program, or None."""
+    # Full disks, missing permissions and a lack of memory come as many types: OSError, MemoryError,
+    # and from PyTorch, safetensors and tokenizers as RuntimeError or a plain Exception with a text.
+    text = " ".join(str(error).split())[:300]
+    if isinstance(error, MemoryError) or re.search(r"out of memory|can't allocate memory", text):
+        return (
+            f"there is not enough memory ({text or 'MemoryError'}): use smaller batches, shorter "
+            "texts or a smaller model"
+        )
+    number = error.errno if isinstance(error, OSError) else None
+    if found := re.search(r"os error (\d+)", text):  # Rust's wording
+        number = int(found[1])
+    if number is None:
+        if not re.search(WRITER, text):
+            return None
+        return f"a file cannot be written ({text}): {RESUMABLE}"
+    path = getattr(error, "filename", None)
+    where = f"{os.fsdecode(path)}: " if isinstance(path, str | bytes | os.PathLike) else ""
+    reason = f"{where}{os.strerror(number)}"
+    if number in FULL:
+        return f"{reason}: {RESUMABLE}"
+    if number in FORBIDDEN:
+        return f"{reason}: choose another folder, or change its permissions"
+    return f"{reason}: check the path and run the command again"

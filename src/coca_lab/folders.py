@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import AutoTokenizer, PreTrainedModel
 
-from coca_attention.errors import UserError, install, known_problem
+from coca_attention.errors import UserError, install
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
@@ -23,7 +23,7 @@ from coca_attention.models.configuration import (
     training_length,
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
-from coca_lab.files import check_can_be_written, writing
+from coca_lab.files import check_can_be_written, known_problem, writing
 from coca_lab.loading import load_model, no_progress_bars
 
 UNTRAINED = "The conversion changed what the model computes: train it further before you use it."

@@ -66,11 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _explain(error: Exception) -> int:
     """Print an error in one line, and return the exit code."""
-    from coca_attention import errors
+    from coca_attention.errors import UserError, install
+    from coca_lab.files import known_problem
 
-    problem = str(error) if isinstance(error, errors.UserError) else errors.known_problem(error)
+    problem = str(error) if isinstance(error, UserError) else known_problem(error)
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("coca_"):
-        problem = f"this needs {error.name}: {errors.install('lab')}"
+        problem = f"this needs {error.name}: {install('lab')}"
     if problem is not None:
         text = " ".join(problem.split())
         print(f"coca: error: {text[:1000]}{' …' * (len(text) > 1000)}", file=sys.stderr)

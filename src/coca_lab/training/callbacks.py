@@ -14,7 +14,6 @@ from typing import Any
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from coca_attention.errors import Interrupted
 from coca_lab.training.retrieval import Retrieval
 
 log = logging.getLogger(__name__)
@@ -51,6 +50,14 @@ def shown(
 
         callbacks.append(TensorBoardCallback(SummaryWriter(folder / "logs")))
     return callbacks
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has ended the work and determines the exit code; the message says what is saved."""
+
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.signal = number
 
 
 class LogLastStep(TrainerCallback):

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from coca_attention.errors import WRITER, UserError, known_problem
+from coca_attention.errors import UserError
+from coca_lab.files import WRITER, known_problem
 
 log = logging.getLogger(__name__)
 

@@ -29,12 +29,12 @@ from transformers import (
     set_seed,
 )
 
-from coca_attention.errors import Interrupted, UserError
+from coca_attention.errors import UserError
 from coca_lab.environment import describe_environment
 from coca_lab.files import check_writable, hold, read_json, replace, write_json, write_text
 from coca_lab.folders import write_card
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
-from coca_lab.training.callbacks import StopOnSignal, shown
+from coca_lab.training.callbacks import Interrupted, StopOnSignal, shown
 from coca_lab.training.checkpoints import catch_write_errors, last_state, sorted_checkpoints
 from coca_lab.training.data import (
     TOKENIZER,
