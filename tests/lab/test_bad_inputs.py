@@ -265,6 +265,12 @@ CASES = {
     "no results": (report(""), "no valid JSON"),
     "other results": (report('{"results": 5}'), "results must be a list of objects"),
     "other cells": (report('{"results": [5]}'), "results must be a list of objects"),
+    "list of results": (report("[]"), "expected an object with results"),
+    "other object": (report('{"a": 1}'), "expected an object with results"),
+    "nothing to show": (report('{"results": []}'), "neither results nor training curves"),
+    "other task": (report('{"results": [{"task": "poetry"}]}'), "neither results nor training"),
+    "no task": (report('{"results": [{}]}'), "a result lacks the field 'task'"),
+    "short curve": (report('{"curve": [{"step": 1, "loss": 2}]}'), "lacks the field 'tokens'"),
     "strange cells": (report('{"results": [{"task": "perplexity", "model": "a", "window": "x", '
                              '"scaling": "none", "perplexity": 2}]}'), "a result is damaged"),
     "partial cells": (report('{"results": [{"task": "perplexity", "model": "a", "window": 16, '

@@ -50,6 +50,34 @@ def needles(model: str, recall: float, metric: str = "R-precision") -> dict:
     return about | {"model": model, "recall": recall, "metric": metric, "training_length": 64}
 
 
+def study(model: str, seed: int, size: float, near: float, far: float) -> list[dict]:
+    """The cells of a trial of a model of so many million parameters."""
+    about = {
+        "task": "perplexity", "model": model, "training_seed": seed, "size": f"{size:g}M",
+        "parameters": int(1e6 * size), "training_length": 256, "scaling": "none",
+        "file": "results.json",
+    }  # fmt: skip
+    return [about | {"window": n, "perplexity": y} for n, y in ((256, near), (4096, far))]
+
+
+def training(name: str = "converted", last: float = 100.4, **changes) -> dict:
+    """A run in two stages from a model whose perplexity is 100."""
+    validated = ((0, 300.0), (10, 100.9), (20, 101.5), (30, 101.0), (40, last))
+    stages = {"near": "attention", "far": "logits"}
+    return {
+        "name": name, "parameters": 12345, "steps": 40, "tokens": 4000, "epochs": 0.5,
+        "seconds": None, "start": {"name": "base", "perplexity": 100.0},
+        "stages": [{"name": stage, "objective": of} for stage, of in stages.items()],
+        "curve": [
+            {"step": 10, "loss": 0.3, "stage": "near"},
+            {"step": 20, "loss": 0.2, "stage": "near"},
+            {"step": 30, "loss": 0.1, "stage": "far"},
+        ],
+        "validation": [{"step": step, "perplexity": y} for step, y in validated],
+        **changes,
+    }  # fmt: skip
+
+
 def bench(peak: float, length: int = 8) -> dict:
     about = {"task": "bench", "case": "x", "title": "X", "text": "", "measure": "memory"}
     about |= {"length": length, "dtype": "float32", "device": "cpu", "batch": 1, "sizes": {}}

@@ -101,33 +101,6 @@ def test_a_run_is_called_by_its_folder_and_a_copy_of_its_file_by_its_name(tmp_pa
     assert "<h1>Training: from-a-run</h1>" in page
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "not a result file, no valid JSON"),
-        ("[]", "expected an object with results"),
-        ('{"a": 1}', "expected an object with results"),
-        ('{"results": []}', "neither results nor training curves"),
-        ('{"results": [{"task": "poetry", "model": "m"}]}', "neither results nor training"),
-        (
-            '{"results": [{"task": "perplexity", "model": "m"}]}',
-            "r.json: a result lacks .*'scaling'",
-        ),
-        ('{"results": [{}]}', "r.json: a result lacks the field 'task'"),
-        ('{"results": [3]}', "r.json: not a result file: results must be a list of objects"),
-        ('{"curve": [{"step": 1, "loss": 2.0}]}', "r.json: a result lacks the field 'tokens'"),
-        (None, "cannot be read"),
-    ],
-)
-def test_unfit_result_files_are_refused(tmp_path, content, message):
-    path = tmp_path / "r.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        write_report([path], tmp_path / "report.html")
-    assert not (tmp_path / "report.html").exists()
-
-
 def test_a_point_claimed_twice_and_a_folder_for_the_page_are_refused(tmp_path):
     documents = [{"id": "a", "nats": 2.0, "tokens": 1000}]
     other = perplexity("RoFormer", 64, 41.0, documents=documents)
