@@ -1,5 +1,6 @@
 """Angles between queries and keys in the report, from the results of ``coca analyze``."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import pandas as pd
 
 from coca_lab.report.charts import DASHES, Frame, HeatMap, LineChart
 from coca_lab.report.results import Cell
-from coca_lab.report.section import Section, mean, signed
+from coca_lab.report.section import Section, signed
 
 ROUND_OFF = 1e-9
 """Relative change of float64 scores that round-off explains."""
@@ -181,8 +182,8 @@ def _shift_sentence(cell: Cell) -> str:
     how = f"scores change by {change:.2g} of their spread"
     if change < ROUND_OFF:
         how = "scores do not change beyond round-off"
-    share = mean(layer.get("absolute_share") for layer in cell["layers"])
-    depends = f"; {_percent(share)} of its scores depends on m + n." if share else "."
+    share = _mean([layer.get("absolute_share") for layer in cell["layers"]])
+    depends = f"; {share:.1%} of its scores depends on m + n." if share > 0 else "."
     return (
         f"{cell['model']}, moved by {last['shift']:,} tokens: {how}; loss "
         f"{_nats(last)} nats a token{depends}"
@@ -193,9 +194,9 @@ def _form(cell: Cell) -> str:
     return "rotary attention" if cell["form"] == "vanilla" else f"CoCA, {cell['form']} form"
 
 
-def _above(cell: Cell) -> float | None:
+def _above(cell: Cell) -> float:
     """Share of angles above π."""
-    return mean(seen_angles(layer)["cases"]["d"] for layer in cell["layers"])
+    return _mean([seen_angles(layer)["cases"]["d"] for layer in cell["layers"]])
 
 
 def _layer_histogram(angles: dict[str, Any]) -> list[float]:
@@ -221,8 +222,13 @@ def _largest(cell: Cell) -> str:
     return f"{max(layer['angles']['largest'] for layer in cell['layers']):.2g}"
 
 
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
+def _mean(values: Sequence[float | None]) -> float:
+    """Mean of the values that are known, NaN without any."""
+    return float(pd.Series(values, dtype=float).mean())
+
+
+def _percent(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.1%}"
 
 
 def _nats(entry: dict[str, Any]) -> str:

@@ -74,6 +74,7 @@ def build_report(
     shown = [_shown(section, number, palette) for number, section in enumerate(sections, 1)]
     drawn = [number for number, section in enumerate(sections) if section.chart]
     fold = drawn[OPEN] if len(drawn) > OPEN else len(sections)
+    library = vl_convert.javascript_bundle()  # Vega, Vega-Lite and what embeds them
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
@@ -82,7 +83,7 @@ def build_report(
         groups=[f"{capital(c)}: {_members(group)}" for _, group, c in groups_of(tasks) if c],
         first=shown[:fold],
         more=shown[fold:],
-        library=_library() if any(each["svg"] for each in shown) else "",
+        library=library.replace("</script", "<\\/script") if drawn else "",
         recipes={
             run["name"]: yaml.safe_dump(run["recipe"], sort_keys=False)
             for run in runs
@@ -115,13 +116,6 @@ def page_sections(tasks: Tasks, runs: Sequence[Run], paper: bool) -> list[Sectio
         sections += training_sections(runs)
     drawn = [section for section in sections if section.chart]
     return sorted(sections, key=lambda section: section not in drawn[:1])
-
-
-def _library() -> str:
-    """Vega, Vega-Lite and their embedding, which set `vegaEmbed`."""
-    return vl_convert.javascript_bundle().replace(  # pyright: ignore[reportCallIssue]
-        "</script", "<\\/script"
-    )
 
 
 def _shown(section: Section, number: int, palette: Palette) -> dict[str, Any]:

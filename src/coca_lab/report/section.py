@@ -92,12 +92,6 @@ def span(values: Iterable[float], form: str) -> str:
     return " to ".join(dict.fromkeys(f"{end:{form}}" for end in ends))
 
 
-def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of the values that are known; None without any."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
 def number(value: float) -> str:
     """A perplexity with about four digits."""
     if not math.isfinite(value):
