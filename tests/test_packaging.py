@@ -57,7 +57,7 @@ def test_the_built_package_runs_alone(tmp_path, kind):
     )
     program = "import coca_attention, importlib.resources as r; print(coca_attention.__file__)"
     program += "; print((r.files('coca_attention') / 'py.typed').is_file())"
-    program += "; print((r.files('coca_attention') / 'report/page.html.j2').is_file())"
+    program += "; print((r.files('coca_lab') / 'report/page.html.j2').is_file())"
     shown = subprocess.run([python, "-c", program], check=True, capture_output=True, text=True)
     file, *there = shown.stdout.split()
     assert file.startswith(str(tmp_path)) and there == ["True", "True"]

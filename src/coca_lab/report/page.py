@@ -74,7 +74,7 @@ def build_report(
     shown = [_shown(section, number, palette) for number, section in enumerate(sections, 1)]
     drawn = [number for number, section in enumerate(sections) if section.chart]
     fold = drawn[OPEN] if len(drawn) > OPEN else len(sections)
-    library = vl_convert.javascript_bundle()  # Vega, Vega-Lite and what embeds them
+    library = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
