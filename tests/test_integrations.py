@@ -1,4 +1,4 @@
-"""Every row of the table in docs/integrations.md names a test that exists."""
+"""Every row of the first table in docs/integrations.md names a test that exists."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_every_row_names_its_test():
     page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    rows = [line for line in page.split("\n## ")[0].splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20
     for row in rows:
         *_, works, held = (cell.strip() for cell in row.strip("|").split("|"))
