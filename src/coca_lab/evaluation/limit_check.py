@@ -7,7 +7,7 @@ distance within L. So both are measured, for the model as it is and for a few W.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 from pydantic import PositiveInt
 
@@ -156,11 +156,7 @@ class LimitCheck:
 
 
 def check_limits(
-    model: Model,
-    settings: LimitCheckSettings,
-    engine: Engine,
-    *,
-    length: int,
+    model: Model, settings: LimitCheckSettings, engine: Engine, *, length: int
 ) -> LimitCheck:
     """Measure a rotary model as it is and with distances limited, which converts it in place."""
     lengths = sorted({length, *(settings.check_lengths or (2 * length, 4 * length))})
@@ -177,19 +173,10 @@ def check_limits(
     )
     documents = load_text(chosen, model.tokenizer, at_least=tokens_needed(windows))
 
-    def measure(limit: int | None) -> Measured:
-        name = "base" if limit is None else f"W = {limit:,}"
-        named = replace(model, name=name, identity=name)
-        return _measure(named, documents, windows, settings.check_samples, engine, limit)
-
-    base = measure(None)
+    measured = partial(_measure, model, documents, windows, settings.check_samples, engine)
+    base = measured(None)
     convert(model.module, "rope", max_distance=length, length=length)
-    config: Any = model.module.config.get_text_config()
-    limited = []
-    for share in SHARES:
-        limit = max(1, round(share * length))
-        rope_parameters(config)["max_distance"] = limit
-        limited.append(measure(limit))
+    limited = [measured(max(1, round(share * length))) for share in SHARES]
     tokens = sum(score.tokens for score in base.scores[length])
     about = (
         f"Measured on {tokens:,} tokens of {len(documents)} documents, the same at every length, "
@@ -206,14 +193,18 @@ def _measure(
     engine: Engine,
     limit: int | None,
 ) -> Measured:
-    lengths = windows.windows
+    name, lengths = "base", windows.windows
+    if limit is not None:
+        name = f"W = {limit:,}"
+        rope_parameters(model.module.config.get_text_config())["max_distance"] = limit
+    named = replace(model, name=name, identity=name)
     prompts = PasskeySettings([n - ANSWER for n in lengths], samples, max_new_tokens=ANSWER)
-    unscaled = RotaryScaling()
-    cells = finish(measure_windows(model, documents, windows, unscaled), engine)
-    answers = finish(measure_passkeys(model, prompts, unscaled), engine)
+    read = measure_windows(named, documents, windows, RotaryScaling())
+    cells = finish([*read, *measure_passkeys(named, prompts, RotaryScaling())], engine)
+    scores, answers = cells[: len(lengths)], cells[len(lengths) :]
     return Measured(
         limit,
-        {cell["window"]: [_score(document) for document in cell["documents"]] for cell in cells},
+        {n: [*map(_score, cell["documents"])] for n, cell in zip(lengths, scores, strict=True)},
         {n: sum(s["hit"] for s in c["samples"]) for n, c in zip(lengths, answers, strict=True)},
     )
 

@@ -110,12 +110,11 @@ def load_text(
     for document, ids in encode_documents(documents, tokenizer, batch=8):
         if len(chosen) == settings.max_documents:
             break
-        ids = ids[: settings.max_tokens]
-        if len(ids) >= at_least:
-            chosen.append(TokenDocument(document.id, torch.tensor(ids)))
-            continue
-        short += 1
-        if not settings.skip_short:
+        if len(ids[: settings.max_tokens]) >= at_least:
+            chosen.append(TokenDocument(document.id, torch.tensor(ids[: settings.max_tokens])))
+        elif settings.skip_short:
+            short += 1
+        else:
             raise UserError(
                 f"document {document.id!r} has {len(ids)} tokens and the largest window needs "
                 f"{at_least}: use smaller windows, or skip short documents (--skip-short)"

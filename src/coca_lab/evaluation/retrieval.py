@@ -3,9 +3,9 @@
 docs/evaluation.md describes the tasks.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from statistics import fmean
 from typing import Annotated, Any
@@ -53,17 +53,16 @@ class PromptSettings:
 
 def measure_prompts(
     model: Model,
-    length: int,
-    make: Callable[[Sequence[int]], list[Prompt]],
-    score: Callable[[str, Prompt], dict[str, Any]],
-    statistics: Callable[[list[Cell]], Cell],
     settings: PromptSettings,
-    about: dict[str, Any],
     scaling: RotaryScaling,
+    about: dict[str, Any],
+    make: Callable[[Sequence[int]], list[Prompt]],
+    score: Callable[[str, Prompt], Cell],
+    statistics: Callable[[list[Cell]], Cell],
 ) -> Measurement:
     """The prompts of one kind and length, a batch an item, and their cell with its ``samples``."""
     make([0])  # UserError if it does not fit
-    about = {**about, "max_new_tokens": settings.max_new_tokens}
+    about, length = {**about, "max_new_tokens": settings.max_new_tokens}, about["length"]
     read = length + settings.max_new_tokens
     key = {**about, "model": model.identity, **scaling.facts}
     label = f"{model.name} {scaling.kind} {about.get('kind', about['task'])} {length}"
@@ -118,21 +117,19 @@ def measure_passkeys(
     model: Model, settings: PasskeySettings, scaling: RotaryScaling
 ) -> list[Measurement]:
     """Share of keys found at every prompt length: a cell each, with the record of every sample."""
-
-    def measure(length: int) -> Measurement:
-        same: Any = {"seed": settings.seed, "depths": settings.depths}
-        return measure_prompts(
+    same: Any = {"seed": settings.seed, "depths": settings.depths}
+    return [
+        measure_prompts(
             model,
-            length,
-            lambda indices: ask_for_passkeys(model.tokenizer, length, indices, **same),
+            settings,
+            scaling,
+            {"task": "passkey", "length": length, **same},
+            partial(ask_for_passkeys, model.tokenizer, length, **same),
             lambda answer, prompt: {"hit": is_hit(answer, prompt.facts["key"])},
             _share_found,
-            settings,
-            {"task": "passkey", "length": length, **same},
-            scaling,
         )
-
-    return [measure(length) for length in settings.lengths]
+        for length in settings.lengths
+    ]
 
 
 def _share_found(records: list[Cell]) -> Cell:
@@ -166,31 +163,26 @@ def measure_needles(
     model: Model, settings: NeedleSettings, scaling: RotaryScaling
 ) -> list[Measurement]:
     """Mean `r_precision` and share of complete answers: a cell for every kind and length."""
-
-    def measure(kind: Kind, length: int) -> Measurement:
-        same: Any = {"count": settings.count, "seed": settings.seed}
-        return measure_prompts(
+    same: Any = {"count": settings.count, "seed": settings.seed}
+    return [
+        measure_prompts(
             model,
-            length,
-            lambda indices: ask_for_needles(model.tokenizer, kind, length, indices, **same),
+            settings,
+            scaling,
+            {"task": "needles", "metric": "R-precision", "kind": kind, "length": length, **same},
+            partial(ask_for_needles, model.tokenizer, kind, length, **same),
             lambda answer, prompt: {"recall": r_precision(answer, prompt.facts["expected"])},
             _mean_recall,
-            settings,
-            {"task": "needles", "metric": "R-precision", "kind": kind, "length": length, **same},
-            scaling,
         )
-
-    return [measure(kind, length) for kind, length in product(settings.kinds, settings.lengths)]
+        for kind, length in product(settings.kinds, settings.lengths)
+    ]
 
 
 def _mean_recall(records: list[Cell]) -> Cell:
     recalls = [record["recall"] for record in records]
     full, trials = recalls.count(1.0), len(recalls)
-    return {
-        "recall": fmean(recalls),
-        "full": full / trials,
-        "wilson95": wilson_interval(full, trials),
-    }
+    shares = {"recall": fmean(recalls), "full": full / trials}
+    return {**shares, "wilson95": wilson_interval(full, trials)}
 
 
 NEEDLES = Task(
@@ -210,7 +202,7 @@ def measure_recall(
     pairs: int,
     texts: int,
     seed: int,
-    batch_tokens: PositiveInt = 8192,
+    batch_tokens: int = 8192,
 ) -> dict[str, Any]:
     """How often the likeliest token is the answer, by octave of the distance from its pair."""
     # A text is read in one pass: what the model says at one answer does not depend on the others.
@@ -218,18 +210,17 @@ def measure_recall(
         recall_text(vocabulary, pairs, length, np.random.default_rng([seed, length, pairs, index]))
         for index in range(texts)
     ]
-    octaves: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    asked, right = np.zeros((2, 64), dtype=int)
     size = max(1, batch_tokens // length)
     for start in range(0, texts, size):
         batch = every[start : start + size]
         ids = torch.from_numpy(np.stack([text.ids for text in batch])).to(model.device)
         best = model(input_ids=ids, use_cache=False).logits.argmax(-1).cpu().numpy()
         for text, said in zip(batch, best, strict=True):
+            octaves = np.log2(text.distances).astype(int)
+            asked += np.bincount(octaves, minlength=64)
             hits = said[text.answers - 1] == text.ids[text.answers]
-            for distance, hit in zip(text.distances.tolist(), hits.tolist(), strict=True):
-                octave = octaves[1 << distance.bit_length() - 1]
-                octave[0] += 1
-                octave[1] += hit
-    counts = {str(octave): octaves[octave] for octave in sorted(octaves)}
-    asked, right = (sum(count[i] for count in counts.values()) for i in range(2))
-    return {"length": length, "pairs": pairs, "asked": asked, "right": right, "octaves": counts}
+            right += np.bincount(octaves[hits], minlength=64)
+    counts = {str(1 << i): [int(asked[i]), int(right[i])] for i in np.flatnonzero(asked).tolist()}
+    sums = {"asked": int(asked.sum()), "right": int(right.sum())}
+    return {"length": length, "pairs": pairs, **sums, "octaves": counts}

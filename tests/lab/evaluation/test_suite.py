@@ -146,13 +146,8 @@ def test_from_the_command_line_to_a_report(small, finished, tmp_path, capsys):
     out = shutil.copytree(finished[0], tmp_path / "out")
     assert main(["eval", "suite", str(small), "--output", str(out)]) == 0
     printed = capsys.readouterr().out
-    for words in (
-        "perplexity at",
-        "passkeys found at",
-        "single: R-precision at",
-        "CoCA-Slack + NTK",
-    ):
-        assert words in printed
+    tables = ("perplexity at", "passkeys found at", "single: R-precision at", "CoCA-Slack + NTK")
+    assert all(words in printed for words in tables)
     assert main(["report", str(out / "results.json"), "--output", str(tmp_path / "r.html")]) == 0
     page = (tmp_path / "r.html").read_text()
     assert "Passkeys" in page and "Needles" in page
@@ -162,14 +157,11 @@ def test_from_the_command_line_to_a_report(small, finished, tmp_path, capsys):
     ("text", "message"),
     [
         ("modles: {}", "modles: there is no such field; did you mean models"),
-        ("models: 3", "models"),
         ("models: {a: b}", "needs a task"),
         ("models: {}\npasskey: {}", "needs models"),
         ("models: {a: b}\nscalings: []\npasskey: {}", "needs scalings"),
-        ("models: {a: b}\npasskey: {sampels: 3}", "sampels"),
         ("models: {a: b}\npasskey: {samples: 0}", "passkey.samples: .* greater than 0"),
         ("models: {a: b}\nperplexity: {windows: [8], stride: 9}", "stride"),
-        ("models: {a: b}\nscalings: [{kind: cubic}]\npasskey: {}", "cubic"),
         ("models: {a: b}\nscalings: [{kind: ntk, models: [c]}]\npasskey: {}", "does not have: c"),
         (
             "models: {a: b, c: d}\nscalings: [{kind: ntk, models: [a]}]\npasskey: {}",
