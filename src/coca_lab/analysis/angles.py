@@ -108,13 +108,12 @@ def borders_crossed(angles: Tensor, theta: Tensor, distance: int) -> Borders:
 def angle_sums(
     query: Tensor,
     key: Tensor,
-    distances: Tensor,
     theta: Tensor,
     lengths: Sequence[int],
     window: int | None,
     bins: int,
 ) -> dict[str, Any]:
-    """Angles, anomalous tokens and borders of complex queries and keys (H, N, P) at m - n (N,)."""
+    """Angles, anomalous tokens and borders of complex queries and keys (H, N, P)."""
     size = (query * key.conj()).abs()
     # Where the ReLU gives t = 0 there is no angle: such pairs are counted, and left out elsewhere.
     angled = size > 0
@@ -131,9 +130,8 @@ def angle_sums(
         borders = borders_crossed(angles, theta, farthest_key(length, window))
         parts = (tokens, anomalous_share(tokens, length, window), *borders)
         by_length.append(torch.stack([summed(part) for part in parts]))
-    places = (angles / TURN * bins).long().clamp(max=bins - 1) + torch.arange(len(theta)) * bins
     largest = signed_angles(query, key).abs().masked_fill(~angled, 0.0)
-    measured = (distances > 0).unsqueeze(-1) & (distances.unsqueeze(-1) < tau)
+    places = (angles / TURN * bins).long().clamp(max=bins - 1) + torch.arange(len(theta)) * bins
     return {
         "samples": angled.shape[0] * angled.shape[1],
         "angled": angled.sum((0, 1)),
@@ -144,7 +142,6 @@ def angle_sums(
         "weight": torch.stack((size[above].sum(), size.sum())),
         "largest": float(largest.max()) if largest.numel() else 0.0,
         "tau": summed(tau),
-        "measured": summed(measured),
         "by_length": torch.stack(by_length),
     }
 
@@ -176,7 +173,6 @@ def angle_values(
         "concentration": numbers(rate.abs()),
         "histogram": [numbers(row) for row in sums["histogram"] / angled.unsqueeze(-1)],
         "tau": numbers(sums["tau"] / above),
-        "anomalous_share_read": numbers(sums["measured"] / angled),
         "lengths": by_length,
     }
 

@@ -7,6 +7,7 @@ it. The model is not changed.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -109,15 +110,11 @@ def visit_layers(
     def hook(index: int, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         visit(_captured(index, family, body, attention, args, kwargs))
 
-    hooks = [
-        attention.register_forward_pre_hook(partial(hook, index), with_kwargs=True)
-        for index, attention in enumerate(family.layout.modules(body))
-    ]
-    try:
+    with ExitStack() as hooks:
+        for index, attention in enumerate(family.layout.modules(body)):
+            each = attention.register_forward_pre_hook(partial(hook, index), with_kwargs=True)
+            hooks.enter_context(each)
         return read_text(model, input_ids, **kwargs)
-    finally:
-        for each in hooks:
-            each.remove()
 
 
 def read_text(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
@@ -214,18 +211,14 @@ def _rotation(body: Any, kind: str | None, length: int) -> Rotation:
 
 def _check_tables(index: int, tables: Any, turns: Rotation) -> None:
     """Raise UserError unless cos and sin at position 1 match the rotation."""
-    cos, sin = (table[0, 1].cpu().double() for table in tables)
+    found = torch.stack([table[0, 1].cpu().double() for table in tables])
     info = torch.finfo(tables[0].dtype)
     # Relative, because the sines of slow pairs are small; for subnormal numbers, their spacing.
     rtol, atol = max(2 * info.eps, 1e-5), info.smallest_normal * info.eps
-    expected = turns.tables(torch.ones(1), torch.float64)
+    expected = torch.cat(turns.tables(torch.ones(1), torch.float64))
     # Depending on the family, tables contain the R/2 values once, twice, or each value twice.
-    for layout in (slice(0, turns.width // 2), slice(0, None, 2)):
-        if all(
-            table[layout].shape == wanted[0].shape
-            and torch.allclose(wanted[0], table[layout], rtol=rtol, atol=atol)
-            for table, wanted in zip((cos, sin), expected, strict=True)
-        ):
+    for values in (found[:, : turns.width // 2], found[:, ::2]):
+        if values.shape == expected.shape and torch.allclose(expected, values, rtol, atol):
             return
     raise UserError(
         f"layer {index}: the rotary angles differ from the configuration's rope_parameters, for "

@@ -51,17 +51,6 @@ def pairs_by_distance(
     return TokenPairs(torch.from_numpy(keys + repeated), torch.from_numpy(keys))
 
 
-def _query_parts(heads: LayerHeads, query: Tensor) -> tuple[Tensor, Tensor]:
-    """A and B of the effective query Q' = A cos mθ + B sin mθ, each (H, N, 2, P), float64."""
-    one, zero = torch.ones_like(query.real), torch.zeros_like(query.real)
-    learned = {n: x.double().unsqueeze(1) for n, x in (heads.parameters or {}).items()}
-    cosine, sine = (
-        get_form(heads.form).query(query.real, query.imag, cos, sin, **learned)
-        for cos, sin in ((one, zero), (zero, one))
-    )
-    return cosine, sine
-
-
 def _paired(heads: LayerHeads, pairs: TokenPairs) -> tuple[Tensor, Tensor]:
     """Queries (H, N, P), complex128, and keys alike, or the float64 coefficients of CoCA models."""
     query = complex_pairs(heads.query[0, :, pairs.queries], heads.rotation.width, heads.interleaved)
@@ -72,33 +61,31 @@ def _paired(heads: LayerHeads, pairs: TokenPairs) -> tuple[Tensor, Tensor]:
     return query[..., :collinear], key[..., :collinear].double()
 
 
+def relative_parts(heads: LayerHeads, query: Tensor) -> tuple[Tensor, Tensor]:
+    """U and V, (H, N, P), of the score Re Σ_j t_j (U_j e^{-i(m-n)θ_j} + V_j e^{-i(m+n)θ_j})."""
+    # In every form Q' = A cos mθ + B sin mθ and K' = t (cos nθ, sin nθ); A and B are (H, N, 2, P).
+    one, zero = torch.ones_like(query.real), torch.zeros_like(query.real)
+    learned = {n: x.double().unsqueeze(1) for n, x in (heads.parameters or {}).items()}
+    (a0, a1), (b0, b1) = (
+        get_form(heads.form).query(query.real, query.imag, cos, sin, **learned).unbind(-2)
+        for cos, sin in ((one, zero), (zero, one))
+    )
+    return torch.complex(a0 + b1, b0 - a1) / 2, torch.complex(a0 - b1, a1 + b0) / 2
+
+
 def seen_keys(heads: LayerHeads, pairs: TokenPairs) -> SeenKeys:
     """Queries of a layer and the keys they see in one text (B = 1), without free pairs."""
     query, key = _paired(heads, pairs)
     if heads.form == VANILLA:
         return SeenKeys(query, key, key)
+    relative, absolute = relative_parts(heads, query)
+    turned = torch.polar(torch.ones_like(key), -2 * pairs.keys.double().unsqueeze(-1) * heads.theta)
     size = query.abs().square()
-
-    def over_size(x: Tensor) -> Tensor:
-        return torch.where(size == 0, 0, x / size)
-
-    # Q' = A cos mθ + B sin mθ in every form, and K' = t (cos nθ, sin nθ): the score as a function
-    # of m is the real part of z e^{imθ} with z = A · K' - i B · K'.
-    a, b = _query_parts(heads, query)
-    built = query * over_size(key * a.select(-2, 0))
-    if get_form(heads.form).shift_invariant:
-        return SeenKeys(query, built, built)
-    angles = pairs.keys.double().unsqueeze(-1) * heads.theta
-    key = key.unsqueeze(-2) * torch.stack((angles.cos(), angles.sin()), dim=-2)
-    z = torch.complex((a * key).sum(-2), -(b * key).sum(-2))
-    rotated_back = z * torch.polar(torch.ones_like(angles), angles)
-    return SeenKeys(query, built, query * over_size(rotated_back.conj()))
-
-
-def relative_parts(heads: LayerHeads, query: Tensor) -> tuple[Tensor, Tensor]:
-    """U and V, (H, N, P), of the score Re Σ_j t_j (U_j e^{-i(m-n)θ_j} + V_j e^{-i(m+n)θ_j})."""
-    (a0, a1), (b0, b1) = (part.unbind(-2) for part in _query_parts(heads, query))
-    return torch.complex(a0 + b1, b0 - a1) / 2, torch.complex(a0 - b1, a1 + b0) / 2
+    built, effective = (
+        query * torch.where(size == 0, 0, key * score / size)
+        for score in ((relative + absolute).real, relative + absolute * turned)
+    )
+    return SeenKeys(query, built, effective)
 
 
 def part_energies(heads: LayerHeads, pairs: TokenPairs) -> Tensor:

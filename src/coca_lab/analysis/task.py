@@ -1,10 +1,10 @@
 """The angle analysis: from a model, token ids and settings to plain JSON values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -29,8 +29,8 @@ from coca_lab.analysis.scores import (
     shift_sums,
 )
 from coca_lab.data import SourceSettings, encode_documents
-from coca_lab.engine import Item
-from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
+from coca_lab.engine import Engine, Item, Progress
+from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task, finish
 
 DEFAULT_TOKENS = 2048
 AtLeastTwo = Annotated[int, Field(ge=2)]
@@ -85,7 +85,7 @@ def analyze(
     model: PreTrainedModel,
     token_ids: Sequence[Sequence[int] | Tensor],
     settings: AnalysisSettings | None = None,
-    progress: Callable[[str, int, int], Any] | None = None,
+    progress: Progress = lambda line, done, total: None,
     *,
     name: str = "model",
 ) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def analyze(
         model: A causal language model of a supported family or a CoCA model, in evaluation mode.
         token_ids: Documents, each at least 2 token ids.
         settings: What to measure.
-        progress: Called with a label, the tokens read so far and the tokens to read.
+        progress: Called with a line of text, the tokens read so far and the tokens to read.
         name: Name of the model in the result.
 
     Returns:
@@ -108,15 +108,36 @@ def analyze(
         UserError: If a document is too short, the model's family is not supported, its activations
             are not finite, or its rotary angles differ from its configuration.
     """
-    documents, settings = cut_documents(model, token_ids, settings or AnalysisSettings())
-    total = sum(map(len, documents)) * (1 + len(settings.shifts))
-    every, done = [], 0
+    alone = Model(model, cast(Any, None), name)  # nothing is left to encode
+    measurement = measure_angles(alone, token_ids, settings or AnalysisSettings())
+    return finish([measurement], Engine(progress=progress))[0]
+
+
+def measure_angles(
+    model: Model, token_ids: Sequence[Sequence[int] | Tensor], settings: AnalysisSettings
+) -> Measurement:
+    """The work of `analyze`, a document an item."""
+    documents, settings = cut_documents(model.module, token_ids, settings)
+
+    def work(indices: list[int]) -> list[Sums]:
+        module = model.loaded()
+        return [read_document(module, documents[index], index, settings) for index in indices]
+
+    def cells(values: list[Sums], seconds: float) -> list[Cell]:
+        return [angle_cell(model.module, documents, settings, values, model.name)]
+
+    items = []
     for index, document in enumerate(documents):
-        every.append(read_document(model, document, index, settings))
-        done += len(document) * (1 + len(settings.shifts))
-        if progress is not None:
-            progress(f"{name} angles", done, total)
-    return angle_cell(model, documents, settings, every, name)
+        key = {
+            "task": "angles",
+            "version": __version__,
+            "model": model.identity,
+            "settings": asdict(settings),
+            "document": [index, sha256(document.numpy().tobytes()).hexdigest()],
+        }
+        cost = len(document) * (1 + len(settings.shifts))
+        items.append(Item([key], work, [index], cost, label=f"{model.name} angles"))
+    return Measurement(items, cells)
 
 
 def cut_documents(
@@ -165,8 +186,19 @@ def read_document(
     def visit(heads: LayerHeads) -> None:
         if heads.theta.any():  # without positions there are no angles
             rng = np.random.default_rng([seed, heads.layer])
+            facts = {
+                "layer": heads.layer,
+                "form": heads.form,
+                "kind": heads.kind,
+                "window": heads.window,
+                "heads": heads.query.shape[1],
+                "key_value_heads": heads.key.shape[1],
+                "head_width": heads.query.shape[-1],
+                "pairs": len(heads.theta),
+                "frequencies": numbers(heads.theta),
+            }
             sums = _layer_sums(heads, settings, rng)
-            layers[str(heads.layer)] = {"facts": _facts(heads), "sums": sums}
+            layers[str(heads.layer)] = {"facts": facts, "sums": sums}
 
     rows = document.unsqueeze(0)
     before = visit_layers(model, rows, visit, logits_to_keep=keep).logits[0]
@@ -226,27 +258,12 @@ def _added(name: str, values: Sequence[Any]) -> Any:
     return torch.stack([torch.tensor(value, dtype=torch.float64) for value in values]).sum(0)
 
 
-def _facts(heads: LayerHeads) -> dict[str, Any]:
-    """What the result says about a layer besides its sums."""
-    return {
-        "layer": heads.layer,
-        "form": heads.form,
-        "kind": heads.kind,
-        "window": heads.window,
-        "heads": heads.query.shape[1],
-        "key_value_heads": heads.key.shape[1],
-        "head_width": heads.query.shape[-1],
-        "pairs": len(heads.theta),
-        "frequencies": numbers(heads.theta),
-    }
-
-
 def _layer_sums(heads: LayerHeads, settings: AnalysisSettings, rng: np.random.Generator) -> Sums:
     """All statistics of one layer on one text."""
     length = heads.query.shape[-2]
     pairs = draw_pairs(length, settings.pairs, heads.window, rng)
     seen = seen_keys(heads, pairs)
-    about = pairs.distances, heads.theta, settings.lengths, heads.window, settings.bins
+    about = heads.theta, settings.lengths, heads.window, settings.bins
     sums = {"angles": angle_sums(seen.query, seen.built, *about)}
     if heads.form != VANILLA and not get_form(heads.form).shift_invariant:
         sums["effective_angles"] = angle_sums(seen.query, seen.effective, *about)
@@ -322,31 +339,10 @@ class AnalyzeSettings(AnalysisSettings, SourceSettings):
 
 
 def _measure(model: Model, settings: AnalyzeSettings, scaling: RotaryScaling) -> list[Measurement]:
-    """The work of `analyze`, a document an item."""
     names = AnalysisSettings.__dataclass_fields__
     analysis = AnalysisSettings(**{name: getattr(settings, name) for name in names})
     token_ids = read_token_ids(settings, model.tokenizer, settings)
-    documents, analysis = cut_documents(model.module, token_ids, analysis)
-
-    def work(indices: list[int]) -> list[Sums]:
-        module = model.loaded()
-        return [read_document(module, documents[index], index, analysis) for index in indices]
-
-    def cells(values: list[Sums], seconds: float) -> list[Cell]:
-        return [angle_cell(model.module, documents, analysis, values, model.name)]
-
-    items = []
-    for index, document in enumerate(documents):
-        key = {
-            "task": "angles",
-            "version": __version__,
-            "model": model.identity,
-            "settings": asdict(analysis),
-            "document": [index, sha256(document.numpy().tobytes()).hexdigest()],
-        }
-        cost = len(document) * (1 + len(analysis.shifts))
-        items.append(Item([key], work, [index], cost, label=f"{model.name} angles"))
-    return [Measurement(items, cells)]
+    return [measure_angles(model, token_ids, analysis)]
 
 
 TASK = Task(

@@ -17,7 +17,6 @@ from coca_lab.analysis import AnalysisSettings, analyze, read_token_ids
 from coca_lab.analysis.angles import CASES, TURN, anomalous_share, anomalous_tokens
 from coca_lab.analysis.capture import visible_keys
 from coca_lab.analysis.scores import change_sums, change_values, draw_pairs, pairs_by_distance
-from coca_lab.analysis.task import angle_cell, cut_documents, read_document
 from coca_lab.cli import main
 from coca_lab.data import SourceSettings
 from conftest import VOCABULARY
@@ -31,16 +30,6 @@ SMALL = AnalysisSettings(
 def documents(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 97, (length,), generator=generator) for length in lengths]
-
-
-def every_number(value):
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from every_number(item)
-    elif value is not None and not isinstance(value, str):
-        yield value
 
 
 def planted(angle: float):
@@ -88,20 +77,18 @@ def test_a_planted_angle_and_its_consequences_are_measured(angle):
         turns = (length - 1) * theta
         assert borders["returns"] == (turns / TURN).floor().tolist()
         assert borders["collinear"] == (turns / math.pi).floor().tolist()
-    # Estimated from 200 of the pairs of the text.
-    share = anomalous_share(anomalous_tokens(tau, 60), 60).tolist()
-    assert found["anomalous_share_read"] == pytest.approx(share, abs=0.12)
 
 
 FORMS = ["vanilla", "slack", "strict"]
 
 
-@pytest.mark.parametrize(("family", "form"), zip(FAMILIES, 9 * FORMS, strict=False))
+@pytest.mark.parametrize(
+    ("family", "form"), [(family, FORMS[i % 3]) for i, family in enumerate(FAMILIES)]
+)
 def test_every_family(family, form):
     model = vanilla(family) if form == "vanilla" else collinear(family, form)
     result = analyze(model.double(), documents(40, 48), SMALL, name="A model")
     assert json.loads(json.dumps(result, allow_nan=False)) == result
-    assert all(math.isfinite(x) for x in every_number(result))
     head = {"task": "angles", "model": "A model", "form": form, "training_length": 64}
     assert head.items() <= result.items()
     assert result["rope_parameters"] == model.config.rope_parameters
@@ -153,7 +140,7 @@ def test_angles_of_collinear_models_are_zero(family, form):
     for layer in result["layers"]:
         angles = layer["angles"]
         assert angles["largest"] < 1e-12 and angles["case_d_weight"] == 0
-        assert not any(angles["case_d"]) and not any(angles["anomalous_share_read"])
+        assert not any(angles["case_d"])
         assert all(row[0] == 1 for row in angles["histogram"])
         # The ReLU leaves some keys without a direction.
         assert any(0 < share < 1 for share in angles["zero_share"])
@@ -232,7 +219,7 @@ def test_settings_limit_the_text():
     )
     # Truncated to the training length of 64.
     assert (result["documents"], result["tokens"], result["longest"]) == (2, 84, 64)
-    assert told == [("M angles", done, 168) for done in (128, 168)]
+    assert [(done, total) for _, done, total in told] == [(0, 168), (128, 168), (168, 168)]
     assert result["settings"]["max_tokens"] == 64
     settings = AnalysisSettings(max_tokens=70, lengths=[30, 10], pairs=8, shifts=[])
     result = analyze(model, [list(range(3, 90))], settings)
@@ -367,22 +354,3 @@ def test_token_ids_of_a_source(tokenizer, text_folder, tmp_path):
     (tmp_path / "short.txt").write_text("a")
     with pytest.raises(UserError, match="no document of at least 2 tokens"):
         read_token_ids(SourceSettings(source=str(tmp_path)), tokenizer, AnalysisSettings())
-
-
-@pytest.mark.parametrize("kind", ["vanilla", "slack", "pairs that do not turn", "nothing to see"])
-def test_texts_that_are_read_apart_add_up(kind):
-    """Also after they were written down; a pair that does not turn has no finite τ."""
-    model = vanilla("Llama")
-    if kind == "slack":
-        model = collinear("Llama")
-    if kind == "pairs that do not turn":
-        model = collinear("Llama")
-        model.config.rope_parameters["turning_pairs"] = 2
-    if kind == "nothing to see":
-        model = vanilla("Mistral", sliding_window=1)
-    texts, settings = cut_documents(model, documents(40, 48, 30), SMALL)
-    every = [read_document(model, x, i, settings) for i, x in enumerate(texts)]
-    found = angle_cell(model, texts, settings, json.loads(json.dumps(every)), "model")
-    assert found == analyze(model, texts, SMALL)
-    # Every text counts.
-    assert kind == "nothing to see" or found["layers"] != analyze(model, texts[:2], SMALL)["layers"]

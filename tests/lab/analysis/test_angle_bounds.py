@@ -156,10 +156,10 @@ def test_angles_are_counted_pair_by_pair_and_head_by_head():
     key = torch.ones(2, 3, 2, dtype=torch.complex128)
     first = polar([[2, 1], [1, 1], [1, 0]], [[0.1, 6.0], [4.0, 2.0], [4.0, 1.0]])
     second = polar([[1, 1], [1, 1], [1, 1]], [[0.1, 0.1], [0.1, 0.1], [0.1, 0.1]])
-    query, distances = torch.cat((first, second)), torch.tensor([1, 1, 3])
+    query = torch.cat((first, second))
     # A text without pairs changes nothing.
-    nothing = angle_sums(query[:, :0], key[:, :0], distances[:0], theta, [4], None, bins=4)
-    sums = angle_sums(query, key, distances, theta, [4], None, bins=4)
+    nothing = angle_sums(query[:, :0], key[:, :0], theta, [4], None, bins=4)
+    sums = angle_sums(query, key, theta, [4], None, bins=4)
     every = [{n: torch.as_tensor(x) for n, x in each.items()} for each in (nothing, sums)]
     found = angle_values({n: every[0][n] + every[1][n] for n in sums}, theta, [4], None)
     assert found["samples"] == 6 and found["zero_share"] == pytest.approx([0, 1 / 6])
@@ -171,10 +171,8 @@ def test_angles_are_counted_pair_by_pair_and_head_by_head():
         pytest.approx([4 / 6, 0, 2 / 6, 0]),
         pytest.approx([3 / 5, 1 / 5, 0, 1 / 5]),
     ]
-    # τ is 2.28 of the first pair's, 0.57 of the second's: one of its keys at distance 1 is nearer.
     tau = [2 * math.pi - 4, (2 * math.pi - 6) / 0.5]
     assert found["tau"] == pytest.approx(tau)
-    assert found["anomalous_share_read"] == pytest.approx([1 / 6, 0])
     assert found["lengths"][0]["anomalous_tokens"] == pytest.approx([2 * 2 / 6, 0])
     # Distances 1 and 2 of a text of 4 tokens are 5 of its 6 pairs.
     assert found["lengths"][0]["anomalous_share"] == pytest.approx([2 / 6 * 5 / 6, 0])
@@ -254,32 +252,24 @@ def test_a_check_counts_violations_beyond_round_off():
 
 
 def test_scores_by_distance_are_relative_to_their_maximum():
+    """Scores and Eq. 19 use the effective key, h; Eq. 20 the collinear one, l."""
     theta = torch.tensor([1.0, 0.1], dtype=torch.float64)
     query = polar([[3, 1], [2, 2], [0, 0]], [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]])
-    key = torch.ones_like(query)
-    values = decay_values(decay_sums(SeenKeys(query, key, key), torch.tensor([1, 4, 4]), theta))
+    effective = polar([[1, 1], [1, 0.1], [1, 1]], [[0, 0], [0, 0.5], [0, 0]])
+    built = torch.tensor([1, 0.5], dtype=torch.complex128).expand_as(query)
+    seen = SeenKeys(query, built, effective)
+    values = decay_values(decay_sums(seen, torch.tensor([1, 4, 4]), theta))
     near, far = values["by_distance"]
     assert (near["distance"], far["distance"]) == (1, 4)
-    score = 3 * math.cos(2.0) + math.cos(2.1)
-    assert near["score"] == pytest.approx(abs(score) / 4)
-    # The key without size is left out.
-    assert far["score"] == pytest.approx(abs(2 * math.cos(4) + 2 * math.cos(0.4)) / 4)
+    assert near["score"] == pytest.approx(abs(3 * math.cos(2.0) + math.cos(2.1)) / 4)
+    # The key without size is left out. h is 2 and 0.2 at an angle of -0.5, l is 2 and 1.
+    score = 2 * math.cos(4) + 0.2 * math.cos(0.4 - 0.5)
+    assert far["score"] == pytest.approx(abs(score) / 2.2)
     c = abs(math.cos(4)) + abs(math.cos(4) + math.cos(0.4))
-    assert far["eq20"] == pytest.approx(2 * c / 4)
+    assert far["eq20"] == pytest.approx(c / 2.2)
     assert values["eq19"]["checked"] == 3
-
-
-def test_scores_use_the_effective_key_and_eq_20_the_collinear_one():
-    theta = torch.tensor([1.0, 0.1], dtype=torch.float64)
-    query = polar([[1, 2]], [[0.3, 0.4]])
-    seen = SeenKeys(query, query * 0.5, query * torch.tensor([2.0, 0.1j]))
-    values = decay_values(decay_sums(seen, torch.tensor([3]), theta))
-    row = values["by_distance"][0]
-    # h is 2 and -0.4i of size 2.4; l is 0.5 and 2.
-    assert row["score"] == pytest.approx(abs(2 * math.cos(3) + 0.4 * math.sin(0.3)) / 2.4)
-    c = abs(math.cos(3)) + abs(math.cos(3) + math.cos(0.3))
-    assert row["eq20"] == pytest.approx(2 * c / 2.4)
-    ratio = abs(0.5 * math.cos(3) + 2 * math.cos(0.3)) / (2 * c)
+    # Nearer to its bound than at distance 1.
+    ratio = abs(2 * math.cos(4) + math.cos(0.4)) / c
     assert values["eq20"]["largest_ratio"] == pytest.approx(ratio)
 
 

@@ -12,15 +12,17 @@ PAIRS, KEYS, POSITION = 4, 24, 30
 ROTATION = Rotation(2 * PAIRS, 10000.0)
 
 
-def random_queries(count: int, seed: int = 0) -> torch.Tensor:
+def random_pairs(count: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, PAIRS, 2, generator=generator, dtype=torch.float64)
 
 
-COEFFICIENTS = random_queries(KEYS, seed=1)[..., 0].abs()
+QUERIES = torch.view_as_complex(random_pairs(50, 0))
+COEFFICIENTS = random_pairs(KEYS, 1)[..., 0].abs()
 DISTANCES = POSITION - torch.arange(KEYS)
+# t_nj cos((m - n) θ_j), the score of a query with |q_j| = 1, (N, P), of rank P: otherwise these
+# keys would not determine the query.
 RESPONSES = COEFFICIENTS * (DISTANCES.double().unsqueeze(-1) * ROTATION.frequencies()).cos()
-QUERIES = torch.view_as_complex(random_queries(50))
 
 
 def equal_members(query: Tensor) -> Tensor:
@@ -29,20 +31,14 @@ def equal_members(query: Tensor) -> Tensor:
     return torch.complex(member, member)
 
 
-def query_of_scores(scores: Tensor, responses: Tensor) -> Tensor:
-    """The query with equal, non-negative members that has these scores: the way back.
-
-    Args:
-        scores: Scores of Eq. 26 of one query against N keys, (..., N), float64.
-        responses: t_nj cos((m - n) θ_j), the score of a query with |q_j| = 1, (N, P), of rank P:
-            otherwise these keys do not determine the query.
-    """
-    squares = (torch.linalg.pinv(responses) @ scores.unsqueeze(-1)).squeeze(-1)
+def query_of_scores(scores: Tensor) -> Tensor:
+    """The query with equal, non-negative members that has these scores (..., N): the way back."""
+    squares = (torch.linalg.pinv(RESPONSES) @ scores.unsqueeze(-1)).squeeze(-1)
     # Round-off makes squares of 0 slightly negative.
     return equal_members(squares.clamp(min=0).sqrt().to(torch.complex128))
 
 
-def scores(query: torch.Tensor, form: str = "strict") -> torch.Tensor:
+def scores(query: Tensor, form: str = "strict") -> Tensor:
     """Scores that the operator gives to queries (count, P), complex, against the keys."""
     wide = torch.view_as_real(query).flatten(-2).view(1, 1, -1, 2 * PAIRS)
     at, positions = torch.tensor([POSITION]), torch.arange(KEYS)
@@ -52,38 +48,26 @@ def scores(query: torch.Tensor, form: str = "strict") -> torch.Tensor:
     return (mapped @ key.transpose(-2, -1))[0, 0]
 
 
-def test_the_map_is_the_identity_on_scores_and_the_way_back_inverts_it_from_both_sides():
-    equal = equal_members(QUERIES)
-    assert torch.equal(equal.real, equal.imag)
-    torch.testing.assert_close(scores(equal), scores(QUERIES), rtol=1e-12, atol=1e-12)
-    for wanted in (equal, 3 * equal[:20]):
-        found = query_of_scores(scores(wanted), RESPONSES)
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-
-
-def test_both_ways_are_continuous():
-    step = torch.view_as_complex(random_queries(50, seed=2))
-    for size in (1e-2, 1e-4, 1e-6):
-        moved = QUERIES + size * step
-        # Forward: 1-Lipschitz in every pair.
-        change = (equal_members(moved) - equal_members(QUERIES)).abs()
-        assert (change <= size * step.abs() * (1 + 1e-9)).all()
-        # Back: at most the square root of the change of the scores, also next to 0.
-        for start in (QUERIES, torch.zeros_like(QUERIES)):
-            before, after = scores(start), scores(start + size * step)
-            squares = (torch.linalg.pinv(RESPONSES) @ (after - before).T).T.abs()
-            change = query_of_scores(after, RESPONSES) - query_of_scores(before, RESPONSES)
-            assert (change.abs() <= squares.sqrt() * (1 + 1e-6) + 1e-7).all()
-    # Nothing better holds at 0: scores that change by size² move the query by size.
-    moved = query_of_scores(scores(1e-4 * QUERIES), RESPONSES)
-    assert (moved.abs() / 1e-4).allclose(QUERIES.abs())
-
-
-def parts(form: str, query: torch.Tensor) -> list[torch.Tensor]:
+def parts(form: str, query: Tensor) -> list[Tensor]:
     wide = torch.view_as_real(query).flatten(-2)[None, None]
     key = COEFFICIENTS[None, None]
     heads = LayerHeads(0, form, wide, key, ROTATION, None, True, None, 1.0, None)
     return [part[0] for part in relative_parts(heads, query[None])]
+
+
+def test_the_map_is_the_identity_on_scores_and_continuous_both_ways():
+    equal = equal_members(QUERIES)
+    torch.testing.assert_close(scores(equal), scores(QUERIES), rtol=1e-12, atol=1e-12)
+    for wanted in (equal, 3 * equal[:20]):
+        found = query_of_scores(scores(wanted))
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    # Back: at most the square root of the change of the scores, also next to 0.
+    step = torch.view_as_complex(random_pairs(50, 2))
+    for start in (QUERIES, torch.zeros_like(QUERIES)):
+        before, after = scores(start), scores(start + 1e-4 * step)
+        squares = (torch.linalg.pinv(RESPONSES) @ (after - before).T).T.abs()
+        change = query_of_scores(after) - query_of_scores(before)
+        assert (change.abs() <= squares.sqrt() * (1 + 1e-6) + 1e-7).all()
 
 
 def test_the_slack_form_spans_a_larger_space():
@@ -97,10 +81,9 @@ def test_the_slack_form_spans_a_larger_space():
 @pytest.mark.parametrize("form", ["slack", "strict", "magnitude"])
 def test_a_score_is_its_relative_and_its_absolute_part(form):
     relative, absolute = parts(form, QUERIES)
-    theta = ROTATION.frequencies()
 
-    def waves(steps: torch.Tensor) -> torch.Tensor:
-        angles = steps.double().unsqueeze(-1) * theta
+    def waves(steps: Tensor) -> Tensor:
+        angles = steps.double().unsqueeze(-1) * ROTATION.frequencies()
         return torch.polar(torch.ones_like(angles), -angles)
 
     sums = POSITION + torch.arange(KEYS)
