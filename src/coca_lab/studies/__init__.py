@@ -27,7 +27,7 @@ from coca_lab.processes import ProcessEngine, listen
 from coca_lab.report import write_report
 from coca_lab.studies.trial import Trial
 from coca_lab.training import Recipe, load_recipe
-from coca_lab.training.data import load_run_tokenizer
+from coca_lab.training.run import load_run_tokenizer
 
 REPORT_FILE = "report.html"
 Options = dict[str, Any]

@@ -13,14 +13,17 @@ import logging
 import shutil
 import signal
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Subset
 from transformers import (
     AutoConfig,
     PreTrainedTokenizerBase,
@@ -29,30 +32,31 @@ from transformers import (
     set_seed,
 )
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, error_prefix
+from coca_lab.data import (
+    BlockDataset,
+    Document,
+    SourceSettings,
+    held_out,
+    load_tokenizer,
+    tokenise,
+    train_tokenizer,
+)
+from coca_lab.data.blocks import TaskBlocks, apportion, mixture_order
+from coca_lab.data.documents import source_files
+from coca_lab.data.tasks import vocabulary_text
+from coca_lab.data.tokens import TOKENIZER_CHARACTERS, cache_folder, end_of_text, up_to
 from coca_lab.environment import describe_environment
-from coca_lab.files import check_writable, hold, read_json, replace, write_json, write_text
+from coca_lab.files import check_writable, hold, read_json, write_json, write_text, writing
 from coca_lab.folders import write_card
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 from coca_lab.training.callbacks import Interrupted, StopOnSignal, shown
 from coca_lab.training.checkpoints import catch_write_errors, last_state, sorted_checkpoints
-from coca_lab.training.data import (
-    TOKENIZER,
-    TrainingData,
-    check_sources,
-    load_data,
-    load_run_tokenizer,
-    stage_blocks,
-)
-from coca_lab.training.model import (
-    choose_parameters,
-    load_teacher,
-    make_model,
-    own_device,
-)
+from coca_lab.training.model import choose_parameters, load_teacher, make_model, own_device
 from coca_lab.training.objectives import Loss, teacher_loss
 from coca_lab.training.recipe import (
     TEXT,
+    DataRecipe,
     Recipe,
     TrainingRecipe,
     all_fields,
@@ -60,6 +64,7 @@ from coca_lab.training.recipe import (
     differences,
     load_recipe,
 )
+from coca_lab.training.retrieval import Retrieval, load_retrieval
 from coca_lab.training.trainer import RecipeTrainer, training_arguments
 
 log = logging.getLogger(__name__)
@@ -70,22 +75,9 @@ SUMMARY_FILE, STAGE_FILE = "training.json", "stage.json"
 # While a process trains.
 LOCK_FILE = ".lock"
 TEXT_FILE, START_FILE = "text.json", "start.json"
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that is ready to train: its recipe, folder, tokenizer, blocks, and callbacks."""
-
-    recipe: Recipe
-    output: Path
-    tokenizer: PreTrainedTokenizerBase
-    data: TrainingData
-    callbacks: Sequence[TrainerCallback] = ()
-
-    def folder(self, number: int) -> Path:
-        """Where the checkpoints of a stage are."""
-        recipe = self.recipe
-        return self.output / "stages" / recipe.stages[number].name if recipe.stages else self.output
+TOKENIZER = "tokenizer"
+"""Folder of a newly trained tokenizer."""
+VALIDATION = "validation"
 
 
 def train(
@@ -131,12 +123,9 @@ def train(
         if state.is_main_process:
             log.info("%s: %s", output, data.describe())
             check_same_text(data.fingerprint, output)
-        run = Run(recipe, output, tokenizer, data, callbacks)
+        run = Run(recipe, output, dtype, tokenizer, data, callbacks)
         measure_start(run)
-        stages = []
-        for number, blocks in enumerate(stage_blocks(recipe, data)):
-            stages.append(fit(run, number, blocks, dtype))
-            gc.collect()  # Trainer and model refer to each other
+        stages = [fit(run, number) for number in range(len(recipe.run_stages))]
         if state.is_main_process:
             with catch_write_errors(output, lambda: "the model is saved"):
                 summarise(run, stages)
@@ -159,7 +148,13 @@ def read_summary(output: str | Path) -> dict[str, Any]:
 
 def resolve(recipe: Recipe, output: Path) -> torch.dtype | None:
     """The dtype to save the model in; UserError if what the recipe names is missing."""
-    check_sources(recipe)
+    validation = recipe.validation
+    for name, source in recipe.data.sources.items():
+        with _named(recipe.data, name):
+            source_files(source.source)
+    if validation.every is not None and validation.source is not None:
+        with error_prefix("validation.source: "):
+            source_files(validation.source)
     training_arguments(recipe.training, output, PartialState().num_processes)
     dtype = None
     if recipe.model.start is not None:
@@ -219,7 +214,175 @@ def check_same_recipe(recipe: Recipe, output: Path, may_change: Collection[str] 
         )
 
 
-# Data: the text that the run was started on
+# Data: the text that the run was started on, cut into blocks
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Everything that a run reads."""
+
+    stages: list[Subset]  # the blocks of every stage
+    is_ordered: bool  # otherwise those of the only stage are one pass over the text, to be shuffled
+    validation: Subset | None  # to measure perplexity on, in whole global batches
+    retrieval: Retrieval | None
+    fingerprint: dict[str, Any]  # of every text, its number of tokens and their SHA-256
+    epochs: dict[str, float]  # passes over each source
+
+    def describe(self) -> str:
+        """The tokens of every text and how often they are read, in a few words."""
+        counts = (f"{name} {text['tokens']:,} tokens" for name, text in self.fingerprint.items())
+        return f"{', '.join(counts)}; {max(self.epochs.values()):.2f} passes"
+
+
+def load_run_tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
+    """The recipe's tokenizer; a newly trained one is saved in the run folder for later starts."""
+    data = recipe.data
+    name, folder = data.tokenizer or recipe.model.start, output / TOKENIZER
+    if name is None and not folder.is_dir():
+        extra = [Document("passkey", vocabulary_text())] if data.passkey_share else []
+        texts = chain(extra, training_documents(data))
+        trained = train_tokenizer(texts, data.vocab_size, split_digits=data.split_digits)
+        with writing(folder) as partial:
+            trained.save_pretrained(partial)
+    return load_tokenizer(name or folder)
+
+
+def training_documents(data: DataRecipe) -> Iterator[Document]:
+    """Documents to train a tokenizer on: of every source, as many as its weight asks for."""
+    for name, source in data.sources.items():
+        most = getattr(source, "weight", 1.0) * TOKENIZER_CHARACTERS
+        with _named(data, name):
+            yield from up_to(
+                most, (d for d in source.documents() if not held_out(d, data.held_out))
+            )
+
+
+def _named(data: DataRecipe, name: str) -> AbstractContextManager[None]:
+    """Errors about a source say where the recipe names it."""
+    return error_prefix(f"data.mixture.{name}: " if data.mixture else "data.source: ")
+
+
+def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
+    """Tokenise the texts of a recipe, or find them in the cache, and cut them into blocks."""
+    data, batch = recipe.data, recipe.training.global_batch_size
+    # Before the text is read, which can take hours.
+    retrieval = load_retrieval(recipe, tokenizer)
+    read = _blocks_read(recipe) if data.mixture else None
+    texts, blocks = dict[str, np.ndarray](), dict[str, Any]()
+    for index, (name, source) in enumerate(data.sources.items()):
+        limit, folder = source.max_tokens, cache_folder(data.cache)
+        if limit is None and read is not None and source.source.startswith("hf:"):
+            limit = int(read[-1, index]) * data.block_length + 1
+        with _named(data, name):
+            texts[name] = tokenise(
+                source, tokenizer, share=data.held_out, max_tokens=limit, folder=folder
+            )
+            blocks[name] = _cut(texts[name], data, tokenizer)
+    validation = None
+    if recipe.validation.every is not None:
+        texts[VALIDATION], validation = _load_validation(recipe, tokenizer)
+    if read is None:
+        order, epochs = _one_pass(recipe, tokenizer, blocks)
+    else:
+        order, epochs = _mix(recipe, tokenizer, blocks, read)
+    # Stages read consecutive parts of one order.
+    steps = [stage.settings(recipe.training).steps for stage in recipe.run_stages]
+    parts: Any = np.split(order, batch * np.cumsum(steps)[:-1])
+    every = ConcatDataset(blocks.values())
+    return TrainingData(
+        stages=[Subset(every, part) for part in parts],
+        is_ordered=read is not None or bool(recipe.stages),
+        validation=validation,
+        retrieval=retrieval,
+        fingerprint={
+            name: {"tokens": len(text), "sha256": sha256(text.data).hexdigest()}
+            for name, text in texts.items()
+        },
+        epochs=epochs,
+    )
+
+
+def _cut(text: np.ndarray, data: DataRecipe, tokenizer: PreTrainedTokenizerBase) -> BlockDataset:
+    end = end_of_text(tokenizer) if data.separate_documents else None
+    return BlockDataset(text, data.block_length, end=end)
+
+
+def _task_blocks(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, task: str, count: int
+) -> TaskBlocks:
+    data, seed = recipe.data, recipe.training.seed
+    return TaskBlocks(task, tokenizer, data.block_length, count, seed, data.separate_documents)
+
+
+def _one_pass(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, blocks: dict[str, Any]
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Add tasks by their shares to a text; the order of the blocks, and how often they are read."""
+    shares, batch = recipe.data.task_shares, recipe.training.global_batch_size
+    for task, share in shares.items():
+        if count := round(len(blocks[TEXT]) * share / (1 - sum(shares.values()))):
+            blocks[task] = _task_blocks(recipe, tokenizer, task, count)
+    there, read = sum(map(len, blocks.values())), recipe.steps * batch
+    whole = there // batch * batch
+    if not whole:
+        raise UserError(
+            f"the training data makes {there} blocks, fewer than global_batch_size {batch}; use "
+            "more text or a smaller batch"
+        )
+    order = block_order(whole, read, recipe.training.seed) if recipe.stages else np.arange(whole)
+    return order, {TEXT: read / whole}
+
+
+def block_order(blocks: int, needed: int, seed: int) -> np.ndarray:
+    """Order in which stages read their blocks, (needed,) int64: one permutation after another."""
+    generator = np.random.default_rng(seed)
+    passes = -(-needed // blocks)
+    return np.concatenate([generator.permutation(blocks) for _ in range(passes)])[:needed]
+
+
+def _blocks_read(recipe: Recipe) -> np.ndarray:
+    """`apportion` of a mixture, with the recipe's tasks last."""
+    shares = list(recipe.data.task_shares.values())
+    weights = [source.weight * (1 - sum(shares)) for source in recipe.data.mixture.values()]
+    return apportion([*weights, *shares], recipe.training.global_batch_size, recipe.steps)
+
+
+def _mix(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, blocks: dict[str, Any], read: np.ndarray
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Add tasks to a mixture; the order of the blocks, and how often each source is read."""
+    for index, task in enumerate(recipe.data.task_shares, start=len(blocks)):
+        blocks[task] = _task_blocks(recipe, tokenizer, task, max(int(read[-1, index]), 1))
+    sizes = [len(source) for source in blocks.values()]
+    counts = zip(blocks, read[-1].tolist(), sizes, strict=True)
+    epochs = {name: count / size for name, count, size in counts}
+    return mixture_order(sizes, read, recipe.training.seed), epochs
+
+
+def _load_validation(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> tuple[np.ndarray, Subset]:
+    """The validation text, and blocks spread evenly over it, in whole global batches."""
+    data, validation = recipe.data, recipe.validation
+    count = validation.batches * recipe.training.global_batch_size
+    source = SourceSettings(validation.source or data.source, data.text_field, data.bad_lines)
+    with error_prefix(f"{'validation.source' if validation.source else 'data.held_out'}: "):
+        text = tokenise(
+            source,
+            tokenizer,
+            share=0.0 if validation.source else data.held_out,
+            from_held_out=not validation.source,
+            # A stream is fetched only as far as it is needed.
+            max_tokens=count * data.block_length + 1 if source.source.startswith("hf:") else None,
+            folder=cache_folder(data.cache),
+        )
+        blocks = _cut(text, data, tokenizer)
+        if len(blocks) < count:
+            raise UserError(
+                f"the text makes {len(blocks)} blocks, fewer than {count} for validation.batches "
+                f"{validation.batches}; use more text or fewer batches"
+            )
+    return text, Subset(blocks, [index * len(blocks) // count for index in range(count)])
 
 
 def check_same_text(fingerprint: dict[str, Any], output: Path) -> None:
@@ -238,6 +401,23 @@ def check_same_text(fingerprint: dict[str, Any], output: Path) -> None:
 # Fit: one stage after another
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to train."""
+
+    recipe: Recipe
+    output: Path
+    dtype: torch.dtype | None  # to save the model in
+    tokenizer: PreTrainedTokenizerBase
+    data: TrainingData
+    callbacks: Sequence[TrainerCallback]
+
+    def folder(self, number: int) -> Path:
+        """Where the checkpoints of a stage are."""
+        recipe = self.recipe
+        return self.output / "stages" / recipe.stages[number].name if recipe.stages else self.output
+
+
 def measure_start(run: Run) -> None:
     """Write the validation of ``model.start``, if there are both, into the run folder, once."""
     name, settings = run.recipe.model.start, run.recipe.training
@@ -253,14 +433,13 @@ def measure_start(run: Run) -> None:
     )
     trainer.is_fsdp_enabled = False  # a whole model, which is read alone
     measured = trainer.measured(trainer.evaluate())
-    del trainer
-    gc.collect()  # Trainer and model refer to each other
     if state.is_main_process:
         write_json(path, {"name": Path(name).name, **measured})
 
 
-def fit(run: Run, number: int, blocks: Dataset[Any], dtype: torch.dtype | None) -> dict[str, Any]:
+def fit(run: Run, number: int) -> dict[str, Any]:
     """Train a stage from its last checkpoint, or its start, and save its model; its summary."""
+    gc.collect()  # the trainer and the model of the previous stage refer to each other
     recipe, folder, state = run.recipe, run.folder(number), PartialState()
     stage, is_last = recipe.run_stages[number], number + 1 == len(recipe.run_stages)
     if number and state.is_main_process:
@@ -290,7 +469,7 @@ def fit(run: Run, number: int, blocks: Dataset[Any], dtype: torch.dtype | None) 
     if stage.objective != "next_token":
         make_loss = teacher_loss(load_teacher(recipe), model, stage.objective)
     with make_loss as loss:
-        trainer = _make_trainer(run, settings, folder, resume, model, loss, blocks)
+        trainer = _make_trainer(run, number, settings, resume, model, loss)
         seconds = _train_to_the_end(trainer, folder, resume, before)
     tokens = settings.global_batch_size * recipe.data.block_length
     done = settings.steps - before.global_step
@@ -307,7 +486,10 @@ def fit(run: Run, number: int, blocks: Dataset[Any], dtype: torch.dtype | None) 
         "throughput": {"tokens_per_second": done * tokens / seconds} if seconds else None,
         **trainer.curves(),
     }
-    save_trained(trainer, run.tokenizer, *((run.output, dtype) if is_last else (folder, None)))
+    if is_last:
+        trainer.save_trained(run.tokenizer, run.output, run.dtype)
+    else:
+        trainer.save_trained(run.tokenizer, folder, None)
     if state.is_main_process and not is_last:
         with catch_write_errors(folder, trainer.describe_saved):
             write_json(folder / STAGE_FILE, summary)
@@ -317,16 +499,17 @@ def fit(run: Run, number: int, blocks: Dataset[Any], dtype: torch.dtype | None) 
 
 def _make_trainer(
     run: Run,
+    number: int,
     settings: TrainingRecipe,
-    folder: Path,
     resume: Path | None,
     model: Any,
     loss: Loss | None,
-    blocks: Dataset[Any],
 ) -> RecipeTrainer:
     """The trainer of a stage; UserError if it rejects the settings."""
-    every, is_ordered = run.recipe.validation.every, run.recipe.stages or run.data.is_ordered
-    options: dict[str, Any] = {"train_sampling_strategy": "sequential"} if is_ordered else {}
+    data, folder, every = run.data, run.folder(number), run.recipe.validation.every
+    options: dict[str, Any] = {}
+    if data.is_ordered:
+        options["train_sampling_strategy"] = "sequential"
     if every is not None:
         options |= {"eval_strategy": "steps", "eval_steps": every, "eval_on_start": resume is None}
     arguments = training_arguments(settings, folder, PartialState().num_processes, **options)
@@ -334,13 +517,13 @@ def _make_trainer(
         return RecipeTrainer(
             settings,
             loss=loss,
-            retrieval=run.data.retrieval,
+            retrieval=data.retrieval,
             model=model,
             args=arguments,
-            train_dataset=blocks,
-            eval_dataset=run.data.validation,
+            train_dataset=data.stages[number],
+            eval_dataset=data.validation,
             callbacks=[
-                *shown(arguments, settings.report_to, folder, run.data.retrieval),
+                *shown(arguments, settings.report_to, folder, data.retrieval),
                 *run.callbacks,
             ],
         )
@@ -382,31 +565,6 @@ def _train_to_the_end(
             f"training stopped at step {done} of {steps}; run the same command again to resume"
         )
     return result.metrics["train_runtime"]
-
-
-def save_trained(
-    trainer: RecipeTrainer,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    dtype: torch.dtype | None,
-) -> None:
-    """Merge adapters and save the model in a dtype: to a temporary folder, then to its place."""
-    partial = folder / ".model.partial"
-    with no_progress_bars(), catch_write_errors(folder, trainer.describe_saved):
-        model, weights = trainer.final_weights(dtype)
-        if not trainer.is_world_process_zero():
-            return
-        shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial, state_dict=weights)
-        if dtype is not None:
-            model.config.dtype = dtype
-            model.config.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        for path in partial.iterdir():
-            if path.is_dir():  # chat templates; a folder takes the place of an empty one alone
-                shutil.rmtree(folder / path.name, ignore_errors=True)
-            replace(path, folder / path.name)
-        partial.rmdir()
 
 
 # Summarise: the record that marks the run as finished

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
-from coca_lab.files import sync, sync_folder
+from coca_lab.files import replace, sync, sync_folder
+from coca_lab.loading import no_progress_bars
 from coca_lab.training.callbacks import LogLastStep
 from coca_lab.training.checkpoints import (
     catch_read_errors,
@@ -212,17 +213,33 @@ class RecipeTrainer(Trainer):
         # The files that the first process writes next mark the checkpoint as complete.
         self.accelerator.wait_for_everyone()
 
-    def final_weights(self, dtype: torch.dtype | None) -> tuple[Any, dict[str, Tensor]]:
-        """The model with adapters merged, and its weights in a dtype, from all processes."""
-        model: Any = self.accelerator.unwrap_model(self.model)
-        if hasattr(model, "merge_and_unload"):
-            model = self.model = model.merge_and_unload()
-        self._check_finite()
-        weights: Any = self.accelerator.get_state_dict(self.model)
-        # Gathered or cast they no longer share memory, so tied ones would be saved twice.
-        tied: Any = getattr(model, "all_tied_weights_keys", {})
-        weights = {name: weight for name, weight in weights.items() if name not in tied}
-        return model, weights if dtype is None else _cast(weights, dtype)
+    def save_trained(
+        self, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype | None
+    ) -> None:
+        """Merge adapters and save the model in a dtype, with its tokenizer, whole or not at all."""
+        partial, model = folder / ".model.partial", self.accelerator.unwrap_model(self.model)
+        with no_progress_bars(), catch_write_errors(folder, self.describe_saved):
+            if hasattr(model, "merge_and_unload"):
+                model = self.model = model.merge_and_unload()
+            self._check_finite()
+            weights: Any = self.accelerator.get_state_dict(self.model)
+            # Gathered or cast they no longer share memory, so tied ones would be saved twice.
+            tied: Any = getattr(model, "all_tied_weights_keys", {})
+            weights = {name: weight for name, weight in weights.items() if name not in tied}
+            weights = weights if dtype is None else _cast(weights, dtype)
+            if not self.is_world_process_zero():
+                return
+            shutil.rmtree(partial, ignore_errors=True)
+            model.save_pretrained(partial, state_dict=weights)
+            if dtype is not None:
+                model.config.dtype = dtype
+                model.config.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            for path in partial.iterdir():
+                if path.is_dir():  # chat templates; a folder takes the place of an empty one alone
+                    shutil.rmtree(folder / path.name, ignore_errors=True)
+                replace(path, folder / path.name)
+            partial.rmdir()
 
     def _check_finite(self) -> None:
         """Raise TrainingDiverged, in all processes, if a weight is not finite in one of them."""

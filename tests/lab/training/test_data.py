@@ -14,13 +14,8 @@ from coca_attention.errors import UserError
 from coca_lab.data import BlockDataset, DataError, SourceSettings, tokenise
 from coca_lab.data.blocks import TaskBlocks
 from coca_lab.training import load_recipe
-from coca_lab.training.data import (
-    check_sources,
-    load_data,
-    load_run_tokenizer,
-    training_documents,
-)
 from coca_lab.training.model import check_separable
+from coca_lab.training.run import load_data, load_run_tokenizer, resolve, training_documents
 from conftest import CONFIGS, some_text, tiny_model
 
 
@@ -60,8 +55,8 @@ def test_one_source_gives_consecutive_blocks_in_whole_batches(text_folder, token
         data = load_data(chosen, tokenizer)
         sha256 = hashlib.sha256(tokens.data).hexdigest()
         assert data.fingerprint == {"text": {"tokens": len(tokens), "sha256": sha256}}
-        found = data.blocks
-        assert isinstance(found.dataset.tokens, np.memmap) == (cache != "null")
+        found = data.stages[0]
+        assert isinstance(found.dataset.datasets[0].tokens, np.memmap) == (cache != "null")
         assert data.validation is None and not data.is_ordered
         assert data.epochs == {"text": 30 * 8 / len(found)}
         assert len(found) == len(expected) // 8 * 8
@@ -73,7 +68,7 @@ def test_one_source_gives_consecutive_blocks_in_whole_batches(text_folder, token
 
 def test_a_mixture_has_the_shares_of_its_recipe(sources, tokenizer):
     data = load_data(recipe(sources), tokenizer)
-    found = data.blocks
+    found = data.stages[0]
     assert data.is_ordered and len(found) == 30 * 8
     z = tokenizer("zz", add_special_tokens=False)["input_ids"][-1]
     code = [bool((found[index]["input_ids"] == z).any()) for index in range(len(found))]
@@ -86,14 +81,15 @@ def test_a_mixture_has_the_shares_of_its_recipe(sources, tokenizer):
 def test_passkey_texts_take_their_share_of_a_mixture(sources, tokenizer):
     data = load_data(recipe(sources, data__block_length=300, data__passkey_share=0.5), tokenizer)
     assert list(data.epochs) == ["text", "code", "passkey"] and data.epochs["passkey"] == 1.0
-    assert isinstance(data.blocks.dataset.datasets[2], TaskBlocks)
-    first = data.blocks.dataset.cumulative_sizes[1]
-    assert sum(index >= first for index in data.blocks.indices) == 120
+    found = data.stages[0]
+    assert isinstance(found.dataset.datasets[2], TaskBlocks)
+    first = found.dataset.cumulative_sizes[1]
+    assert sum(index >= first for index in found.indices) == 120
 
 
 def test_recall_takes_its_share_of_the_blocks_of_a_text(text_folder, tokenizer):
     tasks = {"data__source": text_folder, "data__tasks": "{recall: 0.4}"}
-    blocks = load_data(recipe(**tasks, data__block_length=32), tokenizer).blocks
+    blocks = load_data(recipe(**tasks, data__block_length=32), tokenizer).stages[0]
     masked = [bool((blocks[i]["shift_labels"] == -100).any()) for i in range(len(blocks))]
     assert abs(np.mean(masked) - 0.4) < 0.02
 
@@ -112,7 +108,7 @@ def test_a_stream_in_a_mixture_is_read_as_far_as_its_share_needs(sources, tokeni
 
 
 def test_a_tokenizer_sees_every_source(sources, monkeypatch):
-    monkeypatch.setattr("coca_lab.training.data.TOKENIZER_CHARACTERS", 400)
+    monkeypatch.setattr("coca_lab.training.run.TOKENIZER_CHARACTERS", 400)
     texts = [document.text for document in training_documents(recipe(sources).data)]
     assert len(texts) == 1 + 2  # up to 300 characters of one, 100 of the other
     assert "alpha" in texts[0] and texts[1].startswith("zz")
@@ -121,7 +117,7 @@ def test_a_tokenizer_sees_every_source(sources, monkeypatch):
 def test_missing_and_empty_sources_are_rejected_by_name(sources, tokenizer, tmp_path):
     sources["code"]["source"] = str(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*nowhere: no such file"):
-        check_sources(recipe(sources))
+        resolve(recipe(sources), tmp_path)
     (tmp_path / "empty.jsonl").write_text("")
     sources["code"]["source"] = str(tmp_path / "empty.jsonl")
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*the file is empty"):
@@ -141,7 +137,7 @@ def test_a_tokenizer_is_trained_once_and_saved_whole(text_folder, tmp_path, monk
     first = load_run_tokenizer(chosen, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
     assert not (tmp_path / "tokenizer" / "rubbish").exists()
-    monkeypatch.setattr("coca_lab.training.data.train_tokenizer", None)
+    monkeypatch.setattr("coca_lab.training.run.train_tokenizer", None)
     assert load_run_tokenizer(chosen, tmp_path).get_vocab() == first.get_vocab()
 
 
@@ -158,7 +154,7 @@ def batches(dataset, processes: int, process: int, skipped: int = 0) -> list[lis
 
 
 def test_processes_read_disjoint_parts_of_the_same_global_batch(sources, tokenizer):
-    found = load_data(recipe(sources), tokenizer).blocks
+    found = load_data(recipe(sources), tokenizer).stages[0]
     one = batches(found, 1, 0)
     parts = [batches(found, 2, process) for process in range(2)]
     assert len(one) == len(parts[0]) == len(parts[1]) == 30
@@ -167,8 +163,8 @@ def test_processes_read_disjoint_parts_of_the_same_global_batch(sources, tokeniz
 
 
 def test_a_resumed_run_continues_with_the_next_block(sources, tokenizer):
-    found = load_data(recipe(sources), tokenizer).blocks
-    again = load_data(recipe(sources), tokenizer).blocks  # as after a restart
+    found = load_data(recipe(sources), tokenizer).stages[0]
+    again = load_data(recipe(sources), tokenizer).stages[0]  # as after a restart
     assert batches(again, 1, 0, skipped=13) == batches(found, 1, 0)[13:]
     assert batches(again, 2, 1, skipped=13) == batches(found, 2, 1)[13:]
 

@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from coca_attention.errors import UserError
 from coca_attention.models import CoCALlamaConfig
 from coca_lab.data import BlockDataset, load_tokenizer
+from coca_lab.data.blocks import apportion, mixture_order
 from coca_lab.loading import load_model
 from coca_lab.training import load_recipe, read_summary, train
-from coca_lab.training.data import block_order, load_data, stage_blocks
 from coca_lab.training.model import choose_parameters
 from coca_lab.training.recipe import StageRecipe
+from coca_lab.training.run import block_order, load_data
 from families import vanilla
 from runs import PAPER, TEACHER, TRAINING, assert_the_same, changed, weights, write_recipe
 
@@ -133,10 +134,12 @@ def test_stages_read_a_mixture_in_its_own_order(base, text_folder, tmp_path):
     content["data"]["mixture"] = {"a": half, "b": dict(half)}
     path.write_text(yaml.safe_dump(content))
     recipe = load_recipe(path)
-    parts = stage_blocks(recipe, load_data(recipe, load_tokenizer(str(base))))
+    parts = load_data(recipe, load_tokenizer(str(base))).stages
     steps = [stage.get("steps", TRAINING["steps"]) for stage in PAPER]
     assert [len(part) for part in parts] == [TRAINING["global_batch_size"] * n for n in steps]
-    assert [index for part in parts for index in part.indices] == list(range(17 * 4))
+    sizes = [len(source) for source in parts[0].dataset.datasets]
+    order = mixture_order(sizes, apportion([0.5, 0.5], 4, 17), recipe.training.seed)
+    assert [index for part in parts for index in part.indices] == order.tolist()
 
 
 def test_the_order_of_blocks_is_one_permutation_after_the_other():

@@ -12,8 +12,7 @@ from coca_attention.errors import UserError
 from coca_lab.data import held_out, load_tokenizer, read_documents, tokenise
 from coca_lab.files import hold
 from coca_lab.training import as_yaml, is_finished, load_recipe, read_summary, train
-from coca_lab.training.data import load_data
-from coca_lab.training.run import claim
+from coca_lab.training.run import claim, load_data
 from commands import run
 from conftest import some_text
 from runs import changed, recipe, weights
@@ -53,7 +52,9 @@ def test_validation_reads_what_is_held_out_from_training(trained, text_folder):
 
 def test_held_out_documents_and_tokens_past_the_limit_are_never_trained_on(text_folder, tokenizer):
     documents = list(read_documents(str(text_folder)))
-    text = tokenizer.decode(load_data(recipe(text_folder), tokenizer).blocks.dataset.tokens)
+    text = tokenizer.decode(
+        load_data(recipe(text_folder), tokenizer).stages[0].dataset.datasets[0].tokens
+    )
     for document in documents:
         assert (document.text in text) != held_out(document, 0.3)
     assert 0 < sum(held_out(document, 0.3) for document in documents) < len(documents)
