@@ -38,14 +38,14 @@ def teacher_loss(
     teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective
 ) -> Iterator[Loss]:
     """The loss of an objective, while hooks are in place; UserError if the teacher does not fit."""
-    inner = without_adapters(student)
+    inner = student.get_base_model() if hasattr(student, "get_base_model") else student
     check_teacher(teacher, inner, objective)
     teacher.requires_grad_(False).eval()
     if objective == "attention":
         with _matched_attention(teacher, inner) as loss:
             yield loss
     else:
-        yield (_matched_logits if objective == "logits" else _matched_hidden_states)(teacher)
+        yield _matched_outputs(teacher, with_layers=objective == "hidden_states")
 
 
 def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective) -> None:
@@ -58,11 +58,7 @@ def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, objective:
                     f"attention supports {supported_families(model)}"
                 )
     theirs, ours = (_shape(model.config, objective) for model in (teacher, student))
-    other = [
-        f"{name} {theirs[name]} instead of {ours[name]}"
-        for name in theirs
-        if theirs[name] != ours[name]
-    ]
+    other = [f"{n} {theirs[n]} instead of {ours[n]}" for n in theirs if theirs[n] != ours[n]]
     if other:
         raise UserError(
             f"the teacher does not fit the model for objective {objective}: it has "
@@ -92,23 +88,23 @@ def prediction_distance(logits: Tensor, targets: Tensor) -> Tensor:
     return F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
 
 
-def _matched_logits(teacher: PreTrainedModel) -> Loss:
+def _mean(distances: list[Tensor]) -> Tensor:
+    return torch.stack([x.to(distances[0].device) for x in distances]).mean()
+
+
+def _matched_outputs(teacher: PreTrainedModel, with_layers: bool) -> Loss:
+    """The divergence of the predictions and, with layers, the distance of their outputs."""
+
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        targets = _read(teacher, batch).logits
-        return prediction_distance(model(**_inputs(batch)).logits, targets)
-
-    return loss
-
-
-def _matched_hidden_states(teacher: PreTrainedModel) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        theirs = _read(teacher, batch, output_hidden_states=True)
-        ours = model(**_inputs(batch), output_hidden_states=True)
+        theirs = _read(teacher, batch, output_hidden_states=with_layers)
+        ours = model(**_inputs(batch), output_hidden_states=with_layers)
+        divergence = prediction_distance(ours.logits, theirs.logits)
+        if not with_layers:
+            return divergence
         # The first are the embeddings.
         pairs = zip(ours.hidden_states[1:], theirs.hidden_states[1:], strict=True)
         distances = [relative_distance(x, y.to(x.device)) for x, y in pairs]
-        mean = torch.stack([x.to(distances[0].device) for x in distances]).mean()
-        return prediction_distance(ours.logits, theirs.logits) + HIDDEN_WEIGHT * mean
+        return divergence + HIDDEN_WEIGHT * _mean(distances)
 
     return loss
 
@@ -119,11 +115,9 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
     # They stay for the whole context, as a checkpointed layer runs again in the backward pass. The
     # student returns the distance as its loss, since wrappers for several processes reduce the
     # gradients of nothing but what the model returns.
-    inputs: dict[int, Tensor] = {}
-    targets: dict[int, Tensor] = {}
-    outputs: dict[int, Tensor] = {}
+    inputs, targets, outputs = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
 
-    def record_input(index: int) -> Callable[..., None]:
+    def record(inputs: dict[int, Tensor], index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             inputs[index] = args[0] if args else kwargs["hidden_states"]
 
@@ -141,12 +135,6 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
 
         return hook
 
-    def record_output(record: dict[int, Tensor], index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            record[index] = args[0]
-
-        return hook
-
     def detach_output(module: nn.Module, args: Any, result: Any) -> Any:
         # Nothing after the layer contributes to the loss, so it needs no graph.
         return (result[0].detach(), *result[1:])
@@ -154,17 +142,20 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
     def add_loss(module: nn.Module, args: Any, result: Any) -> Any:
         if not module.training:  # validation asks for the model's own loss, and for answers
             return result
-        distances = [relative_distance(outputs[i], targets[i]) for i in range(len(targets))]
-        result["loss"] = torch.stack([x.to(distances[0].device) for x in distances]).mean()
+        result["loss"] = _mean([relative_distance(outputs[i], targets[i]) for i in targets])
         return result
 
     hooks: list[Any] = [student.register_forward_hook(add_loss)]
+
+    def before(module: nn.Module, hook: Callable[..., Any]) -> None:
+        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
     for index, (attention, projection) in enumerate(_attention_layers(teacher)):
-        hooks.append(attention.register_forward_pre_hook(record_input(index), with_kwargs=True))
-        hooks.append(projection.register_forward_pre_hook(record_output(targets, index)))
+        before(attention, record(inputs, index))
+        before(projection, record(targets, index))
     for index, (attention, projection) in enumerate(_attention_layers(student)):
-        hooks.append(attention.register_forward_pre_hook(replace_input(index), with_kwargs=True))
-        hooks.append(projection.register_forward_pre_hook(record_output(outputs, index)))
+        before(attention, replace_input(index))
+        before(projection, record(outputs, index))
         hooks.append(attention.register_forward_hook(detach_output))
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -186,14 +177,8 @@ def _attention_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module
     """Every layer's attention module and its output projection, first to last."""
     family = family_of(model)
     assert family is not None  # `check_teacher`
-    body: Any = model.base_model
-    layout = family.layout
-    return [(m, m.get_submodule(layout.output_name)) for m in layout.modules(body)]
-
-
-def without_adapters(model: Any) -> PreTrainedModel:
-    """The model that PEFT has wrapped, or the model."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    modules = family.layout.modules(model.base_model)
+    return [(module, module.get_submodule(family.layout.output_name)) for module in modules]
 
 
 @torch.no_grad()

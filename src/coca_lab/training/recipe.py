@@ -20,9 +20,11 @@ from coca_lab.data import SourceSettings
 from coca_lab.data.documents import TOKENS
 from coca_lab.data.tokens import LARGEST_VOCABULARY, NO_DOCUMENTS, SMALLEST_VOCABULARY
 
-# Names of the only source of a recipe without a mixture, and of the blocks of `passkey_share`.
+# Names of the only source of a recipe without a mixture, of the blocks of `passkey_share`, and of
+# the text that validation reads.
 TEXT = "text"
 PASSKEY = "passkey"
+VALIDATION = "validation"
 
 BODIES = ("gpt_neox", "llama")
 OWN = "own"
@@ -252,8 +254,9 @@ class DataRecipe(SourceSettings):
                 f"mixture.{', '.join(unnamed)}.source is missing: name the text to read": unnamed,
                 f"mixture needs weights that sum to 1, got {' + '.join(map(str, weights))} = "
                 f"{sum(weights):g}": weights and abs(sum(weights) - 1) > 1e-6,
-                "a source of the mixture has the name of a task whose texts are mixed in: rename "
-                "it": shares.keys() & self.mixture.keys(),
+                f"a source of the mixture has the name of a task or {VALIDATION}: rename it": (
+                    {*shares, VALIDATION} & self.mixture.keys()
+                ),
             }
         )
 

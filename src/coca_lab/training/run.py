@@ -13,10 +13,9 @@ import logging
 import shutil
 import signal
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +49,14 @@ from coca_lab.environment import describe_environment
 from coca_lab.files import check_writable, hold, read_json, write_json, write_text, writing
 from coca_lab.folders import write_card
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
-from coca_lab.training.callbacks import Interrupted, StopOnSignal, shown
+from coca_lab.training.callbacks import Interrupted, StopOnSignal
 from coca_lab.training.checkpoints import catch_write_errors, last_state, sorted_checkpoints
 from coca_lab.training.model import choose_parameters, load_teacher, make_model, own_device
-from coca_lab.training.objectives import Loss, teacher_loss
+from coca_lab.training.objectives import teacher_loss
 from coca_lab.training.recipe import (
     TEXT,
-    DataRecipe,
+    VALIDATION,
     Recipe,
-    TrainingRecipe,
     all_fields,
     as_yaml,
     differences,
@@ -77,7 +75,6 @@ LOCK_FILE = ".lock"
 TEXT_FILE, START_FILE = "text.json", "start.json"
 TOKENIZER = "tokenizer"
 """Folder of a newly trained tokenizer."""
-VALIDATION = "validation"
 
 
 def train(
@@ -148,13 +145,9 @@ def read_summary(output: str | Path) -> dict[str, Any]:
 
 def resolve(recipe: Recipe, output: Path) -> torch.dtype | None:
     """The dtype to save the model in; UserError if what the recipe names is missing."""
-    validation = recipe.validation
-    for name, source in recipe.data.sources.items():
-        with _named(recipe.data, name):
+    for _, where, source in texts(recipe):
+        with error_prefix(where):
             source_files(source.source)
-    if validation.every is not None and validation.source is not None:
-        with error_prefix("validation.source: "):
-            source_files(validation.source)
     training_arguments(recipe.training, output, PartialState().num_processes)
     dtype = None
     if recipe.model.start is not None:
@@ -234,32 +227,38 @@ class TrainingData:
         return f"{', '.join(counts)}; {max(self.epochs.values()):.2f} passes"
 
 
+def texts(recipe: Recipe) -> Iterator[tuple[str, str, SourceSettings]]:
+    """The texts of a recipe: their names, where it names them, for errors, and what to read."""
+    data, validation = recipe.data, recipe.validation
+    for name, source in data.sources.items():
+        yield name, f"data.mixture.{name}: " if data.mixture else "data.source: ", source
+    if validation.every is not None:
+        source = SourceSettings(validation.source or data.source, data.text_field, data.bad_lines)
+        yield VALIDATION, "validation.source: " if validation.source else "data.held_out: ", source
+
+
 def load_run_tokenizer(recipe: Recipe, output: Path) -> PreTrainedTokenizerBase:
     """The recipe's tokenizer; a newly trained one is saved in the run folder for later starts."""
     data = recipe.data
     name, folder = data.tokenizer or recipe.model.start, output / TOKENIZER
     if name is None and not folder.is_dir():
-        extra = [Document("passkey", vocabulary_text())] if data.passkey_share else []
-        texts = chain(extra, training_documents(data))
-        trained = train_tokenizer(texts, data.vocab_size, split_digits=data.split_digits)
+        documents = training_documents(recipe)
+        trained = train_tokenizer(documents, data.vocab_size, split_digits=data.split_digits)
         with writing(folder) as partial:
             trained.save_pretrained(partial)
     return load_tokenizer(name or folder)
 
 
-def training_documents(data: DataRecipe) -> Iterator[Document]:
+def training_documents(recipe: Recipe) -> Iterator[Document]:
     """Documents to train a tokenizer on: of every source, as many as its weight asks for."""
-    for name, source in data.sources.items():
-        most = getattr(source, "weight", 1.0) * TOKENIZER_CHARACTERS
-        with _named(data, name):
-            yield from up_to(
-                most, (d for d in source.documents() if not held_out(d, data.held_out))
-            )
-
-
-def _named(data: DataRecipe, name: str) -> AbstractContextManager[None]:
-    """Errors about a source say where the recipe names it."""
-    return error_prefix(f"data.mixture.{name}: " if data.mixture else "data.source: ")
+    if recipe.data.passkey_share:
+        yield Document("passkey", vocabulary_text())
+    for name, where, source in texts(recipe):
+        if name != VALIDATION:
+            most = getattr(source, "weight", 1.0) * TOKENIZER_CHARACTERS
+            documents = (d for d in source.documents() if not held_out(d, recipe.data.held_out))
+            with error_prefix(where):
+                yield from up_to(most, documents)
 
 
 def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
@@ -268,19 +267,29 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
     # Before the text is read, which can take hours.
     retrieval = load_retrieval(recipe, tokenizer)
     read = _blocks_read(recipe) if data.mixture else None
-    texts, blocks = dict[str, np.ndarray](), dict[str, Any]()
-    for index, (name, source) in enumerate(data.sources.items()):
-        limit, folder = source.max_tokens, cache_folder(data.cache)
-        if limit is None and read is not None and source.source.startswith("hf:"):
-            limit = int(read[-1, index]) * data.block_length + 1
-        with _named(data, name):
-            texts[name] = tokenise(
-                source, tokenizer, share=data.held_out, max_tokens=limit, folder=folder
+    wanted = {VALIDATION: recipe.validation.batches * batch}
+    if read is not None:
+        wanted |= dict(zip(data.mixture, read[-1].tolist(), strict=False))
+    tokens, blocks = dict[str, np.ndarray](), dict[str, Any]()
+    for name, where, source in texts(recipe):
+        has_source = name == VALIDATION and bool(recipe.validation.source)
+        most = getattr(source, "max_tokens", None)
+        if most is None and name in wanted and source.source.startswith("hf:"):
+            most = wanted[name] * data.block_length + 1  # a stream is read as far as needed
+        with error_prefix(where):
+            tokens[name] = tokenise(
+                source,
+                tokenizer,
+                share=0.0 if has_source else data.held_out,
+                from_held_out=name == VALIDATION and not has_source,
+                max_tokens=most,
+                folder=cache_folder(data.cache),
             )
-            blocks[name] = _cut(texts[name], data, tokenizer)
-    validation = None
-    if recipe.validation.every is not None:
-        texts[VALIDATION], validation = _load_validation(recipe, tokenizer)
+            end = end_of_text(tokenizer) if data.separate_documents else None
+            blocks[name] = BlockDataset(tokens[name], data.block_length, end=end)
+            if name == VALIDATION:
+                blocks[name] = spread_evenly(blocks[name], wanted[name])
+    validation = blocks.pop(VALIDATION, None)
     if read is None:
         order, epochs = _one_pass(recipe, tokenizer, blocks)
     else:
@@ -296,15 +305,20 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
         retrieval=retrieval,
         fingerprint={
             name: {"tokens": len(text), "sha256": sha256(text.data).hexdigest()}
-            for name, text in texts.items()
+            for name, text in tokens.items()
         },
         epochs=epochs,
     )
 
 
-def _cut(text: np.ndarray, data: DataRecipe, tokenizer: PreTrainedTokenizerBase) -> BlockDataset:
-    end = end_of_text(tokenizer) if data.separate_documents else None
-    return BlockDataset(text, data.block_length, end=end)
+def spread_evenly(blocks: BlockDataset, count: int) -> Subset:
+    """Blocks to validate on, spread evenly over a text; UserError if it has too few."""
+    if len(blocks) < count:
+        raise UserError(
+            f"the text makes {len(blocks)} blocks, fewer than {count} for validation.batches; use "
+            "more text or fewer batches"
+        )
+    return Subset(blocks, [index * len(blocks) // count for index in range(count)])
 
 
 def _task_blocks(
@@ -359,32 +373,6 @@ def _mix(
     return mixture_order(sizes, read, recipe.training.seed), epochs
 
 
-def _load_validation(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> tuple[np.ndarray, Subset]:
-    """The validation text, and blocks spread evenly over it, in whole global batches."""
-    data, validation = recipe.data, recipe.validation
-    count = validation.batches * recipe.training.global_batch_size
-    source = SourceSettings(validation.source or data.source, data.text_field, data.bad_lines)
-    with error_prefix(f"{'validation.source' if validation.source else 'data.held_out'}: "):
-        text = tokenise(
-            source,
-            tokenizer,
-            share=0.0 if validation.source else data.held_out,
-            from_held_out=not validation.source,
-            # A stream is fetched only as far as it is needed.
-            max_tokens=count * data.block_length + 1 if source.source.startswith("hf:") else None,
-            folder=cache_folder(data.cache),
-        )
-        blocks = _cut(text, data, tokenizer)
-        if len(blocks) < count:
-            raise UserError(
-                f"the text makes {len(blocks)} blocks, fewer than {count} for validation.batches "
-                f"{validation.batches}; use more text or fewer batches"
-            )
-    return text, Subset(blocks, [index * len(blocks) // count for index in range(count)])
-
-
 def check_same_text(fingerprint: dict[str, Any], output: Path) -> None:
     """Write the fingerprint of the texts into the run folder, or compare it with the one there."""
     texts = fingerprint[TEXT] if list(fingerprint) == [TEXT] else fingerprint
@@ -426,9 +414,9 @@ def measure_start(run: Run) -> None:
         return
     trainer = RecipeTrainer(
         settings,
+        run.output,
         retrieval=run.data.retrieval,
         model=load_model(name, device=own_device()),
-        args=training_arguments(settings, run.output, state.num_processes),
         eval_dataset=run.data.validation,
     )
     trainer.is_fsdp_enabled = False  # a whole model, which is read alone
@@ -468,8 +456,23 @@ def fit(run: Run, number: int) -> dict[str, Any]:
     make_loss = nullcontext()
     if stage.objective != "next_token":
         make_loss = teacher_loss(load_teacher(recipe), model, stage.objective)
+    options: dict[str, Any] = {}
+    if run.data.is_ordered:
+        options["train_sampling_strategy"] = "sequential"
+    if (every := recipe.validation.every) is not None:
+        options |= {"eval_strategy": "steps", "eval_steps": every, "eval_on_start": resume is None}
     with make_loss as loss:
-        trainer = _make_trainer(run, number, settings, resume, model, loss)
+        trainer = RecipeTrainer(
+            settings,
+            folder,
+            loss=loss,
+            retrieval=run.data.retrieval,
+            callbacks=run.callbacks,
+            options=options,
+            model=model,
+            train_dataset=run.data.stages[number],
+            eval_dataset=run.data.validation,
+        )
         seconds = _train_to_the_end(trainer, folder, resume, before)
     tokens = settings.global_batch_size * recipe.data.block_length
     done = settings.steps - before.global_step
@@ -495,42 +498,6 @@ def fit(run: Run, number: int) -> dict[str, Any]:
             write_json(folder / STAGE_FILE, summary)
     state.wait_for_everyone()
     return summary
-
-
-def _make_trainer(
-    run: Run,
-    number: int,
-    settings: TrainingRecipe,
-    resume: Path | None,
-    model: Any,
-    loss: Loss | None,
-) -> RecipeTrainer:
-    """The trainer of a stage; UserError if it rejects the settings."""
-    data, folder, every = run.data, run.folder(number), run.recipe.validation.every
-    options: dict[str, Any] = {}
-    if data.is_ordered:
-        options["train_sampling_strategy"] = "sequential"
-    if every is not None:
-        options |= {"eval_strategy": "steps", "eval_steps": every, "eval_on_start": resume is None}
-    arguments = training_arguments(settings, folder, PartialState().num_processes, **options)
-    try:
-        return RecipeTrainer(
-            settings,
-            loss=loss,
-            retrieval=data.retrieval,
-            model=model,
-            args=arguments,
-            train_dataset=data.stages[number],
-            eval_dataset=data.validation,
-            callbacks=[
-                *shown(arguments, settings.report_to, folder, data.retrieval),
-                *run.callbacks,
-            ],
-        )
-    except UserError:
-        raise
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise UserError(f"the Trainer rejects these settings: {error}") from error
 
 
 def _train_to_the_end(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import AutocastKwargs, gather_object
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from coca_attention.errors import UserError
 from coca_lab.files import replace, sync, sync_folder
 from coca_lab.loading import no_progress_bars
-from coca_lab.training.callbacks import LogLastStep
+from coca_lab.training.callbacks import LogLastStep, shown
 from coca_lab.training.checkpoints import (
     catch_read_errors,
     catch_write_errors,
@@ -124,19 +124,32 @@ class RecipeTrainer(Trainer):
     def __init__(
         self,
         settings: TrainingRecipe,
+        folder: Path,
         *,
         loss: Loss | None = None,
         retrieval: Retrieval | None = None,
         callbacks: Sequence[TrainerCallback] = (),
+        options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        """``options`` are further arguments; UserError if Trainer rejects the settings."""
         self.settings, self.loss, self.retrieval = settings, loss, retrieval
-        super().__init__(**kwargs)
+        arguments = training_arguments(
+            settings, folder, PartialState().num_processes, **options or {}
+        )
+        try:
+            super().__init__(args=arguments, **kwargs)
+        except UserError:
+            raise
+        except (ValueError, ImportError, RuntimeError) as error:
+            raise UserError(f"the Trainer rejects these settings: {error}") from error
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
         for default in (ProgressCallback, PrinterCallback):
             self.remove_callback(default)
+        if self.train_dataset is not None:
+            callbacks = (*shown(arguments, settings.report_to, folder, retrieval), *callbacks)
         for callback in (LogLastStep(), *callbacks):
             self.add_callback(callback)
 

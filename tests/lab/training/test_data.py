@@ -109,7 +109,7 @@ def test_a_stream_in_a_mixture_is_read_as_far_as_its_share_needs(sources, tokeni
 
 def test_a_tokenizer_sees_every_source(sources, monkeypatch):
     monkeypatch.setattr("coca_lab.training.run.TOKENIZER_CHARACTERS", 400)
-    texts = [document.text for document in training_documents(recipe(sources).data)]
+    texts = [document.text for document in training_documents(recipe(sources))]
     assert len(texts) == 1 + 2  # up to 300 characters of one, 100 of the other
     assert "alpha" in texts[0] and texts[1].startswith("zz")
 
@@ -123,7 +123,7 @@ def test_missing_and_empty_sources_are_rejected_by_name(sources, tokenizer, tmp_
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*the file is empty"):
         load_data(recipe(sources), tokenizer)
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*the file is empty"):
-        list(training_documents(recipe(sources).data))
+        list(training_documents(recipe(sources)))
     (tmp_path / "short.txt").write_text("few")
     sources["code"]["source"] = str(tmp_path / "short.txt")
     with pytest.raises(DataError, match=r"code: the text has .* fewer than one block"):
