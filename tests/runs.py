@@ -4,9 +4,12 @@ The fixtures ``trained``, ``base`` and ``staged`` are such runs, trained once fo
 them, and copy the folder to change it.
 """
 
+import shutil
+
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from coca_lab.training import Recipe, load_recipe, read_summary
 
@@ -69,6 +72,32 @@ def write_recipe(base, text_folder, path, stages, **model):
     }
     path.write_text(yaml.safe_dump(content))
     return path
+
+
+class AtStep(TrainerCallback):
+    """Calls a function at the end, or the beginning, of a step."""
+
+    def __init__(self, step, call, begin=False):
+        self.step, self.call, self.begin = step, call, begin
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step and not self.begin:
+            self.call(model)
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step - 1 and self.begin:
+            self.call(model)
+
+
+def unfinished(run, output, last=8):
+    """A copy of a run as after a kill behind its checkpoint of a step."""
+    shutil.copytree(run, output)
+    for name in ("training.json", "model.safetensors", "config.json"):
+        (output / name).unlink()
+    for path in (output / "checkpoints").iterdir():
+        if int(path.name.rpartition("-")[2]) > last:
+            shutil.rmtree(path)
+    return output
 
 
 def weights(folder):

@@ -47,25 +47,28 @@ def import_extensions() -> None:
 class Item:
     """Work that one process does without interruption."""
 
-    keys: Sequence[Any]
-    """Keys of its values in the store: JSON values that say what the values depend on."""
+    keys: Sequence[Any]  # of its values in the store: JSON that says what the values depend on
     work: Callable[[list[Any]], list[Any]]
     """From the arguments of the keys whose values are missing to these values, none of them None.
     Items with the same object share what it holds. Ray has to be able to pickle it."""
-    arguments: Sequence[Any]
-    """An argument for each key."""
-    cost: int = 1
-    """Tokens to read."""
-    label: str = ""
-    """What it is part of, for messages."""
+    arguments: Sequence[Any]  # one for each key
+    cost: int = 1  # tokens to read
+    label: str = ""  # what it is part of, for messages
 
-    def missing(self, store: "Store") -> list[int]:
-        """Indices of the keys that the store does not have."""
-        return [index for index, key in enumerate(self.keys) if key not in store]
+    def missing(self, store: "Store") -> tuple[list[Any], list[Any]]:
+        """The keys that the store does not have, and their arguments."""
+        indices = [index for index, key in enumerate(self.keys) if key not in store]
+        return [self.keys[index] for index in indices], [self.arguments[i] for i in indices]
 
 
+SCHEMA = """
+PRAGMA locking_mode = EXCLUSIVE;
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = NORMAL;
+CREATE TABLE IF NOT EXISTS done (key TEXT PRIMARY KEY, value TEXT, seconds REAL);
+"""
+"""Nobody else reads a store meanwhile, so no file systems with shared memory are needed."""
 COLUMNS = ["key", "value", "seconds"]
-"""Of the only table of a `Store`."""
 
 
 class Store:
@@ -77,14 +80,7 @@ class Store:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._naming():
             self._db = sqlite3.connect(self.path or ":memory:", timeout=0)
-            # Nobody else reads it meanwhile, so no file systems with shared memory are needed.
-            for command in (
-                "PRAGMA locking_mode = EXCLUSIVE",
-                "PRAGMA journal_mode = WAL",
-                "PRAGMA synchronous = NORMAL",
-                "CREATE TABLE IF NOT EXISTS done (key TEXT PRIMARY KEY, value TEXT, seconds REAL)",
-            ):
-                self._db.execute(command)
+            self._db.executescript(SCHEMA)
             self._check()
 
     def _check(self) -> None:
@@ -205,7 +201,7 @@ class Engine:
         """Compute what is missing; the items that failed: with a UserError, or three times."""
         self.used += [key for item in items for key in item.keys]
         items = [*{_text(item.keys): item for item in items}.values()]  # those with the same keys
-        pending = [item for item in items if item.missing(self.store)]
+        pending = [item for item in items if item.missing(self.store)[0]]
         total, left = (sum(item.cost for item in each) for each in (items, pending))
         count, done, started = len(items) - len(pending), total - left, time.monotonic()
         if items:
@@ -220,8 +216,7 @@ class Engine:
                     else:
                         again.append(item)
                     continue
-                keys = [item.keys[index] for index in item.missing(self.store)]
-                self.store.put(keys, values, seconds)
+                self.store.put(item.missing(self.store)[0], values, seconds)
                 count, done = count + 1, done + item.cost
                 rate = (done - total + left) / max(time.monotonic() - started, 1e-9)
                 line = f"{count:,} of {len(items):,} items, {rate:,.0f} tokens/s"
@@ -233,14 +228,10 @@ class Engine:
         """The time that finished items took."""
         return round(sum(self.store.seconds(key) for item in items for key in item.keys), 3)
 
-    def _arguments(self, item: Item) -> list[Any]:
-        """Those whose values are missing."""
-        return [item.arguments[index] for index in item.missing(self.store)]
-
     def _outcomes(self, items: Sequence[Item]) -> Iterator[tuple[Item, Any, float]]:
         """Every item with its missing values, or an exception, and the seconds it took."""
         for item in items:
-            yield item, *_compute(item.work, self._arguments(item))
+            yield item, *_compute(item.work, item.missing(self.store)[1])
 
 
 def _compute(work: Callable[[list[Any]], list[Any]], arguments: list[Any]) -> tuple[Any, float]:
@@ -297,8 +288,8 @@ class RayEngine(Engine):
         copies = {name: ray.put(work) for name, work in copies.items()}
         running: dict[Any, Item] = {}
         for item in items:
-            arguments = [os.getcwd(), [copies[id(item.work)]], self._arguments(item)]
-            running[self._remote.remote(*arguments)] = item
+            _, arguments = item.missing(self.store)
+            running[self._remote.remote(os.getcwd(), [copies[id(item.work)]], arguments)] = item
         while running:
             (promise,), _ = ray.wait([*running], num_returns=1)
             item = running.pop(promise)

@@ -66,7 +66,7 @@ class ProcessEngine(Engine):
                 while waiting and len(busy) < self.processes:
                     process = idle.pop() if idle else _Process(self.threads)
                     item = waiting.popleft()
-                    process.connection.send((item.work, self._arguments(item)))
+                    process.connection.send((item.work, item.missing(self.store)[1]))
                     busy[process.connection] = process, item
                 for ready in connection.wait([*busy]):
                     process, item = busy[ready]

@@ -284,6 +284,13 @@ def r_precision(answer: str, expected: list[str]) -> float:
     return sum(item in expected for item in first) / len(expected)
 
 
+def share_found(answer: str, prompt: Prompt) -> float:
+    """How much of what a prompt asks for, passkey or needles, is in an answer, 0 to 1."""
+    if "key" in prompt.facts:
+        return float(is_hit(answer, prompt.facts["key"]))
+    return r_precision(answer, prompt.facts["expected"])
+
+
 def _values(drawn: np.random.Generator, count: int) -> list[str]:
     """Distinct numbers of five digits."""
     return [str(value) for value in drawn.choice(90_000, count, replace=False) + 10_000]

@@ -4,7 +4,6 @@ Prompts and scoring are those of ``coca eval passkey`` and ``coca eval needles``
 their own.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -15,14 +14,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import error_prefix
-from coca_lab.data.tasks import (
-    Kind,
-    Prompt,
-    ask_for_needles,
-    ask_for_passkeys,
-    is_hit,
-    r_precision,
-)
+from coca_lab.data.tasks import Kind, Prompt, ask_for_needles, ask_for_passkeys, share_found
 from coca_lab.generation import greedy_answers
 from coca_lab.training.recipe import Recipe
 
@@ -39,7 +31,6 @@ class Questions:
     what: str  # such as passkeys
     length: int
     prompts: list[Prompt]
-    score: Callable[[str, Prompt], float]  # of an answer, 0 to 1
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,7 @@ class Retrieval:
                     together=state.num_processes > 1,
                 )
                 for index, answer in zip(part, answers, strict=True):
-                    scores[index] = questions.score(answer, prompts[index])
+                    scores[index] = share_found(answer, prompts[index])
         return fmean(dict(gather_object([*scores.items()])).values())
 
 
@@ -91,19 +82,10 @@ def load_retrieval(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Retrie
         if passkeys:
             with error_prefix("validation.passkeys: "):
                 prompts = ask_for_passkeys(tokenizer, length, passkeys, seed=SEED)
-            questions[f"passkey_{length}"] = Questions("passkeys", length, prompts, _passkey_score)
+            questions[f"passkey_{length}"] = Questions("passkeys", length, prompts)
         for kind in KINDS if needles else ():
             with error_prefix("validation.needles: "):
                 prompts = ask_for_needles(tokenizer, kind, length, needles, seed=SEED)
-            name, what = f"{kind}_{length}", f"{kind} needles"
-            questions[name] = Questions(what, length, prompts, _needle_score)
+            questions[f"{kind}_{length}"] = Questions(f"{kind} needles", length, prompts)
     tokens = recipe.training.micro_batch_size * block
     return Retrieval(tokenizer, questions, tokens) if questions else None
-
-
-def _passkey_score(answer: str, prompt: Prompt) -> float:
-    return float(is_hit(answer, prompt.facts["key"]))
-
-
-def _needle_score(answer: str, prompt: Prompt) -> float:
-    return r_precision(answer, prompt.facts["expected"])

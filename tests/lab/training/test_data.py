@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +9,10 @@ import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import DataLoader
 
+import runs
 from coca_attention.errors import UserError
 from coca_lab.data import BlockDataset, DataError, SourceSettings, tokenise
 from coca_lab.data.blocks import TaskBlocks
-from coca_lab.training import load_recipe
 from coca_lab.training.model import check_separable
 from coca_lab.training.run import load_data, load_run_tokenizer, resolve, training_documents
 from conftest import CONFIGS, some_text, tiny_model
@@ -32,38 +31,31 @@ def sources(text_folder, tmp_path):
 
 
 def recipe(mixture=None, **changes):
-    options = {
-        "data.held_out": 0,
-        "data.block_length": 16,
-        "training.steps": 30,
-        "training.global_batch_size": 8,
-        "training.micro_batch_size": 2,
-        **({} if mixture is None else {"data.mixture": json.dumps(mixture)}),
-        **{name.replace("__", "."): value for name, value in changes.items()},
-    }
-    return load_recipe(
-        None, [w for name, value in options.items() for w in (f"--{name}", str(value))]
-    )
+    options = {"data__held_out": 0, "validation__every": "null", "training__steps": 30}
+    if mixture is not None:
+        options["data__mixture"] = json.dumps(mixture)
+    options |= {"training__global_batch_size": 8, **changes}
+    return runs.recipe(options.pop("data__source", "stdlib"), **options)
 
 
 def test_one_source_gives_consecutive_blocks_in_whole_batches(text_folder, tokenizer, tmp_path):
-    """With and without a cache."""
+    """With and without a cache, which recipes with the same text share."""
     tokens = tokenise(SourceSettings(str(text_folder)), tokenizer)
     expected = BlockDataset(tokens, 16)
-    for cache in (str(tmp_path), "null"):
-        chosen = recipe(data__source=text_folder, data__cache=cache)
+    for cache, steps in ((str(tmp_path), 30), (str(tmp_path), 9), ("null", 30)):
+        chosen = recipe(data__source=text_folder, data__cache=cache, training__steps=steps)
         data = load_data(chosen, tokenizer)
         sha256 = hashlib.sha256(tokens.data).hexdigest()
         assert data.fingerprint == {"text": {"tokens": len(tokens), "sha256": sha256}}
-        found = data.stages[0]
+        (found,) = data.stages
         assert isinstance(found.dataset.datasets[0].tokens, np.memmap) == (cache != "null")
         assert data.validation is None and not data.is_ordered
-        assert data.epochs == {"text": 30 * 8 / len(found)}
+        assert data.epochs == {"text": steps * 8 / len(found)}
         assert len(found) == len(expected) // 8 * 8
-        for index in range(len(found)):
-            item = found[index]
+        for item, other in zip(found, expected, strict=False):
             assert item.keys() == {"input_ids", "labels", "shift_labels"}
-            assert torch.equal(item["shift_labels"], expected[index]["shift_labels"])
+            assert torch.equal(item["shift_labels"], other["shift_labels"])
+    assert len(list((tmp_path / "tokens").glob("*.bin"))) == 1
 
 
 def test_a_mixture_has_the_shares_of_its_recipe(sources, tokenizer):
@@ -153,35 +145,36 @@ def batches(dataset, processes: int, process: int, skipped: int = 0) -> list[lis
     return [batch["input_ids"].tolist() for batch in loader]
 
 
-def test_processes_read_disjoint_parts_of_the_same_global_batch(sources, tokenizer):
-    found = load_data(recipe(sources), tokenizer).stages[0]
+def test_processes_read_disjoint_parts_of_the_same_batch_and_resume_with_the_next_block(
+    sources, tokenizer
+):
+    found, again = (load_data(recipe(sources), tokenizer).stages[0] for _ in range(2))
     one = batches(found, 1, 0)
     parts = [batches(found, 2, process) for process in range(2)]
-    assert len(one) == len(parts[0]) == len(parts[1]) == 30
-    for step, whole in enumerate(one):
-        assert parts[0][step] + parts[1][step] == whole
+    assert len(one) == 30 and one == [a + b for a, b in zip(*parts, strict=True)]
+    assert batches(again, 1, 0, skipped=13) == one[13:]
+    assert batches(again, 2, 1, skipped=13) == parts[1][13:]
 
 
-def test_a_resumed_run_continues_with_the_next_block(sources, tokenizer):
-    found = load_data(recipe(sources), tokenizer).stages[0]
-    again = load_data(recipe(sources), tokenizer).stages[0]  # as after a restart
-    assert batches(again, 1, 0, skipped=13) == batches(found, 1, 0)[13:]
-    assert batches(again, 2, 1, skipped=13) == batches(found, 2, 1)[13:]
-
-
-def test_positions_restart_and_no_target_crosses_a_border():
+def test_positions_restart_and_no_target_crosses_a_border(tokenizer):
     end = 9
     tokens = np.array([1, 2, end, 3, end, end, 4, 5, 6, 7], dtype=np.uint16)
     item = BlockDataset(tokens, 9, end=end)[0]
     assert item["input_ids"].tolist() == [1, 2, 9, 3, 9, 9, 4, 5, 6]
     assert item["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 0, 1, 2]
     assert item["shift_labels"].tolist() == [2, 9, -100, 9, -100, -100, 5, 6, 7]
+    item = TaskBlocks("passkey", tokenizer, 900, 3, 0, separate=True)[0]
+    ends = (item["input_ids"] == tokenizer.eos_token_id).nonzero().flatten()
+    assert len(ends) and (item["shift_labels"][ends] == -100).all()
+    assert (item["position_ids"][ends[:-1] + 1] == 0).all()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_document_in_a_packed_block_is_read_as_if_alone(kind, text_folder, tokenizer):
     """Logits and gradients of every document of real blocks equal those of the document alone."""
     model = tiny_model(kind).train()
+    check_separable(model)
+    assert model.training
     documents = [text[:9] for text in (some_text(30, seed=i) for i in range(8))]
     end = tokenizer.eos_token_id
     pieces = [[*tokenizer(text, add_special_tokens=False)["input_ids"], end] for text in documents]
@@ -206,13 +199,6 @@ def test_a_document_in_a_packed_block_is_read_as_if_alone(kind, text_folder, tok
     assert (joined - packed.logits).abs().max() > 0.1  # it would have made a difference
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_models_that_keep_documents_apart_pass_the_check(kind):
-    model = tiny_model(kind).train()
-    check_separable(model)
-    assert model.training
-
-
 def test_a_model_that_does_not_keep_documents_apart_is_rejected():
     model = tiny_model("rope")
     forward = model.forward
@@ -223,18 +209,3 @@ def test_a_model_that_does_not_keep_documents_apart_is_rejected():
     model.forward = deaf
     with pytest.raises(UserError, match="GPTNeoXForCausalLM does not keep documents apart"):
         check_separable(model)
-
-
-def test_passkey_blocks_can_be_kept_apart_too(tokenizer):
-    item = TaskBlocks("passkey", tokenizer, 900, 3, 0, separate=True)[0]
-    ends = (item["input_ids"] == tokenizer.eos_token_id).nonzero().flatten()
-    assert len(ends) and (item["shift_labels"][ends] == -100).all()
-    assert (item["position_ids"][ends[:-1] + 1] == 0).all()
-
-
-def test_two_recipes_with_the_same_text_share_a_cache(text_folder, tokenizer, tmp_path):
-    folder = tmp_path / "cache"
-    for steps in (5, 9):
-        chosen = recipe(data__source=text_folder, data__cache=folder, training__steps=steps)
-        load_data(chosen, tokenizer)
-    assert len(list(Path(folder, "tokens").glob("*.bin"))) == 1

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from coca_attention import convert
+from coca_attention.errors import UserError
 from coca_lab.training.objectives import (
     HIDDEN_WEIGHT,
     prediction_distance,
@@ -90,36 +91,29 @@ def test_attention_is_matched_before_the_output_projection(family):
     """The loss from the definition: each layer called by hand with the teacher's input."""
     teacher = vanilla(family)
     student = convert(copy.deepcopy(teacher), "slack")
-    ids = batch(student)["input_ids"]
     names = {"GPT-NeoX": ("attention", "dense")}.get(family, ("self_attn", "o_proj"))
-    seen: dict[str, list] = {"teacher": [], "input": [], "student": []}
+    inputs, before = [], {teacher: [], student: []}
 
-    def watch(model, role):
-        for index, layer in enumerate(model.base_model.layers):
+    def watch(module, args, kwargs):
+        inputs.append(args[0] if args else kwargs["hidden_states"])
+
+    def replace(module, args, kwargs):
+        return (), {**kwargs, "hidden_states": inputs.pop(0)}
+
+    value, _ = learned(teacher, student, "attention")
+    student.eval()
+    for model, hook in ((teacher, watch), (student, replace)):
+        for layer in model.base_model.layers:
             attention = getattr(layer, names[0])
-
-            def inputs(module, args, kwargs, index=index):
-                if role == "teacher":
-                    seen["input"].append(args[0] if args else kwargs["hidden_states"])
-                    return None
-                return (), {**kwargs, "hidden_states": seen["input"][index]}
-
-            attention.register_forward_pre_hook(inputs, with_kwargs=True)
+            attention.register_forward_pre_hook(hook, with_kwargs=True)
             getattr(attention, names[1]).register_forward_pre_hook(
-                lambda module, args: seen[role].append(args[0])
+                lambda module, args, seen=before[model]: seen.append(args[0])
             )
-
-    clean = copy.deepcopy(teacher), copy.deepcopy(student)
-    with torch.no_grad():
-        for model, role in ((teacher, "teacher"), (student, "student")):
-            watch(model, role)
-            model(ids)
-    expected = [
-        ((ours - theirs) ** 2).mean() / theirs.var()
-        for ours, theirs in zip(seen["student"], seen["teacher"], strict=True)
-    ]
+        with torch.no_grad():
+            model(batch(student)["input_ids"])
+    pairs = zip(before[student], before[teacher], strict=True)
+    expected = [((ours - theirs) ** 2).mean() / theirs.var() for ours, theirs in pairs]
     assert len(expected) == 2
-    value, _ = learned(*clean, "attention")
     assert value == pytest.approx(torch.stack(expected).mean().item(), rel=1e-5)
 
 
@@ -135,27 +129,20 @@ def test_recomputed_activations_give_the_same_gradients(objective):
         assert torch.allclose(gradient, saving[1][name], atol=1e-7), name
 
 
-def test_hooks_are_gone_and_the_teacher_is_left_alone():
+def test_hooks_are_gone_the_teacher_is_left_alone_and_nothing_behind_a_layer_is_kept():
     teacher = vanilla("Llama")
-    student = convert(copy.deepcopy(teacher), "slack")
-    ids = batch(student)["input_ids"]
-    before = student(ids).logits, teacher(ids).logits
-    _, _ = learned(teacher, student, "attention")
-    assert torch.equal(student(ids).logits, before[0]) and torch.equal(
-        teacher(ids).logits, before[1]
-    )
-    assert not gradients(teacher)
-    assert not any(module is teacher for module in student.modules())
-
-
-def test_nothing_behind_an_attention_layer_is_kept_for_gradients():
-    teacher = vanilla("Llama")
-    student = convert(copy.deepcopy(teacher), "slack").train().requires_grad_(False)
+    student = convert(copy.deepcopy(teacher), "slack").requires_grad_(False)
     for layer in student.base_model.layers:
         layer.self_attn.t_proj.requires_grad_(True)
-    with teacher_loss(teacher, student, "attention") as loss:
-        assert loss(student, batch(student)).requires_grad
-        assert not student(batch(student)["input_ids"]).logits.requires_grad
+    ids = batch(student)["input_ids"]
+    before = [model(ids).logits for model in (student, teacher)]
+    with teacher_loss(teacher, student.train(), "attention") as loss:
+        loss(student, batch(student)).backward()
+        assert not student(ids).logits.requires_grad
+    after = [model(ids).logits for model in (student, teacher)]
+    assert all(map(torch.equal, after, before))
+    assert gradients(student) and not gradients(teacher)
+    assert not any(module is teacher for module in student.modules())
 
 
 def test_the_distances_are_what_they_are_called():
@@ -178,27 +165,19 @@ def test_the_distances_are_what_they_are_called():
         ({"num_hidden_layers": 3}, "attention", "num_hidden_layers 3 instead of 2"),
         ({"num_hidden_layers": 3}, "hidden_states", "num_hidden_layers 3 instead of 2"),
         ({"hidden_size": 64}, "hidden_states", "hidden_size 64 instead of 32"),
-        ({"hidden_size": 64}, "attention", "hidden_size 64 instead of 32"),
         ({"num_attention_heads": 2}, "attention", "num_attention_heads 2 instead of 4"),
         ({"head_dim": 16}, "attention", "head_dim 16 instead of 8"),
+        (None, "attention", "attention layers of GPT2LMHeadModel are not known"),
     ],
 )
-def test_a_teacher_of_another_shape_is_rejected(changes, objective, message):
-    with (
-        pytest.raises(ValueError, match=message),
-        teacher_loss(vanilla("Llama", **changes), convert(vanilla("Llama")), objective),
-    ):
-        pass
-
-
-def test_a_teacher_of_no_known_family_is_rejected_for_attention():
-    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4)
-    teacher, student = AutoModelForCausalLM.from_config(config), convert(vanilla("Llama"))
-    with (
-        pytest.raises(ValueError, match="attention layers of GPT2LMHeadModel are not known"),
-        teacher_loss(teacher, student, "attention"),
-    ):
-        pass
+def test_a_teacher_of_another_shape_or_family_is_rejected(changes, objective, message):
+    if changes is None:
+        config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4)
+        teacher = AutoModelForCausalLM.from_config(config)
+    else:
+        teacher = vanilla("Llama", **changes)
+    with pytest.raises(UserError, match=message):
+        learned(teacher, convert(vanilla("Llama")), objective)
 
 
 def test_hidden_states_are_matched_after_every_layer():

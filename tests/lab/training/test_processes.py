@@ -6,7 +6,6 @@ takes as long as importing everything twice.
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -20,29 +19,16 @@ import torch
 import yaml
 from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
-from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from coca_attention.errors import UserError
-from coca_attention.testing import difference, logits, some_tokens
-from coca_lab.loading import load_model
-from coca_lab.training import (
-    last_checkpoint,
-    load_recipe,
-    read_summary,
-    retrieval,
-    train,
-)
+from coca_lab.training import last_checkpoint, load_recipe, read_summary, retrieval, train
 from coca_lab.training.checkpoints import catch_read_errors, catch_write_errors
-from coca_lab.training.recipe import TrainingRecipe
-from coca_lab.training.trainer import (
-    check_kind,
-    prepare_sharding,
-    training_arguments,
-)
+from coca_lab.training.trainer import check_kind, prepare_sharding
 from conftest import VOCABULARY
 from families import FAMILIES, vanilla
+from runs import changed, unfinished, weights
 
 CONFIGURATIONS = Path(__file__).parents[3] / "recipes" / "accelerate"
 
@@ -53,15 +39,10 @@ LOSS = 5e-6
 WEIGHT = 1e-5
 
 TRAINING = {
-    "steps": 20,
-    "global_batch_size": 8,
-    "micro_batch_size": 2,  # two passes a step on each of two processes, four on one
-    "precision": "float32",
-    "learning_rate": 1e-2,
-    "save_every": 10,
-    "log_every": 1,
-    "report_to": [],
-}
+    "steps": 20, "global_batch_size": 8, "micro_batch_size": 2,  # two passes on two processes
+    "precision": "float32", "learning_rate": 1e-2,
+    "save_every": 10, "log_every": 1, "report_to": [],
+}  # fmt: skip
 STAGES = [
     {"name": "t", "train": "t"},
     {"name": "attention", "train": "qt", "objective": "attention"},
@@ -135,13 +116,8 @@ def started(folder, launcher, runs, fault="none"):
 
 
 def fsdp2(processes=2):
-    return [
-        "accelerate.commands.launch",
-        "--config_file",
-        CONFIGURATIONS / "8-gpus-fsdp2.yaml",
-        "--num_processes",
-        processes,
-    ]
+    configured = ["--config_file", CONFIGURATIONS / "8-gpus-fsdp2.yaml"]
+    return ["accelerate.commands.launch", *configured, "--num_processes", processes]
 
 
 DDP = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -154,32 +130,24 @@ def recipes(text_folder, tokenizer, tmp_path_factory):
     vanilla("Llama", vocab_size=VOCABULARY).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     data = {"source": str(text_folder), "block_length": 16}
+    few = {"steps": 4, "learning_rate": 3e-3, "precision": "bfloat16"}
     contents = {
         "scratch": {
             "model": {"hidden_size": 16, "num_layers": 2, "num_heads": 2},
-            "data": {**data, "vocab_size": 300},
+            "data": {**data, "vocab_size": 300, "separate_documents": True},
             "training": TRAINING,
         },
         "staged": {
             "model": {"start": str(folder / "base"), "attention": "slack"},
             "data": data,
-            "training": {
-                **TRAINING,
-                "steps": 4,
-                "learning_rate": 3e-3,
-                "precision": "bfloat16",
-                "gradient_checkpointing": True,
-            },
+            "training": {**TRAINING, **few, "gradient_checkpointing": True},
             "stages": STAGES,
             "validation": {
-                "every": 2,
-                "source": str(text_folder),
-                "batches": 1,
-                "passkeys": 3,
-                "lengths": [270],
+                "every": 2, "source": str(text_folder), "batches": 1,
+                "passkeys": 3, "lengths": [270],
             },
         },
-    }
+    }  # fmt: skip
     for name, content in contents.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
     return folder
@@ -190,9 +158,8 @@ def runs(recipes, tmp_path_factory):
     """The folder with the runs of two processes (two-…) and of one (one-…)."""
     folder = tmp_path_factory.mktemp("runs")
     names = ("scratch", "staged")
-    done = started(
-        folder, fsdp2(), [(recipes / f"{name}.yaml", folder / f"two-{name}") for name in names]
-    )
+    both = [(recipes / f"{name}.yaml", folder / f"two-{name}") for name in names]
+    done = started(folder, fsdp2(), both)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("parameters") == len(names)  # only one process prints
     with pytest.MonkeyPatch.context() as patch:
@@ -202,24 +169,22 @@ def runs(recipes, tmp_path_factory):
     return folder
 
 
-def assert_the_same(ours, theirs, steps, weight_tolerance=WEIGHT):
+def assert_the_same(ours, theirs, steps):
     """The losses of every step, and the weights."""
     curves = [read_summary(folder)["curve"] for folder in (ours, theirs)]
     assert len(curves[0]) == len(curves[1]) == steps
     for one, other in zip(*curves, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=LOSS), one
-    weights = [load_file(folder / "model.safetensors") for folder in (ours, theirs)]
-    assert weights[0].keys() == weights[1].keys()
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(
-            weight, weights[1][name], atol=weight_tolerance, rtol=0, msg=name
-        )
+    torch.testing.assert_close(weights(ours), weights(theirs), atol=WEIGHT, rtol=0)
 
 
-def test_two_sharded_processes_learn_what_one_does(runs):
-    assert_the_same(runs / "two-scratch", runs / "one-scratch", TRAINING["steps"])
-    first, *_, last = read_summary(runs / "two-scratch")["curve"]
+def test_two_sharded_processes_learn_what_one_does_and_leave_an_ordinary_model(runs):
+    two, one = (runs / f"{name}-scratch" for name in ("two", "one"))
+    assert_the_same(two, one, TRAINING["steps"])
+    first, *_, last = read_summary(two)["curve"]
     assert last["loss"] < first["loss"] - 0.5  # training has an effect
+    assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
+    assert (two / "config.json").read_text() == (one / "config.json").read_text()
 
 
 def test_the_weights_of_a_layer_lie_on_both_processes(runs):
@@ -234,17 +199,6 @@ def test_the_weights_of_a_layer_lie_on_both_processes(runs):
         assert [tuple(chunk.sizes) for chunk in chunks] == [(4, 16), (4, 16)]
         stored = {place.relative_path for place in known.storage_data.values()}
         assert len(stored) == 2, "each process writes its own file"
-
-
-def test_an_ordinary_model_is_left_by_sharded_processes(runs):
-    ours, theirs = (load_model(runs / f"{n}-scratch") for n in ("two", "one"))
-    names = [{p.name for p in (runs / f"{n}-scratch").iterdir()} for n in ("two", "one")]
-    assert names[0] == names[1]
-    assert (runs / "two-scratch" / "config.json").read_text() == (
-        runs / "one-scratch" / "config.json"
-    ).read_text()
-    tokens = some_tokens(ours)
-    assert difference(logits(ours, tokens), logits(theirs, tokens)) < 1e-4
 
 
 def test_stages_bfloat16_and_recomputed_activations_on_two_processes(runs):
@@ -265,25 +219,12 @@ def test_stages_bfloat16_and_recomputed_activations_on_two_processes(runs):
         {**stage, "seconds": ours["seconds"], "throughput": ours["throughput"]}
         for stage, ours in zip(read_summary(runs / "one-staged")["stages"], stages, strict=True)
     ]
-    before, after = (
-        load_file(runs / "two-staged" / "stages" / name / "model.safetensors")
-        for name in ("t", "attention")
-    )
-    trained = {name for name in before if not torch.equal(before[name], after[name])}
-    assert {name.split(".")[-2] for name in trained} == {"q_proj", "t_proj"}
-
-
-def unfinished(run, output, step):
-    """A copy of a run as after a kill during a checkpoint, which lacks its last file."""
-    shutil.copytree(run, output)
-    for name in ("training.json", "model.safetensors", "config.json"):
-        (output / name).unlink()
-    (output / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json").unlink()
-    return output
+    before, after = (weights(runs / "two-staged" / "stages" / n) for n in ("t", "attention"))
+    assert changed(before, after) == {"q_proj", "t_proj"}
 
 
 def test_a_run_is_resumed_as_it_was_written(runs, recipes, tmp_path):
-    output = unfinished(runs / "two-scratch", tmp_path / "run", 20)
+    output = unfinished(runs / "two-scratch", tmp_path / "run", 10)
     with pytest.raises(UserError, match=r"checkpoint-10 was written with FSDP, .* is without it"):
         train(load_recipe(recipes / "scratch.yaml"), output)
     checkpoints = [runs / f"{n}-scratch" / "checkpoints" / "checkpoint-20" for n in ("two", "one")]
@@ -326,7 +267,7 @@ def test_killed_while_writing_it_resumes_with_any_number_of_processes(runs, reci
     stopped = started(tmp_path, fsdp2(1), run)
     assert stopped.returncode == 0, stopped.stderr
     assert_the_same(output, runs / "one-scratch", TRAINING["steps"])
-    again = unfinished(output, tmp_path / "again", 20)
+    again = unfinished(output, tmp_path / "again", 15)
     done = started(tmp_path, fsdp2(2), [(tmp_path / "r.yaml", again)])
     assert done.returncode == 0, done.stderr
     assert_the_same(again, runs / "one-scratch", TRAINING["steps"])
@@ -382,27 +323,18 @@ def test_configurations_that_are_not_supported(monkeypatch, plugin, parallel, co
     )
 
 
-def test_a_missing_part_is_named(tmp_path):
-    failed = CheckpointException("read", {1: (FileNotFoundError("__1_0.distcp"), None)})  # pyright: ignore
+def test_what_fails_in_one_process_is_reported_in_one_line(tmp_path):
+    def failed(action, error):
+        return CheckpointException(action, {1: (error, None)})  # pyright: ignore
+
     said = r"checkpoint-10 cannot be read \(__1_0.distcp\): restore its files, or remove"
     with pytest.raises(UserError, match=said), catch_read_errors(tmp_path / "checkpoint-10"):
-        raise failed
-
-
-def test_a_full_disk_of_one_process_is_reported_in_one_line(tmp_path):
-    failed = CheckpointException("write", {1: (OSError(ENOSPC, os.strerror(ENOSPC)), None)})  # pyright: ignore
+        raise failed("read", FileNotFoundError("__1_0.distcp"))
     said = r"cannot be written: .* all is well\. No space left on device: free disk space"
     with pytest.raises(UserError, match=said), catch_write_errors(tmp_path, lambda: "all is well"):
-        raise failed
+        raise failed("write", OSError(ENOSPC, os.strerror(ENOSPC)))
     with pytest.raises(CheckpointException), catch_write_errors(tmp_path, str):
-        raise CheckpointException("write", {0: (RuntimeError("a defect"), None)})  # pyright: ignore
-
-
-def test_the_recipe_controls_precision(monkeypatch, tmp_path):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    for precision, name in (("float32", "no"), ("bfloat16", "bf16")):
-        settings = TrainingRecipe(precision=precision)
-        assert training_arguments(settings, tmp_path, 1).mixed_precision == name
+        raise failed("write", RuntimeError("a defect"))
 
 
 def test_every_configuration_names_the_version_and_leaves_the_precision_to_the_recipe():

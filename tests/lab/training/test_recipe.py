@@ -13,6 +13,7 @@ from coca_attention.errors import UserError
 from coca_attention.ops import FORMS
 from coca_lab.training import Recipe, as_yaml, load_recipe, model_config
 from coca_lab.training import recipe as recipes
+from coca_lab.training.recipe import ModelRecipe, TrainingRecipe
 from coca_lab.training.trainer import learning_rate_share, training_arguments
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -43,7 +44,8 @@ def test_the_papers_llama_recipes_say_what_the_paper_says():
 
 
 @pytest.mark.parametrize(
-    ("name", "attention", "rows_per_pair"), [("roformer", "rope", 3), ("coca", "slack", 2.5)]
+    ("name", "attention", "rows_per_pair"),
+    [("roformer", "rope", 3), ("coca", "slack", 2.5), ("alibi", "alibi", 3)],
 )
 def test_the_papers_models_have_their_size(name, attention, rows_per_pair):
     """24 layers of 1024, 16 heads, length 512; counted without allocating a weight."""
@@ -66,26 +68,10 @@ def test_the_papers_models_have_their_size(name, attention, rows_per_pair):
     assert 340e6 < expected < 356e6
 
 
-def test_alibi_has_roformers_size():
-    counts = []
-    for name in ("alibi", "roformer"):
-        config = model_config(load_recipe(RECIPES / f"{name}-350m.yaml"), 50432)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        counts.append(sum(p.numel() for p in model.parameters()))
-    assert counts[0] == counts[1]
-
-
-def test_defaults_are_the_papers():
-    training = Recipe().training
-    assert (training.beta1, training.beta2) == (0.9, 0.95)
-    assert (training.learning_rate, training.initial_learning_rate) == (1e-4, 1e-7)
-    assert (training.warmup_share, training.final_share) == (0.01, 0.1)
-    assert Recipe().data.block_length == 512
-
-
-def test_the_schedule_rises_from_1e_7_and_falls_to_a_tenth():
+def test_defaults_are_the_papers_and_the_rate_rises_from_1e_7_and_falls_to_a_tenth():
     training = load_recipe(None, ["--training.steps", "1000"]).training
+    assert (training.beta1, training.beta2) == (0.9, 0.95)
+    assert Recipe().data.block_length == 512
     rates = [learning_rate_share(step, training) * 1e-4 for step in range(1000)]
     assert rates[0] == pytest.approx(1e-7)
     assert max(rates) == rates[10] == pytest.approx(1e-4)
@@ -96,22 +82,14 @@ def test_the_schedule_rises_from_1e_7_and_falls_to_a_tenth():
     assert falls == pytest.approx([falls[0]] * 989)
 
 
-def test_overrides_win_over_the_file_and_the_rest_is_default(tmp_path):
+def test_overrides_win_over_the_file_the_rest_is_default_and_all_is_written(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("model:\n  attention: strict\ntraining:\n  steps: 5\n  seed: 3\n")
-    recipe = load_recipe(path, ["--training.steps", "7", "--data.source=x.txt"])
-    assert recipe.model.attention == "strict"
+    words = ["--training.steps", "7", "--data.source=x.txt", "--data.block-length", "64"]
+    recipe = load_recipe(path, [*words, "--training.trainer", '{"tf32": true}'])
+    assert recipe.model == ModelRecipe("strict")
     assert (recipe.training.steps, recipe.training.seed) == (7, 3)
-    assert recipe.data.source == "x.txt"
-    assert load_recipe(path, ["--data.block-length", "64"]).data.block_length == 64
-    assert recipe.model.num_layers == Recipe().model.num_layers
-
-
-def test_the_written_recipe_reads_back_equal(tmp_path):
-    recipe = load_recipe(
-        None, ["--model.attention", "alibi", "--training.trainer", '{"tf32": true}']
-    )
-    path = tmp_path / "recipe.yaml"
+    assert (recipe.data.source, recipe.data.block_length) == ("x.txt", 64)
     path.write_text(as_yaml(recipe))
     assert load_recipe(path) == recipe
     assert yaml.safe_load(path.read_text())["training"]["beta2"] == 0.95
@@ -161,6 +139,7 @@ INVALID = [
     ("data.mixture={a:{source:x,weight:1}} data.source=y", r"data\.source cannot be combined"),
     ("data.mixture={a:{source:x,weight:1}} data.max_tokens=9", r"max_tokens cannot be combined"),
     ("data.mixture={passkey:{source:x,weight:1}} data.passkey_share=0.5", "name of a task"),
+    ("data.mixture={validation:{source:x,weight:1}}", "a task or validation: rename it"),
     ("validation.every=0", r"validation\.every: Input should be .* equal to 1"),
     ("validation.every=1 validation.batches=0", r"validation\.batches: .* equal to 1"),
     ("validation.every=1 data.held_out=0", r"needs validation\.source.*data\.held_out is 0"),
@@ -201,16 +180,15 @@ def test_invalid_recipes_are_rejected_in_one_line(words, message):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_what_looks_wrong_and_is_not(monkeypatch):
+    monkeypatch.setitem(FORMS, "mine", FORMS["slack"])
+    for words in (
         "data.source=x.npy data.tokenizer=t data.held_out=0",
         "data.source=x.npy model.start=m data.held_out=0",
         "data.mixture={a:{source:x,weight:0.7500004},b:{source:y,weight:0.25}}",  # up to rounding
-    ],
-)
-def test_what_looks_wrong_and_is_not(words):
-    load_recipe(None, ["--" + word.replace(":", ": ") for word in words.split()])
+        "model.attention=mine",  # any registered form
+    ):
+        load_recipe(None, ["--" + word.replace(":", ": ") for word in words.split()])
 
 
 def test_a_recipe_made_in_python_is_checked_like_a_file(tmp_path):
@@ -230,11 +208,6 @@ def test_lora_without_peft_is_rejected(monkeypatch):
         load_recipe(None, ["--stages=[{name: x, train: lora}]"])
 
 
-def test_the_attention_may_be_any_registered_form(monkeypatch):
-    monkeypatch.setitem(FORMS, "mine", FORMS["slack"])
-    assert load_recipe(None, ["--model.attention", "mine"]).model.attention == "mine"
-
-
 def test_the_recipes_of_the_documentation_load(tmp_path):
     page = (RECIPES.parent / "docs" / "training.md").read_text(encoding="utf-8")
     mixture, validation = re.findall(r"```yaml\n(.*?)```", page, re.S)
@@ -247,20 +220,25 @@ def test_the_recipes_of_the_documentation_load(tmp_path):
         assert load_recipe(tmp_path / "written.yaml") == recipe
 
 
-def test_batch_sizes_must_divide_and_trainer_fields_must_be_known(tmp_path):
-    training = load_recipe(None, ["--training.global_batch_size", "100"]).training
-    with pytest.raises(ValueError, match="must be a multiple of micro_batch_size"):
-        training_arguments(training, tmp_path, world_size=3)
-    training = load_recipe(None, ["--training.trainer", '{"no_such_field": 1}']).training
-    with pytest.raises(ValueError, match="no_such_field"):
-        training_arguments(training, tmp_path, world_size=1)
-    training = load_recipe(None, ["--training.trainer", '{"seed": 1}']).training
-    with pytest.raises(ValueError, match="repeats what the recipe sets itself: seed"):
-        training_arguments(training, tmp_path, world_size=1)
+@pytest.mark.parametrize(
+    ("word", "processes", "message"),
+    [
+        ("global_batch_size=100", 3, "must be a multiple of micro_batch_size"),
+        ("trainer={no_such_field: 1}", 1, "no_such_field"),
+        ("trainer={seed: 1}", 1, "repeats what the recipe sets itself: seed"),
+    ],
+)
+def test_arguments_that_do_not_fit(tmp_path, word, processes, message):
+    training = load_recipe(None, [f"--training.{word}"]).training
+    with pytest.raises(UserError, match=message):
+        training_arguments(training, tmp_path, processes)
 
 
-def test_accumulation_fills_the_global_batch(tmp_path):
-    training = load_recipe(None, []).training
-    arguments = training_arguments(training, tmp_path, world_size=8)
+def test_accumulation_fills_the_global_batch_and_the_recipe_controls_precision(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    arguments = training_arguments(TrainingRecipe(precision="float32"), tmp_path, world_size=8)
     assert arguments.gradient_accumulation_steps == 2  # the paper's 256 over 8 GPUs
     assert arguments.per_device_train_batch_size == 16
+    assert arguments.mixed_precision == "no"

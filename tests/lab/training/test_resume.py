@@ -31,22 +31,7 @@ from coca_lab.training import (
     train,
 )
 from conftest import some_text
-from runs import assert_the_same, recipe, write_recipe
-
-
-class AtStep(TrainerCallback):
-    """Calls a function at the end, or the beginning, of a step."""
-
-    def __init__(self, step, call, begin=False):
-        self.step, self.call, self.begin = step, call, begin
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step == self.step and not self.begin:
-            self.call(model)
-
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
-        if state.global_step == self.step - 1 and self.begin:
-            self.call(model)
+from runs import AtStep, assert_the_same, recipe, unfinished, write_recipe
 
 
 class Record(TrainerCallback):
@@ -59,27 +44,12 @@ class Record(TrainerCallback):
         self.steps.append((args.output_dir.split(os.sep)[-2], state.global_step))
 
 
-def unfinished(run, output, last=8):
-    """A copy of a run as after a kill behind its checkpoint of a step."""
-    shutil.copytree(run, output)
-    for name in ("training.json", "model.safetensors", "config.json"):
-        (output / name).unlink()
-    for path in (output / "checkpoints").iterdir():
-        if int(path.name.rpartition("-")[2]) > last:
-            shutil.rmtree(path)
-    return output
-
-
 def garbage(path):
     path.write_bytes(b"\x00garbage" * 50)
 
 
 def truncate(path):
     path.write_bytes(path.read_bytes()[:-100])
-
-
-def empty(path):
-    path.write_bytes(b"")
 
 
 STATE = "trainer_state.json"
@@ -126,7 +96,7 @@ def test_a_run_resumes_from_its_last_complete_checkpoint(
         ("rng_state.pth", truncate),
         ("rng_state.pth", garbage),
         ("model.safetensors", truncate),
-        ("model.safetensors", empty),
+        ("model.safetensors", lambda path: path.write_bytes(b"")),
         ("model.safetensors", os.unlink),
     ],
 )
@@ -134,9 +104,8 @@ def test_a_damaged_checkpoint_is_named(trained, text_folder, tmp_path, name, dam
     """PyTorch would advise to run code in the file."""
     output = unfinished(trained, tmp_path / "run")
     damage(output / "checkpoints" / "checkpoint-8" / name)
-    with pytest.raises(
-        UserError, match=r"checkpoint-8 cannot be read.*remove the folder"
-    ) as caught:
+    named = r"checkpoint-8 cannot be read.*remove the folder"
+    with pytest.raises(UserError, match=named) as caught:
         train(recipe(text_folder), output)
     assert "weights_only" not in str(caught.value)
 
@@ -206,24 +175,30 @@ def test_named_fields_of_an_unfinished_run_may_change_but_not_its_text(
 # Signals
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_saves_the_step_in_which_it_came(
-    trained, text_folder, tmp_path, name, monkeypatch
-):
-    """Twice at once, as torchrun sends it; the resumed run ends with the same weights."""
-    monkeypatch.setattr(callbacks, "ONE_SIGNAL", math.inf)
-    number, output = getattr(signal, name), unfinished(trained, tmp_path / "run")
-    before = signal.getsignal(number)
-    if name == "SIGTERM":  # must not end the tests if nothing handles it
-        signal.signal(number, signal.SIG_IGN)
+def twice(number):
+    """Sends a signal twice at once, as torchrun does."""
 
     def send(_):
         signal.raise_signal(number)
         signal.raise_signal(number)
 
+    return send
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_saves_the_step_in_which_it_came(
+    trained, text_folder, tmp_path, name, monkeypatch
+):
+    """The resumed run ends with the same weights."""
+    monkeypatch.setattr(callbacks, "ONE_SIGNAL", math.inf)
+    number, output = getattr(signal, name), unfinished(trained, tmp_path / "run")
+    before = signal.getsignal(number)
+    if name == "SIGTERM":  # must not end the tests if nothing handles it
+        signal.signal(number, signal.SIG_IGN)
+    stop = AtStep(10, twice(number), begin=True)
     try:
         with pytest.raises(KeyboardInterrupt, match=r"after step 10 of 12, which is saved") as e:
-            train(recipe(text_folder), output, callbacks=[AtStep(10, send, begin=True)])
+            train(recipe(text_folder), output, callbacks=[stop])
     finally:
         signal.signal(number, before)
     assert e.value.signal == number
@@ -237,13 +212,9 @@ def test_a_signal_saves_the_step_in_which_it_came(
 def test_a_second_signal_ends_a_step_at_once(trained, text_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(callbacks, "ONE_SIGNAL", 0.0)
     before, output = signal.getsignal(signal.SIGINT), unfinished(trained, tmp_path / "run")
-
-    def send(_):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
+    stop = AtStep(10, twice(signal.SIGINT), begin=True)
     with pytest.raises(KeyboardInterrupt, match="within a step"):
-        train(recipe(text_folder), output, callbacks=[AtStep(10, send, begin=True)])
+        train(recipe(text_folder), output, callbacks=[stop])
     assert last_checkpoint(output / "checkpoints").name == "checkpoint-8"
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -413,20 +384,8 @@ def test_killed_anywhere_it_ends_in_the_same_weights(staged, tmp_path, where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [2, 7])
-def test_killed_before_a_checkpoint_and_between_two(trained, text_folder, tmp_path, step):
-    path, output = tmp_path / "r.yaml", tmp_path / "killed"
-    path.write_text(as_yaml(recipe(text_folder)))
-    killed(f"killed {step}", path, output)
-    checkpoint = last_checkpoint(output / "checkpoints")
-    assert checkpoint is None if step == 2 else checkpoint.name == "checkpoint-4"
-    train(load_recipe(path), output)
-    assert_the_same(output, trained)
-
-
-@pytest.mark.slow
-def test_a_mixture_killed_twice_ends_with_the_same_weights(text_folder, tmp_path):
-    """Killed between checkpoints, and again after resuming; its cache is deleted as well."""
+def test_a_mixture_killed_before_and_between_checkpoints(text_folder, tmp_path):
+    """Again after each resumption; its cache is deleted as well."""
     code = tmp_path / "code.txt"
     code.write_text("def f(x):\n    return x\n" * 30)
     mixture = {
@@ -434,38 +393,31 @@ def test_a_mixture_killed_twice_ends_with_the_same_weights(text_folder, tmp_path
         "code": {"source": str(code), "weight": 0.25},
     }
     changes = {
-        "data__mixture": json.dumps(mixture),
-        "data__separate_documents": True,
-        "data__held_out": 0,
-        "data__cache": tmp_path / "cache",
-        "validation__every": "null",
-    }
-    path = tmp_path / "r.yaml"
+        "data__mixture": json.dumps(mixture), "data__separate_documents": True,
+        "data__held_out": 0, "data__cache": tmp_path / "cache", "validation__every": "null",
+    }  # fmt: skip
+    path, output = tmp_path / "r.yaml", tmp_path / "killed"
     path.write_text(as_yaml(recipe("stdlib", **changes)))
     straight = train(load_recipe(path), tmp_path / "straight")
     shutil.rmtree(tmp_path / "cache")
-    output = tmp_path / "killed"
-    for step in (6, 9):
+    for step, saved in ((2, None), (6, 4), (9, 8)):
         killed(f"killed {step}", path, output)
-    assert last_checkpoint(output / "checkpoints").name == "checkpoint-8"
+        folder = output / "checkpoints"
+        assert last_checkpoint(folder) == (saved and folder / f"checkpoint-{saved}")
     train(load_recipe(path), output)
     assert_the_same(output, straight)
-    summaries = [read_summary(path) for path in (output, straight)]
-    assert summaries[0]["source_epochs"] == summaries[1]["source_epochs"]
-    assert summaries[0]["source_epochs"].keys() == {"text", "code"}
+    ours, theirs = (read_summary(path)["source_epochs"] for path in (output, straight))
+    assert ours == theirs and ours.keys() == {"text", "code"}
 
 
 @pytest.mark.slow
 def test_killed_at_ten_random_moments_it_ends_in_the_same_weights(base, text_folder, tmp_path):
     """Some steps and a moment after each start, in all of three stages."""
-    parts = [
-        {"name": "first", "train": "qt", "objective": "attention"},
-        {"name": "second", "train": "qtv"},
-        {"name": "third", "objective": "logits"},
+    parts = [  # of few steps, so that a slow machine reaches them all, too
+        {"name": "first", "train": "qt", "objective": "attention", "steps": 15},
+        {"name": "second", "train": "qtv", "steps": 15},
+        {"name": "third", "objective": "logits", "steps": 15},
     ]
-    parts = [
-        {**part, "steps": 15} for part in parts
-    ]  # few, for a slow machine reaches them all, too
     path = write_recipe(base, text_folder, tmp_path / "r.yaml", parts)
     straight, output = train(load_recipe(path), tmp_path / "straight"), tmp_path / "killed"
     draw, finished_stages = random.Random(0), []

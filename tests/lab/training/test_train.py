@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_attention.errors import UserError
-from coca_lab.data import held_out, load_tokenizer, read_documents, tokenise
+from coca_lab.data import held_out, load_tokenizer, read_documents
 from coca_lab.files import hold
 from coca_lab.training import as_yaml, is_finished, load_recipe, read_summary, train
 from coca_lab.training.run import claim, load_data
@@ -42,22 +42,16 @@ def test_validation_reads_what_is_held_out_from_training(trained, text_folder):
     assert [entry["step"] for entry in curve] == [0, 5, 10, 12]
     assert curve[-1]["perplexity"] < 0.9 * curve[0]["perplexity"]
     assert "start" not in read_summary(trained)
-    asked, tokenizer = recipe(text_folder), load_tokenizer(str(trained))
-    measured = load_data(asked, tokenizer).validation.dataset.tokens
-    read, whole = (tokenise(asked.data, tokenizer, share=share) for share in (0.3, 0.0))
-    documents = [tokenizer.decode(tokens).split("<|endoftext|>") for tokens in (measured, read)]
-    assert not set(documents[0]) & set(documents[1]) - {""}
-    assert 0 < len(measured) == len(whole) - len(read)
-
-
-def test_held_out_documents_and_tokens_past_the_limit_are_never_trained_on(text_folder, tokenizer):
-    documents = list(read_documents(str(text_folder)))
-    text = tokenizer.decode(
-        load_data(recipe(text_folder), tokenizer).stages[0].dataset.datasets[0].tokens
-    )
-    for document in documents:
-        assert (document.text in text) != held_out(document, 0.3)
-    assert 0 < sum(held_out(document, 0.3) for document in documents) < len(documents)
+    tokenizer = load_tokenizer(str(trained))
+    data = load_data(recipe(text_folder), tokenizer)
+    parts = data.stages[0].dataset.datasets[0], data.validation.dataset
+    read, measured = (tokenizer.decode(blocks.tokens) for blocks in parts)
+    found = {
+        document.text: held_out(document, 0.3) for document in read_documents(str(text_folder))
+    }
+    for text, is_held_out in found.items():
+        assert (text in measured, text in read) == (is_held_out, not is_held_out)
+    assert set(found.values()) == {True, False}
     few = recipe(text_folder, data__max_tokens=100)
     assert load_data(few, tokenizer).fingerprint["text"]["tokens"] == 100
 
@@ -153,7 +147,8 @@ def test_a_run_that_failed_before_its_first_checkpoint_leaves_the_folder_to_its_
 
 
 def test_whose_folder_it_is(text_folder, tmp_path):
-    """Not another file's; a start that was killed while it wrote its recipe leaves no trace."""
+    """Not other files', nor another run's; a start that was killed before it wrote its recipe
+    leaves no trace."""
     (tmp_path / ".recipe.yaml.123.partial").write_text("mod")
     with claim(recipe(text_folder), tmp_path, ()):
         assert load_recipe(tmp_path / "recipe.yaml") == recipe(text_folder)
@@ -162,15 +157,10 @@ def test_whose_folder_it_is(text_folder, tmp_path):
     with pytest.raises(UserError, match="is not a run folder"):
         train(recipe(text_folder), tmp_path / "other")
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.txt"]
-
-
-def test_two_runs_on_one_folder(text_folder, tmp_path):
-    with (
-        hold(tmp_path / "run" / ".lock"),
-        pytest.raises(UserError, match="run is in use by another process: wait"),
-    ):
-        train(recipe(text_folder), tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
+    run, named = tmp_path / "run", "run is in use by another process: wait"
+    with hold(run / ".lock"), pytest.raises(UserError, match=named):
+        train(recipe(text_folder), run)
+    assert list(run.iterdir()) == []
 
 
 def test_a_model_with_several_chat_templates_is_saved_again(trained, text_folder, tmp_path):
@@ -206,28 +196,14 @@ def test_what_needs_no_text_is_checked_first(text_folder, tmp_path, monkeypatch,
         ({"data__held_out": 1e-9}, r"data\.held_out: no documents"),
         ({"validation__batches": 5000}, r"data\.held_out: .* fewer than 20000 .*fewer batches"),
         ({"data__block_length": 9999}, r"data\.source: .* fewer than one block"),
-        (
-            {"training__global_batch_size": 800, "validation__every": "null"},
-            "fewer than global_batch_size",
-        ),
-        ({"training__report_to": '["bogus"]'}, "bogus"),
     ],
 )
-def test_settings_that_cannot_be(trained, text_folder, tmp_path, changes, message):
+def test_texts_that_are_too_short(text_folder, tokenizer, changes, message):
     with pytest.raises(UserError, match=message):
-        train(recipe(text_folder, data__tokenizer=trained, **changes), tmp_path / "run")
+        load_data(recipe(text_folder, **changes), tokenizer)
 
 
-@pytest.mark.slow
-def test_two_processes_end_with_the_weights_of_one(text_folder, tmp_path):
-    import subprocess
-
-    changes = {"data__separate_documents": True, "validation__every": "null"}
-    alone = train(recipe(text_folder, **changes), tmp_path / "alone")
-    (tmp_path / "r.yaml").write_text(as_yaml(recipe(text_folder, **changes)))
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "coca_lab.cli", "train", tmp_path / "r.yaml", "--output", tmp_path / "two"]
-    subprocess.run([sys.executable, *launch, *command], check=True, timeout=300)
-    ours, theirs = weights(tmp_path / "two"), weights(alone)
-    for name, weight in ours.items():
-        assert torch.allclose(weight, theirs[name], atol=1e-6), name
+def test_what_trainer_refuses_is_one_line(trained, text_folder, tmp_path):
+    asked = recipe(text_folder, data__tokenizer=trained, training__report_to="[bogus]")
+    with pytest.raises(UserError, match="rejects these settings: bogus is not supported"):
+        train(asked, tmp_path / "run")
