@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
-from coca_lab.data.documents import DataError
+from coca_attention.errors import UserError
 from coca_lab.data.tasks import encoder, passkey_block, recall_block, recall_vocabulary
-from coca_lab.data.tokens import end_of_text
+from coca_lab.data.text import DataError, end_of_text
 
 
 class BlockDataset(Dataset):
@@ -93,6 +93,23 @@ def separate_documents(item: dict[str, Tensor], end: int) -> dict[str, Tensor]:
     starts[1:] = torch.where(ended[:-1], steps[1:], 0).cummax(0).values
     targets = item["shift_labels"].masked_fill(ended, -100)
     return {**item, "shift_labels": targets, "position_ids": steps - starts}
+
+
+def spread_evenly(blocks: BlockDataset, count: int) -> Subset:
+    """Blocks to validate on, spread evenly over a text; UserError if it has too few."""
+    if len(blocks) < count:
+        raise UserError(
+            f"the text makes {len(blocks)} blocks, fewer than {count} for validation.batches; use "
+            "more text or fewer batches"
+        )
+    return Subset(blocks, [index * len(blocks) // count for index in range(count)])
+
+
+def block_order(blocks: int, needed: int, seed: int) -> np.ndarray:
+    """Order in which stages read their blocks, (needed,) int64: one permutation after another."""
+    generator = np.random.default_rng(seed)
+    passes = -(-needed // blocks)
+    return np.concatenate([generator.permutation(blocks) for _ in range(passes)])[:needed]
 
 
 def apportion(weights: list[float], batch: int, steps: int) -> np.ndarray:

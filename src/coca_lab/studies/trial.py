@@ -16,7 +16,8 @@ from coca_lab.evaluation.task import Cell
 from coca_lab.folders import convert_folder
 from coca_lab.processes import log_to, tell
 from coca_lab.training import Recipe, is_finished, read_summary, train
-from coca_lab.training.run import check_same_recipe, has_begun
+from coca_lab.training.recipe import check_same_recipe
+from coca_lab.training.run import RECIPE_FILE, has_begun
 
 TRAINING = 0.75
 """Share of the work that is training; the rest is evaluation. For the time left alone."""
@@ -116,7 +117,7 @@ class Trial:
     def check_folder(self) -> None:
         """Raise UserError if its folder has a run of another recipe."""
         if self.recipe is not None and has_begun(self.model):
-            check_same_recipe(self.recipe, self.model, self.may_change)
+            check_same_recipe(self.recipe, self.model / RECIPE_FILE, self.may_change)
 
     def __call__(self, _: list[Any]) -> list[Any]:
         """Its summary of the training, or None, and its cells."""

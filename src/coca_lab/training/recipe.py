@@ -17,8 +17,7 @@ from coca_attention.errors import UserError, did_you_mean, error_prefix, install
 from coca_attention.ops import FORMS
 from coca_lab.arguments import SettingsParser, checked, read_settings, settings_parser
 from coca_lab.data import SourceSettings
-from coca_lab.data.documents import TOKENS
-from coca_lab.data.tokens import LARGEST_VOCABULARY, NO_DOCUMENTS, SMALLEST_VOCABULARY
+from coca_lab.data.text import LARGEST_VOCABULARY, NO_DOCUMENTS, SMALLEST_VOCABULARY, TOKENS
 
 # Names of the only source of a recipe without a mixture, of the blocks of `passkey_share`, and of
 # the text that validation reads.
@@ -503,14 +502,21 @@ def recipe_parser(shown: Collection[str] = ()) -> SettingsParser:
     return settings_parser(Recipe, "coca train", shown=shown)
 
 
-def differences(first: Recipe, second: Recipe) -> list[str]:
-    """Dotted names of the fields in which two recipes differ."""
-    names = []
-    left, right = asdict(first.resolved()), asdict(second.resolved())
-    for section, ours in left.items():
-        theirs = right[section]
-        if isinstance(ours, dict):
-            names += [f"{section}.{name}" for name in ours if ours[name] != theirs[name]]
-        elif ours != theirs:
-            names.append(section)
-    return names
+def check_same_recipe(recipe: Recipe, path: Path, may_change: Collection[str] = ()) -> None:
+    """Raise UserError if a run's file has another recipe, but for fields that may change."""
+    ours, theirs = (_flat(each.resolved()) for each in (recipe, load_recipe(path)))
+    changed = [name for name in ours if ours[name] != theirs[name]]
+    # Where tokens are stored has no influence on what is trained.
+    if changed := [name for name in changed if name not in ("data.cache", *may_change)]:
+        raise UserError(
+            f"{path.parent} holds a run of another recipe (different: {', '.join(changed)}); "
+            "choose another --output, or remove the folder"
+        )
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    """The fields of a recipe by their dotted names; stages are one field."""
+    content = asdict(recipe)
+    stages = content.pop("stages")
+    fields = {f"{section}.{n}": x for section, part in content.items() for n, x in part.items()}
+    return {**fields, "stages": stages}

@@ -41,10 +41,21 @@ from coca_lab.data import (
     tokenise,
     train_tokenizer,
 )
-from coca_lab.data.blocks import TaskBlocks, apportion, mixture_order
-from coca_lab.data.documents import source_files
+from coca_lab.data.blocks import (
+    TaskBlocks,
+    apportion,
+    block_order,
+    mixture_order,
+    spread_evenly,
+)
 from coca_lab.data.tasks import vocabulary_text
-from coca_lab.data.tokens import TOKENIZER_CHARACTERS, cache_folder, end_of_text, up_to
+from coca_lab.data.text import (
+    TOKENIZER_CHARACTERS,
+    cache_folder,
+    end_of_text,
+    source_files,
+    up_to,
+)
 from coca_lab.environment import describe_environment
 from coca_lab.files import check_writable, hold, read_json, write_json, write_text, writing
 from coca_lab.folders import write_card
@@ -59,8 +70,7 @@ from coca_lab.training.recipe import (
     Recipe,
     all_fields,
     as_yaml,
-    differences,
-    load_recipe,
+    check_same_recipe,
 )
 from coca_lab.training.retrieval import Retrieval, load_retrieval
 from coca_lab.training.trainer import RecipeTrainer, training_arguments
@@ -106,7 +116,7 @@ def train(
     output = Path(output)
     recipe.check()
     if is_finished(output):
-        check_same_recipe(recipe, output)
+        check_same_recipe(recipe, output / RECIPE_FILE)
         return output
     state = PartialState(cpu=not torch.accelerator.is_available())
     dtype = resolve(recipe, output)
@@ -168,7 +178,7 @@ def claim(recipe: Recipe, output: Path, may_change: Collection[str]) -> Iterator
     check_writable(output / RECIPE_FILE)
     with hold(output / LOCK_FILE):
         if has_begun(output):
-            check_same_recipe(recipe, output, {"model.dtype", *may_change})
+            check_same_recipe(recipe, output / RECIPE_FILE, {"model.dtype", *may_change})
         else:
             # A start that failed, for example for lack of text, has left nothing to resume.
             for name in (TEXT_FILE, START_FILE):
@@ -194,17 +204,6 @@ def has_begun(output: Path) -> bool:
         (folder / STAGE_FILE).is_file() or sorted_checkpoints(folder / "checkpoints")
         for folder in folders
     )
-
-
-def check_same_recipe(recipe: Recipe, output: Path, may_change: Collection[str] = ()) -> None:
-    """Raise UserError if the run in a folder has another recipe, but for fields that may change."""
-    changed = differences(load_recipe(output / RECIPE_FILE), recipe)
-    # Where tokens are stored has no influence on what is trained.
-    if changed := [name for name in changed if name not in ("data.cache", *may_change)]:
-        raise UserError(
-            f"{output} holds a run of another recipe (different: {', '.join(changed)}); choose "
-            "another --output, or remove the folder"
-        )
 
 
 # Data: the text that the run was started on, cut into blocks
@@ -263,37 +262,23 @@ def training_documents(recipe: Recipe) -> Iterator[Document]:
 
 def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
     """Tokenise the texts of a recipe, or find them in the cache, and cut them into blocks."""
-    data, batch = recipe.data, recipe.training.global_batch_size
+    data, batch, seed = recipe.data, recipe.training.global_batch_size, recipe.training.seed
     # Before the text is read, which can take hours.
     retrieval = load_retrieval(recipe, tokenizer)
-    read = _blocks_read(recipe) if data.mixture else None
-    wanted = {VALIDATION: recipe.validation.batches * batch}
-    if read is not None:
-        wanted |= dict(zip(data.mixture, read[-1].tolist(), strict=False))
-    tokens, blocks = dict[str, np.ndarray](), dict[str, Any]()
-    for name, where, source in texts(recipe):
-        has_source = name == VALIDATION and bool(recipe.validation.source)
-        most = getattr(source, "max_tokens", None)
-        if most is None and name in wanted and source.source.startswith("hf:"):
-            most = wanted[name] * data.block_length + 1  # a stream is read as far as needed
-        with error_prefix(where):
-            tokens[name] = tokenise(
-                source,
-                tokenizer,
-                share=0.0 if has_source else data.held_out,
-                from_held_out=name == VALIDATION and not has_source,
-                max_tokens=most,
-                folder=cache_folder(data.cache),
-            )
-            end = end_of_text(tokenizer) if data.separate_documents else None
-            blocks[name] = BlockDataset(tokens[name], data.block_length, end=end)
-            if name == VALIDATION:
-                blocks[name] = spread_evenly(blocks[name], wanted[name])
+    shares = list(data.task_shares.values())
+    weights = [source.weight * (1 - sum(shares)) for source in data.mixture.values()]
+    read = apportion([*weights, *shares], batch, recipe.steps) if weights else None
+    tokens, blocks = _read_texts(recipe, tokenizer, read)
     validation = blocks.pop(VALIDATION, None)
-    if read is None:
-        order, epochs = _one_pass(recipe, tokenizer, blocks)
-    else:
-        order, epochs = _mix(recipe, tokenizer, blocks, read)
+    for index, task in enumerate(data.task_shares):
+        if read is None:
+            count = round(len(blocks[TEXT]) * shares[index] / (1 - sum(shares)))
+        else:
+            count = max(int(read[-1, len(weights) + index]), 1)
+        if count:
+            length, apart = data.block_length, data.separate_documents
+            blocks[task] = TaskBlocks(task, tokenizer, length, count, seed, apart)
+    order, epochs = _order(recipe, {name: len(each) for name, each in blocks.items()}, read)
     # Stages read consecutive parts of one order.
     steps = [stage.settings(recipe.training).steps for stage in recipe.run_stages]
     parts: Any = np.split(order, batch * np.cumsum(steps)[:-1])
@@ -311,66 +296,53 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
     )
 
 
-def spread_evenly(blocks: BlockDataset, count: int) -> Subset:
-    """Blocks to validate on, spread evenly over a text; UserError if it has too few."""
-    if len(blocks) < count:
-        raise UserError(
-            f"the text makes {len(blocks)} blocks, fewer than {count} for validation.batches; use "
-            "more text or fewer batches"
-        )
-    return Subset(blocks, [index * len(blocks) // count for index in range(count)])
+def _read_texts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, read: np.ndarray | None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The tokens of every text, and its blocks; those of validation spread evenly over it."""
+    data, validation = recipe.data, recipe.validation
+    wanted = {VALIDATION: validation.batches * recipe.training.global_batch_size}
+    if read is not None:
+        wanted |= dict(zip(data.mixture, read[-1].tolist(), strict=False))
+    tokens, blocks = dict[str, np.ndarray](), dict[str, Any]()
+    for name, where, source in texts(recipe):
+        has_source = name == VALIDATION and bool(validation.source)
+        most = getattr(source, "max_tokens", None)
+        if most is None and name in wanted and source.source.startswith("hf:"):
+            most = wanted[name] * data.block_length + 1  # a stream is read as far as needed
+        with error_prefix(where):
+            tokens[name] = tokenise(
+                source,
+                tokenizer,
+                share=0.0 if has_source else data.held_out,
+                from_held_out=name == VALIDATION and not has_source,
+                max_tokens=most,
+                folder=cache_folder(data.cache),
+            )
+            end = end_of_text(tokenizer) if data.separate_documents else None
+            blocks[name] = BlockDataset(tokens[name], data.block_length, end=end)
+            if name == VALIDATION:
+                blocks[name] = spread_evenly(blocks[name], wanted[name])
+    return tokens, blocks
 
 
-def _task_blocks(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, task: str, count: int
-) -> TaskBlocks:
-    data, seed = recipe.data, recipe.training.seed
-    return TaskBlocks(task, tokenizer, data.block_length, count, seed, data.separate_documents)
-
-
-def _one_pass(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, blocks: dict[str, Any]
+def _order(
+    recipe: Recipe, sizes: dict[str, int], read: np.ndarray | None
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Add tasks by their shares to a text; the order of the blocks, and how often they are read."""
-    shares, batch = recipe.data.task_shares, recipe.training.global_batch_size
-    for task, share in shares.items():
-        if count := round(len(blocks[TEXT]) * share / (1 - sum(shares.values()))):
-            blocks[task] = _task_blocks(recipe, tokenizer, task, count)
-    there, read = sum(map(len, blocks.values())), recipe.steps * batch
+    """The order in which the blocks of all texts are read, and the passes over each."""
+    batch, seed = recipe.training.global_batch_size, recipe.training.seed
+    if read is not None:
+        epochs = {name: int(n) / sizes[name] for name, n in zip(sizes, read[-1], strict=True)}
+        return mixture_order(list(sizes.values()), read, seed), epochs
+    there, needed = sum(sizes.values()), recipe.steps * batch
     whole = there // batch * batch
     if not whole:
         raise UserError(
             f"the training data makes {there} blocks, fewer than global_batch_size {batch}; use "
             "more text or a smaller batch"
         )
-    order = block_order(whole, read, recipe.training.seed) if recipe.stages else np.arange(whole)
-    return order, {TEXT: read / whole}
-
-
-def block_order(blocks: int, needed: int, seed: int) -> np.ndarray:
-    """Order in which stages read their blocks, (needed,) int64: one permutation after another."""
-    generator = np.random.default_rng(seed)
-    passes = -(-needed // blocks)
-    return np.concatenate([generator.permutation(blocks) for _ in range(passes)])[:needed]
-
-
-def _blocks_read(recipe: Recipe) -> np.ndarray:
-    """`apportion` of a mixture, with the recipe's tasks last."""
-    shares = list(recipe.data.task_shares.values())
-    weights = [source.weight * (1 - sum(shares)) for source in recipe.data.mixture.values()]
-    return apportion([*weights, *shares], recipe.training.global_batch_size, recipe.steps)
-
-
-def _mix(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, blocks: dict[str, Any], read: np.ndarray
-) -> tuple[np.ndarray, dict[str, float]]:
-    """Add tasks to a mixture; the order of the blocks, and how often each source is read."""
-    for index, task in enumerate(recipe.data.task_shares, start=len(blocks)):
-        blocks[task] = _task_blocks(recipe, tokenizer, task, max(int(read[-1, index]), 1))
-    sizes = [len(source) for source in blocks.values()]
-    counts = zip(blocks, read[-1].tolist(), sizes, strict=True)
-    epochs = {name: count / size for name, count, size in counts}
-    return mixture_order(sizes, read, recipe.training.seed), epochs
+    order = block_order(whole, needed, seed) if recipe.stages else np.arange(whole)
+    return order, {TEXT: needed / whole}
 
 
 def check_same_text(fingerprint: dict[str, Any], output: Path) -> None:

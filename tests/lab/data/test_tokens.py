@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import coca_lab.data.tokens as tokens_module
+import coca_lab.data.text as text_module
 from coca_attention.errors import UserError
 from coca_lab.data import (
     DataError,
@@ -22,7 +22,7 @@ from coca_lab.data import (
     tokenise,
     train_tokenizer,
 )
-from coca_lab.data.tokens import cache_folder, tokenizer_fingerprint
+from coca_lab.data.text import cache_folder, tokenizer_fingerprint
 from conftest import VOCABULARY, some_text
 
 FORK = multiprocessing.get_context("fork")
@@ -74,7 +74,7 @@ def test_an_endless_source_is_read_only_as_far_as_needed(tokenizer, monkeypatch)
     read = []
     assert len(tokenise(InMemory(endless()), tokenizer, max_tokens=5000)) == 5000
     assert len(read) <= 64
-    monkeypatch.setattr(tokens_module, "TOKENIZER_CHARACTERS", 20_000)
+    monkeypatch.setattr(text_module, "TOKENIZER_CHARACTERS", 20_000)
     assert len(train_tokenizer(endless(), VOCABULARY)) > 257
 
 
@@ -142,8 +142,8 @@ def _killed_while_writing(source, tokenizer, folder):
         yield next(arrays(*args))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    arrays = tokens_module._token_arrays
-    tokens_module._token_arrays = some
+    arrays = text_module._token_arrays
+    text_module._token_arrays = some
     tokenise(source, tokenizer, folder=folder)
 
 
@@ -180,7 +180,7 @@ def test_sources_and_disks_that_fail_leave_no_cache(source, tokenizer, tmp_path,
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tokens_module, "_write", full)
+    monkeypatch.setattr(text_module, "_write", full)
     with pytest.raises(UserError, match=r"No space left on device; free disk.* data\.cache"):
         tokenise(source, tokenizer, folder=tmp_path / "cache")
     assert files(tmp_path) == []
@@ -188,8 +188,8 @@ def test_sources_and_disks_that_fail_leave_no_cache(source, tokenizer, tmp_path,
 
 def _ask(source, tokenizer, folder, barrier, answers):
     barrier.wait()
-    made, write = [], tokens_module._write
-    tokens_module._write = lambda *args: (made.append(1), write(*args))
+    made, write = [], text_module._write
+    text_module._write = lambda *args: (made.append(1), write(*args))
     text = tokenise(source, tokenizer, folder=folder).tobytes()
     answers.put((len(made), text))
 

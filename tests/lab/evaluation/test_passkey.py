@@ -26,7 +26,7 @@ from coca_lab.data.tasks import (
     passkey_text,
     vocabulary_text,
 )
-from coca_lab.data.tokens import END_OF_TEXT
+from coca_lab.data.text import END_OF_TEXT
 from coca_lab.evaluation import Model, RotaryScaling, evaluate
 from coca_lab.evaluation.retrieval import NEEDLES, PASSKEYS, PasskeySettings
 from coca_lab.training.recipe import Recipe
