@@ -13,7 +13,7 @@ from coca_lab.cli import main
 from coca_lab.evaluation.perplexity import PerplexitySettings, load_text, tokens_needed
 from coca_lab.intervals import FEW_DOCUMENTS
 from coca_lab.training import load_recipe
-from coca_lab.training.data import load_run_tokenizer
+from coca_lab.training.run import load_run_tokenizer
 from conftest import some_text
 from families import vanilla
 

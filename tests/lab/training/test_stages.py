@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from coca_attention.errors import UserError
-from coca_attention.models import CoCALlamaConfig
 from coca_lab.data import BlockDataset, load_tokenizer
 from coca_lab.data.blocks import apportion, block_order, mixture_order
 from coca_lab.loading import load_model
@@ -181,7 +180,7 @@ def test_adapters_train_resume_and_are_merged(base, text_folder, tmp_path):
         def on_train_end(self, *args, **kwargs):
             raise KeyboardInterrupt
 
-    for step in (3, None):
+    for step in (3, -1):
         with pytest.raises(KeyboardInterrupt):
             callbacks = [Stop(step, Stop.on_train_end)]
             train(load_recipe(path, options), tmp_path / "two", callbacks=callbacks)
@@ -253,18 +252,6 @@ def test_a_stage_whose_parameters_the_model_lacks_is_rejected(base):
     rotary = AutoModelForCausalLM.from_pretrained(base)
     with pytest.raises(UserError, match="stage 'x' would train nothing: LlamaForCausalLM has no"):
         choose_parameters(rotary, StageRecipe("x", train="t"))
-
-
-@pytest.mark.parametrize(("train", "share"), [("t", 0.0415), ("qtv", 0.20745), ("all", 1.0)])
-def test_shares_of_llama_7b(train, share):
-    """The paper says 7 % and 21 %; T is stored folded here, half as large as a key projection."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CoCALlamaConfig())
-    choose_parameters(model, StageRecipe("x", train=train))
-    trained, every = model.num_parameters(only_trainable=True), model.num_parameters()
-    assert every == 6_738_415_616 - 32 * 4096 * 2048
-    assert trained / every == pytest.approx(share, abs=5e-5)
-    assert all(weight.is_meta for weight in model.parameters())
 
 
 def dtypes(weights):
