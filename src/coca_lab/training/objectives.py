@@ -38,7 +38,9 @@ def teacher_loss(
     teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective
 ) -> Iterator[Loss]:
     """The loss of an objective, while hooks are in place; UserError if the teacher does not fit."""
-    inner = student.get_base_model() if hasattr(student, "get_base_model") else student
+    inner: Any = student
+    if hasattr(inner, "get_base_model"):  # PEFT's, with adapters
+        inner = inner.get_base_model()
     check_teacher(teacher, inner, objective)
     teacher.requires_grad_(False).eval()
     if objective == "attention":
