@@ -1,4 +1,4 @@
-"""The documentation: its commands parse, its tutorials and its notebook run, its site builds."""
+"""The documentation: its examples run, its commands parse, its site builds."""
 
 import ast
 import importlib
@@ -14,13 +14,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coca_lab.arguments import SettingsParser
+from coca_lab.arguments import SettingsParser, read_settings
 from coca_lab.cli import COMMANDS, main
 from coca_lab.cli.evaluation import task_commands
+from coca_lab.evaluation.perplexity import PerplexitySettings, load_text, tokens_needed
+from coca_lab.intervals import FEW_DOCUMENTS
+from coca_lab.training import load_recipe
 from coca_lab.training.recipe import StageRecipe, WeightedSource, recipe_parser
+from coca_lab.training.run import load_run_tokenizer
 from conftest import some_text
+from families import vanilla
 
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 PATTERNS = ("*.md", "docs/**/*.md", "results/**/*.md", "src/**/README.md")
 PAGES = [path for pattern in PATTERNS for path in sorted(ROOT.glob(pattern))]
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -79,6 +85,55 @@ def test_code_and_commands_parse(page, monkeypatch):
         else:
             with pytest.raises(Parsed):
                 assert not main([STAND_INS.get(word, word) for word in words]), words
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch, tokenizer):
+    """A folder with what the README's examples speak of: a model, books and recipes."""
+    vanilla("Llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "MODEL")
+    tokenizer.save_pretrained(tmp_path / "MODEL")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "books").mkdir()
+    for index in range(3):
+        (tmp_path / "books" / f"{index}.txt").write_text(some_text(3000, seed=index))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_readmes_python_runs(workplace):
+    """Each block as it is, in a process of its own: the second loads what the first has saved."""
+    outputs = []
+    for block in blocks(README, "python"):
+        run = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        outputs.append(run.stdout)
+    _, loaded, operator = outputs
+    assert loaded.startswith("Once upon a time") and len(loaded) > 20
+    assert operator == "torch.Size([1, 8, 1000, 64])\n"
+
+
+def test_the_readmes_commands_run(workplace, capsys):
+    # Words, and what the test has in their place.
+    smaller = {"stdlib": "books", "0.05": "0.999"}
+    smaller |= dict.fromkeys(("256,1024,4096", "256,1024,2048"), "512,1024")
+    small = ["--model.num-layers=3", "--data.source=books", "--data.passkey-share=0"]
+    found = commands(README)
+    assert {words[0] for words in found} == {"train", "eval", "report"}
+    for words in found:
+        words = [smaller.get(word, word) for word in words]
+        words += [*SMALL_RUN, *small] if words[0] == "train" else []
+        assert main(words) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_readmes_perplexity_has_an_interval(tmp_path):
+    """Of the documents that the training leaves out, by its tokenizer, enough are long enough."""
+    (words,) = (words for words in commands(README) if words[:2] == ["eval", "perplexity"])
+    recipe = load_recipe("passkey-1m")
+    settings = read_settings(PerplexitySettings, None, words[3:-2])
+    assert words[-2] == "--output" and settings.held_out == recipe.data.held_out
+    tokenizer = load_run_tokenizer(recipe, tmp_path)
+    documents = load_text(settings, tokenizer, at_least=tokens_needed(settings))
+    assert len(documents) >= FEW_DOCUMENTS
 
 
 @pytest.mark.slow
@@ -145,6 +200,17 @@ def test_messages_of_the_troubleshooting_are_in_the_code():
     messages = re.findall(r"^\| `([^`]+)` \|", table, re.M)  # behind others is whose they are
     assert len(messages) > 15
     assert not [message for message in messages if message not in said]
+
+
+def test_every_integration_links_to_its_tests():
+    page = ROOT / "docs" / "integrations.md"
+    table = page.read_text(encoding="utf-8").split("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        *_, works = row.strip("| ").split("|")
+        linked = re.match(r" \[.+\]\((\.\./tests/[\w/]+\.py)\)", works)
+        assert linked and (page.parent / linked[1]).is_file(), row
 
 
 def test_the_site_builds_without_a_warning_and_has_every_name(tmp_path, capsys):
