@@ -154,11 +154,8 @@ def test_perplexities_are_compared_on_one_text_alone(change, groups):
 )
 def test_a_second_measurement_of_a_benchmark_stands_apart(peak, processor, length, groups):
     contents = [
-        {"results": [cell], "environment": {**ENVIRONMENT, "processor": name}, "file": file}
-        for cell, name, file in (
-            (bench(1.0), "A", "a.json"),
-            (bench(peak, length), processor, "b.json"),
-        )
+        {"results": [cell], "environment": {**ENVIRONMENT, "processor": name}, "file": name}
+        for cell, name in ((bench(1.0), "A"), (bench(peak, length), processor))
     ]
     assert len(by_task(all_cells(contents))["bench"]) == groups
 
@@ -224,11 +221,10 @@ def test_hostile_names_and_titles_of_documents_are_text():
     def found(name):
         documents = [{"id": name, "nats": 350.0, "tokens": 1000}]
         cells = [perplexity(name, window, 40.0, documents=documents) for window in (64, 128)]
-        cells.append({**passkey(name, 64, 3), "machine": name})
         run = {**TRAINING, "name": name, "recipe": {"data": {"source": name}}}
         environment = {**ENVIRONMENT, "processor": name, "command": name}
-        content = {"results": cells, "training": [run], "environment": environment, "file": name}
-        return Page(build_report([content], title=name)).found
+        content = {"results": [*cells, passkey(name, 64, 3)], "training": [run], "file": name}
+        return Page(build_report([content | {"environment": environment}], title=name)).found
 
     hostile, plain = found(HOSTILE), found("x")
     assert hostile["script"] == plain["script"] > 2 and hostile["svg"] == plain["svg"] > 0
