@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,6 @@ METHODS = {
     "max_distance": "[ReRoPE](https://github.com/bojone/rerope)",
 }
 """By score form or rotary parameter, where its idea is from (docs/related-work.md)."""
-USE = """\
-```python
-{registers}from transformers import {auto}, AutoTokenizer
-
-model = {auto}.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-```"""
-NEEDS = f"This needs the package coca-attention:\n\n```sh\n{install()}\n```"
-UNLICENSED = "No license is named: name one in this file before you publish the model."
 
 
 def convert_folder(
@@ -142,7 +134,7 @@ def write_card(
 ) -> None:
     """Write the card of a model, with sections by heading, and copy the licenses of its source."""
     folder, theirs = Path(folder), _folder(source)
-    name, ours = name or folder.resolve().name, type(config).__module__.startswith("coca_attention")
+    ours = type(config).__module__.startswith("coca_attention")
     head = (config.architectures or ["ForCausalLM"])[0].partition("For")[2]
     data = ModelCardData(
         library_name="transformers",
@@ -150,29 +142,26 @@ def write_card(
         tags=["coca-attention"] if ours else None,
         **_inherited(source, theirs),
     )
-    use = USE.format(
-        registers="import coca_attention.models  # registers the classes of the model\n" * ours,
-        auto=f"AutoModelFor{head}" if head in PIPELINES else "AutoModel",
-        name=name,
-    )
     licenses = [path for pattern in LICENSES for path in (theirs.glob(pattern) if theirs else ())]
     for path in licenses:
         shutil.copyfile(path, folder / path.name)
-    terms = ", ".join(path.name for path in licenses) or ("" if data.license else UNLICENSED)
-    parts = {"Use": f"{use}\n\n{NEEDS}" if ours else use, **(sections or {}), "Terms": terms}
-    made_from = "" if source is None else f", made from `{Path(source).name}`"
-    text = [f"---\n{data}\n---\n", f"# {name}\n", f"A `{config.model_type}` model{made_from}.\n"]
-    rows = {**facts(config), "methods": _methods(config)}
-    text += ["| | |\n|---|---|\n" + "".join(f"| {n} | {x} |\n" for n, x in rows.items() if x)]
-    text += [f"## {title}\n\n{part}\n" for title, part in parts.items() if part]
-    ModelCard("\n".join(text)).save(folder / CARD)
-
-
-def _methods(config: Any) -> str:
-    """Where the ideas are from that a model uses."""
     rope = rope_parameters(config)
     used = {attention_of(config), *(name for name, value in rope.items() if value is not None)}
-    return ", ".join(dict.fromkeys(METHODS[name] for name in METHODS if name in used))
+    methods = ", ".join(dict.fromkeys(METHODS[method] for method in METHODS if method in used))
+    ModelCard.from_template(
+        data,
+        template_str=files("coca_lab").joinpath("card.md.j2").read_text(encoding="utf-8"),
+        name=name or folder.resolve().name,
+        model_type=config.model_type,
+        source=Path(source).name if source is not None else "",
+        facts={**facts(config), "methods": methods},
+        ours=ours,
+        auto=f"AutoModelFor{head}" if head in PIPELINES else "AutoModel",
+        install=install(),
+        sections=sections or {},
+        licenses=[path.name for path in licenses],
+        licensed=data.license,
+    ).save(folder / CARD)
 
 
 def facts(config: Any) -> dict[str, str]:
@@ -206,9 +195,10 @@ def facts(config: Any) -> dict[str, str]:
 def _inherited(source: str | Path | None, theirs: Path | None) -> dict[str, Any]:
     """Metadata from the card of the source; its name if it is one of the Hub."""
     data: dict[str, Any] = {}
-    with suppress(OSError, ValueError, TypeError, yaml.YAMLError):  # no card, or none to be read
-        text = (theirs / CARD).read_text(encoding="utf-8", errors="replace") if theirs else ""
-        data = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    if theirs is not None and (theirs / CARD).is_file():
+        with suppress(OSError, ValueError, TypeError, yaml.YAMLError):  # none to be read
+            text = (theirs / CARD).read_text(encoding="utf-8", errors="replace")
+            data = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     names = ("license", "license_name", "license_link", "language", "base_model")
     kept = {name: data[name] for name in names if name in data}
     with suppress(HFValidationError):

@@ -8,10 +8,9 @@ from pydantic import Field
 from transformers import TextStreamer, set_seed
 
 from coca_attention.errors import UserError
-from coca_attention.models import set_rotary_scaling
-from coca_attention.models.configuration import original_length
 from coca_lab.cli.console import parse
 from coca_lab.data import load_tokenizer
+from coca_lab.evaluation import RotaryScaling
 from coca_lab.files import check_name
 from coca_lab.generation import FiniteScores
 from coca_lab.loading import check_vocabulary, load_model
@@ -81,29 +80,25 @@ def run_generate(words: list[str]) -> None:
     before = inputs["input_ids"].shape[-1]
     if before == 0:
         raise UserError("the prompt has no tokens; give some text to continue")
-    if settings.scaling != "none":
-        total = before + settings.max_new_tokens
-        length = max(total, original_length(model.config.get_text_config()) or 0)
-        target = length if settings.scaling == "ntk" else None
-        set_rotary_scaling(model, settings.scaling, factor=settings.factor, length=target)
-    set_seed(settings.seed)
-    options: dict[str, Any] = {"do_sample": bool(settings.temperature)}
-    for name in ("temperature", "top_p", "top_k"):
-        if getattr(settings, name):
-            options[name] = getattr(settings, name)
+    names = ("temperature", "top_p", "top_k")
+    options: dict[str, Any] = {n: value for n in names if (value := getattr(settings, n))}
     streams = settings.stream or sys.stdout.isatty()
     if streams:
         options["streamer"] = TextStreamer(
             tokenizer, skip_prompt=settings.chat, skip_special_tokens=True
         )
-    ids = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=settings.max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-        logits_processor=[FiniteScores()],
-        **options,
-    )[0]
+    scaling: Any = RotaryScaling(settings.scaling, settings.factor)  # pyright: ignore (any rule)
+    set_seed(settings.seed)
+    with scaling.applied(model, before + settings.max_new_tokens):
+        (ids,) = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=settings.max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            logits_processor=[FiniteScores()],
+            do_sample=bool(settings.temperature),
+            **options,
+        )
     if not streams:
         print(tokenizer.decode(ids[before if settings.chat else 0 :], skip_special_tokens=True))
 

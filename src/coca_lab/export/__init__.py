@@ -22,7 +22,6 @@ from coca_attention.models.configuration import (
     head_width,
     layer_types,
     rope_parameters,
-    training_length,
 )
 from coca_lab.evaluation.windows import (
     TokenDocument,
@@ -124,6 +123,7 @@ def _check_supported(model: PreTrainedModel) -> None:
             raise UserError(f"GraniteSWA, and so other engines, cannot compute {what}")
 
 
+@torch.no_grad()
 def fold_context(model: GraniteSWAForCausalLM, context: int) -> float:
     """Multiply the scores of global layers by ln(N + 1) / ln(L + 1), in place, in the weights.
 
@@ -138,27 +138,17 @@ def fold_context(model: GraniteSWAForCausalLM, context: int) -> float:
         UserError: If N is less than L.
     """
     config: Any = model.config
-    length = _length(model)
+    length: int = config.max_position_embeddings
     if context < length:
         raise UserError(f"--context must be at least the training length, {length}; got {context}")
     factor = math.log(context + 1) / math.log(length + 1)
-    _scale_global_queries(model, factor)
-    config.max_position_embeddings = context
-    return factor
-
-
-@torch.no_grad()
-def _scale_global_queries(model: Any, factor: float) -> None:
-    for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
+    layers: Any = model.model.layers
+    for layer, kind in zip(layers, config.layer_types, strict=True):
         if kind == GLOBAL:
             for weight in layer.self_attn.q_proj.parameters():
                 weight.mul_(factor)
-
-
-def _length(model: PreTrainedModel) -> int:
-    length = training_length(model.config)
-    assert length is not None  # every GraniteSWA has one
-    return length
+    config.max_position_embeddings = context
+    return factor
 
 
 def export_native(
@@ -188,7 +178,8 @@ def export_native(
     if gguf:
         check_tokenizer(source)
     model, cost = as_native(load_model(source, dtype=dtype, device="cpu")), None
-    length = _length(model)
+    config: Any = model.config
+    length: int = config.max_position_embeddings
     if context is not None:
         before = _scores(model, documents, length)
         fold_context(model, context)
@@ -196,7 +187,6 @@ def export_native(
             after = _scores(model, documents, length)
             tokens = sum(score.tokens for score in after)
             cost = Cost(length, perplexity(before), perplexity(after), tokens)
-    config: Any = model.config
     # Read by llama.cpp's converter, which does not know `layer_rope_theta`.
     config.no_rope_layers = [int(bool(theta)) for theta in config.layer_rope_theta]
     with writing_model(model, source, target) as folder:
