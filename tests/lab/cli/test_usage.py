@@ -81,7 +81,7 @@ RECIPE = str(Path(__file__).parents[3] / "recipes" / "books-5m.yaml")
         (["train", RECIPE, "--model.bdy", "llama"], "--model.bdy; did you mean --model.body?"),
         (["study", "quickstart", "--seedz", "3"], "--seedz; did you mean --seeds?"),
         (["eval", "perplexity"], "arguments are required: model"),
-        (["eval", "perplexity", "nowhere", "--windows", "64", "--stride", "65"], "at most the window"),
+        (["eval", "perplexity", "x", "--windows", "8", "--stride", "9"], "at most the window"),
         (["eval", "perplexity", "nowhere"], "nowhere: no model could be loaded"),
         (["report"], "arguments are required: results"),
         (["report", "nowhere.json"], "nowhere.json: cannot be read"),
