@@ -55,16 +55,6 @@ def test_layers_share_a_cache_of_transformers_by_their_index(form, rotation):
     assert (layers[1](layers[0](x)) - whole).abs().max() > 1e-3 or rotation is None
 
 
-def test_unsupported_caches_are_refused():
-    x = torch.randn(1, 4, 32)
-    with pytest.raises(ValueError, match="a different layer_idx for each"):
-        CoCAAttention(32, 4)(x, cache=DynamicCache())
-    sizes = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 1}
-    static = StaticCache(config=LlamaConfig(**sizes), max_cache_len=16)
-    with pytest.raises(ValueError, match="expected all 4 keys from the cache, got 16; StaticCache"):
-        CoCAAttention(32, 4, layer_idx=0)(x, cache=static)
-
-
 def test_positions_and_mask_for_left_padding():
     torch.manual_seed(0)
     layer = CoCAAttention(32, 4).double()
@@ -135,12 +125,6 @@ def test_nothing_in_nothing_out(shape):
         assert CoCAAttention(32, 4, 2, rotation=rotation)(torch.zeros(shape)).shape == shape
 
 
-@pytest.mark.parametrize("shape", [(5, 32), (2, 5, 16), (32,)])
-def test_an_input_of_another_shape_is_refused(shape):
-    with pytest.raises(ValueError, match=r"expected hidden states of shape \(B, T, 32\), got"):
-        CoCAAttention(32, 4)(torch.zeros(shape))
-
-
 def test_weights_are_made_on_a_device_in_a_dtype():
     layer = CoCAAttention(16, 2, bias=True, device="meta", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
@@ -148,13 +132,32 @@ def test_weights_are_made_on_a_device_in_a_dtype():
     assert CoCAAttention(16, 2, dtype=torch.float64)(x).dtype == torch.float64
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (4,), (1, 2)])
-def test_positions_of_another_shape_are_refused(shape):
-    with pytest.raises(ValueError, match=r"positions must have shape \(3,\) or \(1, 3\), got"):
-        CoCAAttention(32, 4)(torch.randn(1, 3, 32), positions=torch.zeros(shape))
+HIDDEN, PLACES = r"hidden states of shape \(B, T, 32\), got", r"shape \(3,\) or \(1, 3\), got"
+STATIC = StaticCache(
+    config=LlamaConfig(num_attention_heads=4, hidden_size=32, num_hidden_layers=1),
+    max_cache_len=16,
+)
 
 
-def test_a_mask_of_another_shape_is_refused():
-    mask = torch.ones(1, 1, 3, 4, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"here \(1, 4, 3, 3\), got shape \(1, 1, 3, 4\)"):
-        CoCAAttention(32, 4)(torch.randn(1, 3, 32), attention_mask=mask)
+@pytest.mark.parametrize(
+    ("shape", "index", "options", "message"),
+    [
+        *((shape, None, {}, HIDDEN) for shape in ((5, 32), (2, 5, 16), (32,))),
+        *(
+            ((1, 3, 32), None, {"positions": torch.zeros(shape)}, PLACES)
+            for shape in ((2, 3), (4,), (1, 2))
+        ),
+        (
+            (1, 3, 32), None, {"attention_mask": torch.ones(1, 1, 3, 4, dtype=torch.bool)},
+            r"here \(1, 4, 3, 3\), got shape \(1, 1, 3, 4\)",
+        ),
+        ((1, 4, 32), None, {"cache": DynamicCache()}, "a different layer_idx for each"),
+        (
+            (1, 4, 32), 0, {"cache": STATIC},
+            "expected all 4 keys from the cache, got 16; StaticCache",
+        ),
+    ],
+)  # fmt: skip
+def test_unsupported_inputs_are_refused(shape, index, options, message):
+    with pytest.raises(ValueError, match=message):
+        CoCAAttention(32, 4, layer_idx=index)(torch.randn(shape), **options)

@@ -4,11 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForMaskedLM,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from coca_attention import convert
 from coca_attention.errors import UserError
@@ -18,21 +14,14 @@ from coca_attention.models.families import HEADS
 from coca_attention.ops import FORMS
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
-from families import attended, oracle_scores, reloaded
+from families import SIZES, attended, oracle_scores, reloaded
 
 MASK, ROUND_OFF = 3, 1e-12
-SETTINGS = {
-    "vocab_size": 97,
-    "hidden_size": 32,
+SETTINGS = SIZES | {
+    "num_key_value_heads": 4,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
     "local_attention": 8,
     "layer_types": ["full_attention", LOCAL, LOCAL, "full_attention"],
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "cls_token_id": 1,
     "sep_token_id": 2,
 }

@@ -84,13 +84,7 @@ def test_unsupported_models_are_refused_and_not_changed():
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 4.0, 8.0]}
-RULES = {
-    "linear": {},
-    "ntk": {"length": 256},
-    "yarn": {},
-    "llama3": LLAMA3,
-    "longrope": LONGROPE,
-}
+RULES = {"linear": {}, "ntk": {"length": 256}, "yarn": {}, "llama3": LLAMA3, "longrope": LONGROPE}
 NATIVE = ["linear", "yarn", "llama3", "longrope", "dynamic"]
 # Every rule of Transformers' own, and every family; its Phi-3 refuses every rule but longrope.
 COVERING = [("Llama", kind) for kind in NATIVE] + [
@@ -275,43 +269,32 @@ def test_local_layers_keep_the_rule_they_were_trained_with(family, kind, tmp_pat
     assert difference(logits(reloaded(model, tmp_path), ids), logits(model, ids)) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"kind": "linear", "factor": 0.0}, "from 1"),
-        ({"kind": "ntk", "factor": -1.0}, "from 1"),
-        ({"kind": "ntk", "factor": 2.0, "length": 31}, "a whole number from 32, got 31"),
-        ({"kind": "cubic"}, "unknown rotary scaling"),
-        (
-            {"kind": "linear", "factor": 2.0, "length": 64},
-            "'linear' does not take length; it takes factor",
-        ),
-        ({"kind": "linear", "low_freq_factor": 2.0}, "'linear' does not take low_freq_factor"),
-        (
-            {"kind": "llama3", "beta_fast": 2.0},
-            "it takes factor, high_freq_factor, low_freq_factor",
-        ),
-        ({"kind": "llama3", "high_freq_factor": 0.5}, "high_freq_factor > low_freq_factor"),
-        ({"kind": "longrope"}, "longrope needs short_factor"),
-        ({"kind": ["ntk"]}, "unknown rotary scaling"),
-        ({"kind": "ntk", "factor": "x"}, "could not convert"),
-        ({"kind": "ntk", "factor": 1e300}, "out of range"),
-        ({"kind": "ntk", "factor": 2.0, "length": 128.5}, "a whole number from 32, got 128.5"),
-        ({"kind": "yarn", "attention_factor": float("inf")}, "must be a positive number"),
-        (
-            {"kind": "longrope", "short_factor": [float("nan")] * 4, "long_factor": [1.0] * 4},
-            "one positive divisor",
-        ),
-        (
-            {"kind": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
-            "one divisor per rotary pair",
-        ),
-        ({"kind": "yarn", "attention_factor": "much"}, "must be a positive number"),
-    ],
-)
-def test_bad_scalings_are_refused_and_change_nothing(arguments, message):
+LENGTH = "a whole number from 32, got"
+BAD = [
+    ("linear", {"factor": 0.0}, "from 1"),
+    ("ntk", {"factor": -1.0}, "from 1"),
+    ("ntk", {"factor": "x"}, "could not convert"),
+    ("ntk", {"factor": 1e300}, "out of range"),
+    ("ntk", {"factor": 2.0, "length": 31}, f"{LENGTH} 31"),
+    ("ntk", {"factor": 2.0, "length": 128.5}, f"{LENGTH} 128.5"),
+    ("cubic", {}, "unknown rotary scaling"),
+    (["ntk"], {}, "unknown rotary scaling"),
+    ("linear", {"factor": 2.0, "length": 64}, "'linear' does not take length; it takes factor"),
+    ("linear", {"low_freq_factor": 2.0}, "'linear' does not take low_freq_factor"),
+    ("llama3", {"beta_fast": 2.0}, "it takes factor, high_freq_factor, low_freq_factor"),
+    ("llama3", {"high_freq_factor": 0.5}, "high_freq_factor > low_freq_factor"),
+    ("yarn", {"attention_factor": float("inf")}, "must be a positive number"),
+    ("yarn", {"attention_factor": "much"}, "must be a positive number"),
+    ("longrope", {}, "longrope needs short_factor"),
+    ("longrope", {name: [float("nan")] * 4 for name in LONGROPE}, "one positive divisor"),
+    ("longrope", {name: [1.0] for name in LONGROPE}, "one divisor per rotary pair"),
+]
+
+
+@pytest.mark.parametrize(("kind", "parameters", "message"), BAD)
+def test_bad_scalings_are_refused_and_change_nothing(kind, parameters, message):
     model = tiny_model("slack")
     before = dict(model.config.rope_parameters)
     with pytest.raises(ValueError, match=message):
-        set_rotary_scaling(model, **arguments)
+        set_rotary_scaling(model, kind, **parameters)
     assert model.config.rope_parameters == before

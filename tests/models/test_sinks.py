@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GraniteSWAConfig, GraniteSWAForCa
 from coca_attention.models.sinks import SINKS, use_fused_attention
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.loading import load_model
-from families import assert_compiles_and_trains, assert_reads_the_same
+from families import SIZES, WINDOWED, assert_compiles_and_trains, assert_reads_the_same
 
 WINDOW = 6
 
@@ -16,22 +16,12 @@ def granite(implementation=SINKS, dtype=torch.float64):
     """A local layer with positions and a global one without, both with sinks far from 0."""
     torch.manual_seed(0)
     config = GraniteSWAConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
+        **SIZES,
         attention_multiplier=8**-0.5,
-        max_position_embeddings=64,
         sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"],
+        layer_types=WINDOWED,
         layer_rope_theta=[10000.0, 0],
         initializer_range=0.3,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     )
     model = GraniteSWAForCausalLM(config).to(dtype).eval()
     with torch.no_grad():

@@ -8,15 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
-from coca_attention.ops import (
-    FORMS,
-    Rotation,
-    attend,
-    attention,
-    coca_attention,
-    fold,
-    score_scale,
-)
+from coca_attention.ops import FORMS, Rotation, attend, attention, coca_attention, fold, score_scale
 from covering import covering
 
 

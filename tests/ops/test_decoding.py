@@ -171,10 +171,7 @@ def test_weights_of_a_long_cache_do_not_overflow(heads):
     query, value = torch.zeros_like(query), torch.full_like(value, 2.0)
     frames = frames_for(query, t, torch.zeros(1, device=DEVICE), Rotation(4), 1024)
     cos, sin = Rotation(4).tables(torch.arange(40_000, device=DEVICE))
-    for output in (
-        attend_half(query, t, value, frames),
-        attend_half_at(query, t, value, cos, sin),
-    ):
+    for output in (attend_half(query, t, value, frames), attend_half_at(query, t, value, cos, sin)):
         assert (output - 2).abs().max() < 0.01
 
 

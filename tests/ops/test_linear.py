@@ -96,10 +96,7 @@ def test_half_precision_is_as_exact_as_its_inputs(dtype):
     [
         ({"form": "slack"}, "shift-invariant"),
         ({"rotation": Rotation(16, max_distance=8)}, "max_distance"),
-        (
-            {"rotation": Rotation(16, rule=RULES["dynamic"](2.0, 8))},
-            "follows",
-        ),
+        ({"rotation": Rotation(16, rule=RULES["dynamic"](2.0, 8))}, "follows"),
     ],
 )
 def test_what_has_no_state_is_refused(options, words):

@@ -69,10 +69,7 @@ def test_rules_agree_with_transformers(rule):
     for name in set(rule.field_names()) - {"training_length", "length"}:
         given |= {name: getattr(rule, name)} if getattr(rule, name) is not None else {}
     config = LlamaConfig(
-        hidden_size=64,
-        num_attention_heads=1,
-        max_position_embeddings=128,
-        rope_parameters=given,
+        hidden_size=64, num_attention_heads=1, max_position_embeddings=128, rope_parameters=given
     )
     seen = getattr(rule, "length", None) or 10**6
     theirs, magnitude = ROPE_INIT_FUNCTIONS[rule.rope_type](config, seq_len=seen)

@@ -112,12 +112,10 @@ class NoRotary(nn.Module):
         return None
 
 
-class AlibiGPTNeoXPreTrainedModel(GPTNeoXPreTrainedModel):
+class AlibiGPTNeoXModel(GPTNeoXModel):
     config: AlibiGPTNeoXConfig
     _can_record_outputs = {"hidden_states": GPTNeoXLayer, "attentions": AlibiGPTNeoXAttention}
 
-
-class AlibiGPTNeoXModel(AlibiGPTNeoXPreTrainedModel, GPTNeoXModel):
     def __init__(self, config: AlibiGPTNeoXConfig) -> None:
         super().__init__(config)
         for index, layer in enumerate(self.layers):
@@ -126,8 +124,10 @@ class AlibiGPTNeoXModel(AlibiGPTNeoXPreTrainedModel, GPTNeoXModel):
         self.post_init()
 
 
-class AlibiGPTNeoXForCausalLM(AlibiGPTNeoXPreTrainedModel, GPTNeoXForCausalLM):
+class AlibiGPTNeoXForCausalLM(GPTNeoXForCausalLM):
     """GPT-NeoX with ALiBi attention and a language-model head."""
+
+    config: AlibiGPTNeoXConfig
 
     def __init__(self, config: AlibiGPTNeoXConfig) -> None:
         GPTNeoXPreTrainedModel.__init__(self, config)

@@ -104,33 +104,21 @@ class CollinearModel(CollinearPreTrained):
         mask = mask.long() if mask is not None and mask.dim() == 2 else None
         if position_ids is None and mask is not None:  # scores of slack depend on true positions
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        if self.config.coca_linear:
-            if position_ids is None:
-                past = 0 if cache is None else cache.get_seq_length()
-                position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
-            real = None if mask is None else mask[:, -tokens.shape[1] :]
-            return forward(
-                input_ids=input_ids,
-                attention_mask=torch.empty(1, 1, 1, 0, device=tokens.device),
-                position_ids=position_ids,
-                past_key_values=cache,
-                inputs_embeds=inputs_embeds,
-                decoder_pass=Pass(linear=(position_ids, real)),
-                **kwargs,
-            )
-        band = self._band(tokens, attention_mask, position_ids, cache, kwargs.get("use_cache"))
-        has_roles, half = has_own_roles(self.config), self.config.kv_cache == "half"
-        placed = self._counts_distances() or (half and cache is not None)
-        positions = roles = None
-        if placed or has_roles:
-            if position_ids is None:
-                past = 0 if cache is None else cache.get_seq_length()
-                position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
-            if placed:
-                positions = KeyPositions(self, cache, position_ids, mask)
-            if has_roles:
-                roles = self._roles(tokens, attention_mask, position_ids, cache, band)
-        if band is not None or has_roles:
+        own, linear = has_own_roles(self.config), self.config.coca_linear
+        half = self.config.kv_cache == "half" and cache is not None
+        placed, caches = self._counts_distances() or half, kwargs.get("use_cache")
+        band = None if linear else self._band(tokens, attention_mask, position_ids, cache, caches)
+        if position_ids is None and (placed or own or linear):
+            past = 0 if cache is None else cache.get_seq_length()
+            position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
+        real = None if mask is None else mask[:, -tokens.shape[1] :]
+        decoder_pass = Pass(
+            KeyPositions(self, cache, position_ids, mask) if placed else None,
+            band,
+            self._roles(tokens, attention_mask, position_ids, cache, band) if own else None,
+            (position_ids, real) if linear else None,
+        )
+        if band is not None or own or linear:
             # Transformers makes no mask where it gets one.
             attention_mask = torch.empty(1, 1, 1, 0, device=tokens.device)
         elif isinstance(attention_mask, dict) and len(attention_mask) == 1:
@@ -142,7 +130,7 @@ class CollinearModel(CollinearPreTrained):
             position_ids=position_ids,
             past_key_values=cache,
             inputs_embeds=inputs_embeds,
-            decoder_pass=Pass(positions, band, roles),
+            decoder_pass=decoder_pass,
             **kwargs,
         )
 

@@ -110,7 +110,6 @@ def query_map(
         ValueError: If the form is unknown, or cos or sin requires a gradient.
     """
     form = get_form(form)
-    _check_constants(cos, sin)
     wide = torch.promote_types(query.dtype, torch.float32)
     span = 2 * cos.shape[-1]
     cos, sin = over_all_pairs(cos, sin, query.shape[-1] // 2, wide)
@@ -140,24 +139,20 @@ def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, free_pairs: i
     Raises:
         ValueError: If cos or sin requires a gradient.
     """
-    _check_constants(cos, sin)
     wide = torch.promote_types(key_coefficients.dtype, torch.float32)
     cos, sin = over_all_pairs(cos, sin, key_coefficients.shape[-1] - free_pairs, wide)
     return _call(_KeyMap, key_coefficients, cos, sin, free_pairs)
-
-
-def _check_constants(cos: Tensor, sin: Tensor) -> None:
-    if cos.requires_grad or sin.requires_grad:
-        raise ValueError(
-            "cos and sin must not require gradients, because learned rotary frequencies are not "
-            "supported; call detach() on them"
-        )
 
 
 def over_all_pairs(
     cos: Tensor, sin: Tensor, pairs: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """cos and sin, broadcast over heads and padded to all pairs with angle 0."""
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError(
+            "cos and sin must not require gradients, because learned rotary frequencies are not "
+            "supported; call detach() on them"
+        )
     missing = pairs - cos.shape[-1]
     if missing:
         cos, sin = F.pad(cos, (0, missing), value=1.0), F.pad(sin, (0, missing))
