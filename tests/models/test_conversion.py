@@ -24,7 +24,7 @@ from transformers import (
 
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.models import Conversion
+from coca_attention.models import Conversion, Roles
 from coca_attention.models.decoder import CollinearModel
 from coca_attention.testing import logits, some_tokens
 from coca_lab import folders
@@ -44,19 +44,32 @@ def test_an_unsupported_model_lists_the_families():
         convert(torch.nn.Linear(4, 4), "rope")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"form": "slak"}, "form must be one of .* got 'slak'; did you mean slack?"),
-        ({"kv_cache": "third"}, "kv_cache must be one of full, half"),
-        ({"form": "rope", "roles": "llg"}, "roles must be a Roles, such as .*, got 'llg'"),
-    ],
-)
-def test_a_refused_conversion_does_not_change_the_model(arguments, message):
-    model = vanilla("Llama")
+LENGTH = "must be a whole number from 1, got"
+REFUSED = [
+    ("Llama", {"form": "slak"}, "form must be one of .* got 'slak'; did you mean slack?"),
+    ("Llama", {"kv_cache": "third"}, "kv_cache must be one of full, half"),
+    ("Llama", {"roles": "llg"}, "roles must be a Roles, such as .*, got 'llg'"),
+    ("Gemma 3", {"roles": Roles("lg")}, "has rotary parameters per layer type"),
+    ("Llama", {"roles": Roles("lg"), "free_pairs": 2}, "roles determine the free pairs"),
+    ("Llama", {"roles": Roles("lg"), "max_distance": 9}, "roles limit no distances: leave out"),
+    ("Llama", {"roles": Roles("llg")}, "needs a model of at least 3 layers, got 2"),
+    ("Llama", {"form": "slack", "max_distance": 9}, "form slack depend on both positions"),
+    ("Llama", {"form": "rope", "free_pairs": 2}, "all pairs are free with form rope"),
+    ("Llama", {"form": "rope", "length": 0}, f"length {LENGTH} 0"),
+    ("Llama", {"form": "rope", "length": 8.5}, f"length {LENGTH} 8.5"),
+    ("Llama", {"form": "rope", "max_distance": 2.5}, f"max_distance {LENGTH} 2.5"),
+    ("Llama", {"form": "rope", "max_distance": 65}, "the training length of 64 tokens, got 65"),
+    ("Llama", {"form": "rope", "length": 8, "max_distance": 9}, "length of 8 tokens, got 9"),
+    ("Llama", {"form": "slack", "length": 8}, "is for roles and limits of distances, got 8"),
+]
+
+
+@pytest.mark.parametrize(("family", "arguments", "message"), REFUSED)
+def test_a_refused_conversion_does_not_change_the_model(family, arguments, message):
+    model = vanilla(family)
     kind, config, ids = type(model), model.config, some_tokens(model)
     before = logits(model, ids)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         convert(model, **arguments)
     assert type(model) is kind and model.config is config
     assert torch.equal(logits(model, ids), before)

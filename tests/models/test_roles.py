@@ -238,21 +238,9 @@ def test_what_cannot_add_a_bias_is_refused():
         model(some_tokens(model), use_cache=False)
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        (("Gemma 3", {}), {}, "has rotary parameters per layer type"),
-        (("Llama", {}), {"free_pairs": 2}, "roles determine the free pairs"),
-        (("Llama", {}), {"roles": Roles("llg")}, "needs a model of at least 3 layers, got 2"),
-        (("Llama", {"layer_types": [LOCAL] * 2}), {"roles": None}, "need sliding_window"),
-    ],
-)
-def test_roles_that_do_not_fit_are_refused(model, options, message):
-    family, changes = model
-    model = vanilla(family, **changes)
-    with pytest.raises(UserError, match=message):
-        convert(model, "strict", **{"roles": Roles("lg"), **options})
-    assert not hasattr(model.config, "coca_form")
+def test_local_layers_need_a_window():
+    with pytest.raises(UserError, match="need sliding_window"):
+        convert(vanilla("Llama", layer_types=[LOCAL] * 2), "strict")
 
 
 @pytest.mark.parametrize(
