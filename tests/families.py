@@ -28,25 +28,15 @@ WINDOWED = ["sliding_attention", "full_attention"]
 FAMILIES = {
     "Llama": ("llama", {}),
     "Mistral": ("mistral", {"sliding_window": 8}),
-    "Qwen2": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 8, "layer_types": WINDOWED},
-    ),
-    "Qwen3": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 8, "layer_types": WINDOWED},
-    ),
+    "Qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "layer_types": WINDOWED}),
+    "Qwen3": ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": WINDOWED}),
     "Gemma 3": (
         "gemma3_text",
         {"sliding_window": 8, "layer_types": WINDOWED, "query_pre_attn_scalar": 8},
     ),
     "Phi-3": (
         "phi3",
-        {
-            "partial_rotary_factor": 0.5,
-            "sliding_window": 8,
-            "original_max_position_embeddings": 64,
-        },
+        {"partial_rotary_factor": 0.5, "sliding_window": 8, "original_max_position_embeddings": 64},
     ),
     "OLMo 2": ("olmo2", {}),
     "GPT-NeoX": ("gpt_neox", {"rotary_pct": 0.5, "num_key_value_heads": None, "head_dim": None}),

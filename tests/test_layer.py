@@ -134,8 +134,7 @@ def test_weights_are_made_on_a_device_in_a_dtype():
 
 HIDDEN, PLACES = r"hidden states of shape \(B, T, 32\), got", r"shape \(3,\) or \(1, 3\), got"
 STATIC = StaticCache(
-    config=LlamaConfig(num_attention_heads=4, hidden_size=32, num_hidden_layers=1),
-    max_cache_len=16,
+    config=LlamaConfig(num_attention_heads=4, hidden_size=32, num_hidden_layers=1), max_cache_len=16
 )
 
 

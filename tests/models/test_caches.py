@@ -11,7 +11,7 @@ from coca_attention import convert
 from coca_attention.models.configuration import GLOBAL, LOCAL
 from coca_attention.models.layer_pass import halve_static_keys
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
-from families import vanilla
+from families import VARIED, WINDOWED, assert_reads_the_same, vanilla
 
 ROUND_OFF = 1e-12  # float64, relative to the largest logit
 # Name in the table: form, settings of `convert`, additions to the rotary parameters.
@@ -31,39 +31,36 @@ PIECES = {
         {"turning_pairs": 0, "temperature": 16, "decay": 1.5, "decay_length": 4.0},
     ),
 }
-CACHES = ["growing", "sliding", "static", "offloaded", "quantised"]
+CACHES = {
+    "growing": lambda config, length: DynamicCache(),
+    "sliding": lambda config, length: DynamicCache(config=config),
+    "static": lambda config, length: StaticCache(config=config, max_cache_len=length + 3),
+    "offloaded": lambda config, length: DynamicCache(config=config, offloading=True),
+    "quantised": lambda config, length: QuantizedCache("fp8", config),
+}
 KINDS = ["full", "half"]
 CELLS = [(piece, cache, kind) for piece in PIECES for cache in CACHES for kind in KINDS]
+# Pieces of layers in every kind of family, the others in one each.
+FAMILIES = [(piece, family) for piece in ("max_distance", "roles") for family in VARIED]
+FAMILIES += [(piece, VARIED[i % 4]) for i, piece in enumerate(PIECES) if i < len(PIECES) - 2]
 
 
-def refusal(piece: str, cache: str, kind: str) -> str | None:
-    """A part of the error where a combination does not work."""
-    if cache == "quantised" and piece == "roles":
-        return "only full attention layers"
-    return None
-
-
-def model_with(piece: str, cache: str, kind: str):
+def model_with(piece: str, cache: str, kind: str, family: str = "Qwen2"):
     """A model of two layers, in float64: a local and a global one where the cache allows it."""
     form, settings, rotary = PIECES[piece]
-    local = cache != "quantised" or piece == "roles"
-    model = vanilla("Qwen2", **({} if local else {"layer_types": None, "use_sliding_window": None}))
+    changes = {}
+    if piece == "roles":
+        changes = {"layer_types": WINDOWED, "sliding_window": 8}
+    elif cache == "quantised":
+        changes = {"layer_types": None, "use_sliding_window": None}
+    model = vanilla(family, **changes)
     model.config.rope_parameters |= rotary
     return convert(model, form, kv_cache=kind, **settings).double().eval()
 
 
 def make_cache(name: str, model, length: int):
     """An empty cache for a text of so many tokens."""
-    config = model.config
-    if name == "growing":
-        return DynamicCache()
-    if name == "sliding":
-        return DynamicCache(config=config)
-    if name == "static":
-        return StaticCache(config=config, max_cache_len=length + 3)
-    if name == "offloaded":
-        return DynamicCache(config=config, offloading=True)
-    return QuantizedCache("fp8", config)
+    return CACHES[name](model.config, length)
 
 
 def without_a_gpu(monkeypatch):
@@ -80,9 +77,8 @@ def test_cell(piece, cache, kind, monkeypatch):
     """Read in pieces, the logits are those of one pass; or an error says what to do."""
     model = model_with(piece, cache, kind)
     ids = some_tokens(model)
-    message = refusal(piece, cache, kind)
-    if message is not None:
-        with pytest.raises(ValueError, match=message):
+    if (piece, cache) == ("roles", "quantised"):
+        with pytest.raises(ValueError, match="only full attention layers"):
             make_cache(cache, model, ids.shape[1])
         return
     if cache == "offloaded":
@@ -98,6 +94,20 @@ def test_cell(piece, cache, kind, monkeypatch):
     if cache in ("growing", "sliding"):
         width = made.layers[0].keys.shape[-1]
         assert (width == 8) is (kind == "full" or piece == "all pairs free")
+
+
+@pytest.mark.parametrize(("piece", "family"), FAMILIES)
+def test_every_way_of_reading_gives_the_same(piece, family):
+    """One pass, caches, padding and generation, with fused and eager attention; and it matters."""
+    kind, form = KINDS[FAMILIES.index((piece, family)) // 2 % 2], PIECES[piece][0]
+    model = model_with(piece, "sliding", kind, family)
+    ids = some_tokens(model, length=40)
+    assert_reads_the_same(model, ids)
+    found = logits(model, ids)
+    model.set_attn_implementation("eager")
+    assert difference(logits(model, ids), found) < 1e-9
+    without = model_with(form, "sliding", kind, family)
+    assert piece == form or difference(logits(without, ids), found) > 1e-4
 
 
 @pytest.mark.parametrize(("kind", "piece"), [("full", "slack"), ("half", "free pairs")])

@@ -129,19 +129,6 @@ def test_a_window_that_the_family_ignores_is_none():
     assert torch.equal(*(logits(model, ids) for model in models))
 
 
-@pytest.mark.parametrize(
-    ("family", "form", "cache"),
-    [(f, *(("rope", "full"), ("strict", "half"))[i % 2]) for i, f in enumerate(VARIED)],
-)
-def test_every_way_of_reading_gives_the_same(family, form, cache):
-    model = limited(family, form, kv_cache=cache)
-    ids = some_tokens(model, length=40)
-    assert_reads_the_same(model, ids)
-    found = logits(model, ids)
-    model.set_attn_implementation("eager")
-    assert difference(logits(model, ids), found) < 1e-9
-
-
 @pytest.mark.parametrize("family", VARIED)
 def test_a_layer_is_the_operator(family):
     model, calls = limited(family, "magnitude"), []

@@ -292,14 +292,11 @@ def load_original(source: str | Path, *, dtype: torch.dtype | None = None) -> Pr
             f"{source}: no weights could be loaded, or a file is damaged or contains more than "
             f"tensors: {error}"
         ) from error
-    problems = [
-        *(f"{name} is missing" for name in sorted(info["missing_keys"])),
-        *(f"{n} is not known" for n in sorted(info["unexpected_keys"]) if not n.endswith(BUFFERS)),
-        *(
-            f"{name} has shape {tuple(found)}, expected {tuple(expected)}"
-            for name, found, expected in sorted(info["mismatched_keys"])
-        ),
-    ]
+    unknown = [name for name in sorted(info["unexpected_keys"]) if not name.endswith(BUFFERS)]
+    problems = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+    problems += [f"{name} is not known" for name in unknown]
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        problems.append(f"{name} has shape {tuple(found)}, expected {tuple(expected)}")
     if problems:
         named = "; ".join(problems[:3]).replace("self_attn.k_proj", "self_attn.t_proj")
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""

@@ -180,16 +180,17 @@ class CollinearModel(CollinearPreTrained):
     ) -> dict[str, tuple[Any, Angles]]:
         """Mask, unless layers form it, and angles of local and of global layers."""
         like = torch.empty(*tokens.shape[:2], 0, dtype=self.dtype, device=tokens.device)
-
-        def mask_of(kind: str) -> Any:
-            if band is not None:
-                return None
+        found = {}
+        for kind, make in MASKS.items():
+            if kind not in self.config.layer_types:
+                continue
+            made = None
             if isinstance(mask, dict):  # that Transformers made per layer type
-                return mask[kind]
-            return MASKS[kind](self.config, like, mask, cache, position_ids)
-
-        kinds = [kind for kind in MASKS if kind in self.config.layer_types]
-        return {kind: (mask_of(kind), self.rotary_emb(like, position_ids, kind)) for kind in kinds}
+                made = mask[kind]
+            elif band is None:
+                made = make(self.config, like, mask, cache, position_ids)
+            found[kind] = made, self.rotary_emb(like, position_ids, kind)
+        return found
 
 
 class CollinearHead(CollinearPreTrained):

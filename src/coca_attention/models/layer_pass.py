@@ -241,8 +241,6 @@ class LayerPass(NamedTuple):
         if compiling():
             tables = self._at.tables(self.kind, self.first, keys)
             return attend_half_at(query, coefficients, value, *tables, **options).transpose(1, 2)
-        if self._at.first_position is None:
-            return None
         tile, pairs = tile_length(coefficients, query.shape[1]), self.module.head_dim // 2
         frames = self._at.frames(self.kind, self.first, keys, pairs, tile)
         if frames is None:
