@@ -111,12 +111,12 @@ class CollinearModel(CollinearPreTrained):
         if position_ids is None and (placed or own or linear):
             past = 0 if cache is None else cache.get_seq_length()
             position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
-        real = None if mask is None else mask[:, -tokens.shape[1] :]
+        places: Any = position_ids
         decoder_pass = Pass(
-            KeyPositions(self, cache, position_ids, mask) if placed else None,
+            KeyPositions(self, cache, places, mask) if placed else None,
             band,
-            self._roles(tokens, attention_mask, position_ids, cache, band) if own else None,
-            (position_ids, real) if linear else None,
+            self._roles(tokens, attention_mask, places, cache, band) if own else None,
+            (places, None if mask is None else mask[:, -tokens.shape[1] :]) if linear else None,
         )
         if band is not None or own or linear:
             # Transformers makes no mask where it gets one.
