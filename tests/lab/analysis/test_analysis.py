@@ -134,24 +134,20 @@ def test_every_family(family, form):
         assert max(logits) < (1e-4 if form == "vanilla" else 1e-12)
 
 
-@pytest.mark.parametrize(("family", "form"), [("GPT-NeoX", "slack"), ("Cohere", "strict")])
-def test_angles_of_collinear_models_are_zero(family, form):
-    result = analyze(collinear(family, form), documents(48), SMALL)
-    for layer in result["layers"]:
-        angles = layer["angles"]
-        assert angles["largest"] < 1e-12 and angles["case_d_weight"] == 0
-        assert not any(angles["case_d"])
-        assert all(row[0] == 1 for row in angles["histogram"])
-        # The ReLU leaves some keys without a direction.
-        assert any(0 < share < 1 for share in angles["zero_share"])
-        for entry in angles["lengths"]:
-            assert not any(entry["anomalous_tokens"])
-            borders = entry["borders"]
-            found = [a + b for a, b in zip(borders["peaks"], borders["troughs"], strict=True)]
-            assert found == borders["collinear"]
-        assert form == "strict" or layer["effective_angles"]["cases"]["d"] > 0.05
-    angles = analyze(vanilla(family), documents(48), SMALL)["layers"][0]["angles"]
-    assert angles["largest"] > 3 and 0.2 < angles["cases"]["d"] < 0.8
+def test_angles_of_collinear_models_are_zero():
+    for family, form in (("GPT-NeoX", "slack"), ("Cohere", "strict")):
+        rotary = analyze(vanilla(family), documents(48), SMALL)["layers"][0]["angles"]
+        assert rotary["largest"] > 3 and 0.2 < rotary["cases"]["d"] < 0.8
+        for layer in analyze(collinear(family, form), documents(48), SMALL)["layers"]:
+            angles = layer["angles"]
+            assert angles["largest"] < 1e-12 and not any(angles["case_d"])
+            # The ReLU leaves some keys without a direction.
+            assert any(0 < share < 1 for share in angles["zero_share"])
+            for entry in angles["lengths"]:
+                borders = entry["borders"]
+                crossed = zip(borders["peaks"], borders["troughs"], strict=True)
+                assert [a + b for a, b in crossed] == borders["collinear"]
+            assert form == "strict" or layer["effective_angles"]["cases"]["d"] > 0.05
 
 
 def test_nats_and_logits_under_a_shift_match_the_model():
@@ -245,12 +241,15 @@ def test_pairs_are_drawn_uniformly_inside_the_window():
     assert pairs_by_distance(100, 3, 5, rng).distances.unique().tolist() == [1, 2, 4]
 
 
-def test_a_window_of_one_token():
-    result = analyze(vanilla("Mistral", sliding_window=1), documents(20), SMALL)
-    angles = result["layers"][0]["angles"]
-    assert angles["samples"] == 0 and angles["mean"] == [None] * 4
-    assert result["layers"][0]["decay"]["by_distance"] == []
-    json.dumps(result, allow_nan=False)
+def test_a_window_of_one_token_and_pairs_that_do_not_turn():
+    layer = analyze(vanilla("Mistral", sliding_window=1), documents(20), SMALL)["layers"][0]
+    assert layer["angles"]["samples"] == 0 and layer["angles"]["mean"] == [None] * 4
+    assert layer["decay"]["by_distance"] == []
+    model = collinear("Llama")
+    model.config.rope_parameters["turning_pairs"] = 2
+    layer = analyze(model, documents(20), SMALL)["layers"][0]
+    assert layer["frequencies"][2:] == [0, 0] and all(layer["frequencies"][:2])
+    assert layer["effective_angles"]["lengths"][0]["anomalous_tokens"][2:] == [0, 0]
 
 
 class Largest(TorchDispatchMode):
@@ -294,14 +293,17 @@ def test_settings_out_of_range_are_refused(option, message, capsys):
     assert re.search(message, line) and "greater than" in line
 
 
-def test_unsupported_texts_are_refused():
+def test_unsupported_texts_and_damaged_predictions_are_refused():
     model = vanilla("Llama")
     with pytest.raises(UserError, match="no documents"):
         analyze(model, [])
-    with pytest.raises(UserError, match="document 1 must be a sequence of at least 2 token ids"):
-        analyze(model, documents(5, 1), SMALL)
-    with pytest.raises(UserError, match="at least 2 token ids"):
-        analyze(model, [torch.zeros(1, 5)], SMALL)
+    for texts in (documents(5, 1), [torch.zeros(1, 5)]):
+        with pytest.raises(UserError, match=r"document \d must be a sequence of at least 2 token"):
+            analyze(model, texts, SMALL)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("inf")
+    with pytest.raises(UserError, match="logits are not finite"):
+        analyze(model, documents(10), SMALL)
 
 
 def test_angles_that_depend_on_the_length_are_refused():
@@ -336,14 +338,6 @@ def test_angles_that_stop_growing_are_followed_up_to_there():
         analyze(model, documents(30), replace(short, lengths=[41]))
     with pytest.raises(UserError, match="stop growing at 40 tokens"):
         analyze(model, documents(50), replace(short, max_tokens=50))
-
-
-def test_damaged_predictions_are_refused():
-    model = vanilla("Llama")
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] = float("inf")
-    with pytest.raises(UserError, match="logits are not finite"):
-        analyze(model, documents(10), SMALL)
 
 
 def test_token_ids_of_a_source(tokenizer, text_folder, tmp_path):

@@ -74,18 +74,12 @@ def test_slack_keys_are_collinear_only_at_position_zero():
 def test_the_model_is_not_changed():
     model = make("GPT-NeoX", "vanilla")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    modules = [name for name, _ in model.named_modules()]
     logits = model(some_ids()).logits
     out = visit_layers(model, some_ids(), lambda heads: None)
     assert torch.equal(out.logits, logits)
-    assert [name for name, _ in model.named_modules()] == modules
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-    def fails(heads):
-        raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        visit_layers(model, some_ids(), fails)
+    with pytest.raises(ZeroDivisionError):
+        visit_layers(model, some_ids(), lambda heads: 1 / 0)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -160,24 +154,19 @@ def test_half_precision_tables_match_the_rotation(dtype):
 
 
 def test_unsupported_models_are_refused():
-    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=97, n_embd=8, n_head=2)).eval()
-    with pytest.raises(UserError, match=r"GPT2LMHeadModel is not supported.*llama"):
-        collect_layers(gpt2, some_ids())
-    with pytest.raises(UserError, match="AlibiGPTNeoXForCausalLM is not supported"):
-        collect_layers(tiny_model("alibi"), some_ids())
-
     class Changed(LlamaForCausalLM):
         pass
 
-    with pytest.raises(UserError, match="Changed is not supported"):
-        collect_layers(Changed(vanilla("Llama").config).eval(), some_ids())
-    with pytest.raises(UserError, match="LlamaModel is not supported"):
-        collect_layers(vanilla("Llama").model, some_ids())
-
-
-def test_training_mode_and_damaged_weights_are_refused():
+    llama = vanilla("Llama")
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=97, n_embd=8, n_head=2)).eval()
+    for model in (gpt2, tiny_model("alibi"), Changed(llama.config).eval(), llama.model):
+        with pytest.raises(UserError, match=rf"{type(model).__name__} is not supported.*llama"):
+            collect_layers(model, some_ids())
     with pytest.raises(UserError, match=r"model\.eval"):
-        collect_layers(vanilla("Llama").train(), some_ids())
+        collect_layers(llama.train(), some_ids())
+
+
+def test_damaged_weights_are_refused():
     model = vanilla("Llama")
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")

@@ -111,22 +111,10 @@ def test_samples_depend_on_seed_length_and_tokenizer_alone(digits):
     assert grid[:6] == pytest.approx([0.0, 0.5, 1.0] * 2, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("answer", "hit"),
-    [
-        ("12345", True),
-        (" The passkey is 12345.", True),
-        ("1234", False),
-        ("123456", False),
-        ("1", False),
-        ("54321 12345", False),
-        ("", False),
-        ("the passkey is", False),
-        ("12345 12346", True),
-    ],
-)
-def test_a_hit_is_the_whole_key_and_the_first_number(answer, hit):
-    assert is_hit(answer, 12345) is hit
+def test_a_hit_is_the_whole_key_and_the_first_number():
+    hits = ["12345", " The passkey is 12345.", "12345 12346"]
+    misses = ["1234", "123456", "1", "54321 12345", "", "the passkey is"]
+    assert [is_hit(answer, 12345) for answer in hits + misses] == [True] * 3 + [False] * 6
 
 
 class Copier(LlamaForCausalLM):
@@ -165,28 +153,22 @@ def test_models_with_a_known_answer(digits, known, accuracy):
     json.dumps(cells, allow_nan=False)
 
 
-def test_batches_and_caches_change_nothing(tokenizer):
+def test_batches_caches_and_evaluations_before_change_nothing(tokenizer):
     """Output texts of a model that says something else for every prompt."""
     model = tiny_model("llama-slack")
+    before = dict(model.config.rope_parameters)
 
     def outputs(**changes):
         wanted = PasskeySettings([300], samples=6, max_new_tokens=6, **changes)
-        cells = evaluate_passkey(model, tokenizer, wanted, scaling="ntk")
-        return [record["output"] for record in cells[0]["samples"]]
+        (cell,) = evaluate_passkey(model, tokenizer, wanted, scaling="ntk")
+        assert cell["rope_parameters"]["length"] == 306 and model.config.rope_parameters == before
+        return [record["output"] for record in cell["samples"]]
 
     plain = outputs(batch_tokens=1)
     assert len(set(plain)) > 1
     assert outputs(batch_tokens=8 * 300) == plain
     assert outputs(batch_tokens=8 * 300, use_cache=False) == plain
     assert outputs(seed=1) != plain
-
-
-def test_a_model_is_left_as_it_was(tokenizer):
-    model, wanted = tiny_model("slack"), PasskeySettings([300], samples=1, max_new_tokens=5)
-    before = dict(model.config.rope_parameters)
-    (cell,) = evaluate_passkey(model, tokenizer, wanted, scaling="ntk", factor=2.0)
-    assert cell["rope_parameters"]["length"] == 305
-    assert model.config.rope_parameters == before
 
 
 @pytest.fixture

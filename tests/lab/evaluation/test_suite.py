@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from coca_lab.analysis import task as analyses
 from coca_lab.cli import main
 from coca_lab.engine import Store
-from coca_lab.evaluation import suite as suites
 from coca_lab.evaluation.suite import load_suite, open_models, run_suite
 from conftest import some_text, tiny_model
 
@@ -191,11 +190,3 @@ def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, tmp_pa
     tokenizer.save_pretrained(other)
     wanted.models["CoCA-Slack"] = str(other)
     assert not share_text()
-
-
-def test_a_second_process_is_named(small, tmp_path):
-    with (
-        Store(tmp_path / suites.STORE_FILE),
-        pytest.raises(ValueError, match="is in use by another process"),
-    ):
-        run_suite(load_suite(small), tmp_path)
