@@ -1,4 +1,4 @@
-"""Tiny models of every family, and the capabilities that each is tested for."""
+"""Tiny models of every family, and ways to read them."""
 
 from itertools import pairwise
 
@@ -45,30 +45,6 @@ FAMILIES = {
 }
 # Without and with layer types; pairs (2j, 2j + 1), partial rotary; a fused projection.
 VARIED = ["Llama", "Qwen2", "GLM-4", "GPT-NeoX"]
-CAPABILITIES = [
-    "convert",
-    "forward",
-    "generate",
-    "static cache",
-    "sliding cache",
-    "beam search",
-    "left padding",
-    "save and load",
-    "training step",
-    "gradient checkpointing",
-    "compile",
-    "LoRA",
-    "half cache",
-]
-# Families without a sliding window.
-NO_WINDOW = ("Llama", "OLMo 2", "GPT-NeoX", "Cohere", "GLM-4")
-
-
-def applies(family: str, capability: str) -> bool:
-    return capability != "sliding cache" or family not in NO_WINDOW
-
-
-CELLS = [(f, c) for f in FAMILIES for c in CAPABILITIES if applies(f, c)]
 
 
 def configuration(family: str, **changes):

@@ -98,25 +98,20 @@ def test_dropout_applies_only_in_training():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("sizes", "options", "message"),
     [
-        ({"hidden_size": 30, "num_heads": 4}, "not a multiple of num_heads"),
-        ({"hidden_size": 12, "num_heads": 4}, "must be even"),
-        ({"hidden_size": 32, "num_heads": 0}, "num_heads must be at least 1, got 0"),
-        (
-            {"hidden_size": 32, "num_heads": 4, "num_key_value_heads": 3},
-            "must divide the number of query heads; got 3 and 4",
-        ),
-        ({"hidden_size": 32, "num_heads": 4, "form": "loose"}, "unknown score form"),
-        (
-            {"hidden_size": 32, "num_heads": 4, "rotation": Rotation(8, max_distance=4)},
-            "does not limit distances: leave max_distance out",
-        ),
+        ((30, 4), {}, "not a multiple of num_heads"),
+        ((12, 4), {}, "must be even"),
+        ((32, 0), {}, "num_heads must be at least 1, got 0"),
+        ((32, 4, 3), {}, "must divide the number of query heads; got 3 and 4"),
+        ((32, 4, 4, "loose"), {}, "unknown score form"),
+        ((32, 4), {"rotation": Rotation(8, max_distance=4)}, "does not limit distances: leave"),
+        ((32, 4), {"free_pairs": 5}, "free_pairs must be between 0 and 4"),
     ],
 )
-def test_invalid_sizes_are_refused(arguments, message):
+def test_invalid_sizes_are_refused(sizes, options, message):
     with pytest.raises(ValueError, match=message):
-        CoCAAttention(**arguments)
+        CoCAAttention(*sizes, **options)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 32), (2, 0, 32)])

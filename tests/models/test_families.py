@@ -19,8 +19,6 @@ from coca_attention.models.configuration import rotation
 from coca_attention.ops import fold
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from families import (
-    CAPABILITIES,
-    CELLS,
     FAMILIES,
     attended,
     attentions,
@@ -268,16 +266,15 @@ def check_half_cache(cell):
     assert torch.equal(generated(model, ids, cache_implementation="static"), tokens)
 
 
+CHECKS = {name[6:]: check for name, check in [*globals().items()] if name.startswith("check_")}
+CELLS = [(family, capability) for family in FAMILIES for capability in CHECKS]
+CELLS = [(f, c) for f, c in CELLS if c != "sliding_cache" or "sliding_window" in FAMILIES[f][1]]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("family", "capability"), CELLS)
 def test_cell(family, capability, tmp_path):
-    row, column = list(FAMILIES).index(family), CAPABILITIES.index(capability)
+    row, column = list(FAMILIES).index(family), list(CHECKS).index(capability)
     form = ("slack", "strict")[(row + column) % 2]
     kind = ("full", "half")[(row // 2 + column) % 2]
-    check = globals()["check_" + capability.lower().replace(" ", "_")]
-    check(Cell(family, form, kind, tmp_path))
-
-
-def test_every_capability_has_a_check():
-    checks = {name for name in globals() if name.startswith("check_")}
-    assert checks == {"check_" + c.lower().replace(" ", "_") for c in CAPABILITIES}
+    CHECKS[capability](Cell(family, form, kind, tmp_path))

@@ -12,26 +12,17 @@ from coca_attention.testing import difference, some_tokens
 from families import FAMILIES, configuration, left_padded, reloaded, vanilla
 
 TASKS = dict(zip(("sequence", "token", "answer"), HEADS, strict=True))
-# Heads that Transformers has for a family; ours exist for all.
-WITHOUT = {
-    "Gemma 3": ("token", "answer"),
-    "Phi-3": ("answer",),
-    "OLMo 2": ("token", "answer"),
-    "Cohere": ("sequence", "token", "answer"),
-    "GLM-4": ("answer",),
-}
 
 
 def collinear_head(family, task):
-    """Converted from the vanilla head, or built, where Transformers has none."""
+    """Converted from the vanilla head, or built, where Transformers has none for the family."""
     torch.manual_seed(0)
-    if task not in WITHOUT.get(family, ()):
-        return convert(
-            TASKS[task].from_config(configuration(family, num_labels=3)), "strict"
-        ).eval()
+    auto, config = TASKS[task], configuration(family, num_labels=3)
+    if type(config) in auto._model_mapping:
+        return convert(auto.from_config(config), "strict").eval()
     body = convert(vanilla(family), "strict")
     body.config.num_labels = 3
-    return TASKS[task].from_config(body.config).eval()
+    return auto.from_config(body.config).eval()
 
 
 def labels(task, ids):

@@ -235,16 +235,6 @@ def test_other_rotary_embeddings_are_not_changed():
         set_rotary_scaling(local, "linear", factor=8.0)
 
 
-def test_a_converted_model_keeps_its_scaling():
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, **LLAMA3,
-            "original_max_position_embeddings": 16}  # fmt: skip
-    model = convert(vanilla("Llama", rope_parameters=rope)).double()
-    found, rule = rotation(model.config), rotation(model.config).rule
-    assert (found.base, rule.kind, rule.factor) == (500000.0, "llama3", 8.0)
-    assert rule.training_length == 16
-    assert_consistent(model, some_tokens(model, length=40))
-
-
 @pytest.mark.parametrize(
     ("family", "kind"),
     [("Qwen3", "linear"), ("Qwen3", "llama3"), ("Llama", "yarn"), ("Llama", "dynamic")],

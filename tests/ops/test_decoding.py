@@ -50,17 +50,16 @@ def whole_keys(query, t, value, first, rotation, scale, mask=None):
     return attend(query, key, value, attention_mask=mask, is_causal=False, scale=scale)
 
 
+def seen_from(first, keys):
+    """A mask of two rows: keys from the first on, and none."""
+    begins = torch.tensor([[first], [keys]], device=DEVICE)
+    return (torch.arange(keys, device=DEVICE) >= begins)[:, None, None]
+
+
 def frames_for(query, t, first, rotation, tile):
-    pairs = query.shape[-1] // 2
-    return key_frames(
-        first,
-        t.shape[-2],
-        rotation,
-        tile=tile,
-        pairs=pairs,
-        free_pairs=t.shape[-1] - pairs,
-        dtype=torch.promote_types(t.dtype, torch.float32),
-    )
+    pairs, wide = query.shape[-1] // 2, torch.promote_types(t.dtype, torch.float32)
+    options = {"tile": tile, "pairs": pairs, "free_pairs": t.shape[-1] - pairs, "dtype": wide}
+    return key_frames(first, t.shape[-2], rotation, **options)
 
 
 @settings(max_examples=60)
@@ -81,12 +80,7 @@ def test_agrees_with_whole_keys(
 ):
     query, t, value = case(*heads, keys=keys, value_width=value_width, free=free)
     start = torch.tensor([first, first - 7])[:rows].to(DEVICE)
-    mask = None
-    if masked:
-        mask = torch.arange(keys, device=DEVICE) >= torch.tensor(
-            [[keys // 2], [keys]], device=DEVICE
-        )
-        mask = mask[:, None, None]
+    mask = seen_from(keys // 2, keys) if masked else None
     rotation = Rotation(span, rule=YaRN(training_length=64, attention_factor=magnitude))
     expected = whole_keys(query, t, value, start, rotation, 0.3, mask)
     frames = frames_for(query, t, start, rotation, tile)
@@ -119,10 +113,7 @@ def test_the_kernel(monkeypatch, free, heads, masked, dtype, tolerance):
     query, t, value = case(*heads, keys=133, width=24, value_width=20, dtype=dtype, free=free)
     t, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (t, value))
     first = torch.tensor([900, -3], device=DEVICE)
-    mask = None
-    if masked:
-        mask = torch.arange(133, device=DEVICE) >= torch.tensor([[100], [133]], device=DEVICE)
-        mask = mask[:, None, None]
+    mask = seen_from(100, 133) if masked else None
     exact = (query.double(), t.double(), value.double())
     expected = whole_keys(*exact, first, Rotation(16), 0.2, mask)
     frames = frames_for(query, t, first, Rotation(16), 32)

@@ -27,18 +27,10 @@ from coca_attention.ops.positions import join_pairs, split_pairs
 def fold(
     x: Tensor, interleaved: bool = False, rotary_width: int | None = None, free_pairs: int = 0
 ) -> Tensor:
-    """Key coefficients of a full-width key: the mean of the two members of every collinear pair.
+    """Key coefficients of full-width keys: the mean of the two members of every collinear pair.
 
-    The authors' released code takes the same mean. Free pairs keep both members.
-
-    Args:
-        x: (..., D).
-        interleaved: Pair layout, see `split_pairs`.
-        rotary_width: Rotary width, see `split_pairs`; default D.
-        free_pairs: F, the number of free pairs, which are the last of each head.
-
-    Returns:
-        (..., P + F).
+    (..., D) to (..., P + F). The authors' released code takes the same mean. The last F pairs of a
+    head are free and keep both members. For the pair layout and the rotary width see `split_pairs`.
     """
     first, second = split_pairs(x, interleaved, rotary_width)
     means = (first + second) / 2
@@ -50,12 +42,7 @@ def fold(
 
 
 def activate(x: Tensor, pairs: int) -> Tensor:
-    """ReLU of the coefficients of collinear pairs (Eq. 5, 6); those of free pairs are unchanged.
-
-    Args:
-        x: (..., P + F).
-        pairs: P.
-    """
+    """ReLU of the coefficients (..., P + F) of collinear pairs (Eq. 5, 6), not of free ones."""
     collinear = 2 * pairs - x.shape[-1]
     if collinear == pairs:
         return x.relu()
