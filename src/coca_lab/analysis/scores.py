@@ -33,22 +33,23 @@ class TokenPairs(NamedTuple):
 def draw_pairs(length: int, count: int, window: int | None, rng: np.random.Generator) -> TokenPairs:
     """Draw pairs with replacement, uniformly from the causal pairs of a text inside the window."""
     distances = np.arange(1, min(length, window or length))
-    if not len(distances):  # in a window of one token, a token sees only itself
-        return TokenPairs(*torch.zeros(2, 0, dtype=torch.long))
-    probabilities = (length - distances) / (length - distances).sum()
-    distance = rng.choice(distances, size=count, p=probabilities)
-    keys = rng.integers(length - distance)
-    return TokenPairs(torch.from_numpy(keys + distance), torch.from_numpy(keys))
+    if len(distances):  # in a window of one token, a token sees only itself
+        probabilities = (length - distances) / (length - distances).sum()
+        distances = rng.choice(distances, size=count, p=probabilities)
+    return _pairs_at(distances, length, rng)
 
 
 def pairs_by_distance(
     length: int, count: int, window: int | None, rng: np.random.Generator
 ) -> TokenPairs:
     """Draw ``count`` pairs at each of the distances 1, 2, 4, … in a text and a window."""
-    distances = [2**i for i in range((min(length, window or length) - 1).bit_length())]
-    repeated = np.repeat(np.array(distances, dtype=np.int64), count)
-    keys = rng.integers(length - repeated) if len(repeated) else repeated
-    return TokenPairs(torch.from_numpy(keys + repeated), torch.from_numpy(keys))
+    distances = 2 ** np.arange((min(length, window or length) - 1).bit_length())
+    return _pairs_at(np.repeat(distances, count), length, rng)
+
+
+def _pairs_at(distances: np.ndarray, length: int, rng: np.random.Generator) -> TokenPairs:
+    keys = rng.integers(length - distances)
+    return TokenPairs(torch.from_numpy(keys + distances), torch.from_numpy(keys))
 
 
 def _paired(heads: LayerHeads, pairs: TokenPairs) -> tuple[Tensor, Tensor]:
