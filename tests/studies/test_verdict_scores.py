@@ -1,6 +1,7 @@
 """Each score against its paper's equation, written out pair by pair, in float64."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -16,15 +17,9 @@ from studies.verdict.pope import PoPE
 HIDDEN, HEADS, LENGTH, VALUES = 24, 4, 9, 6
 
 
-def rotated(query, key, m, n, theta):
-    """Rotary attention: complex products of pairs (j, j + D/2)."""
-    half = len(query) // 2
-    score = 0.0
-    for j in range(half):
-        q, k = (complex(float(x[j]), float(x[j + half])) for x in (query, key))
-        angle = (m - n) * theta[j]
-        score += (q * k.conjugate() * complex(math.cos(angle), math.sin(angle))).real
-    return score / math.sqrt(len(query))
+def turned(q, k, angle):
+    """The real part of a product of complex numbers, turned by an angle."""
+    return (complex(*q) * complex(*k).conjugate() * complex(math.cos(angle), math.sin(angle))).real
 
 
 def frequencies(width):
@@ -35,27 +30,27 @@ def still(width):
     return [0.0] * (width // 2)
 
 
-def rotary(width, theta):
-    return lambda module, head, q, k, m, n: rotated(q, k, m, n, theta(width))
+def rotary(width, theta=frequencies):
+    def score(module, head, q, k, m, n):
+        pairs = [(j, j + width // 2) for j in range(width // 2)]
+        angles = [(m - n) * x for x in theta(width)]
+        return sum(turned(q[[*p]], k[[*p]], x) for p, x in zip(pairs, angles, strict=True))
+
+    return score
 
 
-def collinear(width, power, signed, theta=frequencies, free=0, phase=False):
+def collinear(width, power, signed=False, theta=frequencies, free=0, phase=False):
     def score(module, head, q, t, m, n):
         pairs, total = width // 2, 0.0
-        for j in range(pairs - free):
-            size = math.hypot(float(q[j]), float(q[j + pairs])) ** power
+        for j, frequency in enumerate(theta(width)):
+            angle, query = (m - n) * frequency, q[[j, j + pairs]]
+            if j >= pairs - free:
+                total += turned(query, t[[j, j - pairs]], angle)
+                continue
             coefficient = float(t[j]) if signed else max(float(t[j]), 0.0)
             shift = float(module.score.learned["phase"][head, j]) if phase else 0.0
-            total += size * coefficient * math.cos((m - n) * theta(width)[j] + shift)
-        for i in range(free):
-            j = pairs - free + i
-            qj, kj = (
-                complex(float(q[j]), float(q[j + pairs])),
-                complex(float(t[j]), float(t[i - free])),
-            )
-            angle = (m - n) * theta(width)[j]
-            total += (qj * kj.conjugate() * complex(math.cos(angle), math.sin(angle))).real
-        return total / math.sqrt(width)
+            total += math.hypot(*query) ** power * coefficient * math.cos(angle + shift)
+        return total
 
     return score
 
@@ -66,41 +61,29 @@ def pope(module, head, q, k, m, n):
         sizes = [math.log1p(math.exp(float(x[c]))) for x in (q, k)]
         delta = min(max(float(module.score.learned["phase"][head, c]), -2 * math.pi), 0.0)
         total += sizes[0] * sizes[1] * math.cos((n - m) * 10000.0 ** (-c / width) + delta)
-    return total / math.sqrt(width)
+    return total
 
 
-# The options of a layer, and its score of one query and one key.
+def layer(score, width, turning=None, **options):
+    rotation = {"width": width} if turning is None else {"width": width, "turning": turning}
+    return {"score": score, "rotation": rotation, **options}
+
+
+SHIFTED = {"form": "shifted", "signed": True, "free_pairs": 2}
+# The options of a layer, and its score of one query and one key, times the root of its width.
 LAYERS = {
-    "rotary": ({"score": "rotary", "rotation": {"width": 6}}, rotary(6, frequencies)),
-    "thin": ({"score": "rotary", "rotation": {"width": 4}}, rotary(4, frequencies)),
-    "no positions": (
-        {"score": "rotary", "rotation": {"width": 4, "turning": 0}},
-        rotary(4, still),
-    ),
-    "strict": ({"score": "collinear", "rotation": {"width": 6}}, collinear(6, 2, False)),
-    "strict signed": (
-        {"score": "collinear", "signed": True, "rotation": {"width": 6}},
-        collinear(6, 2, True),
-    ),
-    "magnitude": (
-        {"score": "collinear", "form": "magnitude", "rotation": {"width": 6}},
-        collinear(6, 1, False),
-    ),
-    "strict without turning": (
-        {"score": "collinear", "rotation": {"width": 6, "turning": 0}},
-        collinear(6, 2, False, theta=still),
-    ),
+    "rotary": (layer("rotary", 6), rotary(6)),
+    "thin": (layer("rotary", 4), rotary(4)),
+    "no positions": (layer("rotary", 4, turning=0), rotary(4, still)),
+    "strict": (layer("collinear", 6), collinear(6, 2)),
+    "strict signed": (layer("collinear", 6, signed=True), collinear(6, 2, signed=True)),
+    "magnitude": (layer("collinear", 6, form="magnitude"), collinear(6, 1)),
+    "strict without turning": (layer("collinear", 6, turning=0), collinear(6, 2, theta=still)),
     "shifted fast pairs": (
-        {
-            "score": "collinear",
-            "form": "shifted",
-            "signed": True,
-            "free_pairs": 2,
-            "rotation": {"width": 8},
-        },
-        collinear(8, 1, True, free=2, phase=True),
+        layer("collinear", 8, **SHIFTED),
+        collinear(8, 1, signed=True, free=2, phase=True),
     ),
-    "pope": ({"score": "pope", "rotation": {"width": 10}}, pope),
+    "pope": (layer("pope", 10), pope),
 }
 
 
@@ -120,28 +103,21 @@ def texts(batch=2):
     return torch.randn(batch, LENGTH, HIDDEN, dtype=torch.float64, generator=torch.manual_seed(1))
 
 
-def written_out(module, score, hidden, *, kv_heads, window=None, temperature=None, decay=None):
+def written_out(module, score, hidden, *, kv_heads, window=LENGTH, temperature=None, decay=None):
     """The layer, one query at a time."""
     batch, length, _ = hidden.shape
     q = module.q_proj(hidden).view(batch, length, HEADS, -1)
     k = module.k_proj(hidden).view(batch, length, kv_heads, -1)
     v = module.v_proj(hidden).view(batch, length, kv_heads, -1)
     output = torch.zeros(batch, length, HEADS, VALUES, dtype=torch.float64)
-    for b in range(batch):
-        for h in range(HEADS):
-            g = h * kv_heads // HEADS
-            for m in range(length):
-                seen = range(0 if window is None else max(0, m - window + 1), m + 1)
-                scores = [score(module, h, q[b, m, h], k[b, n, g], m, n) for n in seen]
-                if temperature:
-                    factor = math.log(m + 2) / math.log(temperature + 1)
-                    scores = [factor * x for x in scores]
-                if decay:
-                    scores = [
-                        x - math.log(1 + (m - n) / decay) for x, n in zip(scores, seen, strict=True)
-                    ]
-                weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
-                output[b, m, h] = weights @ v[b, list(seen), g]
+    for b, h, m in product(range(batch), range(HEADS), range(length)):
+        g, seen = h * kv_heads // HEADS, range(max(0, m - window + 1), m + 1)
+        factor = math.log(m + 2) / math.log(temperature + 1) if temperature else 1.0
+        query, scale = q[b, m, h], factor / math.sqrt(q.shape[-1])
+        scores = [scale * score(module, h, query, k[b, n, g], m, n) for n in seen]
+        if decay:
+            scores = [x - math.log(1 + (m - n) / decay) for x, n in zip(scores, seen, strict=True)]
+        output[b, m, h] = torch.tensor(scores, dtype=torch.float64).softmax(0) @ v[b, seen, g]
     return module.o_proj(output.flatten(2))
 
 
@@ -159,12 +135,10 @@ def test_windows_temperatures_and_decays_are_theirs(name):
     options, score = LAYERS[name]
     more = {"temperature": 5, "decay": 1.0, "decay_length": 3.0}
     options = options | {"rotation": options["rotation"] | more}
-    hidden = texts()
-    module = attention(options, kv_heads=4, window=4)
+    module, hidden = attention(options, kv_heads=4, window=4), texts()
+    parts = {"window": 4, "temperature": 5, "decay": 3.0}
     with torch.no_grad():
-        expected = written_out(
-            module, score, hidden, kv_heads=4, window=4, temperature=5, decay=3.0
-        )
+        expected = written_out(module, score, hidden, kv_heads=4, **parts)
         torch.testing.assert_close(module(hidden)[0], expected, rtol=1e-10, atol=1e-10)
 
 
@@ -204,22 +178,16 @@ def test_phases_of_pope_begin_at_zero_and_collinear_caches_are_half():
 
 
 SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def same_logits(baseline, other):
     ids = torch.arange(40).view(2, 20) % 50
+    asked = {"input_ids": ids, "labels": ids, "use_cache": False}
     with torch.no_grad():
-        ours, theirs = (
-            model(input_ids=ids, labels=ids, use_cache=False) for model in (baseline, other)
-        )
+        ours, theirs = (model(**asked) for model in (baseline, other))
     torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.loss, theirs.loss)
 

@@ -504,19 +504,15 @@ def recipe_parser(shown: Collection[str] = ()) -> SettingsParser:
 
 def check_same_recipe(recipe: Recipe, path: Path, may_change: Collection[str] = ()) -> None:
     """Raise UserError if a run's file has another recipe, but for fields that may change."""
-    ours, theirs = (_flat(each.resolved()) for each in (recipe, load_recipe(path)))
-    changed = [name for name in ours if ours[name] != theirs[name]]
+    ours, theirs = (asdict(each.resolved()) for each in (recipe, load_recipe(path)))
+    stages, changed = ours.pop("stages"), list[str]()
+    for section, part in ours.items():
+        changed += [f"{section}.{name}" for name in part if part[name] != theirs[section][name]]
+    if stages != theirs["stages"]:
+        changed.append("stages")
     # Where tokens are stored has no influence on what is trained.
     if changed := [name for name in changed if name not in ("data.cache", *may_change)]:
         raise UserError(
             f"{path.parent} holds a run of another recipe (different: {', '.join(changed)}); "
             "choose another --output, or remove the folder"
         )
-
-
-def _flat(recipe: Recipe) -> dict[str, Any]:
-    """The fields of a recipe by their dotted names; stages are one field."""
-    content = asdict(recipe)
-    stages = content.pop("stages")
-    fields = {f"{section}.{n}": x for section, part in content.items() for n, x in part.items()}
-    return {**fields, "stages": stages}
