@@ -24,32 +24,21 @@ from coca_lab.files import hold
 from coca_lab.studies import load_study, run_study
 from coca_lab.studies import trial as module
 from coca_lab.training import load_recipe
-from runs import changed, weights
+from runs import OPTIONS, changed, weights
 
-STUDY = """
-title: Small
-text: {text}
-options:
-  model.hidden_size: 16
-  model.num_layers: 1
-  model.num_heads: 2
-  data.vocab_size: 300
-  data.block_length: 16
-  training.steps: 4
-  training.global_batch_size: 4
-  training.micro_batch_size: 4
-  training.precision: float32
-  training.log_every: 2
-  training.save_every: 2
-  training.report_to: []
-models:
-  none: {{model.attention: strict, training.learning_rate: 1.0e-9}}
-  some: {{model.attention: rope, training.learning_rate: 3.0e-2}}
-scalings: [{{kind: none}}, {{kind: linear, factor: 2, models: [some]}}]
-perplexity: {{windows: [16, 32]}}
-passkey: {{lengths: [260], samples: 2, max_new_tokens: 4}}
-"""
-"""Two models; without training (1e-9) nothing is learned."""
+STUDY = {
+    "title": "Small",
+    "options": {name: x for name, x in OPTIONS.items() if not name.startswith("validation.")}
+    | {"training.steps": 4, "training.micro_batch_size": 4, "training.save_every": 2}
+    | {"training.report_to": [], "data.held_out": 0.05},
+    "models": {  # without training (1e-9) nothing is learned
+        "none": {"model.attention": "strict", "training.learning_rate": 1e-9},
+        "some": {"model.attention": "rope", "training.learning_rate": 3e-2},
+    },
+    "scalings": [{"kind": "none"}, {"kind": "linear", "factor": 2, "models": ["some"]}],
+    "perplexity": {"windows": [16, 32]},
+    "passkey": {"lengths": [260], "samples": 2, "max_new_tokens": 4},
+}
 ONE = ["--models={some: {}}", "--scalings=[{kind: none}]"]
 
 
@@ -57,7 +46,7 @@ ONE = ["--models={some: {}}", "--scalings=[{kind: none}]"]
 def small(tmp_path_factory, text_folder):
     """The study as a file."""
     path = tmp_path_factory.mktemp("small") / "study.yaml"
-    path.write_text(STUDY.format(text=text_folder))
+    path.write_text(yaml.safe_dump({**STUDY, "text": str(text_folder)}, sort_keys=False))
     return path
 
 
