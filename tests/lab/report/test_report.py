@@ -45,6 +45,7 @@ def test_a_chart_is_drawn_from_one_specification_with_and_without_scripts(html):
     """The static picture stands in the page, beside what the script draws."""
     specifications = Page(html).specifications
     assert html.count('role="img"') == len(specifications) == html.count('class="marks"') == 3
+    assert 'role="graphics-symbol"' not in html  # of marks without names
     found = specifications[0]
     assert {param["name"] for param in found["params"]} == {"all", "shown", "zoom"}
     assert found["usermeta"] == {"log": True, "hidden": 0}
