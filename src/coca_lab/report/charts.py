@@ -283,14 +283,13 @@ def static_svg(specification: dict[str, Any], prefix: str) -> str:
     svg = vl_convert.vegalite_to_svg(specification)
     numbers: dict[str, int] = {}
 
-    def numbered(match: re.Match[str]) -> str:
-        number = numbers.setdefault(match[2], len(numbers))
-        return f"{match[1]}{prefix}-{number}"
+    def named(found: re.Match[str]) -> str:
+        return f"{found[1]}{prefix}-{numbers.setdefault(found[2], len(numbers))}"
 
-    def change(tag: re.Match[str]) -> str:
-        return re.sub(r'(\bid="|href="#|url\(#)([^")]+)', numbered, tag[0])
+    def renamed(tag: re.Match[str]) -> str:
+        return re.sub(r'(\bid="|href="#|url\(#)([^")]+)', named, tag[0])
 
-    return re.sub(r"<[^<>]+>", change, svg)  # tags alone: names may contain anything
+    return re.sub(r"<[^<>]+>", renamed, svg)  # tags alone: names may contain anything
 
 
 def _styled(chart: Any) -> dict[str, Any]:
