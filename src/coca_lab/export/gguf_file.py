@@ -1,7 +1,7 @@
 """A GraniteSWA as a GGUF file with its tokenizer, for llama.cpp.
 
 Fields and tensors are those of llama.cpp's own converter. The package gguf 0.19 does not know the
-architecture, so its names are written here.
+architecture, so the names of its own fields are written here.
 """
 
 import importlib
@@ -18,21 +18,6 @@ from coca_attention.models.configuration import LOCAL
 from coca_lab.data import load_tokenizer
 
 ARCHITECTURE = "granite_swa"
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn": "attn_sinks",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 PRE_TOKENIZERS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 """llama.cpp's names for the splits of byte-level tokenizers, with GPT-2's regular expression."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
@@ -100,21 +85,21 @@ def _add_tensors(gguf: Any, writer: Any, model: GraniteSWAForCausalLM) -> None:
     types = gguf.GGMLQuantizationType
     kind_of = {torch.float32: types.F32, torch.float16: types.F16, torch.bfloat16: types.BF16}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name.startswith("lm_head.") and config.tie_word_embeddings:
             continue
-        stem, _, part = name.rpartition(".")
-        wide, prefix = tensor.float(), ""
-        if stem.startswith("model.layers."):
-            index, _, stem = stem.removeprefix("model.layers.").partition(".")
-            prefix = f"blk.{index}."
-            count = heads.get(stem.removeprefix("self_attn."))
-            if count is not None and config.layer_rope_theta[int(index)]:
-                wide = _interleaved(wide, count)
-        part = "weight" if part == "sinks" else part
+        wide, parts = tensor.float(), name.split(".")
+        count = heads.get(parts[-2])
+        if count is not None and config.layer_rope_theta[int(parts[2])]:
+            wide = _interleaved(wide, count)
+        # The tensors of a Llama, and sinks.
+        known = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if parts[-1] == "sinks":
+            known = f"blk.{parts[2]}.attn_sinks.weight"
         kind = kind_of[tensor.dtype] if wide.dim() == 2 else types.F32
         data = gguf.quants.quantize(wide.contiguous().numpy(), kind)
-        writer.add_tensor(f"{prefix}{NAMES[stem]}.{part}", data, raw_dtype=kind)
+        writer.add_tensor(known, data, raw_dtype=kind)
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:

@@ -83,6 +83,12 @@ def without_short(frame: Frame) -> Frame:
     return frame[frame["scaling"] != SHORT]
 
 
+def short_rows(frame: Frame) -> list[int]:
+    """The rows of a table that show the last tokens alone."""
+    kinds = frame.drop_duplicates("line")["scaling"]
+    return [place for place, kind in enumerate(kinds) if kind == SHORT]
+
+
 def length_chart(
     frame: Frame, x: str, y: str, *, top: float | None = None, bars: bool = True
 ) -> LineChart:

@@ -18,6 +18,7 @@ from coca_lab.report.lengths import (
     length_table,
     lengths_of,
     line_label,
+    short_rows,
     strict_minus_slack,
     without_short,
 )
@@ -30,12 +31,12 @@ Scores = Sequence[DocumentScore]
 def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
     """By window, paired differences, positions, copies, and the forms."""
     frame = by_length(cells, "window", "perplexity", "ci95")
-    plain, kinds = without_short(frame), frame.drop_duplicates("line")["scaling"].tolist()
-    dotted = " (dotted: the last ones only)" if SHORT in kinds else ""
+    plain, muted, several = without_short(frame), short_rows(frame), frame["line"].nunique() > 1
+    dotted = " (dotted: the last ones only)" if muted else ""
     lowest = frame.groupby("x")["y"].min().map(number)
 
     def entry(row: Any) -> Entry:
-        bold = len(kinds) > 1 and number(row.y) == lowest[row.x]
+        bold = several and number(row.y) == lowest[row.x]
         return Entry(number(row.y), " to ".join(map(number, row.cell.get("ci95") or ())), bold)
 
     return [
@@ -51,8 +52,8 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
                 bars=False,
             ),
             *length_table(frame, "perplexity at", entry),
-            _note(cells, several=len(kinds) > 1),
-            muted=[place for place, kind in enumerate(kinds) if kind == SHORT],
+            _note(cells, several=several),
+            muted=muted,
         ),
         *_differences(plain),
         *_position_sections([cell for cell in cells if cell.get("by_position")]),

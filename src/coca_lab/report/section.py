@@ -58,15 +58,12 @@ class Section:
 
     def csv(self) -> str:
         """The table as CSV; smaller lines have columns of their own where rows have any."""
-        names, columns = [], []
+        columns: list[list[str]] = []
         for header, *entries in zip(self.header, *self.rows, strict=True):
             small = [getattr(entry, "small", "") for entry in (header, *entries)]
-            names.append(str(header))
-            columns.append([str(entry) for entry in entries])
-            if any(small[1:]):
-                names.append(small[0])
-                columns.append(small[1:])
-        return pd.DataFrame(dict(enumerate(columns))).to_csv(header=names, index=False)
+            columns.append([str(header), *map(str, entries)])
+            columns += [small] if any(small[1:]) else []
+        return pd.DataFrame(zip(*columns, strict=True)).to_csv(header=False, index=False)
 
 
 def signed(value: float, digits: str) -> str:

@@ -9,11 +9,11 @@ import pandas as pd
 from coca_lab.intervals import PowerLaw, fit_power_law
 from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.lengths import (
-    SHORT,
     every_cell,
     length_chart,
     length_table,
     lengths_of,
+    short_rows,
     without_short,
 )
 from coca_lab.report.results import Cell, grouped
@@ -70,7 +70,6 @@ def _by_length(title: str, figure: Figure, cells: Sequence[Cell]) -> Section:
     means = means.join(runs.groupby(["line", "x"])["y"].agg(**OVER_SEEDS), on=["line", "x"])
     better = " (lower is better)" if not figure.top else ""
     seeds = len({cell["training_seed"] for cell in cells})
-    kinds = means.drop_duplicates("line")["scaling"]
     return Section(
         title,
         _lead(title, figure, without_short(means)),
@@ -78,7 +77,7 @@ def _by_length(title: str, figure: Figure, cells: Sequence[Cell]) -> Section:
         length_chart(means, "tokens read at once", figure.name + better, top=figure.top),
         *length_table(means, f"{title} at", lambda row: _entry(row, figure.digits)),
         f"Means of {seeds} seed{'s' * (seeds > 1)}, and their ranges.",
-        muted=[place for place, kind in enumerate(kinds) if kind == SHORT],
+        muted=short_rows(means),
     )
 
 
