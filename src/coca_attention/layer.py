@@ -17,14 +17,13 @@ from coca_attention.ops import (
     ScoreForm,
     activate,
     attend,
-    coca_linear_attention,
     get_form,
     key_map,
     query_map,
     score_scale,
 )
 from coca_attention.ops.checks import check_heads, check_positions, check_width
-from coca_attention.ops.linear import check_linear
+from coca_attention.ops.linear import Turns, attend_turned, check_linear, linear_turns
 
 
 def project_collinear(
@@ -57,29 +56,30 @@ def attend_linear_cached(
     query: Tensor,
     key_coefficients: Tensor,
     value: Tensor,
+    turns: Turns,
     *,
     cache: Any,
     layer_idx: int | None,
     mask: Tensor | None = None,
     **settings: Any,
 ) -> Tensor:
-    """`coca_linear_attention` that continues from a cache's state of a layer, and updates it.
+    """`attend_turned` that continues from a cache's state of a layer, and updates it.
 
     ``mask`` is (B, T), zero for tokens that nobody sees.
     """
     state = None
     if cache is not None:
-        layers = cache.layers if layer_idx is not None else []
-        if layer_idx is None or not hasattr((layers[layer_idx:] or [None])[0], "recurrent_states"):
+        layer: Any = None if layer_idx is None else next(iter(cache.layers[layer_idx:]), None)
+        if not hasattr(layer, "recurrent_states"):
             raise ValueError(
                 "linear attention keeps a state, not keys: pass DynamicCache(config=model.config), "
                 "or for CoCAAttention one of a configuration with layer_types of hybrid"
             )
-        packed = layers[layer_idx].recurrent_states[0]
+        packed = layer.recurrent_states[0]
         state = None if packed is None else LinearState.unpack(packed, query.shape[-1])
     if mask is not None:
         key_coefficients = key_coefficients * mask[:, None, :, None]
-    output, state = coca_linear_attention(query, key_coefficients, value, state=state, **settings)
+    output, state = attend_turned(query, key_coefficients, value, turns, state, **settings)
     if cache is not None:
         cache.update_recurrent_state(state.packed().detach(), layer_idx)
         counted = value.detach()[..., :0]  # keys of no width: they count the tokens
@@ -259,14 +259,14 @@ class CoCAAttention(nn.Module):
     ) -> Tensor:
         if not is_causal or (mask is not None and mask.dim() != 2):
             raise ValueError("linear attention is causal, with an attention_mask of (B, T)")
+        dtype = torch.promote_types(projected[0].dtype, torch.float32)
         return attend_linear_cached(
             *projected,
+            linear_turns(self.form, self.rotation, positions, dtype),
             cache=cache,
             layer_idx=self.layer_idx,
             mask=mask,
             form=self.form,
-            rotation=self.rotation,
-            positions=positions,
             parameters=dict(self.form_parameters.items()),
         )
 

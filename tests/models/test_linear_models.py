@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache
 
-from coca_attention import CoCAAttention
+from coca_attention import CoCAAttention, set_rotary_scaling
 from coca_attention.models import CoCAGPTNeoXConfig, CoCALlamaConfig
 from coca_attention.models.families import FAMILIES
 from coca_attention.ops import Rotation
@@ -88,8 +88,14 @@ def test_what_linear_models_cannot_be_is_refused(fields, words):
         make(**fields)
 
 
-def test_other_caches_are_refused():
+def test_other_caches_and_scalings_are_refused():
     model, prompt = make()
+    set_rotary_scaling(model, "ntk", factor=4.0)
+    assert model(prompt).logits.isfinite().all()
+    set_rotary_scaling(model, "dynamic", factor=2.0)
+    with pytest.raises(ValueError, match="follows the length"):
+        model(prompt)
+    set_rotary_scaling(model, "none")
     with pytest.raises(ValueError, match=r"DynamicCache\(config=model.config\)"):
         model(prompt, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="does not support linear attention"):

@@ -110,3 +110,13 @@ def test_wrong_shapes_are_named():
         coca_linear_attention(query, torch.cat((t, t), -1), value)
     with pytest.raises(ValueError, match="value must be"):
         coca_linear_attention(query, t, value[:, :, :9])
+
+
+def test_sums_stay_wide_under_autocast_and_nothing_in_is_nothing_out():
+    inputs = make(length=300, dtype=torch.float32)
+    expected, _ = coca_linear_attention(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, state = coca_linear_attention(*inputs)
+    assert torch.equal(output, expected) and state.products.dtype == torch.float32
+    output, after = coca_linear_attention(*(x[:, :, :0] for x in inputs), state=state)
+    assert output.shape == (2, 4, 0, 7) and after is state

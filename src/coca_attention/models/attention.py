@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layer import attend_linear_cached, project_collinear
-from coca_attention.models.configuration import rotation
 from coca_attention.models.layer_pass import Pass
 from coca_attention.models.projections import AttentionLayout, head_norm, replace_key_projection
 from coca_attention.models.rotary import Angles
@@ -106,17 +105,16 @@ class CollinearAttention(nn.Module):
         cache = layer_past if past_key_values is None else past_key_values
         projected, coefficients, value = self.project(hidden_states)
         if decoder_pass.linear is not None:
-            positions, mask = decoder_pass.linear
+            turns, mask = decoder_pass.linear
             output = attend_linear_cached(
                 projected,
                 coefficients,
                 value,
+                turns,
                 cache=cache,
                 layer_idx=self.layer_idx,
                 mask=mask,
                 form=self.config.coca_form,
-                rotation=rotation(self.config),
-                positions=positions,
                 interleaved=self.layout.interleaved,
                 parameters=getattr(self, "form_parameters", None),
             )

@@ -31,6 +31,7 @@ from coca_attention.models.projections import (
     replace_key_projection,
 )
 from coca_attention.models.rotary import Angles, CoCARotary
+from coca_attention.ops.linear import Turns, linear_turns
 from coca_attention.ops.opaque import compiling
 
 MASKS = {GLOBAL: create_causal_mask, LOCAL: create_sliding_window_causal_mask}
@@ -116,7 +117,7 @@ class CollinearModel(CollinearPreTrained):
             KeyPositions(self, cache, places, mask) if placed else None,
             band,
             self._roles(tokens, attention_mask, places, cache, band) if own else None,
-            (places, None if mask is None else mask[:, -tokens.shape[1] :]) if linear else None,
+            self._linear(places, mask) if linear else None,
         )
         if band is not None or own or linear:
             # Transformers makes no mask where it gets one.
@@ -174,6 +175,12 @@ class CollinearModel(CollinearPreTrained):
             return None
         segments = find_packed_sequence_indices(position_ids.expand(batch, -1))
         return plain if segments is None else Band(segments)
+
+    def _linear(self: Any, position_ids: Tensor, mask: Tensor | None) -> tuple[Turns, Any]:
+        """Positions of linear attention, and which of the tokens of this pass are real."""
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        turns = linear_turns(self.config.coca_form, rotation(self.config), position_ids, dtype)
+        return turns, None if mask is None else mask[:, -position_ids.shape[1] :]
 
     def _roles(
         self: Any, tokens: Tensor, mask: Any, position_ids: Tensor, cache: Any, band: Band | None

@@ -19,6 +19,7 @@ from coca_attention.ops import attend, attend_half, key_frames, key_map, tile_le
 from coca_attention.ops.attention import with_bias
 from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map
 from coca_attention.ops.decoding import KeyFrames, attend_half_at
+from coca_attention.ops.linear import Turns
 from coca_attention.ops.opaque import compiling
 
 
@@ -133,8 +134,8 @@ class Pass(NamedTuple):
     band: Band | None = None  # in place of Transformers' masks
     # Mask and angles of each layer type, where all share one set of rotary parameters.
     roles: dict[str, tuple[Any, Angles]] | None = None
-    # With linear attention: positions (1 or B, T), and which of these tokens are real (B, T).
-    linear: tuple[Tensor, Tensor | None] | None = None
+    # With linear attention: its positions, and which of these tokens are real (B, T).
+    linear: tuple[Turns, Tensor | None] | None = None
 
     def layer(self, module: Any, mask: Any, angles: Any, cache: Any, length: int) -> "LayerPass":
         """What an attention module needs of it, given Transformers' mask and angles."""

@@ -142,10 +142,19 @@ def _magnitude_gradient(
     return along * q0, along * q1
 
 
-for _name, _invariant, _query, _gradient in (
-    ("slack", False, _slack_query, _slack_gradient),
-    ("strict", True, _strict_query, _strict_gradient),
-    ("magnitude", True, _magnitude_query, _magnitude_gradient),
-):
-    _label = f"CoCA-{_name.capitalize()}"
-    register_form(ScoreForm(_name, _label, _invariant, _query, _gradient, kernel=_name))
+register_form(
+    ScoreForm("slack", "CoCA-Slack", False, _slack_query, _slack_gradient, kernel="slack")
+)
+register_form(
+    ScoreForm("strict", "CoCA-Strict", True, _strict_query, _strict_gradient, kernel="strict")
+)
+register_form(
+    ScoreForm(
+        "magnitude",
+        "CoCA-Magnitude",
+        True,
+        _magnitude_query,
+        _magnitude_gradient,
+        kernel="magnitude",
+    )
+)

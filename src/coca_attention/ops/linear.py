@@ -12,7 +12,7 @@ Legend: B batch, T length of this pass, H query heads, G key/value heads, D head
 values, P = D/2 rotary pairs, N chunks of C tokens.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch import Tensor
 from coca_attention.ops.forms import ScoreForm, get_form
 from coca_attention.ops.maps import key_map, over_all_pairs, query_map
 from coca_attention.ops.positions import Rotation
+from coca_attention.ops.rules import UNSCALED
 
 CHUNK = 64
 
@@ -45,6 +46,28 @@ class LinearState(NamedTuple):
         """The state that was packed, for head width D."""
         products, coefficients = packed.tensor_split([packed.shape[-1] - width // 2], dim=-1)
         return cls(products.unflatten(-1, (width, -1)), coefficients)
+
+
+class Turns(NamedTuple):
+    """What the positions of a pass are to linear attention; all layers share them."""
+
+    tables: tuple[Tensor, Tensor]
+    """cos and sin of the angles from the last token of the state, (T, R/2) or (B, T, R/2)."""
+    still: tuple[Tensor, Tensor]
+    """cos and sin at angle 0, where scores are those of the normaliser, (1, R/2)."""
+    back: tuple[Tensor, Tensor]
+    """cos and sin of the angles of the whole pass, (1, R/2) or (B, 1, R/2)."""
+
+
+def linear_turns(
+    form: str | ScoreForm, rotation: Rotation, positions: Tensor, dtype: torch.dtype
+) -> Turns:
+    """`Turns` of positions (T,) or (B, T), the first right after the last token of the state."""
+    check_linear(get_form(form), rotation)
+    places = positions - positions[..., :1] + 1
+    back = rotation.angles(places[..., -1:]).to(dtype)
+    still = rotation.tables(places.new_zeros(1), dtype)
+    return Turns(rotation.tables(places, dtype), still, (back.cos(), back.sin()))
 
 
 def check_linear(form: ScoreForm, rotation: Rotation) -> None:
@@ -100,38 +123,44 @@ def coca_linear_attention(
         ValueError: If a shape does not match, the form is not shift-invariant, or the rotation
             depends on the length or limits or weighs distances.
     """
-    form, width, length = get_form(form), query.shape[-1], query.shape[-2]
-    rotation = Rotation(width) if rotation is None else rotation
-    check_linear(form, rotation)
     _check_shapes(query, key_coefficients, value)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    query, coefficients, value = (x.to(dtype) for x in (query, key_coefficients, value))
+    if rotation is None:
+        rotation = Rotation(query.shape[-1], rule=UNSCALED)  # torch.compile makes no default rule
     if positions is None:
-        positions = torch.arange(length, device=query.device)
-    places = positions - positions[..., :1] + 1
-    tables, still = rotation.tables(places, dtype), rotation.tables(places[..., :1] * 0, dtype)
+        positions = torch.arange(query.shape[-2], device=query.device)
+    turns = linear_turns(form, rotation, positions, torch.promote_types(query.dtype, torch.float32))
+    settings = {"form": form, "interleaved": interleaved, "parameters": parameters}
+    return attend_turned(query, key_coefficients, value, turns, state, **settings)
 
-    def effective_query(cos: Tensor, sin: Tensor) -> Tensor:
-        return query_map(query, cos, sin, form=form, interleaved=interleaved, parameters=parameters)
 
+def attend_turned(
+    query: Tensor,
+    key_coefficients: Tensor,
+    value: Tensor,
+    turns: Turns,
+    state: LinearState | None,
+    **settings: Any,
+) -> tuple[Tensor, LinearState]:
+    """`coca_linear_attention` at the positions of turns, with the settings of `query_map`."""
+    dtype, width = turns.still[0].dtype, query.shape[-1]
+    wide, coefficients, value = (x.to(dtype) for x in (query, key_coefficients, value))
     if state is None:
-        batch, kv_heads, _, pairs = coefficients.shape
+        shape = coefficients.shape[:2]
         state = LinearState(
-            query.new_zeros(batch, kv_heads, width, value.shape[-1], dtype=dtype),
-            query.new_zeros(batch, kv_heads, pairs, dtype=dtype),
+            wide.new_zeros(*shape, width, value.shape[-1]), wide.new_zeros(*shape, width // 2)
         )
+    if query.shape[-2] == 0:
+        return query.new_zeros(*query.shape[:-1], value.shape[-1]), state
     output, state = attend_linear(
-        effective_query(*tables),
-        key_map(coefficients, *tables),
+        query_map(wide, *turns.tables, **settings),
+        key_map(coefficients, *turns.tables),
         value,
-        # At angle 0 the scores are those of the normaliser.
-        effective_query(*still)[..., : width // 2],
-        key_map(coefficients, *still)[..., : width // 2],
+        query_map(wide, *turns.still, **settings)[..., : width // 2],
+        key_map(coefficients, *turns.still)[..., : width // 2],
         state,
     )
-    back = rotation.angles(places[..., -1:]).to(dtype)
-    products = _turned_back(state.products, back.cos(), back.sin())
-    return output.to(key_coefficients.dtype), state._replace(products=products)
+    products = _turned_back(state.products, *turns.back)
+    return output.to(query.dtype), state._replace(products=products)
 
 
 def attend_linear(
@@ -149,6 +178,13 @@ def attend_linear(
         features: f, (B, G, T, P), likewise.
         state: Σ K ⊗ v and Σ f of earlier tokens.
     """
+    with torch.autocast(query.device.type, enabled=False):  # sums in the dtype of the tensors
+        return _attend_chunks(query, key, value, weights, features, state)
+
+
+def _attend_chunks(
+    query: Tensor, key: Tensor, value: Tensor, weights: Tensor, features: Tensor, state: LinearState
+) -> tuple[Tensor, LinearState]:
     (batch, heads, length, width), kv_heads = query.shape, key.shape[1]
     groups, size = heads // kv_heads, min(CHUNK, length)
     rows, chunks = groups * size, -(-length // size)

@@ -125,6 +125,7 @@ class ModelRecipe:
         known, is_alibi = (*FORMS, *BASELINES), self.attention == "alibi"
         rotary = "layers", "turning_pairs", "temperature", "decay", "max_distance", "interpolation"
         extra = [name for name in rotary if getattr(self, name)]
+        invariant = self.attention in FORMS and FORMS[self.attention].shift_invariant
         default = ModelRecipe()
         sizes = [name for name in SIZES if getattr(self, name) != getattr(default, name)]
         head_width, rest = divmod(self.hidden_size, self.num_heads)
@@ -154,13 +155,8 @@ class ModelRecipe:
                 "max_distance is for models without layers and decay: leave it out": (
                     self.max_distance and (self.layers or self.decay)
                 ),
-                "linear is for attention strict and magnitude, without layers, limits and decay": (
-                    self.linear
-                    and (
-                        self.attention not in ("strict", "magnitude")
-                        or any(getattr(self, name) for name in rotary)
-                    )
-                ),
+                "linear is for new models with a shift-invariant form, such as strict, without "
+                f"{', '.join(rotary)}": self.linear and (extra or self.start or not invariant),
                 "window is for local layers: set layers": self.window and not self.layers,
                 f"decay_length {self.decay_length} requires a decay": self.decay_length
                 and (self.decay == 0 or (self.decay is None and not self.layers)),

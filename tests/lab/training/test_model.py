@@ -48,6 +48,13 @@ def test_each_part_can_be_switched_off_or_on_alone():
     assert found("rope", turning_pairs=2) == ("rope", 2, None, None)
 
 
+def test_attention_can_be_linear():
+    model = ModelRecipe("strict", "llama", hidden_size=32, num_layers=2, num_heads=4, linear=True)
+    model.check()
+    config = model_config(Recipe(model, DataRecipe(block_length=64)), 100)
+    assert config.coca_linear and config.layer_types == ["hybrid"] * 2
+
+
 def test_distances_can_be_limited(tmp_path):
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
     data = DataRecipe(block_length=64)
