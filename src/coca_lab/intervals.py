@@ -21,6 +21,12 @@ class DocumentScore:
     nats: float
     tokens: int
 
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> "DocumentScore":
+        """That of a document of a result file, which has null where nats overflowed."""
+        nats = math.inf if document["nats"] is None else document["nats"]
+        return cls(document.get("id", ""), nats, document["tokens"])
+
 
 def perplexity(scores: Iterable[DocumentScore]) -> float:
     """exp(nats / tokens) over all documents; every token has the same weight. inf on overflow."""

@@ -24,7 +24,7 @@ from coca_lab.evaluation.perplexity import (
     tokens_needed,
 )
 from coca_lab.evaluation.retrieval import PasskeySettings, measure_passkeys
-from coca_lab.evaluation.task import Cell, Model, RotaryScaling, finish
+from coca_lab.evaluation.task import Model, RotaryScaling, finish
 from coca_lab.evaluation.windows import TokenDocument
 from coca_lab.intervals import DocumentScore, paired_ratio_interval, perplexity
 
@@ -204,11 +204,9 @@ def _measure(
     scores, answers = cells[: len(lengths)], cells[len(lengths) :]
     return Measured(
         limit,
-        {n: [*map(_score, cell["documents"])] for n, cell in zip(lengths, scores, strict=True)},
+        {
+            n: [*map(DocumentScore.of, cell["documents"])]
+            for n, cell in zip(lengths, scores, strict=True)
+        },
         {n: sum(s["hit"] for s in c["samples"]) for n, c in zip(lengths, answers, strict=True)},
     )
-
-
-def _score(document: Cell) -> DocumentScore:
-    nats = math.inf if document["nats"] is None else document["nats"]
-    return DocumentScore(document["id"], nats, document["tokens"])

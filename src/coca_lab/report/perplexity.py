@@ -211,7 +211,7 @@ def _position_sections(cells: Sequence[Cell]) -> list[Section]:
 def _of_range(scored: dict[str, Any]) -> str:
     if scored["nats"] is None or not scored["tokens"]:
         return "–"
-    return f"{perplexity([_score(scored)]):.1f}"
+    return f"{perplexity([DocumentScore.of(scored)]):.1f}"
 
 
 def _repeat_sections(cells: Sequence[Cell]) -> list[Section]:
@@ -252,19 +252,14 @@ def _repeat_change(cell: Cell | None, base: Cell, part: Callable[[Cell], Scores]
     return _change(*_ratio(part(cell), part(base)))
 
 
-def _score(document: dict[str, Any]) -> DocumentScore:
-    nats = math.inf if document["nats"] is None else document["nats"]
-    return DocumentScore(document.get("id", ""), nats, document["tokens"])
-
-
 def _scores(cell: Cell) -> Scores:
-    return list(map(_score, cell["documents"]))
+    return list(map(DocumentScore.of, cell["documents"]))
 
 
 def _repeated(cell: Cell) -> Scores:
     """Every document's score, of the targets repeated from far back."""
     pairs = zip(cell["documents"], cell["repeats"]["documents"], strict=True)
-    return [_score(whole | part) for whole, part in pairs]
+    return [DocumentScore.of(whole | part) for whole, part in pairs]
 
 
 def _not_repeated(cell: Cell) -> Scores:
