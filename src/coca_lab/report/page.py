@@ -44,7 +44,7 @@ def write_report(
     Args:
         paths: Result files of ``coca eval`` and others, or folders (see `read_results`).
         output: The HTML file.
-        title: Heading of the page; by default it names what was measured.
+        title: Heading of the page; by default the study's, or what was measured.
         paper: Also show the paper's figures. Results of its training length have them anyway.
 
     Raises:
@@ -78,7 +78,7 @@ def build_report(
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
-        title=title or _title(tasks, runs),
+        title=title or _of_study(contents) or _title(tasks, runs),
         palettes={"light": COLOURS, "dark": DARK},
         groups=[f"{capital(c)}: {_members(group)}" for _, group, c in groups_of(tasks) if c],
         first=shown[:fold],
@@ -145,6 +145,12 @@ def _members(cells: Sequence[dict[str, Any]]) -> str:
     models = ", ".join(dict.fromkeys(cell["model"] for cell in cells if "model" in cell))
     about = models or cells[0]["machine"] or ""
     return f"{about} ({names})" if about and names else about or names
+
+
+def _of_study(contents: Sequence[dict[str, Any]]) -> str:
+    """The title of the one study among these results, or nothing."""
+    titles = {content["study"].get("title", "") for content in contents if "study" in content}
+    return titles.pop() if len(titles) == 1 else ""
 
 
 def _title(tasks: Tasks, runs: Sequence[Run]) -> str:

@@ -78,8 +78,7 @@ def capital(text: str) -> str:
 
 def enumeration(names: Sequence[str]) -> str:
     """Names as in a sentence: a, b and c; in quotes where they have commas of their own."""
-    if len(names) > 1:
-        names = [f"“{name}”" if "," in name else name for name in names]
+    names = [f"“{name}”" if "," in name else name for name in names]
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 

@@ -240,7 +240,7 @@ def run_study(
             failed |= {each.label: f"{each.after} failed" for each in ready if each.after in failed}
         save()
     if len(failed) < len(trials):
-        write_report([results], output / REPORT_FILE, title=study.title or None)
+        write_report([results], output / REPORT_FILE)
     for label, error in failed.items():
         count = f"{len(failed):,} of {len(trials):,} trials failed, first {label}"
         raise UserError(f"{count}: {error}. The same command runs them again")

@@ -78,6 +78,8 @@ def test_headings_name_what_was_measured_the_models_and_the_finding():
     many = build_report([{"results": [perplexity(f"m{i}", 64, 2.0 + i) for i in range(9)]}])
     assert "<h1>Perplexity against context length: m0, m1 and 7 more</h1>" in many
     assert "<h1>Benchmarks</h1>" in build_report([{"results": [bench(1.0)]}])
+    study = [{"results": CELLS, "study": {"title": "Four sizes"}}, {"results": [bench(1.0)]}]
+    assert "<h1>Four sizes</h1>" in build_report(study)
     every = [perplexity("a", 64, 2.0), passkey("a", 64, 2), needles("a", 0.5), bench(1, 8)]
     page = build_report([{"results": [*every, bench(2, 16)], "training": [TRAINING]}])
     headings = re.findall(r'<p class="kicker">.*</p>\s*<h2>(.*)</h2>', page)
