@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+import trl
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 
 from coca_attention.models import CoCALlamaForCausalLM
 from conftest import tiny_model
-
-trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
 
 
 @pytest.fixture
