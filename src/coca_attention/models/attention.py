@@ -11,11 +11,13 @@ The cache stores K' after rotation, of the usual width D (``kv_cache="full"``), 
 before rotation, of width P + F (``"half"``, and with limited distances).
 """
 
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layer import attend_linear_cached, project_collinear
@@ -24,6 +26,9 @@ from coca_attention.models.projections import AttentionLayout, head_norm, replac
 from coca_attention.models.rotary import Angles
 from coca_attention.ops import key_map, query_map, score_scale
 from coca_attention.ops.attention import hidden_by
+
+CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
+"""What Transformers' decoders and their layers call the cache: cache from 5.24 on."""
 
 
 def eager_attention(
@@ -102,7 +107,8 @@ class CollinearAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, hidden), and the attention weights if the attention function returns them."""
-        cache = layer_past if past_key_values is None else past_key_values
+        cache = kwargs.pop(CACHE, past_key_values)
+        cache = layer_past if cache is None else cache
         projected, coefficients, value = self.project(hidden_states)
         if decoder_pass.linear is not None:
             turns, mask = decoder_pass.linear
@@ -124,7 +130,7 @@ class CollinearAttention(nn.Module):
         )
         half = self.config.kv_cache == "half" or layer.angles.far is not None
         if half:
-            coefficients, value = self._cached(cache, coefficients, value)
+            coefficients, value = self._cached(cache, coefficients, value, kwargs)
         layer = layer.within_limits(coefficients.shape[-2])
         query = self.map_query(projected, layer.angles, layer.angles.cos, layer.angles.sin)
         output, weights = None, None
@@ -135,7 +141,7 @@ class CollinearAttention(nn.Module):
         tables = layer.key_tables(coefficients.shape[-2])
         key = key_map(coefficients, *tables, free_pairs=self.free_pairs)
         if not half:
-            key, value = self._cached(cache, key, value)
+            key, value = self._cached(cache, key, value, kwargs)
         output = layer.attend_keys(query, key, value)
         if output is None:
             # Here, because vLLM looks for the call and its scaling in the source of `forward`.
@@ -160,12 +166,17 @@ class CollinearAttention(nn.Module):
         output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return self.get_submodule(self.layout.output_name)(output)
 
-    def _cached(self: Any, cache: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of this layer, those of this pass added; without a cache, these."""
+    def _cached(
+        self: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """All keys and values of this layer, those of this pass added; without a cache, these.
+
+        A paged cache changes `kwargs`, the arguments of the attention function, in place.
+        """
         if cache is None:
             return key, value
         check_cache_width(cache, self.layer_idx, key.shape[-1])
-        return cache.update(key, value, self.layer_idx)
+        return cache.update(key, value, self.layer_idx, kwargs=kwargs)
 
 
 def check_cache_width(cache: Any, layer_idx: int, width: int) -> None:

@@ -15,7 +15,7 @@ from transformers.masking_utils import (
     find_packed_sequence_indices,
 )
 
-from coca_attention.models.attention import CollinearAttention
+from coca_attention.models.attention import CACHE, CollinearAttention
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
@@ -98,7 +98,10 @@ class CollinearModel(CollinearPreTrained):
         """The forward pass of the family's decoder, with the same arguments."""
         check_cache_kind(self.config.kv_cache)
         forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        tokens, cache = input_ids if input_ids is not None else inputs_embeds, past_key_values
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        given = kwargs.pop(CACHE, past_key_values)
+        # Continuous batching places the tokens of its paged cache and makes the masks.
+        cache = given if hasattr(given, "get_seq_length") else None
         if tokens is None:
             return forward(**kwargs)  # which says what is missing
         mask = attention_mask if isinstance(attention_mask, Tensor) else None
@@ -116,7 +119,7 @@ class CollinearModel(CollinearPreTrained):
         decoder_pass = Pass(
             KeyPositions(self, cache, places, mask) if placed else None,
             band,
-            self._roles(tokens, attention_mask, places, cache, band) if own else None,
+            self._roles(tokens, attention_mask, places, given, band) if own else None,
             self._linear(places, mask) if linear else None,
         )
         if band is not None or own or linear:
@@ -129,9 +132,9 @@ class CollinearModel(CollinearPreTrained):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=cache,
             inputs_embeds=inputs_embeds,
             decoder_pass=decoder_pass,
+            **{CACHE: given},
             **kwargs,
         )
 
