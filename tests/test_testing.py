@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from coca_attention.models.attention import CACHE
 from coca_attention.testing import CHECKS, assert_consistent, measure_consistency, some_tokens
 from conftest import CONFIGS, tiny_model
 
@@ -45,7 +46,7 @@ def broken(model, name):
 
     def wrong(input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         length = input_ids.shape[1]
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         if name == "left padding":
             position_ids = torch.arange(length).unsqueeze(0)
         elif name == "right padding" and attention_mask is not None and cache is None:

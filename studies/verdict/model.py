@@ -95,10 +95,11 @@ class BaselineAttention(nn.Module):
         hidden_states: Tensor,
         attention_mask: Any = None,
         past_key_values: Any = None,
+        cache: Any = None,  # as Transformers 5.24 calls it
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Causal attention over the whole text, (B, T, hidden)."""
-        if attention_mask is not None or past_key_values is not None:
+        if any(each is not None for each in (attention_mask, past_key_values, cache)):
             raise ValueError(
                 "a baseline takes texts of equal length without padding, packing or cache: leave "
                 "out attention_mask and position_ids, and set use_cache=False"
