@@ -192,8 +192,6 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(Exception, match=r"remove decay from rope_parameters in its config\.json"):
         CoCALlamaConfig.from_dict(values)
     model = limited("Llama").float()
-    with pytest.raises(ValueError, match="a decay or max_distance: use generate"):
-        model.init_continuous_batching()
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="sdpa or eager; got flash_attention_2"):
         model(some_tokens(model), use_cache=False)

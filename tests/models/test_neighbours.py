@@ -13,12 +13,13 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from coca_attention.models import set_rotary_scaling
-from coca_attention.models.attention import eager_attention
+from coca_attention import convert
+from coca_attention.models import Roles, set_rotary_scaling
+from coca_attention.models.attention import CACHE, eager_attention
 from coca_attention.ops import attend_half
 from coca_attention.testing import difference, logits, some_tokens
 from covering import covering
-from families import collinear, left_padded, read_in_pieces, reloaded
+from families import collinear, left_padded, read_in_pieces, reloaded, vanilla
 
 FORMS = ["slack", "strict", "magnitude"]
 COVERING = covering(FORMS, ["full", "half"], [False, True])  # the last: a cache with room
@@ -237,12 +238,30 @@ def test_prefix_tuning_requires_a_full_cache():
         adapted(input_ids=ids)
 
 
-def test_continuous_batching_works_with_a_full_cache():
-    model = collinear("Llama").float()
-    ids = some_tokens(model, batch=2)
-    prompts = [ids[0].tolist(), ids[1, :9].tolist()]
+LIMITED, ROLES = {"max_distance": 11}, {"roles": Roles("lg", window=6)}
+
+
+@pytest.mark.skipif(CACHE != "cache", reason="Transformers below 5.24 refuses most of them")
+@pytest.mark.parametrize(
+    ("family", "form", "changes", "implementation"),
+    [
+        ("Llama", "slack", {}, "sdpa"),
+        ("Llama", "rope", LIMITED, "eager"),
+        ("Mistral", "strict", {"max_distance": 5}, "sdpa"),
+        ("Gemma 3", "rope", LIMITED, "sdpa"),
+        ("Llama", "strict", ROLES, "eager"),
+        ("GPT-NeoX", "rope", ROLES, "sdpa"),
+    ],
+)
+def test_continuous_batching_gives_the_answers_of_single_prompts(
+    family, form, changes, implementation
+):
+    model = convert(vanilla(family), form, **changes).float().eval()
+    model.set_attn_implementation(implementation)
+    lengths = (3, 40, 9, 25, 14, 31, 6, 20)  # more than a batch holds
+    prompts = [some_tokens(model, batch=1, length=n)[0].tolist() for n in lengths]
     settings = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    small = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=96)
     options = {"generation_config": settings, "progress_bar": False}
     results = model.generate_batch(prompts, continuous_batching_config=small, **options)
     for prompt, result in zip(prompts, results.values(), strict=True):
@@ -258,12 +277,17 @@ def test_continuous_batching_works_with_a_full_cache():
         ("full", "dynamic", "does not support dynamic scaling"),
     ],
 )
-def test_continuous_batching_is_refused(kind, scaling, message):
+def test_continuous_batching_is_refused(kind, scaling, message, monkeypatch):
     model = model_of(kind=kind).float()
     set_rotary_scaling(model, scaling, factor=2.0)
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
     with pytest.raises(ValueError, match=message):
         model.generate_batch([[3, 4, 5]], generation_config=settings, progress_bar=False)
+    # Which keeps keys inside of attention functions.
+    monkeypatch.setattr("coca_attention.models.decoder.CACHE", "past_key_values")
+    for changes in (LIMITED, ROLES):
+        with pytest.raises(ValueError, match=r"decay or max_distance before Transformers 5\.24"):
+            convert(vanilla("Llama"), "rope", **changes).init_continuous_batching()
 
 
 @pytest.mark.slow

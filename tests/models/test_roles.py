@@ -219,9 +219,6 @@ def test_any_kinds_of_layers_generate_with_a_static_cache(layers):
 
 
 def test_what_cannot_add_a_bias_is_refused():
-    model = with_roles().float()
-    with pytest.raises(ValueError, match="does not support a decay"):
-        model.init_continuous_batching()
     model = convert(vanilla("Llama"), "rope", roles=Roles("g"))
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="sdpa or eager; got flex_attention"):

@@ -175,8 +175,12 @@ class CollinearAttention(nn.Module):
         """
         if cache is None:
             return key, value
-        check_cache_width(cache, self.layer_idx, key.shape[-1])
-        return cache.update(key, value, self.layer_idx, kwargs=kwargs)
+        width = key.shape[-1]
+        check_cache_width(cache, self.layer_idx, width)
+        if not hasattr(cache, "get_seq_length"):  # paged: keys are as wide as values
+            key = F.pad(key, (0, value.shape[-1] - width))
+        key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
+        return key[..., :width], value
 
 
 def check_cache_width(cache: Any, layer_idx: int, width: int) -> None:

@@ -24,7 +24,7 @@ from coca_attention.models.configuration import (
     rope_parameters,
     rotation,
 )
-from coca_attention.models.layer_pass import Band, KeyPositions, Pass
+from coca_attention.models.layer_pass import Band, KeyPositions, PagedPositions, Pass
 from coca_attention.models.projections import (
     FoldedLinear,
     initial_form_parameters,
@@ -116,8 +116,12 @@ class CollinearModel(CollinearPreTrained):
             past = 0 if cache is None else cache.get_seq_length()
             position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
         places: Any = position_ids
+        positions = KeyPositions(self, cache, places, mask) if placed and cache is given else None
+        if placed and cache is not given:
+            ends = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+            positions = PagedPositions(self, places, *ends)
         decoder_pass = Pass(
-            KeyPositions(self, cache, places, mask) if placed else None,
+            positions,
             band,
             self._roles(tokens, attention_mask, places, given, band) if own else None,
             self._linear(places, mask) if linear else None,
@@ -233,8 +237,8 @@ class CollinearForCausalLM(CollinearHead):
             unsupported = 'keys of half the width: set config.kv_cache = "full"'
         elif scaled.follows_length:
             unsupported = f"{scaled.rule.kind} scaling: use ntk, or set a target length"
-        elif scaled.decay is not None or scaled.max_distance is not None:
-            unsupported = "a decay or max_distance: use generate() with a batch"
+        elif (scaled.decay or scaled.max_distance) is not None and CACHE != "cache":
+            unsupported = "a decay or max_distance before Transformers 5.24"
         elif self.config.coca_linear:
             unsupported = "linear attention: use generate() with a batch"
         if unsupported:

@@ -78,11 +78,11 @@ class KeyPositions:
                 self.first_position = first
         self._tables: dict[Any, Any] = {}
 
-    def places(self, first: int, keys: int) -> tuple[Tensor, Tensor]:
+    def places(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
         """Positions of the tokens of this pass, and of slots first … first + keys - 1."""
-        return self.position_ids, self._slots()[:, first : first + keys]
+        return self.position_ids, self._slots(layer_type)[:, first : first + keys]
 
-    def _slots(self) -> Tensor:
+    def _slots(self, layer_type: str | None) -> Tensor:
         """Positions of all slots, (1 or B, S)."""
         given = self.position_ids[:, self.index_in_pass.clamp(0, self.position_ids.shape[1] - 1)]
         return torch.where(self.index_in_pass < 0, self.earlier, given).clamp(min=0)
@@ -90,7 +90,7 @@ class KeyPositions:
     def tables(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
         """cos and sin of slots first … first + keys - 1, (1 or B, keys, R/2) each."""
         if layer_type not in self._tables:
-            tables = rotation(self.config, layer_type).tables(self._slots(), self.dtype)
+            tables = rotation(self.config, layer_type).tables(self._slots(layer_type), self.dtype)
             if compiling():
                 tables = materialized(tables[0]), materialized(tables[1])
             self._tables[layer_type] = tables
@@ -120,6 +120,32 @@ class KeyPositions:
         return self._tables[kind]
 
 
+class PagedPositions(KeyPositions):
+    """Positions in Transformers' continuous batching: several texts behind each other in a row."""
+
+    def __init__(
+        self, body: Any, position_ids: Tensor, ends: Tensor, key_ends: dict[str, Tensor]
+    ) -> None:
+        """position_ids: (1, T). ends: of N texts among the tokens, from 0 on, (N + 1,).
+
+        key_ends: those among the keys, by layer type.
+        """
+        self.config, self.position_ids = body.config, position_ids
+        self.dtype = torch.promote_types(body.dtype, torch.float32)
+        self.consecutive, self.first_position = False, None
+        self.last, self.key_ends = position_ids[0, ends[1:].long() - 1], key_ends
+        self._tables = {}
+
+    def _slots(self, layer_type: str | None) -> Tensor:
+        """Positions (1, S) of all keys, counted back from the last token of their text."""
+        kind = layer_type if layer_type in self.key_ends else next(iter(self.key_ends))
+        ends = self.key_ends[kind].long()
+        lengths = ends.diff()
+        slots = torch.arange(int(ends[-1]), device=ends.device)
+        shifts = self.last - (ends[1:] - 1)
+        return (slots + shifts.repeat_interleave(lengths))[None]
+
+
 class Band(NamedTuple):
     """A mask that layers form in blocks: nothing later, out of a window or of another segment."""
 
@@ -142,7 +168,7 @@ class Pass(NamedTuple):
         if self.roles is not None:
             mask, angles = self.roles[module.layer_type]
         first = 0
-        if cache is not None and self.positions is not None:
+        if self.positions is not None and hasattr(cache, "get_mask_sizes"):
             _, first = cache.get_mask_sizes(length, module.layer_idx)
         mask = mask if self.band is None else None
         return LayerPass(module, mask, self.band, angles, self.positions, first)
@@ -279,7 +305,7 @@ class LayerPass(NamedTuple):
             window=None if self.band is None else self.window,
             scale=self.module.kernel_scale,
         )
-        options: dict[str, Any] = {"positions": self._at.places(self.first, keys)}
+        options: dict[str, Any] = {"positions": self._at.places(self.kind, self.first, keys)}
         options |= self._options(keys)
         weights = None
         if self.implementation == "eager":
@@ -299,7 +325,7 @@ class LayerPass(NamedTuple):
         if decay is not None:
             if self._begins(query):
                 key, value = key[..., :length, :], value[..., :length, :]
-            places = self._at.places(self.first, key.shape[-2])
+            places = self._at.places(self.kind, self.first, key.shape[-2])
         output = attend(
             query,
             key,
@@ -319,7 +345,7 @@ class LayerPass(NamedTuple):
             return self.mask
         shape = self.mask.shape if isinstance(self.mask, Tensor) else ()
         dense = len(shape) == 4 and shape[-1] == keys
-        if not dense and self.implementation != "eager":
+        if not dense and not self.implementation.endswith("eager"):
             raise ValueError(
                 "a model with a decay needs an attention function that adds a bias to the "
                 f"scores, sdpa or eager; got {self.implementation}"
@@ -330,13 +356,13 @@ class LayerPass(NamedTuple):
         """The mask with the decay added, in float32 or wider."""
         assert self.angles.decay is not None
         wide = torch.promote_types(query.dtype, torch.float32)
-        places = self._at.places(self.first, keys)
+        places = self._at.places(self.kind, self.first, keys)
         return with_bias(self.mask, self.angles.decay(*places, wide).unsqueeze(1))
 
     def _check_limits(self, beyond: bool) -> None:
         """Raise ValueError if the attention function cannot attend with a largest distance."""
         name = self.implementation
-        able = name in ("sdpa", "eager")
+        able = name in ("sdpa", "eager", "paged|eager")
         if not beyond:
             # Any function can that gets all keys. Serving engines keep keys themselves.
             known = ("flex_attention", "flash_attention_2", "flash_attention_3")
