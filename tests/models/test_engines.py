@@ -179,7 +179,7 @@ def test_a_decay_is_refused_by_an_engine():
 def test_limited_distances_are_refused_by_an_engine(form, engine):
     """Also in texts within the limit, where a longer one could follow."""
     model = convert(vanilla("Llama"), form, max_distance=64)
-    with pytest.raises(ValueError, match=f"sdpa or eager; got {engine}"):
+    with pytest.raises(ValueError, match=f"eager or flex_attention; got {engine}"):
         assert_same_in_an_engine(model, engine)
 
 

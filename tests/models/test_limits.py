@@ -193,5 +193,5 @@ def test_what_cannot_work_is_refused():
         CoCALlamaConfig.from_dict(values)
     model = limited("Llama").float()
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="sdpa or eager; got flash_attention_2"):
+    with pytest.raises(ValueError, match="eager or flex_attention; got flash_attention_2"):
         model(some_tokens(model), use_cache=False)

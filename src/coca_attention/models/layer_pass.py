@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.models.configuration import free_pairs, rope_parameters, rotation, window_of
 from coca_attention.models.rotary import Angles
 from coca_attention.ops import attend, attend_half, key_frames, key_map, tile_length
 from coca_attention.ops.attention import with_bias
-from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map
+from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map, side_by_side
 from coca_attention.ops.decoding import KeyFrames, attend_half_at
 from coca_attention.ops.linear import Turns
 from coca_attention.ops.opaque import compiling
@@ -96,6 +98,28 @@ class KeyPositions:
             self._tables[layer_type] = tables
         cos, sin = self._tables[layer_type]
         return cos[:, first : first + keys], sin[:, first : first + keys]
+
+    def near_and_far(
+        self, layer_type: str | None, first: int, keys: int, mask: BlockMask, limit: int
+    ) -> BlockMask:
+        """A mask that shows the near ones among the keys, and the far ones among as many more."""
+        kind = (layer_type, first, keys, limit)
+        if kind not in self._tables:
+            batch, _, length, _ = mask.shape
+            places = self.places(layer_type, first, keys)
+            queries, slots = (x.expand(batch, -1) for x in places)
+
+            def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                slot = key % keys
+                is_near = queries[b, query] - slots[b, slot] < limit
+                return mask.mask_mod(b, h, query, slot) & (is_near == (key < keys))
+
+            # Compiled it forms no mask of all queries and keys.
+            on_cpu = slots.device.type == "cpu"
+            make = create_block_mask if on_cpu else torch.compile(create_block_mask)
+            sizes = batch, None, length, 2 * keys
+            self._tables[kind] = make(visible, *sizes, device=slots.device)
+        return self._tables[kind]
 
     def frames(
         self, layer_type: str | None, first: int, keys: int, pairs: int, tile: int
@@ -289,7 +313,10 @@ class LayerPass(NamedTuple):
                 length,
             )
             consecutive = True
-        near = max(0, keys - length - far.max_distance + 1) if consecutive else 0
+        flexible = self.implementation == "flex_attention"
+        near = 0
+        if consecutive and not flexible:
+            near = max(0, keys - length - far.max_distance + 1)
         cos, sin = cos[:, near:keys], sin[:, near:keys]
         far_query = self.module.map_query(projected, self.angles, *far.tables)
         tensors = (
@@ -298,6 +325,18 @@ class LayerPass(NamedTuple):
             far_query_map(far_query, free_pairs),
             coefficients,
         )
+        if flexible:
+            query, *parts = side_by_side(*tensors)
+            places = self.kind, self.first, keys, self.mask, far.max_distance
+            return ALL_ATTENTION_FUNCTIONS["flex_attention"](
+                self.module,
+                query,
+                torch.cat(parts, dim=-2),
+                torch.cat((value, value), dim=-2),
+                self._at.near_and_far(*places),
+                scaling=self.module.kernel_scale,
+                dropout=self.dropout,
+            )
         clipping = Clipping(
             far.max_distance,
             consecutive,
@@ -362,15 +401,15 @@ class LayerPass(NamedTuple):
     def _check_limits(self, beyond: bool) -> None:
         """Raise ValueError if the attention function cannot attend with a largest distance."""
         name = self.implementation
-        able = name in ("sdpa", "eager", "paged|eager")
+        able = name in ("sdpa", "eager", "paged|eager", "flex_attention")
         if not beyond:
             # Any function can that gets all keys. Serving engines keep keys themselves.
-            known = ("flex_attention", "flash_attention_2", "flash_attention_3")
+            known = ("flash_attention_2", "flash_attention_3")
             able = able or name in known or ("/" in name and not name.startswith("paged|"))
         if not able:
             raise ValueError(
                 "a model with max_distance has two scores for a query and a key, which needs the "
-                f"attention function sdpa or eager; got {name}"
+                f"attention function sdpa, eager or flex_attention; got {name}"
             )
 
 

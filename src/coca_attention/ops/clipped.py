@@ -110,12 +110,8 @@ def _attend_joined(
     dropout: float,
 ) -> Tensor:
     """`attend_clipped` as attention to near keys and to far keys, of which a mask hides others."""
-    query, key, far_query, far_key, value = tensors
-    # Of width D + P + F: near and far queries side by side; near keys, zeros; zeros, far keys.
-    limit, past, widths = clipping.max_distance, sight.keys - sight.queries, key.shape[-1]
-    query = torch.cat((query, far_query), dim=-1)
-    near_keys = F.pad(key, (0, far_key.shape[-1], sight.keys - key.shape[-2], 0))
-    far_keys = F.pad(far_key, (widths, 0))
+    value, limit, past = tensors[4], clipping.max_distance, sight.keys - sight.queries
+    query, near_keys, far_keys = side_by_side(*tensors[:4])
 
     def block(start: int, rows: Tensor) -> Tensor:
         stop = start + rows.shape[-2]
@@ -144,6 +140,16 @@ def _attend_joined(
         )
 
     return in_blocks(block, query)
+
+
+def side_by_side(
+    query: Tensor, key: Tensor, far_query: Tensor, far_key: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A query of width D + P + F, and near and far keys (B, G, S, D + P + F) that it scores."""
+    # Near and far queries side by side; near keys, zeros; zeros, far keys.
+    missing = far_key.shape[-2] - key.shape[-2]
+    near_keys = F.pad(key, (0, far_key.shape[-1], missing, 0))
+    return torch.cat((query, far_query), dim=-1), near_keys, F.pad(far_key, (key.shape[-1], 0))
 
 
 def _attend_in_parts(

@@ -1,0 +1,86 @@
+"""FlexAttention computes what SDPA does: CoCA, layers with roles, limited distances."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+from coca_attention import convert
+from coca_attention.models import Roles
+from coca_attention.testing import decoded_logits, difference, logits, some_tokens
+from families import left_padded, read_in_pieces, vanilla
+
+MODELS = {
+    "strict": ("Llama", "strict", {}),
+    "roles": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6, decay=0.0)}),
+    "roles with CoCA": ("Llama", "slack", {"roles": Roles("lg", window=6, decay=0.0)}),
+    "limited": ("Llama", "rope", {"max_distance": 11}),
+    "limited strict": ("Mistral", "strict", {"max_distance": 5}),
+    "limited in some layers": ("Gemma 3", "rope", {"max_distance": 11}),
+}
+
+
+def dense(query, key, value, *, block_mask, scale, enable_gqa, **_):
+    """FlexAttention by its definition, which has gradients on a CPU and is not compiled."""
+    sizes = len(query), 1, query.shape[-2], key.shape[-2]
+    mask = create_mask(block_mask.mask_mod, *sizes, device=query.device)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def uncompiled(*arguments, _compile, **options):
+    """Transformers compiles its masks."""
+    return create_block_mask(*arguments, **options)
+
+
+@pytest.fixture(params=MODELS)
+def pair(request, monkeypatch):
+    """The same model with SDPA and with FlexAttention."""
+    name = "transformers.integrations.flex_attention.compile_friendly_flex_attention"
+    monkeypatch.setattr(name, dense)
+    monkeypatch.setattr("transformers.masking_utils.create_block_mask", uncompiled)
+    family, form, changes = MODELS[request.param]
+    models = [convert(vanilla(family), form, **changes).double() for _ in range(2)]
+    models[1].set_attn_implementation("flex_attention")
+    return [model.eval() for model in models]
+
+
+def test_forward_and_gradients(pair):
+    ids, found = some_tokens(pair[0], length=40), []
+    for model in pair:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        found.append({name: x.grad for name, x in model.named_parameters()})
+    assert difference(*(logits(model, ids) for model in pair)) < 1e-12
+    for name, gradient in found[0].items():
+        assert difference(found[1][name], gradient) < 1e-9, name
+
+
+def test_padding_and_packed_documents(pair):
+    ids, mask = left_padded(some_tokens(pair[0], length=30), 4)
+    plain, flex = (logits(model, ids, attention_mask=mask)[mask.bool()] for model in pair)
+    assert difference(flex, plain) < 1e-12
+    places = torch.cat((torch.arange(20), torch.arange(14)))[None]
+    packed = [logits(model, ids[1:], position_ids=places) for model in pair]
+    assert difference(packed[1], packed[0]) < 1e-12
+
+
+def test_caches(pair):
+    ids = some_tokens(pair[0], length=30)
+    whole = logits(pair[0], ids)
+    assert difference(read_in_pieces(pair[1], ids, (20, 27, 30)), whole) < 1e-11
+    assert difference(decoded_logits(pair[1], ids), whole) < 1e-11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+def test_compiled(kind):
+    """The kernel itself, which on a CPU has no gradients."""
+    torch._dynamo.reset()  # all models share Transformers' compiled function
+    family, form, changes = MODELS[kind]
+    model = convert(vanilla(family), form, **changes).float().eval()
+    ids = some_tokens(model, length=200)
+    expected = logits(model, ids)
+    model.set_attn_implementation("flex_attention")
+    with torch.no_grad():
+        assert difference(model(ids, use_cache=False).logits, expected) < 1e-5
