@@ -114,9 +114,8 @@ def angle_sums(
     bins: int,
 ) -> dict[str, Any]:
     """Angles, anomalous tokens and borders of complex queries and keys (H, N, P)."""
-    size = (query * key.conj()).abs()
     # Where the ReLU gives t = 0 there is no angle: such pairs are counted, and left out elsewhere.
-    angled = size > 0
+    angled = (query * key.conj()).abs() > 0
     angles = initial_angles(query, key)
     above = (angles > math.pi) & angled
     tau = anomalous_distance(angles, theta)
@@ -136,10 +135,7 @@ def angle_sums(
         "samples": angled.shape[0] * angled.shape[1],
         "angled": angled.sum((0, 1)),
         "histogram": places[angled].bincount(minlength=len(theta) * bins).view(-1, bins),
-        "direction": torch.view_as_real(torch.polar(angled.double(), angles).sum((0, 1))),
         "above": summed(above),
-        "heads": torch.stack((above.sum((1, 2)), angled.sum((1, 2)))),
-        "weight": torch.stack((size[above].sum(), size.sum())),
         "largest": float(largest.max()) if largest.numel() else 0.0,
         "tau": summed(tau),
         "by_length": torch.stack(by_length),
@@ -151,7 +147,6 @@ def angle_values(
 ) -> dict[str, Any]:
     """Plain JSON values from `angle_sums`, described in docs/analysis.md."""
     angled, above = sums["angled"], sums["above"]
-    rate = torch.view_as_complex(sums["direction"]) / angled
     by_length = []
     for length, of_length in zip(lengths, sums["by_length"], strict=True):
         tokens, share, *crossed = map(numbers, of_length / angled)
@@ -166,11 +161,7 @@ def angle_values(
         "zero_share": numbers(1 - angled / sums["samples"]),
         "cases": dict(zip(CASES, numbers(cases), strict=True)),
         "case_d": numbers(above / angled),
-        "case_d_by_head": numbers(sums["heads"][0] / sums["heads"][1]),
-        "case_d_weight": numbers(sums["weight"][:1] / sums["weight"][1])[0],
         "largest": sums["largest"],
-        "mean": numbers(torch.remainder(rate.angle(), TURN)),
-        "concentration": numbers(rate.abs()),
         "histogram": [numbers(row) for row in sums["histogram"] / angled.unsqueeze(-1)],
         "tau": numbers(sums["tau"] / above),
         "lengths": by_length,

@@ -301,7 +301,7 @@ def _layer_values(every: Sequence[Sums], settings: AnalysisSettings) -> dict[str
 
 
 def _prediction_sums(before: Tensor, after: Tensor, targets: Tensor) -> Sums:
-    """Change of logits (positions, vocabulary) under a shift; targets are the next tokens."""
+    """Nats of the next tokens by logits (positions, vocabulary), and by those under a shift."""
     wide = torch.promote_types(before.dtype, torch.float32)
     before, after = (x.cpu().to(wide) for x in (before, after))
     if not (before.isfinite().all() and after.isfinite().all()):
@@ -309,28 +309,15 @@ def _prediction_sums(before: Tensor, after: Tensor, targets: Tensor) -> Sums:
             "the model's logits are not finite; its weights are damaged, or its dtype "
             "overflows (try float32)"
         )
-    centred = [x - x.mean(-1, keepdim=True) for x in (before, after)]
-    first, second = (x.log_softmax(-1) for x in (before, after))
-    return {
-        "changed": (centred[1] - centred[0]).double().square().sum(),
-        "spread": centred[0].double().square().sum(),
-        "before": F.nll_loss(first, targets, reduction="sum"),
-        "after": F.nll_loss(second, targets, reduction="sum"),
-        "divergence": (first.exp() * (first - second)).double().sum(),
-        "count": len(targets),
-    }
+    before, after = (F.cross_entropy(x, targets, reduction="sum") for x in (before, after))
+    return {"before": before, "after": after, "count": len(targets)}
 
 
 def _prediction_values(sums: Sums) -> dict[str, Any]:
     """Means over the sampled positions, in nats per token."""
-    means = {name: float(sums[name] / sums["count"]) for name in ("before", "after", "divergence")}
-    return {
-        "logit_change": numbers((sums["changed"] / sums["spread"]).sqrt().unsqueeze(0))[0],
-        "nats": means["before"],
-        "nats_shifted": means["after"],
-        "divergence": max(means["divergence"], 0.0),
-        "judged": int(sums["count"]),
-    }
+    count = int(sums["count"])
+    before, after = (float(sums[name] / count) for name in ("before", "after"))
+    return {"nats": before, "nats_shifted": after, "judged": count}
 
 
 @dataclass

@@ -14,12 +14,6 @@ UNITS = {
     "hidden_states": "distance from the teacher’s prediction (nats) and hidden states",
     "attention": "attention outputs: share of the teacher’s variance not explained",
 }
-MEASURES = {
-    "learning_rate": ("Learning rate", "learning rate", "Largest learning rate"),
-    "grad_norm": ("Gradient norm", "gradient norm before clipping", "Largest gradient norm"),
-    "tokens_per_second": ("Throughput", "tokens per second", "Most tokens per second"),
-}
-"""Fields of a curve besides the loss: title, axis, and what the lead says."""
 TOKENS = "tokens trained on (millions)"
 # A converted model has recovered at 1 % and 0.5 % more perplexity than its start.
 NEAR = (0.01, 0.005)
@@ -34,10 +28,7 @@ def training_sections(runs: Sequence[Run]) -> list[Section]:
     for objective, unit in UNITS.items():  # losses of different objectives are not comparable
         title = "Training" if objective == "next_token" else f"Training: {objective}"
         chosen = curves[curves["objective"] == objective]
-        sections += _curves(chosen, "loss", title, unit, "Lowest training loss at the end")
-    for field, (title, unit, what) in MEASURES.items():
-        if field in curves:
-            sections += _curves(curves, field, f"{title} in training", unit, what)
+        sections += _losses(chosen, title, unit)
     return [*sections, _table(runs)]
 
 
@@ -61,13 +52,13 @@ def _drawn(entries: Frame, field: str) -> Frame:
     return trained.assign(y=trained[field], mark=few.map({True: "both", False: "line"}))
 
 
-def _curves(entries: Frame, field: str, title: str, unit: str, what: str) -> list[Section]:
-    """A chart of a field of the curves, unless no run has it."""
+def _losses(entries: Frame, title: str, unit: str) -> list[Section]:
+    """A chart of the losses, unless no run has any."""
     if entries.empty:
         return []
-    points = _drawn(entries, field)
-    by_run = points.groupby("line", sort=False)["y"]
-    lead = _best(what, by_run.last(), "min") if field == "loss" else _best(what, by_run.max())
+    points = _drawn(entries, "loss")
+    last = points.groupby("line", sort=False)["y"].last()
+    lead = _best("Lowest training loss at the end", last, "min")
     return [Section(title, lead, chart=LineChart(points, TOKENS, unit, log_y=False))]
 
 

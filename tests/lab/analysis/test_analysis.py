@@ -51,15 +51,11 @@ def test_a_planted_angle_and_its_consequences_are_measured(angle):
     layer = analyze(planted(angle), text, settings)["layers"][0]
     found = layer["angles"]
     theta = torch.tensor(layer["frequencies"], dtype=torch.float64)
-    assert found["mean"] == pytest.approx([angle] * 4)
-    assert found["concentration"] == pytest.approx([1.0] * 4)
     for row in found["histogram"]:
         assert row.index(1.0) == int(angle / TURN * 18) and sum(row) == 1
     anomalous = angle > math.pi
     assert found["cases"] == {"a": 0.0, "b": float(not anomalous), "c": 0.0, "d": float(anomalous)}
     assert found["case_d"] == [float(anomalous)] * 4
-    assert found["case_d_by_head"] == [float(anomalous)] * 4
-    assert found["case_d_weight"] == float(anomalous)
     assert found["zero_share"] == [0.0] * 4 and found["samples"] == 200 * 4
     tau = (TURN - angle) / theta if anomalous else torch.zeros(4, dtype=torch.float64)
     assert found["tau"] == (pytest.approx(tau.tolist()) if anomalous else [None] * 4)
@@ -124,14 +120,13 @@ def test_every_family(family, form):
             assert min(changes) > 0.05 and all(0.001 < share < 1 for share in moved)
         else:
             assert max(changes) < 1e-12 and max(moved) < 1e-12
-    logits = [entry["logit_change"] for entry in result["shifts"]]
     assert [entry["shift"] for entry in result["shifts"]] == [1, 100]
+    nats = [abs(entry["nats_shifted"] - entry["nats"]) for entry in result["shifts"]]
     if form == "slack":
-        assert min(logits) > 0.01
-        assert all(entry["divergence"] > 1e-6 for entry in result["shifts"])
+        assert min(nats) > 1e-6
     else:
         # Transformers' own cos and sin are of float32.
-        assert max(logits) < (1e-4 if form == "vanilla" else 1e-12)
+        assert max(nats) < (1e-5 if form == "vanilla" else 1e-12)
 
 
 def test_angles_of_collinear_models_are_zero():
@@ -150,7 +145,7 @@ def test_angles_of_collinear_models_are_zero():
             assert form == "strict" or layer["effective_angles"]["cases"]["d"] > 0.05
 
 
-def test_nats_and_logits_under_a_shift_match_the_model():
+def test_nats_under_a_shift_match_the_model():
     model, text = collinear("Llama").double(), documents(20)
     settings = AnalysisSettings(shifts=[5], judged=100)
     found = analyze(model, text, settings)["shifts"][0]
@@ -162,11 +157,6 @@ def test_nats_and_logits_under_a_shift_match_the_model():
     assert found["judged"] == 19
     assert found["nats"] == pytest.approx(loss(plain, text[0][1:]).item())
     assert found["nats_shifted"] == pytest.approx(loss(moved, text[0][1:]).item())
-    expected = (plain.softmax(-1) * (plain.log_softmax(-1) - moved.log_softmax(-1))).sum(-1).mean()
-    assert found["divergence"] == pytest.approx(expected.item())
-    change = (moved - plain) - (moved - plain).mean(-1, keepdim=True)
-    spread = plain - plain.mean(-1, keepdim=True)
-    assert found["logit_change"] == pytest.approx((change.norm() / spread.norm()).item())
 
 
 def test_attention_change_is_the_share_that_moves():
@@ -243,7 +233,7 @@ def test_pairs_are_drawn_uniformly_inside_the_window():
 
 def test_a_window_of_one_token_and_pairs_that_do_not_turn():
     layer = analyze(vanilla("Mistral", sliding_window=1), documents(20), SMALL)["layers"][0]
-    assert layer["angles"]["samples"] == 0 and layer["angles"]["mean"] == [None] * 4
+    assert layer["angles"]["samples"] == 0 and layer["angles"]["case_d"] == [None] * 4
     assert layer["decay"]["by_distance"] == []
     model = collinear("Llama")
     model.config.rope_parameters["turning_pairs"] = 2
@@ -324,7 +314,8 @@ def test_a_text_and_its_shifts_are_read_as_if_nothing_had_been_read_before():
     together = analyze(model, texts, settings)["shifts"]
     alone = [analyze(model, texts, replace(settings, shifts=[shift])) for shift in (100, 1)]
     assert together == [shift for each in alone for shift in each["shifts"]]
-    assert together[0]["logit_change"] > 10 * together[1]["logit_change"]
+    moved = [abs(each["nats_shifted"] - each["nats"]) for each in together]
+    assert moved[0] > 3 * moved[1]
 
 
 def test_angles_that_stop_growing_are_followed_up_to_there():

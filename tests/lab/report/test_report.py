@@ -259,13 +259,13 @@ def test_a_model_has_one_colour_on_a_page():
 
 
 def test_a_long_page_is_folded_and_every_table_is_there_as_csv():
-    rates = {"learning_rate": 0.1, "grad_norm": 2.0, "tokens_per_second": 9.0}
-    run = {**TRAINING, "curve": [{**point, **rates} for point in TRAINING["curve"]]}
-    cells = [*CELLS, passkey("a", 64, 2), bench(1, 8), bench(2, 16)]
+    validation = [{"step": step, "perplexity": 9.0} for step in (0, 10)]
+    run = TRAINING | {"validation": validation}
+    cells = [*CELLS, passkey("a", 64, 2), needles("a", 0.5), bench(1, 8), bench(2, 16)]
     page = build_report([{"results": cells, "training": [run]}])
     first, more = page.split('<details class="more"><summary>', 1)
     assert first.count('<div class="chart">') == OPEN and "figures and tables</summary>" in more
-    assert "Passkeys found, by prompt length" in first and "Throughput in training" in more
+    assert "Passkeys found, by prompt length" in first and "Lowest training loss" in more
     assert page.count('.csv" href="data:text/csv') == page.count("<table>\n") > 5
     rows = [["a, b", Entry("1.00", "0.5 to 2")], ["c", "–"]]
     section = Section("t", header=["model", Entry("64", "1 ×")], rows=rows)

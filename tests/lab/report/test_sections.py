@@ -133,7 +133,6 @@ STUDIES = {
     ],
     "as many": shares(("a", 1.0, 1.0), ("b", 0.5, 0.5), ("c", 1.0, 1.0)),
 }  # fmt: skip
-RATES = {"learning_rate": 0.1, "grad_norm": 2.0, "tokens_per_second": 9.0}
 PLAIN = {"stages": [], "validation": [], "start": None}
 RUNS = {
     "of several objectives": [
@@ -142,7 +141,6 @@ RUNS = {
     # In the first one, 101.5 at 2,000 tokens undid what came before.
     "recovered": [training(f"{last}", last=last) for last in (100.4, 100.9, 101.5, 99.0)],
     "from scratch": [{k: v for k, v in training().items() if k not in ("start", "stages")}],
-    "rates": [training(**PLAIN, curve=[{"step": n, "loss": 1.0, **RATES} for n in (1, 20)])],
     "none": [],
 }  # fmt: skip
 
