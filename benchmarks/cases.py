@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from benchmarks.timing import Variant, isolated, peak_megabytes
 from coca_attention import ops
 from coca_attention.models import CoCALlamaConfig
+from coca_attention.models.attention import CACHE
 from coca_attention.models.configuration import Roles
 from coca_attention.ops import FORMS, Rotation, coca_attention
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
@@ -301,7 +302,7 @@ def decoder(
 
     @torch.no_grad()
     def run() -> Tensor:
-        output = step(input_ids=token, past_key_values=cache).logits
+        output = step(input_ids=token, **{CACHE: cache}).logits
         if not compiled:
             cache.crop(-1)
         return output
@@ -334,7 +335,7 @@ def model_variants(
 def prefill(model: PreTrainedModel, ids: Tensor) -> Run:
     """One pass over a prompt, with the logits of its last token."""
     return torch.inference_mode()(
-        lambda: model(input_ids=ids, past_key_values=DynamicCache(), logits_to_keep=1)
+        lambda: model(input_ids=ids, logits_to_keep=1, **{CACHE: DynamicCache()})
     )
 
 

@@ -14,6 +14,7 @@ Example:
 import functools
 import itertools
 from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -55,8 +56,10 @@ def decoded_logits(
     chunk = min(first + 1 + max(2, length // 5), length)
     edges = [0, first, min(first + 1, length), *range(chunk, length + 1)]
     cache = cache if cache is not None else DynamicCache(config=model.config.get_text_config())
+    # Renamed in Transformers 5.24.
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
     pieces = [
-        model(input_ids=input_ids[:, a:b], past_key_values=cache, use_cache=True).logits
+        model(input_ids=input_ids[:, a:b], use_cache=True, **{name: cache}).logits
         for a, b in itertools.pairwise(edges)
         if a < b
     ]
