@@ -119,6 +119,8 @@ def tables() -> Iterator[list[str]]:
         trial = read_json(file)
         if trial["seed"] != TUNING:
             runs[trial["arm"]].append(trial)
+    if not any(runs.values()):
+        return
     yield ["arm", "rate", "learned", *(f"{n:,}, {p} pairs" for n in LENGTHS for p in LOADS)]
     for arm, of in runs.items():
         if of:
