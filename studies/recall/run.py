@@ -27,6 +27,7 @@ from coca_lab.files import read_json, write_json
 from coca_lab.intervals import mean_interval
 from coca_lab.loading import load_model
 from coca_lab.training import load_recipe, read_summary, train
+from studies.verdict.rule import markdown
 
 HERE = Path(__file__).parent
 TRIALS, RUNS = Path("results/recall/trials"), Path("runs/recall")
@@ -40,7 +41,7 @@ LOAD, LOADS = 16, (4, 8, 16, 32)
 TEXTS, TEXT_SEED = 32, 1
 SOLVED = 0.99
 """Share of right answers with `LOAD` pairs at L from which on a run has learned the task."""
-BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->"
+BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
 Trial = dict[str, Any]
 
 
@@ -78,7 +79,10 @@ def best_rate(arm: str) -> float:
 def run_trial(arm: str, rate: float, seed: int) -> Trial:
     """Train, which resumes, and measure."""
     options = {**read_arms()[arm], "training.learning_rate": rate, "training.seed": seed}
-    words = [f"--{name}={json.dumps(value)}" for name, value in options.items()]
+    words = [
+        f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in options.items()
+    ]
     folder = train(load_recipe(HERE / "recipe.yaml", words), RUNS / f"{arm}-{rate:g}-{seed}")
     model, vocabulary = load_model(folder), recall_vocabulary(load_tokenizer(folder))
     trained, start = read_summary(folder), time.monotonic()
@@ -112,28 +116,32 @@ def share(trial: Trial, length: int, loads: tuple[int, ...], octave: int | None 
     return right / asked if asked else float("nan")
 
 
-def tables() -> Iterator[list[str]]:
-    """Rows of Markdown tables, a blank one between tables."""
+def read_runs() -> dict[str, list[Trial]]:
+    """The trials of every arm with its best learning rate, seed by seed."""
     runs: dict[str, list[Trial]] = {arm: [] for arm in read_arms()}
     for file in sorted(TRIALS.glob("*.json")):
         trial = read_json(file)
         if trial["seed"] != TUNING:
             runs[trial["arm"]].append(trial)
-    if not any(runs.values()):
-        return
+    return {arm: of for arm, of in runs.items() if of}
+
+
+def lengths_table(runs: dict[str, list[Trial]]) -> Iterator[list[str]]:
+    """Right answers by length and load, and how many runs have learned the task."""
     yield ["arm", "rate", "learned", *(f"{n:,}, {p} pairs" for n in LENGTHS for p in LOADS)]
     for arm, of in runs.items():
-        if of:
-            learned = sum(share(trial, LENGTH, (LOAD,)) >= SOLVED for trial in of)
-            cells = [_mean([share(t, n, (p,)) for t in of]) for n in LENGTHS for p in LOADS]
-            yield [arm, f"{of[0]['rate']:g}", f"{learned} of {len(of)}", *cells]
+        learned = sum(share(trial, LENGTH, (LOAD,)) >= SOLVED for trial in of)
+        cells = [_mean([share(t, n, (p,)) for t in of]) for n in LENGTHS for p in LOADS]
+        yield [arm, f"{of[0]['rate']:g}", f"{learned} of {len(of)}", *cells]
+
+
+def octaves_table(runs: dict[str, list[Trial]]) -> Iterator[list[str]]:
+    """Right answers by octave of distance in the longest texts."""
     octaves = [1 << power for power in range(5, LENGTHS[-1].bit_length() - 1)]
-    yield []
     yield [f"distance, at {LENGTHS[-1]:,} tokens", *(f"{o:,} to {2 * o - 1:,}" for o in octaves)]
     for arm, of in runs.items():
-        if of:
-            every = ([share(t, LENGTHS[-1], LOADS, octave) for t in of] for octave in octaves)
-            yield [arm, *map(_mean, every)]
+        every = ([share(t, LENGTHS[-1], LOADS, octave) for t in of] for octave in octaves)
+        yield [arm, *map(_mean, every)]
 
 
 def _mean(values: list[float]) -> str:
@@ -145,15 +153,10 @@ def _mean(values: list[float]) -> str:
 
 def write_tables() -> None:
     """Write the tables into the page."""
-    lines, header = [], True
-    for row in tables():
-        lines.append(f"| {' | '.join(row)} |" if row else "")
-        if row and header:
-            lines.append(f"|{'---|' * len(row)}")
-        header = not row
+    runs = read_runs()
+    body = "\n\n".join(markdown(table(runs)) for table in (lengths_table, octaves_table))
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{BEGIN}\n{body}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":
