@@ -5,6 +5,7 @@ A file is the user's, or one of the project's own recipes, studies and suites by
 
 import ast
 import inspect
+import json
 import textwrap
 from argparse import SUPPRESS, ArgumentParser, HelpFormatter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -144,6 +145,14 @@ def read_settings(
         if hasattr(settings, "check"):
             settings.check()
     return settings
+
+
+def option_words(options: Mapping[str, Any]) -> list[str]:
+    """Fields by their dotted names as they are written on the command line."""
+    return [
+        f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in options.items()
+    ]
 
 
 def put(changes: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:

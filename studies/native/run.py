@@ -7,7 +7,6 @@ A trial is an arm of arms.yaml with a seed: `coca train` with the options of its
 of its own that resumes, then the measurements in this one, and one JSON file.
 """
 
-import json
 import math
 import os
 import shutil
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import yaml
 
+from coca_lab.arguments import option_words
 from coca_lab.data import encode_documents, held_out, load_tokenizer, read_documents
 from coca_lab.data.tasks import ask_for_passkeys, is_hit
 from coca_lab.environment import describe_environment
@@ -72,10 +72,9 @@ def trial(arm: str, about: dict[str, Any], seed: int) -> dict[str, Any]:
     """Train, which goes on from the last checkpoint, and measure."""
     folder = RUNS / f"{arm}-{seed}"
     options = {**about.get("options", {}), "training.seed": seed}
-    words = [f"--{name}={_word(value)}" for name, value in options.items()]
-    command = [sys.executable, "-m", "coca_lab.cli", "train", str(HERE / "recipe.yaml"), *words]
+    command = [sys.executable, "-m", "coca_lab.cli", "train", str(HERE / "recipe.yaml")]
     subprocess.run(
-        [*command, "--output", str(folder)],
+        [*command, *option_words(options), "--output", str(folder)],
         check=True,
         env=os.environ | {"COCA_IMPORT": about.get("module", ""), "PYTHONPATH": _path()},
     )
@@ -95,10 +94,6 @@ def trial(arm: str, about: dict[str, Any], seed: int) -> dict[str, Any]:
     }
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return result
-
-
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _path() -> str:

@@ -7,7 +7,6 @@ Every arm of arms.yaml is trained with each learning rate of `RATES` and seed 10
 best of them and the other seeds.
 """
 
-import json
 import shutil
 import sys
 import time
@@ -19,6 +18,7 @@ import torch
 import yaml
 
 import studies.verdict  # noqa: F401 (registers baseline_llama)
+from coca_lab.arguments import option_words
 from coca_lab.data import load_tokenizer
 from coca_lab.data.tasks import recall_vocabulary
 from coca_lab.environment import describe_environment
@@ -79,11 +79,8 @@ def best_rate(arm: str) -> float:
 def run_trial(arm: str, rate: float, seed: int) -> Trial:
     """Train, which resumes, and measure."""
     options = {**read_arms()[arm], "training.learning_rate": rate, "training.seed": seed}
-    words = [
-        f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
-        for name, value in options.items()
-    ]
-    folder = train(load_recipe(HERE / "recipe.yaml", words), RUNS / f"{arm}-{rate:g}-{seed}")
+    recipe = load_recipe(HERE / "recipe.yaml", option_words(options))
+    folder = train(recipe, RUNS / f"{arm}-{rate:g}-{seed}")
     model, vocabulary = load_model(folder), recall_vocabulary(load_tokenizer(folder))
     trained, start = read_summary(folder), time.monotonic()
     measured = [

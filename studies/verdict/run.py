@@ -7,7 +7,6 @@ What has a file is not run again, so the study resumes wherever the files are.
     python -m studies.verdict.run table    # cache and parameters of every arm
 """
 
-import json
 import math
 import shutil
 import subprocess
@@ -22,7 +21,7 @@ from typing import Any
 import yaml
 
 from coca_attention.errors import UserError
-from coca_lab.arguments import shipped
+from coca_lab.arguments import option_words, shipped
 from coca_lab.data import Document, encode_documents, held_out, read_documents
 from coca_lab.files import read_json, write_json
 from coca_lab.training import Recipe, load_recipe
@@ -79,10 +78,9 @@ class Trial:
             "training.learning_rate": self.learning_rate,
             "training.seed": self.seed,
         }
-        words = [word for name, x in options.items() for word in (f"--{name}", json.dumps(x))]
-        recipe = load_recipe(study["recipe"], words)
-        steps = recipe.training.steps * self.times
-        return load_recipe(study["recipe"], [*words, "--training.steps", str(steps)])
+        recipe = load_recipe(study["recipe"], option_words(options))
+        options["training.steps"] = recipe.training.steps * self.times
+        return load_recipe(study["recipe"], option_words(options))
 
 
 def read_study() -> tuple[dict[str, Any], dict[str, str]]:

@@ -116,10 +116,13 @@ class CollinearModel(CollinearPreTrained):
             past = 0 if cache is None else cache.get_seq_length()
             position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
         places: Any = position_ids
-        positions = KeyPositions(self, cache, places, mask) if placed and cache is given else None
-        if placed and cache is not given:
-            ends = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-            positions = PagedPositions(self, places, *ends)
+        positions = None
+        if placed and cache is given:
+            positions = KeyPositions(self, cache, places, mask)
+        elif placed:
+            positions = PagedPositions(
+                self, places, kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+            )
         decoder_pass = Pass(
             positions,
             band,

@@ -1,6 +1,5 @@
 """A study: one YAML of models, sizes, seeds and tasks, run trial by trial, and its page."""
 
-import json
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,7 +11,7 @@ import torch
 
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.models.conversion import Conversion
-from coca_lab.arguments import SettingsParser, read_settings, settings_parser
+from coca_lab.arguments import SettingsParser, option_words, read_settings, settings_parser
 from coca_lab.engine import Engine, Progress, RayEngine, Store, problem
 from coca_lab.environment import available_cores, describe_environment
 from coca_lab.evaluation.suite import (
@@ -129,12 +128,7 @@ class Study:
         if self.text:
             options.setdefault("data.source", self.text)
         path = options.pop("recipe") or None
-        return load_recipe(path, [f"--{name}={_word(value)}" for name, value in options.items()])
-
-
-def _word(value: Any) -> str:
-    """A value of an option as it is written on the command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+        return load_recipe(path, option_words(options))
 
 
 def _are_seeds(seeds: Any) -> bool:

@@ -1,0 +1,77 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coca_lab.arguments import option_words
+from coca_lab.training import load_recipe
+from coca_lab.training.model import model_config
+from studies.recall import run as recall
+
+ARMS = list(recall.read_arms())
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+
+
+def trial(arm, rate, seed, right):
+    """A trial that answers the same share everywhere, at two octaves of distance."""
+    measured = [
+        {
+            "length": length,
+            "pairs": pairs,
+            "asked": 100,
+            "right": round(100 * right),
+            "octaves": {"32": [40, 40], "64": [60, round(100 * right) - 40]},
+        }
+        for length in recall.LENGTHS
+        for pairs in recall.LOADS
+    ]
+    return {"arm": arm, "rate": rate, "seed": seed, "measured": measured}
+
+
+def write(folder, rates):
+    """Trials of the learning rates, the best of which is the second in every arm."""
+    for arm in ARMS:
+        for rate, right in zip(recall.RATES, rates, strict=True):
+            file = folder / f"{arm}-{rate:g}-{recall.TUNING}.json"
+            file.write_text(json.dumps(trial(arm, rate, recall.TUNING, right)))
+
+
+def test_every_arm_is_trained_with_every_rate_then_with_its_best(tmp_path, monkeypatch):
+    monkeypatch.setattr(recall, "TRIALS", tmp_path)
+    write(tmp_path, (0.5, 1.0, 0.6))
+    every = list(recall.trials())
+    tuned = [(arm, rate, recall.TUNING) for arm in ARMS for rate in recall.RATES]
+    seeds = [(arm, recall.RATES[1], seed) for seed in recall.SEEDS for arm in ARMS]
+    assert every == tuned + seeds
+
+
+def test_tables_count_what_was_learned_by_length_and_octave(tmp_path, monkeypatch):
+    page = tmp_path / "README.md"
+    page.write_text(f"Before\n{recall.BEGIN}\nold\n{recall.END}\nafter")
+    monkeypatch.setattr(recall, "TRIALS", tmp_path)
+    monkeypatch.setattr(recall, "PAGE", page)
+    write(tmp_path, (0.5, 1.0, 0.6))
+    for seed, right in enumerate((1.0, 0.9)):
+        file = tmp_path / f"strict-0.0022-{seed}.json"
+        file.write_text(json.dumps(trial("strict", 0.0022, seed, right)))
+    recall.write_tables()
+    text = page.read_text()
+    assert text.startswith("Before") and text.endswith("after") and "old" not in text
+    assert "| strict | 0.0022 | 1 of 2 | 0.95 (" in text and "| rotary" not in text
+    assert "| strict | 1.00 (1.00 to 1.00) | 0.92 (" in text
+
+
+def test_arms_have_two_layers_and_about_the_same_size():
+    sizes = {}
+    for arm, options in recall.read_arms().items():
+        recipe = load_recipe(recall.HERE / "recipe.yaml", option_words(options))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config(recipe, recipe.data.vocab_size))
+        assert model.config.num_hidden_layers == 2
+        sizes[arm] = model.num_parameters()
+    assert max(sizes.values()) < 1.2 * min(sizes.values()), sizes
