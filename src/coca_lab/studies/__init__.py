@@ -11,7 +11,14 @@ import torch
 
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.models.conversion import Conversion
-from coca_lab.arguments import SettingsParser, option_words, read_settings, settings_parser
+from coca_lab.arguments import (
+    SettingsParser,
+    checked,
+    option_words,
+    put,
+    read_settings,
+    settings_parser,
+)
 from coca_lab.engine import Engine, Progress, RayEngine, Store, problem
 from coca_lab.environment import available_cores, describe_environment
 from coca_lab.evaluation.suite import (
@@ -148,10 +155,7 @@ def _ready_model(options: Options) -> dict[str, Any]:
             f"{', '.join(sorted(unknown))}"
         )
     fields = {n.removeprefix(CONVERT): v for n, v in options.items() if n.startswith(CONVERT)}
-    try:
-        conversion = Conversion(**fields) if fields else None
-    except TypeError as error:
-        raise UserError(f"{CONVERT}{error}") from error
+    conversion = checked(Conversion, put(fields, {}), CONVERT) if fields else None
     return {"start": options["path"], "conversion": conversion}
 
 

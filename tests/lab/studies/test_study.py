@@ -158,13 +158,20 @@ def test_models_start_from_others_and_are_converted(small, tmp_path, made):
     new |= {"model.attention": "rope", "data.vocab_size": options.pop("data.vocab_size")}
     last = {"model.start": "first", "model.attention": "rope", "training.learning_rate": 1e-9}
     limited = {"path": "first", "convert.form": "rope", "convert.max_distance": 8}
-    models = {"last": last, "limited": limited, "first": new, "same": {"path": "first"}}
+    roles = {"path": "first", "convert.form": "rope", "convert.roles.layers": "g"}
+    models = {
+        "last": last,
+        "limited": limited,
+        "roles": roles,
+        "first": new,
+        "same": {"path": "first"},
+    }
     path = edited(small, tmp_path, models=models, options=options, scalings=None)
     found = run(path, [], tmp_path / "out")
     assert made == ["first", "last"]
     nats = {c["model"]: c["nats"] for c in found["results"] if c.get("window") == 32}
     assert nats["last"] == pytest.approx(nats["first"], rel=1e-5)
-    assert nats["same"] == nats["first"] != nats["limited"]
+    assert nats["same"] == nats["first"] != nats["limited"] != nats["roles"]
     recipe = load_recipe(tmp_path / "out" / "last" / "recipe.yaml")
     assert recipe.model.start == str(tmp_path / "out" / "first")
     models["first"] = {"model.start": "last", "model.attention": "rope"}
