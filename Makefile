@@ -49,7 +49,7 @@ test-lowest:
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
 		-e '.[lab]' 'pytest>=8' $(HIGHER)
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest tests/lab/cli tests/test_layer.py tests/lab/report \
-		tests/models/test_roles.py tests/models/test_linear_models.py \
+		tests/models/test_roles.py tests/models/test_linear_models.py tests/models/test_flex.py \
 		tests/lab/test_bad_inputs.py tests/lab/training/test_resume.py tests/lab/training/test_train.py
 
 # Runs where PyTorch for CUDA is installed already, so in that Python and not in .venv.

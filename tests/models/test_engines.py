@@ -171,7 +171,7 @@ def test_a_half_cache_is_a_full_one_in_an_engine():
 
 def test_a_decay_is_refused_by_an_engine():
     model = convert(vanilla("Llama"), "rope", roles=Roles("lg", window=4))
-    with pytest.raises(ValueError, match="sdpa or eager; got vllm"):
+    with pytest.raises(ValueError, match="flex_attention; got vllm"):
         assert_same_in_an_engine(model)
 
 

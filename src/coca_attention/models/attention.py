@@ -144,6 +144,7 @@ class CollinearAttention(nn.Module):
             key, value = self._cached(cache, key, value, kwargs)
         output = layer.attend_keys(query, key, value)
         if output is None:
+            mask, bias = layer.mask_and_bias(query, key.shape[-2])
             # Here, because vLLM looks for the call and its scaling in the source of `forward`.
             attention = ALL_ATTENTION_FUNCTIONS.get_interface(
                 self.config._attn_implementation, eager_attention
@@ -153,10 +154,11 @@ class CollinearAttention(nn.Module):
                 query,
                 key,
                 value,
-                layer.mask_for(query, key.shape[-2]),
+                mask,
                 scaling=self.kernel_scale,
                 dropout=layer.dropout,
                 sliding_window=layer.window,
+                **bias,
                 **kwargs,
             )
         return self._projected(output, hidden_states), weights

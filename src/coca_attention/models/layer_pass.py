@@ -7,6 +7,7 @@ Legend: B batch, T query length, S key length or slots of a cache, H query heads
 D head width, P = D/2 rotary pairs, F free pairs, R rotary width.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map, 
 from coca_attention.ops.decoding import KeyFrames, attend_half_at
 from coca_attention.ops.linear import Turns
 from coca_attention.ops.opaque import compiling
+from coca_attention.ops.positions import Decay
 
 
 @torch.library.custom_op("coca_attention::materialized", mutates_args=())
@@ -168,6 +170,21 @@ class PagedPositions(KeyPositions):
         slots = torch.arange(int(ends[-1]), device=ends.device)
         shifts = self.last - (ends[1:] - 1)
         return (slots + shifts.repeat_interleave(lengths))[None]
+
+
+@dataclass(frozen=True)
+class DecayBetween:
+    """A decay in the place of Transformers' ``position_bias``, which FlexAttention indexes."""
+
+    decay: Decay
+    queries: Tensor  # positions (B, T)
+    keys: Tensor  # positions (B, S)
+    dtype: torch.dtype  # of the addends
+
+    def __getitem__(self, at: Any) -> Any:
+        """The addend of one score, by batch, head, query and key."""
+        batch, _, query, key = at
+        return self.decay.of(self.queries[batch, query] - self.keys[batch, key], self.dtype)
 
 
 class Band(NamedTuple):
@@ -378,18 +395,27 @@ class LayerPass(NamedTuple):
         )
         return output.transpose(1, 2)
 
-    def mask_for(self, query: Tensor, keys: int) -> Any:
-        """The mask with the decay added; ValueError if the attention function adds no bias."""
+    def mask_and_bias(self, query: Tensor, keys: int) -> tuple[Any, dict[str, Any]]:
+        """The mask, and what FlexAttention adds to scores; the decay is in one of them.
+
+        ValueError if the attention function adds nothing to scores.
+        """
         if self.angles.decay is None:
-            return self.mask
+            return self.mask, {}
+        if self.implementation == "flex_attention":
+            places = self._at.places(self.kind, self.first, keys)
+            queries, slots = (x.expand(len(query), -1) for x in places)
+            wide = torch.promote_types(query.dtype, torch.float32)
+            bias = DecayBetween(self.angles.decay, queries, slots, wide)
+            return self.mask, {"position_bias": bias}
         shape = self.mask.shape if isinstance(self.mask, Tensor) else ()
         dense = len(shape) == 4 and shape[-1] == keys
         if not dense and not self.implementation.endswith("eager"):
             raise ValueError(
                 "a model with a decay needs an attention function that adds a bias to the "
-                f"scores, sdpa or eager; got {self.implementation}"
+                f"scores, sdpa, eager or flex_attention; got {self.implementation}"
             )
-        return self._with_decay(query, keys).to(query.dtype)
+        return self._with_decay(query, keys).to(query.dtype), {}
 
     def _with_decay(self, query: Tensor, keys: int) -> Tensor:
         """The mask with the decay added, in float32 or wider."""
