@@ -27,19 +27,20 @@ from coca_lab.files import read_json, write_json
 from coca_lab.intervals import mean_interval
 from coca_lab.loading import load_model
 from coca_lab.training import load_recipe, read_summary, train
+from coca_lab.training.trainer import TrainingDiverged
 from studies.verdict.rule import markdown
 
 HERE = Path(__file__).parent
 TRIALS, RUNS = Path("results/recall/trials"), Path("runs/recall")
 PAGE = TRIALS.parent / "README.md"
-RATES = (3e-3, 6e-3)
+RATES = (1.5e-3, 3e-3, 6e-3)
 TUNING, SEEDS = 100, range(5)
-LENGTH, LENGTHS = 128, (128, 256, 512, 2048)
-LOAD, LOADS = 16, (4, 8, 16, 32)
-"""Pairs of a text, in the tables and in all."""
+LENGTH, LENGTHS = 64, (64, 128, 256, 1024)
+LOADS, MOST = (4, 8, 16), 32
+"""Pairs of a text: those of training, and twice as many, which do not fit into L."""
 TEXTS, TEXT_SEED = 32, 1
-SOLVED = 0.9
-"""Share of right answers with `LOAD` pairs at L from which on a run has learned the task."""
+SOLVED = 0.95
+"""Share of right answers at L from which on a run has learned the task."""
 OCTAVES = [1 << power for power in range(5, LENGTHS[-1].bit_length() - 1)]
 """Of distances in the longest texts."""
 FAR = [octave for octave in OCTAVES if octave >= 4 * LENGTH]
@@ -81,16 +82,20 @@ def best_rate(arm: str) -> float:
 
 
 def run_trial(arm: str, rate: float, seed: int) -> Trial:
-    """Train, which resumes, and measure."""
+    """Train, which resumes, and measure; a run that diverges has nothing measured."""
     options = {**read_arms()[arm], "training.learning_rate": rate, "training.seed": seed}
     recipe = load_recipe(HERE / "recipe.yaml", option_words(options))
-    folder = train(recipe, RUNS / f"{arm}-{rate:g}-{seed}")
+    try:
+        folder = train(recipe, RUNS / f"{arm}-{rate:g}-{seed}")
+    except TrainingDiverged as error:
+        return {"arm": arm, "rate": rate, "seed": seed, "measured": [], "diverged": str(error)}
     model, vocabulary = load_model(folder), recall_vocabulary(load_tokenizer(folder))
     trained, start = read_summary(folder), time.monotonic()
     measured = [
         measure_recall(model, vocabulary, length=n, pairs=pairs, texts=TEXTS, seed=TEXT_SEED)
         for n in LENGTHS
-        for pairs in LOADS
+        for pairs in (*LOADS, MOST)
+        if 4 * pairs <= n
     ]
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return {
@@ -109,6 +114,8 @@ def share(
     trial: Trial, length: int, loads: tuple[int, ...], octaves: Collection[int] | None = None
 ) -> float:
     """Right answers of those asked for; nan if there are none at distances of those octaves."""
+    if "diverged" in trial:
+        return 0.0
     asked = right = 0
     for cell in trial["measured"]:
         if cell["length"] == length and cell["pairs"] in loads:
@@ -132,14 +139,15 @@ def lengths_table(runs: dict[str, list[Trial]]) -> Iterator[list[str]]:
     """Right answers by length, and how many runs have learned the task."""
     yield ["arm", "rate", "learned", *(f"{length:,} tokens" for length in LENGTHS)]
     for arm, of in runs.items():
-        learned = sum(share(trial, LENGTH, (LOAD,)) >= SOLVED for trial in of)
+        learned = sum(share(trial, LENGTH, LOADS) >= SOLVED for trial in of)
         cells = [_mean([share(trial, length, LOADS) for trial in of]) for length in LENGTHS]
         yield [arm, f"{of[0]['rate']:g}", f"{learned} of {len(of)}", *cells]
 
 
 def loads_table(runs: dict[str, list[Trial]]) -> Iterator[list[str]]:
     """Right answers by the number of pairs, in the shortest and the longest texts."""
-    cells = [(length, pairs) for length in (LENGTHS[0], LENGTHS[-1]) for pairs in LOADS]
+    cells = [(LENGTH, pairs) for pairs in LOADS]
+    cells += [(LENGTHS[-1], pairs) for pairs in (*LOADS, MOST)]
     yield ["arm", *(f"{length:,} tokens, {pairs} pairs" for length, pairs in cells)]
     for arm, of in runs.items():
         yield [arm, *(_mean([share(trial, n, (pairs,)) for trial in of]) for n, pairs in cells)]

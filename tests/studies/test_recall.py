@@ -28,13 +28,13 @@ def trial(arm, rate, seed, right):
             "octaves": {"32": [40, 40], "64": [60, round(100 * right) - 40]},
         }
         for length in recall.LENGTHS
-        for pairs in recall.LOADS
+        for pairs in (*recall.LOADS, recall.MOST)
     ]
     return {"arm": arm, "rate": rate, "seed": seed, "measured": measured}
 
 
 def write(folder, rates):
-    """Trials of the learning rates, the best of which is the last in every arm."""
+    """Trials of the learning rates, the best of which is the second in every arm."""
     for arm in ARMS:
         for rate, right in zip(recall.RATES, rates, strict=True):
             file = folder / f"{arm}-{rate:g}-{recall.TUNING}.json"
@@ -43,7 +43,7 @@ def write(folder, rates):
 
 def test_every_arm_is_trained_with_every_rate_then_with_its_best(tmp_path, monkeypatch):
     monkeypatch.setattr(recall, "TRIALS", tmp_path)
-    write(tmp_path, (0.5, 1.0))
+    write(tmp_path, (0.5, 1.0, 0.6))
     every = list(recall.trials())
     tuned = [(arm, rate, recall.TUNING) for arm in ARMS for rate in recall.RATES]
     seeds = [(arm, recall.RATES[1], seed) for seed in recall.SEEDS for arm in ARMS]
@@ -55,15 +55,17 @@ def test_tables_count_what_was_learned_by_length_and_octave(tmp_path, monkeypatc
     page.write_text(f"Before\n{recall.BEGIN}\nold\n{recall.END}\nafter")
     monkeypatch.setattr(recall, "TRIALS", tmp_path)
     monkeypatch.setattr(recall, "PAGE", page)
-    write(tmp_path, (0.5, 1.0))
+    write(tmp_path, (0.5, 1.0, 0.6))
     for seed, right in enumerate((1.0, 0.8)):
-        file = tmp_path / f"strict-0.006-{seed}.json"
-        file.write_text(json.dumps(trial("strict", 0.006, seed, right)))
+        file = tmp_path / f"strict-0.003-{seed}.json"
+        file.write_text(json.dumps(trial("strict", 0.003, seed, right)))
+    facts = {"arm": "thin", "rate": 0.003, "seed": 0, "measured": [], "diverged": "step 7"}
+    (tmp_path / "thin-0.003-0.json").write_text(json.dumps(facts))
     recall.write_tables()
     text = page.read_text()
     assert text.startswith("Before") and text.endswith("after") and "old" not in text
-    assert "| strict | 0.006 | 1 of 2 | 0.90 (" in text and "| rotary" not in text
-    assert "| strict − rotary |" not in text
+    assert "| strict | 0.003 | 1 of 2 | 0.90 (" in text and "| rotary" not in text
+    assert "| strict − rotary |" not in text and "| thin | 0.003 | 0 of 1 | 0.00 |" in text
     assert "| strict | 1.00 (1.00 to 1.00) | 0.83 (" in text
 
 
