@@ -103,11 +103,9 @@ def bootstrap(pairs: list[Any], place: tuple[int, int, int | None]) -> list[floa
     nats = np.array([np.subtract(a["nats"], b["nats"]) for a, b in cells])
     tokens = np.array(cells[0][0]["tokens"])
     draw = np.random.default_rng(0)
-    seeds, documents = nats.shape
-    means = []
-    for _ in range(DRAWS):
-        rows, columns = draw.integers(seeds, size=seeds), draw.integers(documents, size=documents)
-        means.append(nats[rows][:, columns].sum() / seeds / tokens[columns].sum())
+    # How often every seed and every document is drawn.
+    rows, columns = (draw.multinomial(n, np.full(n, 1 / n), DRAWS) for n in nats.shape)
+    means = (rows @ nats * columns).sum(-1) / len(nats) / (columns @ tokens)
     return [float(x) for x in np.quantile(means, [0.025, 0.975])]
 
 
