@@ -36,6 +36,7 @@ def interleaved(variants: Sequence[Variant], settings: Namespace) -> dict[str, d
     durations: dict[str, list[float]] = {variant.name: [] for variant in variants}
     started = time.perf_counter()
     gc.disable()
+    gc.freeze()  # what exists already need not be searched after every round
     try:
         for turn in range(max(settings.rounds, 3) + 1):  # the first warms up
             if turn > 3 and time.perf_counter() - started > settings.seconds:
@@ -50,6 +51,7 @@ def interleaved(variants: Sequence[Variant], settings: Namespace) -> dict[str, d
                 durations[variant.name].append(measured if isinstance(measured, float) else passed)
             gc.collect()
     finally:
+        gc.unfreeze()
         gc.enable()
     times = {name: np.array(each[1:]) for name, each in durations.items()}
     base, results = times[variants[0].name], {}
