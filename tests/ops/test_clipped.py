@@ -17,6 +17,7 @@ from coca_attention.ops import (
 )
 from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map
 from covering import covering
+from operands import normal, operands
 
 WIDTH, LIMIT = 16, 7
 WAYS = ["parts", "whole masks", "masks of 5 queries"]
@@ -34,16 +35,8 @@ def take(monkeypatch):
     return selected
 
 
-def inputs(free: int, queries: int = 23, keys: int = 29):
-    generator = torch.Generator().manual_seed(free)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    t = normal(2, 2, keys, WIDTH // 2 + free)
-    collinear = WIDTH // 2 - free
-    t = torch.cat((t[..., :collinear].relu(), t[..., collinear:]), dim=-1)
-    return normal(2, 4, queries, WIDTH), t, normal(2, 2, keys, 12)
+def inputs(free: int, queries: int = 23) -> list[torch.Tensor]:
+    return operands(queries=queries, width=WIDTH, value_width=12, free=free)
 
 
 @pytest.mark.parametrize(
@@ -89,15 +82,11 @@ def test_output_and_gradients_agree_with_scores_at_positions(take, way, shape, w
     """Written out: near and far scores, chosen by the distance."""
     take(way)
     (queries, keys, limit), (width, far_width, value_width) = shape, widths
-    generator = torch.Generator().manual_seed(queries)
     shapes = [
         (2, 4, queries, width), (2, 2, keys, width), (2, 4, queries, far_width),
         (2, 2, keys, far_width), (2, 2, keys, value_width),
     ]  # fmt: skip
-    leaves = [
-        torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
-        for shape in shapes
-    ]
+    leaves = [normal(*shape, seed=index).requires_grad_() for index, shape in enumerate(shapes)]
     places = torch.arange(keys - queries, keys), torch.arange(keys)
     distance = places[0][:, None] - places[1]
     segments, window = None, 11 if hidden == "window" else None
@@ -115,15 +104,11 @@ def test_output_and_gradients_agree_with_scores_at_positions(take, way, shape, w
     scores = (0.3 * scores).masked_fill(~visible, -torch.inf)
     expected = scores.softmax(-1) @ value
     assert (ours - expected).abs().max() < 1e-12
-    gradient = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
-    for a, b in zip(
-        *(
-            torch.autograd.grad(x, leaves, gradient, materialize_grads=True)
-            for x in (ours, expected)
-        ),
-        strict=True,
-    ):
-        assert (a - b).abs().max() < 1e-12
+    gradients = [
+        torch.autograd.grad(x, leaves, normal(*ours.shape, seed=9), materialize_grads=True)
+        for x in (ours, expected)
+    ]
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(*gradients, strict=True))
 
 
 def test_a_temperature_shrinks_no_query():
@@ -142,11 +127,10 @@ def test_masks_apply():
     visible[:, 0] = True
     bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, -torch.inf)
     rotation = Rotation(WIDTH, max_distance=LIMIT)
-    ours = coca_attention(q, t, v, rotation=rotation, attention_mask=visible)
     expected = oracle.coca_attention(q, t, v, max_distance=LIMIT, bias=bias)
-    assert (ours - expected).abs().max() <= 1e-12
-    ours = coca_attention(q, t, v, rotation=rotation, attention_mask=bias)
-    assert (ours - expected).abs().max() <= 1e-12
+    for mask in (visible, bias):
+        ours = coca_attention(q, t, v, rotation=rotation, attention_mask=mask)
+        assert (ours - expected).abs().max() <= 1e-12
     visible[4] = False
     q.requires_grad_()
     ours = coca_attention(q, t, v, rotation=rotation, attention_mask=visible)
@@ -163,14 +147,10 @@ def test_positions_decide_and_not_the_order_of_keys(gradients):
     last = q[:, :, -1:]
     with torch.set_grad_enabled(gradients):
         ours = coca_attention(
-            last,
-            t[:, :, order],
-            v[:, :, order],
-            key_positions=order,
-            query_positions=torch.tensor([28]),
-            attention_mask=torch.ones(1, 29, dtype=torch.bool),
-            **options,
-        )
+            last, t[:, :, order], v[:, :, order],
+            query_positions=torch.tensor([28]), key_positions=order,
+            attention_mask=torch.ones(1, 29, dtype=torch.bool), **options,
+        )  # fmt: skip
     assert (ours - coca_attention(last, t, v, **options)).abs().max() <= 1e-12
 
 
@@ -179,9 +159,8 @@ def test_the_magnitude_of_a_rule_acts_at_every_distance():
     rule = YaRN(factor=4.0, training_length=16)
     ours = coca_attention(q, t, v, rotation=Rotation(WIDTH, rule=rule, max_distance=LIMIT))
     theta = rule.frequencies(WIDTH, 10000.0)
-    expected = oracle.coca_attention(
-        q, t, v, theta=theta, max_distance=LIMIT, scale=rule.magnitude**2 / 4
-    )
+    options = {"max_distance": LIMIT, "scale": rule.magnitude**2 / 4}
+    expected = oracle.coca_attention(q, t, v, theta=theta, **options)
     assert rule.magnitude != 1
     assert (ours - expected).abs().max() <= 1e-12
 
@@ -219,12 +198,12 @@ def test_masks_of_float16_hide_however_large_the_scores_are():
     assert not torch.equal(after[:, :, -1], before[:, :, -1])
 
 
+@pytest.mark.parametrize("limit", [None, LIMIT])
 @pytest.mark.parametrize(("batch", "queries"), [(2, 0), (0, 29)])
-def test_nothing_to_attend_from(batch, queries):
-    q, t, v = inputs(0, queries=29)
-    rotation = Rotation(WIDTH, max_distance=LIMIT)
-    found = coca_attention(q[:batch, :, :queries], t[:batch], v[:batch], rotation=rotation,
-                           form="strict")  # fmt: skip
+def test_nothing_to_attend_from(batch, queries, limit):
+    q, t, v = (x[:batch] for x in inputs(0, queries=queries))
+    rotation = Rotation(WIDTH, max_distance=limit)
+    found = coca_attention(q, t, v, rotation=rotation, form="strict")
     assert found.shape == (batch, 4, queries, 12)
 
 

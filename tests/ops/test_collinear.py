@@ -1,5 +1,6 @@
 """`coca_attention` compared with the paper's equations."""
 
+import math
 import warnings
 
 import pytest
@@ -10,22 +11,7 @@ from hypothesis import strategies as st
 import oracle
 from coca_attention.ops import FORMS, Rotation, attend, attention, coca_attention, fold, score_scale
 from covering import covering
-
-
-def inputs(
-    *, batch=2, heads=4, kv_heads=2, queries=13, keys=29, width=16, value_width=16, seed=0
-) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    return [
-        draw(batch, heads, queries, width),
-        draw(batch, kv_heads, keys, width // 2).relu(),
-        draw(batch, kv_heads, keys, value_width),
-    ]
-
+from operands import operands
 
 SHAPES = {
     "square": {"queries": 29},
@@ -46,14 +32,14 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(attention, "DISTANCE_BLOCK", 16)
 
 
-# Elements of a head of width 16 that are rotated, free pairs, and pairs that turn.
+# Of so many pairs those that are rotated, those of them that turn, and free pairs.
 SHARES = {
-    "whole": {},
-    "two elements rotate": {"span": 2},
-    "two elements do not": {"span": -2},
-    "a free pair": {"free": 1},
-    "two free pairs, one turns": {"free": 2, "turning": -1},
-    "all pairs free": {"free": 0},
+    "whole": lambda pairs: (pairs, pairs, 0),
+    "one is rotated": lambda pairs: (1, 1, 0),
+    "one is not": lambda pairs: (pairs - 1, pairs - 1, 0),
+    "a free pair": lambda pairs: (pairs, pairs, 1),
+    "two free pairs, one turns": lambda pairs: (pairs, 1, 2),
+    "all pairs free": lambda pairs: (pairs, pairs, pairs),
 }
 MASKS = [None, "padding", "additive", "per head", "two dimensions"]
 
@@ -65,23 +51,14 @@ MASKS = [None, "padding", "additive", "per head", "two dimensions"]
 def test_outputs_and_gradients_agree_with_the_oracle(
     small_blocks, form, interleaved, shape, share, mask, is_causal, decay
 ):
-    q, t, v = inputs(**SHAPES[shape])
-    (batch, heads, queries, width), keys = q.shape, t.shape[-2]
-    parts, pairs = SHARES[share], width // 2
-    span, turning = (
-        parts.get("span", width) % (width + 1),
-        parts.get("turning", pairs) % (pairs + 1),
-    )
-    span -= span % 2
-    theta = 100.0 ** (-torch.arange(span // 2, dtype=torch.float64) / (span // 2))
+    pairs = SHAPES[shape].get("width", 16) // 2
+    rotated, turning, free = SHARES[share](pairs)
+    q, t, v = operands(**SHAPES[shape], free=free)
+    (batch, heads, queries, _), keys = q.shape, t.shape[-2]
+    theta = 100.0 ** (-torch.arange(rotated, dtype=torch.float64) / rotated)
     theta[turning:] = 0.0
-    if "free" in parts:
-        free = parts["free"] or pairs
-        t = torch.cat((t, inputs(**SHAPES[shape], seed=1)[1][..., :free] - 0.5), dim=-1)
-    bias = torch.zeros(batch, heads, queries, keys, dtype=torch.float64)
-    if decay:
-        distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
-        bias = bias + ((1 + distance.clamp(min=0).double() / 3.0) ** -decay).log()
+    places = torch.arange(keys - queries, keys), torch.arange(keys)
+    bias = decay_bias(*places, decay or 0, 3.0)
     visible = {
         "padding": torch.arange(keys).expand(batch, 1, 1, keys) < keys - 4,
         "per head": torch.rand(batch, heads, queries, keys) > 0.3,
@@ -93,7 +70,8 @@ def test_outputs_and_gradients_agree_with_the_oracle(
     given = {None: None, "additive": added}.get(mask, visible)
     leaves = [x.requires_grad_() for x in (q, t, v)]
     options = {"form": form, "interleaved": interleaved, "is_causal": is_causal}
-    rotation = Rotation(span, 100.0, turning=min(turning, span // 2), decay=decay, decay_length=3.0)
+    span = 2 * rotated
+    rotation = Rotation(span, 100.0, turning=turning, decay=decay, decay_length=3.0)
     ours = coca_attention(*leaves, rotation=rotation, attention_mask=given, **options)
     exact = oracle.coca_attention(*leaves, theta=theta, rotary_width=span, bias=bias, **options)
     assert ours.shape == exact.shape and (ours - exact).abs().max() <= 1e-12
@@ -105,19 +83,16 @@ def test_outputs_and_gradients_agree_with_the_oracle(
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_temperature_multiplies_scores_by_the_logarithm_of_visible_keys(window):
-    q, t, v = inputs()
-    options = {"rotation": Rotation(16, temperature=20), "form": "strict", "window": window}
-    ours = coca_attention(q, t, v, **options)
-    places = torch.arange(16, 29), torch.arange(29)
-    t = t.repeat_interleave(2, 1)
-    scores = oracle.strict_scores(oracle.pairs_of(q), t, *places, oracle.thetas(16))
-    seen = torch.arange(17, 30, dtype=torch.float64).clamp(max=window or 29)
-    if window:
-        distance = torch.arange(16, 29)[:, None] - torch.arange(29)
-        scores = scores.masked_fill(distance >= window, -torch.inf)
-    scores = scores * ((seen + 1).log() / torch.tensor(21.0).double().log()).unsqueeze(-1)
-    expected = oracle.attention(scores, v.repeat_interleave(2, 1), scale=0.25)
-    assert (ours - expected).abs().max() <= 1e-12
+    q, t, v = operands()
+    rotation, limit = Rotation(16, temperature=20), window or 29
+    ours = coca_attention(q, t, v, rotation=rotation, form="strict", window=window)
+    seen = torch.arange(17, 30).clamp(max=limit).double()
+    factor = ((seen + 1).log() / math.log(21)).unsqueeze(-1)
+    distance = torch.arange(16, 29)[:, None] - torch.arange(29)
+    bias = torch.zeros(13, 29).masked_fill(distance >= limit, -torch.inf)
+    # Scores of strict grow with the square of the query.
+    exact = oracle.coca_attention(q * factor.sqrt(), t, v, form="strict", bias=bias)
+    assert (ours - exact).abs().max() <= 1e-12
 
 
 def decay_bias(query_positions, key_positions, exponent, length):
@@ -131,7 +106,7 @@ def decay_bias(query_positions, key_positions, exponent, length):
 def test_a_decay_of_consecutive_positions_is_formed_once_for_every_distance(small_blocks, window):
     """Otherwise in blocks, from the positions."""
     rotation, formed = Rotation(16, decay=1.5, decay_length=3.0), []
-    q, t, v = inputs(queries=40, keys=50)
+    q, t, v = operands(queries=40, keys=50)
     k = torch.cat((t, t), dim=-1)
 
     def bias(query_positions, key_positions, dtype):
@@ -167,17 +142,17 @@ def test_error_stays_within_that_of_plain_attention(form, interleaved, dtype, sh
     is held to the same 1.4 times as that of every other form.
     """
     shape = SHAPES[shape]
-    error, budget = errors(inputs(**shape), dtype, form, interleaved)
+    error, budget = errors(operands(**shape), dtype, form, interleaved)
     if (form, dtype) != ("slack", torch.float32):
         assert error.max() <= 2 * budget.max()
-    error, budget = errors(inputs(**shape | {"batch": 8}), dtype, form, interleaved)
+    error, budget = errors(operands(**shape | {"batch": 8}), dtype, form, interleaved)
     assert error.square().mean().sqrt() <= 1.4 * budget.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_float16_supports_queries_of_ten_thousand(form):
     """|q|^2 is then far out of range; the error is still that of rounding Q' and K'."""
-    q, t, v = inputs(queries=200, keys=200)
+    q, t, v = operands(queries=200, keys=200)
     q, t = q * (1e4 / q.norm(dim=-1).max()), t * (1e-1 if form == "magnitude" else 1e-5)
     error, budget = errors([q, t, v], torch.float16, form, interleaved=False)
     assert error.isfinite().all()
@@ -222,7 +197,7 @@ def effective(q, t, form, interleaved):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_float32_gradients_agree_with_the_oracle(form):
-    q, t, v = inputs(queries=17, keys=29)
+    q, t, v = operands(queries=17, keys=29)
     double = [x.clone().requires_grad_() for x in (q, t, v)]
     single = [x.float().requires_grad_() for x in (q, t, v)]
     weights = torch.randn_like(q)
@@ -236,7 +211,7 @@ def test_float32_gradients_agree_with_the_oracle(form):
 @settings(max_examples=25)
 @given(shift=st.integers(-5000, 100_000), seed=st.integers(0, 1000))
 def test_all_but_slack_are_shift_invariant(form, shift, seed):
-    q, t, v = inputs(batch=1, queries=9, keys=9, seed=seed)
+    q, t, v = operands(batch=1, queries=9, keys=9, seed=seed)
     positions = torch.arange(9)
     ours = [
         coca_attention(q, t, v, form=form, query_positions=p, key_positions=p)
@@ -247,7 +222,7 @@ def test_all_but_slack_are_shift_invariant(form, shift, seed):
 
 def test_forms_agree_only_on_equal_pairs():
     """Theorem 1 of the paper."""
-    q, t, v = inputs()
+    q, t, v = operands()
     half = q[..., :8]
     equal = torch.cat((half, half), dim=-1)
     slack, strict = (coca_attention(equal, t, v, form=f) for f in ("slack", "strict"))
@@ -257,7 +232,7 @@ def test_forms_agree_only_on_equal_pairs():
 
 
 def test_fully_masked_rows_are_zero():
-    q, t, v = inputs(queries=29)
+    q, t, v = operands(queries=29)
     mask = torch.ones(29, 29, dtype=torch.bool)
     mask[:, :3] = False
     assert torch.equal(
@@ -268,7 +243,7 @@ def test_fully_masked_rows_are_zero():
 @pytest.mark.parametrize("decay", [None, 2.0])
 def test_positions_of_each_row_of_a_batch(decay):
     """True ones: slack answers to a shift, and a decay to gaps."""
-    q, t, v = inputs(queries=29)
+    q, t, v = operands(queries=29)
     positions = torch.stack((torch.arange(29) + 5, torch.arange(29) * 3))
     rotation = Rotation(16, decay=decay, decay_length=4.0)
     places = {"query_positions": positions, "key_positions": positions}
@@ -278,9 +253,8 @@ def test_positions_of_each_row_of_a_batch(decay):
         bias = decay_bias(positions[row], positions[row], decay or 0, 4.0)
         exact = oracle.coca_attention(*(x[[row]] for x in (q, t, v)), **alone, bias=bias)
         assert (together[row] - exact[0]).abs().max() <= 1e-12
-    assert (together - coca_attention(q, t, v, rotation=rotation)).abs().amax(
-        (1, 2, 3)
-    ).min() > 1e-2
+    alike = coca_attention(q, t, v, rotation=rotation)
+    assert (together - alike).abs().amax((1, 2, 3)).min() > 1e-2
 
 
 def test_fold_is_the_mean_of_each_pair():
@@ -308,6 +282,8 @@ def test_fold_is_the_mean_of_each_pair():
         ({}, {"form": "loose"}, ValueError, "unknown score form 'loose'"),
         ({}, {"query_positions": torch.arange(5)}, ValueError, "query_positions must have shape"),
         ({}, {"rotation": Rotation(18)}, ValueError, "at most the head width 16"),
+        ({}, {"window": 0}, ValueError, "window must be at least 1"),
+        ({}, {"window": 3, "is_causal": False}, ValueError, "requires causal attention"),
         (
             {}, {"attention_mask": torch.ones(2, 1, 1, 29, dtype=torch.long)}, TypeError,
             r"must be boolean .* got torch.int64; .* \.bool\(\)",
@@ -326,12 +302,7 @@ def test_bad_inputs_are_refused(changes, options, error, message):
         coca_attention(query, t.to(changes.get("dtype", t.dtype)), value, **options)
 
 
-def test_no_queries_give_an_empty_output():
-    q, t, v = inputs(value_width=5)
-    assert coca_attention(q[:, :, :0], t, v).shape == (2, 4, 0, 5)
-
-
-def test_shapes_may_be_symbolic(kv_heads=2):
+def test_shapes_may_be_symbolic():
     """Compiled and exported with dynamic lengths and heads, and traced, in one graph."""
 
     class Attention(torch.nn.Module):
@@ -340,7 +311,7 @@ def test_shapes_may_be_symbolic(kv_heads=2):
 
     def inputs(length):
         torch.manual_seed(length)
-        shapes = (4, length, 16), (kv_heads, length, 8), (kv_heads, length, 16)
+        shapes = (4, length, 16), (2, length, 8), (2, length, 16)
         return tuple(torch.rand(1, *shape) for shape in shapes)
 
     attention = Attention()

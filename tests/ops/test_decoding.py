@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from coca_attention.ops import (
     Rotation,
     YaRN,
-    activate,
     attend,
     attend_half,
     kernels,
@@ -17,29 +16,15 @@ from coca_attention.ops import (
     tile_length,
 )
 from coca_attention.ops.decoding import attend_half_at
+from operands import operands
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def case(
-    heads=4,
-    kv_heads=2,
-    keys=70,
-    width=16,
-    value_width=16,
-    batch=2,
-    dtype=torch.float64,
-    seed=0,
-    free=0,
-):
-    generator = torch.Generator().manual_seed(seed)
-
-    def tensor(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
-
-    query = tensor(batch, heads, 1, width)
-    t = activate(tensor(batch, kv_heads, keys, width // 2 + free), width // 2)
-    return query, t, tensor(batch, kv_heads, keys, value_width)
+def case(heads=4, kv_heads=2, keys=70, dtype=torch.float64, **sizes):
+    tensors = operands(heads=heads, kv_heads=kv_heads, queries=1, keys=keys, **sizes)
+    query, t, value = (x.to(DEVICE, dtype) for x in tensors)
+    return query, t, value
 
 
 def whole_keys(query, t, value, first, rotation, scale, mask=None):
@@ -98,18 +83,24 @@ def test_agrees_with_whole_keys(
 
 
 @pytest.mark.parametrize(
-    ("free", "heads", "masked", "dtype", "tolerance"),
+    ("by_kernel", "free", "heads", "masked", "dtype", "tolerance"),
     [
-        (0, (4, 4), False, torch.float32, 1e-5),
-        (5, (20, 1), True, torch.float32, 1e-5),
-        (12, (4, 2), True, torch.float16, 4e-3),
+        (True, 0, (4, 4), False, torch.float32, 1e-5),
+        (True, 5, (20, 1), True, torch.float32, 1e-5),
+        (True, 12, (4, 2), True, torch.float16, 4e-3),
+        (False, 0, (4, 4), False, torch.bfloat16, 2**-6),
+        (False, 0, (4, 2), True, torch.bfloat16, 2**-6),
     ],
     ids=str,
 )
-def test_the_kernel(monkeypatch, free, heads, masked, dtype, tolerance):
-    """Several splits, an incomplete last tile, and widths that are not powers of two."""
-    pytest.importorskip("triton")
-    monkeypatch.setattr(kernels, "supports", lambda x: True)
+def test_kernel_and_half_precision(monkeypatch, by_kernel, free, heads, masked, dtype, tolerance):
+    """Several splits, an incomplete last tile, and widths that are not powers of two.
+
+    Scores are computed in float32, so that of half precision only weights and values are rounded.
+    """
+    if by_kernel:
+        pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "supports", lambda x: by_kernel)
     query, t, value = case(*heads, keys=133, width=24, value_width=20, dtype=dtype, free=free)
     t, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (t, value))
     first = torch.tensor([900, -3], device=DEVICE)
@@ -141,18 +132,6 @@ def test_other_lengths_several_queries_and_gradients_are_refused():
         attend_half(query.requires_grad_(), t, value, frames)
     with pytest.raises(ValueError, match="no gradient"):
         attend_half_at(query, t, value, *torch.zeros(2, 70, 8).to(query))
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
-def test_a_cache_in_half_precision(heads):
-    """Scores are computed in float32, so the only error is from rounding weights and values."""
-    query, t, value = case(*heads, dtype=torch.bfloat16)
-    first = torch.zeros(1, device=DEVICE)
-    expected = whole_keys(query.double(), t.double(), value.double(), first, Rotation(16), 0.3)
-    frames = frames_for(query, t, first, Rotation(16), 32)
-    ours = attend_half(query, t, value, frames, scale=0.3)
-    assert ours.dtype == torch.bfloat16
-    assert (ours.double() - expected).abs().max() < 2**-6
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)

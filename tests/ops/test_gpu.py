@@ -17,6 +17,7 @@ from coca_attention.ops import (
     tile_length,
 )
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
+from operands import operands
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,11 +27,9 @@ DTYPES = [(torch.float32, 2e-5), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)]
 
 
 def inputs(dtype: torch.dtype, length: int, heads: int = 4, groups: int = 2):
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, heads, length, 64, generator=generator)
-    t = torch.randn(1, groups, length, 32, generator=generator).relu()
-    v = torch.randn(1, groups, length, 64, generator=generator)
-    return [x.to("cuda", dtype) for x in (q, t, v)]
+    sizes = {"heads": heads, "kv_heads": groups, "queries": length, "keys": length}
+    tensors = operands(batch=1, **sizes, width=64, value_width=64)
+    return [x.to("cuda", dtype) for x in tensors]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -79,13 +78,8 @@ def test_half_keys_decode_like_the_oracle(form, dtype, tolerance, heads, length)
     q = q[..., -1:, :]
     cos, sin = Rotation(64).tables(torch.tensor([length - 1], device="cuda"))
     effective = query_map(q, cos, sin, form=form, scale=0.125)
-    frames = key_frames(
-        torch.zeros(1, dtype=torch.long, device="cuda"),
-        length,
-        Rotation(64),
-        tile=tile_length(t, q.shape[1]),
-        pairs=32,
-    )
+    first, tile = torch.zeros(1, dtype=torch.long, device="cuda"), tile_length(t, q.shape[1])
+    frames = key_frames(first, length, Rotation(64), tile=tile, pairs=32)
     output = attend_half(effective, t, v, frames).cpu().double()
     expected = oracle.coca_attention(q.cpu(), t.cpu(), v.cpu(), form=form)
     assert (output - expected).abs().max() <= tolerance

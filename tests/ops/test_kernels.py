@@ -10,14 +10,14 @@ import torch
 
 from coca_attention.ops import FORMS, Rotation, coca_attention, kernels, key_map, query_map
 from covering import covering
+from operands import normal
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tensor(*shape, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+    return normal(*shape, seed=seed, dtype=dtype).to(DEVICE)
 
 
 def both_ways(monkeypatch, function, *inputs):
@@ -40,32 +40,33 @@ def both_ways(monkeypatch, function, *inputs):
     return zip(*found, strict=True)
 
 
-def lie(x, layout):
-    """The same numbers, heads before rows or rows before heads, or with gaps between them."""
-    if layout == "rows":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "gaps":
-        wider = torch.cat((x, x), dim=-1)
-        return wider[..., : x.shape[-1]]
-    return x
+# The same numbers, heads before rows or rows before heads, or with gaps between them.
+LAYOUTS = {
+    "heads": lambda x: x,
+    "rows": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "gaps": lambda x: torch.cat((x, x), dim=-1)[..., : x.shape[-1]],
+}
 
 
 @pytest.mark.parametrize(
-    ("form", "pairs", "layout", "dtype"),
+    ("form", "pairs", "layout", "dtype", "places"),
     covering(
         FORMS,
         [(16, 16, False, 0), (12, 12, True, 2), (12, 4, False, 0), (12, 4, True, 0),
          (16, 16, False, 8)],
-        ["heads", "gaps", "rows"],
+        LAYOUTS,
         [torch.float32, torch.bfloat16],
+        ["of each row of the batch", "of all rows"],
     ),
     ids=str,
 )  # fmt: skip
-def test_maps(monkeypatch, form, pairs, layout, dtype):
+def test_maps(monkeypatch, form, pairs, layout, dtype, places):
     width, span, interleaved, free = pairs
-    q = lie(tensor(2, 3, 5, width, dtype=dtype), layout)
-    t = lie(tensor(2, 9, 5, width // 2 + free, seed=1, dtype=dtype), layout)
-    positions = torch.stack((torch.arange(5), torch.arange(5) + 100)).to(DEVICE)
+    q = LAYOUTS[layout](tensor(2, 3, 5, width, dtype=dtype))
+    t = LAYOUTS[layout](tensor(2, 9, 5, width // 2 + free, seed=1, dtype=dtype))
+    positions = torch.arange(5, device=DEVICE)
+    if places != "of all rows":
+        positions = torch.stack((positions, positions + 100))
     cos, sin = Rotation(span).tables(positions)
     # Where PyTorch rounds once less or once more, the last place of the dtype differs.
     tolerance = 4 * torch.finfo(dtype).eps

@@ -3,56 +3,42 @@
 import pytest
 import torch
 
+import oracle
 from coca_attention.ops import RULES, Rotation, coca_linear_attention
-from coca_attention.ops.positions import split_pairs
+from operands import operands
 
 
-def make(heads=4, kv_heads=2, length=150, width=16, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
-    query, value = draw(2, heads, length, width), draw(2, kv_heads, length, 7)
-    return query, torch.nn.functional.softplus(draw(2, kv_heads, length, width // 2)), value
+def make(kv_heads=2, length=150, dtype=torch.float64):
+    query, t, value = operands(kv_heads=kv_heads, queries=length, keys=length, value_width=7)
+    return [x.to(dtype) for x in (query, t + 0.1, value)]
 
 
-def by_definition(query, t, value, rotation, power=2, interleaved=False):
-    """Eq. 19 with the key of every pair of tokens, k = q ∘ t, both rotated."""
-    (_, heads, length, width), groups = query.shape, query.shape[1] // t.shape[1]
-    t, value = (x.repeat_interleave(groups, 1) for x in (t, value))
-    pairs = torch.complex(*split_pairs(query, interleaved, rotation.width))
-    if power == 1:
-        pairs = pairs / pairs.abs().sqrt()
-    angles = rotation.angles(torch.arange(length)).double()
-    angles = torch.nn.functional.pad(angles, (0, width // 2 - angles.shape[-1]))
-    turn = torch.polar(torch.ones_like(angles), angles)
-    scores, norms = (query.new_zeros(2, heads, length, length) for _ in range(2))
-    for m in range(length):
-        keys = pairs[:, :, m : m + 1] * t[:, :, : m + 1]
-        rotated = (pairs[:, :, m] * turn[m])[:, :, None] * (keys * turn[: m + 1]).conj()
-        scores[:, :, m, : m + 1] = rotated.real.sum(-1)
-        norms[:, :, m, : m + 1] = (pairs[:, :, m, None].conj() * keys).real.sum(-1)
+def by_definition(query, t, value, form, rotation, interleaved):
+    """Eq. 19: scores, and as their norms those without rotation."""
+    t, value = (x.repeat_interleave(query.shape[1] // t.shape[1], 1) for x in (t, value))
+    pairs = oracle.pairs_of(query, interleaved, rotation.width)
+    places, theta = torch.arange(query.shape[2]), rotation.frequencies()
+    scores, norms = (
+        oracle.scores(form, pairs, t, places, places, x).tril() for x in (theta, 0 * theta)
+    )
     return scores @ value / norms.sum(-1, keepdim=True)
 
 
 @pytest.mark.parametrize(
-    ("form", "power", "kv_heads", "width", "interleaved"),
-    [("strict", 2, 2, 16, False), ("magnitude", 1, 4, 16, True), ("strict", 2, 1, 8, True)],
+    ("form", "kv_heads", "width", "interleaved"),
+    [("strict", 2, 16, False), ("magnitude", 4, 16, True), ("strict", 1, 8, True)],
 )
-def test_chunks_are_the_definition(form, power, kv_heads, width, interleaved):
-    query, t, value = make(kv_heads=kv_heads)
-    inputs = [x.requires_grad_() for x in (query, t, value)]
-    rotation = Rotation(width, base=100.0)
-    expected = by_definition(query, t, value, rotation, power, interleaved)
-    output, _ = coca_linear_attention(
-        query, t, value, form=form, rotation=rotation, interleaved=interleaved
-    )
+def test_chunks_are_the_definition(form, kv_heads, width, interleaved):
+    inputs = [x.requires_grad_() for x in make(kv_heads=kv_heads)]
+    options = {"form": form, "rotation": Rotation(width, 100.0), "interleaved": interleaved}
+    output, _ = coca_linear_attention(*inputs, **options)
+    expected = by_definition(*inputs, **options)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
     direction = torch.randn_like(output)
-    gradients = torch.autograd.grad(output, inputs, direction)
-    for ours, theirs in zip(
-        gradients, torch.autograd.grad(expected, inputs, direction), strict=True
-    ):
+    gradients = (torch.autograd.grad(x, inputs, direction) for x in (output, expected))
+    for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
-    assert output.abs().max() <= value.abs().max()
+    assert output.abs().max() <= inputs[2].abs().max()
 
 
 @pytest.mark.parametrize("sizes", [[1] * 150, [149, 1], [7, 64, 65, 14]])
@@ -97,19 +83,14 @@ def test_half_precision_is_as_exact_as_its_inputs(dtype):
         ({"form": "slack"}, "shift-invariant"),
         ({"rotation": Rotation(16, max_distance=8)}, "max_distance"),
         ({"rotation": Rotation(16, rule=RULES["dynamic"](2.0, 8))}, "follows"),
+        ({"key_coefficients": torch.ones(2, 2, 10, 16)}, "key_coefficients must be"),
+        ({"value": torch.ones(2, 2, 9, 7)}, "value must be"),
     ],
 )
-def test_what_has_no_state_is_refused(options, words):
+def test_what_has_no_state_and_wrong_shapes_are_refused(options, words):
+    tensors = dict(zip(("query", "key_coefficients", "value"), make(length=10), strict=True))
     with pytest.raises(ValueError, match=words):
-        coca_linear_attention(*make(length=10), **options)
-
-
-def test_wrong_shapes_are_named():
-    query, t, value = make(length=10)
-    with pytest.raises(ValueError, match="key_coefficients must be"):
-        coca_linear_attention(query, torch.cat((t, t), -1), value)
-    with pytest.raises(ValueError, match="value must be"):
-        coca_linear_attention(query, t, value[:, :, :9])
+        coca_linear_attention(**tensors | options)
 
 
 def test_sums_stay_wide_under_autocast_and_nothing_in_is_nothing_out():

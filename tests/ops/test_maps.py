@@ -6,12 +6,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from coca_attention.ops import FORMS, Rotation, key_map, query_map
 from covering import covering
-
-
-def tensors(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
+from operands import normal
 
 
 @pytest.mark.parametrize(
@@ -19,7 +14,7 @@ def tensors(*shape, seed=0, dtype=torch.float64):
 )
 def test_first_and_second_derivatives(form, interleaved, share):
     span, free = share
-    q, t = tensors(2, 2, 3, 8).requires_grad_(), tensors(2, 1, 3, 4 + free, seed=1).requires_grad_()
+    q, t = normal(2, 2, 3, 8).requires_grad_(), normal(2, 1, 3, 4 + free, seed=1).requires_grad_()
     cos, sin = Rotation(span).tables(torch.arange(3), torch.float64)
 
     def query(x):
@@ -46,7 +41,7 @@ def test_magnitude_has_gradient_zero_where_the_query_is_zero():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_query_is_kept_for_the_backward_pass(dtype):
     """Besides cos and sin, shared by all heads: nothing for keys, and q in its own dtype."""
-    q, t = (tensors(1, 8, 64, n, dtype=dtype).requires_grad_() for n in (16, 8))
+    q, t = (normal(1, 8, 64, n, dtype=dtype).requires_grad_() for n in (16, 8))
     cos, sin = Rotation(16).tables(torch.arange(64))
     kept: dict[int, int] = {}
 
@@ -63,14 +58,14 @@ def test_only_the_query_is_kept_for_the_backward_pass(dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_memory_layout_of_heads_and_rows_is_kept(form):
     """Projections give (B, T, H, D) viewed as (B, H, T, D): results keep that memory layout."""
-    q, t = (tensors(2, 5, 3, n).transpose(1, 2) for n in (8, 4))
+    q, t = (normal(2, 5, 3, n).transpose(1, 2) for n in (8, 4))
     cos, sin = Rotation(8).tables(torch.arange(5), torch.float64)
     assert query_map(q, cos, sin, form=form).transpose(1, 2).is_contiguous()
     assert key_map(t, cos, sin).transpose(1, 2).is_contiguous()
 
 
 def test_learned_frequencies_are_refused():
-    q, t = tensors(1, 1, 2, 4), tensors(1, 1, 2, 2)
+    q, t = normal(1, 1, 2, 4), normal(1, 1, 2, 2)
     cos, sin = Rotation(4).tables(torch.arange(2), torch.float64)
     cos.requires_grad_()
     with pytest.raises(ValueError, match="must not require gradients"):
@@ -81,7 +76,7 @@ def test_learned_frequencies_are_refused():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_maps_compile_in_one_graph(form):
-    q, t = tensors(1, 2, 6, 8).requires_grad_(), tensors(1, 1, 6, 4, seed=1).requires_grad_()
+    q, t = normal(1, 2, 6, 8).requires_grad_(), normal(1, 1, 6, 4, seed=1).requires_grad_()
     cos, sin = Rotation(8).tables(torch.arange(6), torch.float64)
 
     def scores(q, t):
@@ -99,7 +94,7 @@ def test_maps_compile_in_one_graph(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_compiled_queries_are_not_written_in_parts(form):
     """Such a write is a choice in every compiled loop over the keys, which cannot be vectorized."""
-    q = tensors(1, 2, 1, 8)
+    q = normal(1, 2, 1, 8)
     cos, sin = Rotation(8).tables(torch.arange(1))
     operations = []
 
