@@ -5,6 +5,7 @@ import os
 import re
 import time
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -112,22 +113,16 @@ def test_three_rounds_always_run(limits):
     assert interleaved([Variant("a", lambda: 1.0)], settings(limits))["a"]["rounds"] == 3
 
 
-def made_elsewhere(kind: str) -> Variant:
-    if kind == "dies":
-        os._exit(7)
-    if kind == "fails":
-        raise UserError("it cannot be made")
-    return Variant("far", lambda: time.sleep(0.05), 0.5, {"number": 3.0})
-
-
 def test_a_variant_in_a_process_of_its_own():
-    variant = isolated(made_elsewhere, "works")
+    """Of functions that it imports fast: this module's own would take it seconds."""
+    wait = partial(time.sleep, 0.05)
+    variant = isolated(Variant, "far", wait, 0.5, {"number": 3.0})
     assert (variant.name, variant.error, variant.facts) == ("far", 0.5, {"number": 3.0})
     assert 0.05 <= variant.run() < 5
-    with pytest.raises(UserError, match="it cannot be made"):
-        isolated(made_elsewhere, "fails")
+    with pytest.raises(TypeError, match="Expected 4 arguments, got 0"):
+        isolated(Variant._make, [])
     with pytest.raises(BrokenProcessPool):
-        isolated(made_elsewhere, "dies")
+        isolated(os._exit, 7)
 
 
 def test_peak_memory_of_the_contraction_and_of_the_operator():

@@ -25,6 +25,7 @@ from coca_lab.processes import ProcessEngine
 from coca_lab.report import REPORTS
 from coca_lab.training import train
 from families import SIZES, vanilla
+from operands import normal, operands
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 ADDED = {"phase": FORMS, "slowed": RULES, "repeats": TASKS}
@@ -56,28 +57,21 @@ def phase(tmp_path_factory, text_folder):
 
 def test_the_form_is_the_operator_of_its_equation():
     """Σ_j t_j |q_j|² cos((m - n)θ_j - δ_j), and its gradients, also of the learned phase."""
-    generator = torch.Generator().manual_seed(0)
-    q, v, t, delta = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64)
-        for shape in ((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 4), (4, 4))
-    )
-    t = t.relu()
+    q, t, v = operands(queries=9, keys=9, width=8, value_width=8)
+    delta = normal(4, 4, seed=1)
     positions = torch.arange(9)
     distance = (positions.unsqueeze(-1) - positions).unsqueeze(-1)
     cosine = (distance * Rotation(8).frequencies() - delta[:, None, None]).cos()  # (H, T, S, P)
     size = q.unflatten(-1, (2, 4)).square().sum(-2)
     scores = torch.einsum("bhmp,bhnp,hmnp->bhmn", size, t.repeat_interleave(2, 1), cosine)
     expected = oracle.attention(scores, v.repeat_interleave(2, 1), scale=8**-0.5)
-    found = coca_attention(q, t, v, form="phase", parameters={"delta": delta})
-    assert (found - expected).abs().max() < 1e-12
-    leaves = [x[:1, :, :3].requires_grad_() for x in (q, t, v)] + [delta.requires_grad_()]
-    assert torch.autograd.gradcheck(
-        lambda q, t, v, delta: coca_attention(
-            q, t + 0.1, v, form="phase", parameters={"delta": delta}
-        ),
-        leaves,
-        atol=1e-8,
-    )
+
+    def operator(q, t, v, delta):
+        return coca_attention(q, t, v, form="phase", parameters={"delta": delta})
+
+    assert (operator(q, t, v, delta) - expected).abs().max() < 1e-12
+    leaves = [x.requires_grad_() for x in (q[:1, :, :3], t[:1, :, :3] + 0.1, v[:1, :, :3], delta)]
+    assert torch.autograd.gradcheck(operator, leaves, atol=1e-8)
 
 
 def test_the_form_trains_saves_loads_and_generates(phase, tmp_path):

@@ -22,9 +22,7 @@ LIBRARY = {
     "models": {"ops", "layer", "errors"},
     "testing": set(),
 }
-LOOSE = {
-    "arguments", "engine", "environment", "files", "intervals", "loading",
-}  # fmt: skip
+LOOSE = {"arguments", "engine", "environment", "files", "intervals", "loading"}
 LABORATORY = {
     "__init__": {"cli"},
     "arguments": set(),
@@ -132,26 +130,21 @@ def run(program: str) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
-def test_importing_is_quiet_and_loads_no_optional_part():
-    program = (
-        "import coca_attention, sys; print('transformers' in sys.modules); "
-        "import coca_attention.models; "
-        "print([m for m in ('coca_lab', 'datasets', 'pyarrow', 'altair', "
-        "'peft', 'tensorboard', 'coca_attention.ops.kernels.maps') "
-        "if m in sys.modules])"
-    )
-    assert run(program) == "False\n[]\n"
-
-
-def test_importing_the_models_registers_them():
+def test_importing_is_quiet_loads_no_optional_part_and_registers_the_models():
+    optional = [
+        "coca_lab", "datasets", "pyarrow", "altair", "peft", "tensorboard",
+        "coca_attention.ops.kernels.maps",
+    ]  # fmt: skip
     types = ["coca_llama", "coca_gpt_neox", "alibi_gpt_neox"]
     names = ["CoCALlamaForCausalLM", "CoCAQwen2Model", "CoCAPhi3Config", "AlibiGPTNeoXForCausalLM"]
     program = (
-        "import transformers, coca_attention.models; from transformers import AutoConfig; "
+        "import coca_attention, sys; print('transformers' in sys.modules); "
+        f"import coca_attention.models; print([m for m in {optional} if m in sys.modules]); "
+        "import transformers; from transformers import AutoConfig; "
         f"print([AutoConfig.for_model(m).model_type for m in {types}]); "
         f"print([getattr(transformers, n).__name__ for n in {names}])"
     )
-    assert run(program) == f"{types}\n{names}\n"
+    assert run(program) == f"False\n[]\n{types}\n{names}\n"
 
 
 def test_operators_work_where_transformers_is_missing():

@@ -2,23 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from coca_attention.models.attention import CACHE
 from coca_attention.testing import CHECKS, assert_consistent, measure_consistency, some_tokens
-from conftest import CONFIGS, tiny_model
-
-
-def llama(**rope):
-    config = CONFIGS["llama-rope"]()
-    config.rope_parameters = {**config.rope_parameters, **rope}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**config.to_dict())).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                weight.mul_(8.0)
-    return model
+from conftest import CONFIGS, SIZES, WHOLE_HEAD, tiny_model
 
 
 @pytest.mark.parametrize("kind", ["llama-rope", "rope", "slack", "llama-strict"])
@@ -27,9 +15,11 @@ def test_plain_models_are_consistent(kind):
     assert_consistent(model, some_tokens(model, length=20))
 
 
-def test_transformers_dynamic_scaling_is_detected():
+def test_transformers_dynamic_scaling_is_detected(monkeypatch):
     """Its base depends on the longest text seen, and changes after keys were cached."""
-    model = llama(rope_type="dynamic", factor=4.0)
+    dynamic = {**WHOLE_HEAD, "rope_type": "dynamic", "factor": 4.0}
+    monkeypatch.setitem(CONFIGS, "dynamic", lambda: LlamaConfig(**SIZES, rope_parameters=dynamic))
+    model = tiny_model("dynamic")
     found = measure_consistency(model, some_tokens(model, length=48))
     assert found["decoding"] > 1e-2
     assert found["batch composition"] > 1e-2
