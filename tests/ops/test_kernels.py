@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coca_attention.ops import FORMS, Rotation, coca_attention, kernels, key_map, query_map
+from coca_attention.ops import FORMS, Rotation, kernels, key_map, query_map
 from covering import covering
 from operands import normal
 
@@ -82,19 +82,6 @@ def test_maps(monkeypatch, form, pairs, layout, dtype, places):
         for expected, ours in both_ways(monkeypatch, function, x):
             assert ours.dtype == dtype and ours.shape == expected.shape
             assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_operator_runs_on_kernels(monkeypatch, form):
-    """Positions shared by all rows of the batch, grouped heads, strided heads of a projection."""
-    q, v = (tensor(2, 7, heads, 8, seed=s).transpose(1, 2) for heads, s in ((4, 0), (2, 1)))
-    t = tensor(2, 7, 2, 4, seed=2).relu().transpose(1, 2)
-
-    def attention(q, t, v):
-        return coca_attention(q, t, v, form=form)
-
-    for expected, ours in both_ways(monkeypatch, attention, q, t, v):
-        assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_no_positions_and_no_heads_to_map(monkeypatch):

@@ -35,10 +35,6 @@ def theta(width: int, rule: Rule = UNSCALED, base: float = 10000.0) -> torch.Ten
     return rule.frequencies(width, base)
 
 
-def test_unscaled_frequencies_are_the_papers():
-    assert theta(8).tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001], rel=1e-14)
-
-
 DIVISORS = {
     "short_factor": tuple(1.0 + 0.01 * j for j in range(32)),
     "long_factor": tuple(2.0 + j for j in range(32)),
@@ -167,15 +163,6 @@ def test_bad_rotary_widths_are_refused(width, message):
         split_pairs(torch.arange(10.0), rotary_width=width)
 
 
-def test_partial_rotary_forms_pairs_within_the_rotary_width():
-    x = torch.arange(10.0)
-    first, second = split_pairs(x, rotary_width=6)
-    assert (first.tolist(), second.tolist()) == ([0, 1, 2, 6, 7], [3, 4, 5, 8, 9])
-    first, second = split_pairs(x, interleaved=True, rotary_width=6)
-    assert (first.tolist(), second.tolist()) == ([0, 2, 4, 6, 7], [1, 3, 5, 8, 9])
-    assert split_pairs(x, rotary_width=10)[0].tolist() == [0, 1, 2, 3, 4]
-
-
 def test_names_of_rules_are_unique():
     class Other(Rule):
         kind = "linear"
@@ -188,16 +175,6 @@ def test_names_of_rules_are_unique():
     with pytest.raises(ValueError, match="rope_type 'linear' already belongs to Linear"):
         register_rule(Other)
     assert "other" not in RULES
-
-
-def test_pairs_that_do_not_turn_and_the_temperature():
-    rotation = Rotation(8, base=16.0, turning=2, temperature=7)
-    assert rotation.frequencies().tolist() == [1.0, 0.5, 0.0, 0.0]
-    factor = rotation.query_factor(torch.tensor([0, 6, 62]), torch.float64)
-    assert factor.tolist() == pytest.approx([1 / 3, 1.0, 2.0])  # ln(n + 1) / ln 8
-    factor = rotation.query_factor(torch.tensor([0, 6, 62]), torch.float64, window=7)
-    assert factor.tolist() == pytest.approx([1 / 3, 1.0, 1.0])
-    assert Rotation(8).query_factor(torch.arange(3)) is None
 
 
 def test_frequencies_are_made_once_for_a_device(monkeypatch):
