@@ -8,36 +8,31 @@ from coca_attention import CoCAAttention, set_rotary_scaling
 from coca_attention.models import CoCAGPTNeoXConfig, CoCALlamaConfig
 from coca_attention.models.families import FAMILIES
 from coca_attention.ops import Rotation
+from coca_attention.testing import some_tokens
+from families import SIZES, left_padded
 
-SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 2,
-}  # fmt: skip
 LINEAR = {"coca_form": "strict", "coca_linear": True}
 
 
 def make(config_class=CoCALlamaConfig, **fields):
     torch.manual_seed(0)
-    config = config_class(**SIZES | {"num_key_value_heads": 2} | LINEAR | fields)
+    config = config_class(**SIZES | LINEAR | fields)
     model = AutoModelForCausalLM.from_config(config).eval().double()
     for parameter in model.parameters():  # larger than initial ones, so that attention matters
         parameter.data.mul_(3)
-    return model, torch.randint(3, 50, (2, 20))
+    return model, some_tokens(model, length=20)
 
 
-def untyped():
-    for family in FAMILIES:
-        if "layer_types" not in family.vanilla.config_class.__dataclass_fields__:
-            yield pytest.param(family.config, id=family.config.__name__)
+CONFIGS = [family.config for family in FAMILIES]
+UNTYPED = [config for config in CONFIGS if "layer_types" not in config.__dataclass_fields__]
 
 
-@pytest.mark.parametrize("config_class", list(untyped()))
+@pytest.mark.parametrize("config_class", UNTYPED, ids=lambda config: config.__name__)
 def test_generation_with_a_state_is_generation_without(config_class, tmp_path):
-    model, prompt = make(config_class, head_dim=8)
+    model, prompt = make(config_class)
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     expected = model.generate(prompt, use_cache=False, **options)
-    padded = torch.nn.functional.pad(prompt, (6, 0))
-    mask = (padded > 0).long()
+    padded, mask = left_padded(prompt, 6)
     assert torch.equal(model.generate(prompt, **options), expected)
     assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, 6:], expected)
     beams = [model.generate(prompt, num_beams=3, use_cache=c, **options) for c in (True, False)]
@@ -66,7 +61,7 @@ def test_the_cache_is_a_state_whatever_the_length():
 def test_attention_sees_the_past_alone_and_has_gradients():
     model, prompt = make(CoCAGPTNeoXConfig, num_key_value_heads=None, coca_form="magnitude")
     changed = prompt.clone()
-    changed[:, 12] = (changed[:, 12] + 1) % 50
+    changed[:, 12] = (changed[:, 12] + 1) % 97
     different = (model(prompt).logits - model(changed).logits).abs().amax((0, 2)) > 1e-6
     assert not different[:12].any() and different[12:].all()
     model(prompt, labels=prompt).loss.backward()

@@ -31,9 +31,10 @@ def granite(implementation=SINKS, dtype=torch.float64):
     return model
 
 
-def test_every_way_of_reading_gives_the_same():
+def test_every_way_of_reading_gives_the_same_and_one_graph_trains():
     model = granite(dtype=torch.float32)  # like Transformers' angles, which padding shifts
     assert_reads_the_same(model, some_tokens(model, length=40))
+    assert_compiles_and_trains(model)
 
 
 @pytest.mark.parametrize("length", [1, WINDOW, WINDOW + 1, 300])
@@ -80,10 +81,6 @@ def test_half_precision_is_as_exact_as_eager():
         for name in (SINKS, "eager")
     )
     assert ours <= 2 * theirs
-
-
-def test_one_graph():
-    assert_compiles_and_trains(granite(dtype=torch.float32))
 
 
 def test_folders_stay_transformers_own(tmp_path):
