@@ -3,7 +3,6 @@
 import os
 import signal
 import stat
-from functools import partial
 
 import accelerate
 import peft
@@ -30,6 +29,7 @@ from coca_attention.testing import logits, some_tokens
 from coca_lab import folders
 from coca_lab.cli import main
 from coca_lab.folders import convert_folder
+from commands import run
 from families import FAMILIES, SIZES, reloaded, vanilla
 
 
@@ -196,60 +196,48 @@ def test_convert_from_folder_to_folder(tmp_path, capsys, tokenizer):
     model = vanilla("Qwen2", vocab_size=300).bfloat16()
     model.save_pretrained(source)
     tokenizer.save_pretrained(source)
-    words = ["convert", str(source), str(target), "--form", "strict", "--kv-cache", "half"]
-    assert main(words) == 0
-    assert "coca_qwen2, strict" in capsys.readouterr().out
+    words = ["--form", "strict", "--kv-cache", "half"]
+    code, output, _ = run(capsys, "convert", source, target, *words)
+    assert code == 0 and "coca_qwen2, strict" in output
     loaded = AutoModelForCausalLM.from_pretrained(target).eval()
     assert loaded.dtype == torch.bfloat16
     assert (loaded.config.coca_form, loaded.config.kv_cache) == ("strict", "half")
     assert (target / "tokenizer.json").is_file()
     ids = some_tokens(loaded)
     assert torch.equal(logits(loaded, ids), logits(convert(model, "strict"), ids))
-    # A second conversion would overwrite the first.
-    assert main(words) == 2
-    assert "exists and is not empty" in capsys.readouterr().err
     assert sorted(p.name for p in target.parent.iterdir()) == ["target"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere"], "no model could be loaded"),
+        (["nowhere", "target"], "no model could be loaded"),
         (
-            ["SOURCE", "--from-original", "--form", "strict"],
+            ["source", "target", "--from-original", "--form", "strict"],
             "omit --form, --free-pairs, --roles, --max-distance and",
         ),
-        (["SOURCE", "--from-original"], "no weights could be loaded"),
+        (["bare", "target", "--from-original"], "no weights could be loaded"),
+        (["source", "source/inside"], "is inside the source"),
+        (["source", "source"], "exists and is not empty"),
+        (["source", "."], "is or contains the current folder"),
     ],
 )
-def test_a_failed_conversion_writes_nothing(words, message, tmp_path, capsys):
-    source = tmp_path / "source"
-    vanilla("Llama").save_pretrained(source)
-    (source / "model.safetensors").unlink()
-    words = [str(source) if word == "SOURCE" else word for word in words]
-    words.insert(1, str(tmp_path / "target"))
-    assert main(["convert", *words]) == 2
-    assert message in capsys.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
-
-
-def test_harmful_targets_are_refused(tmp_path, capsys, monkeypatch):
-    source = tmp_path / "source"
-    vanilla("Llama").save_pretrained(source)
-    before = sorted(p.name for p in source.iterdir())
+def test_a_failed_conversion_writes_nothing(words, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for target, message in (
-        (source / "inside", "is inside the source"),
-        (source, "exists and is not empty"),
-        (".", "is or contains the current folder"),
-    ):
-        assert main(["convert", str(source), str(target)]) == 2
-        assert message in capsys.readouterr().err
+    vanilla("Llama").save_pretrained("source")
+    vanilla("Llama").config.save_pretrained("bare")
+    before = sorted(tmp_path.rglob("*"))
+    code, _, error = run(capsys, "convert", *words)
+    assert code == 2 and message in error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_target_may_be_an_empty_folder_behind_a_link(tmp_path):
+    vanilla("Llama").save_pretrained(tmp_path / "source")
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
-    assert main(["convert", str(source), str(tmp_path / "link")]) == 0
+    convert_folder(tmp_path / "source", tmp_path / "link")
     AutoModelForCausalLM.from_pretrained(tmp_path / "link")
-    assert sorted(p.name for p in source.iterdir()) == before
 
 
 def test_a_kill_while_writing_leaves_no_model(tmp_path):
@@ -275,34 +263,37 @@ def test_a_kill_while_writing_leaves_no_model(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
 
 
-@pytest.mark.parametrize("moment", ["save_pretrained", "convert"])
-def test_of_two_conversions_to_one_target_the_first_to_write_wins(moment, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "moment", "winner", "message"),
+    [
+        (PreTrainedModel, "save_pretrained", "magnitude", "target is in use by another process"),
+        (folders, "convert", "strict", "target exists and is not empty"),
+    ],
+)
+def test_of_two_conversions_to_one_target_the_first_to_write_wins(
+    owner, moment, winner, message, tmp_path, monkeypatch
+):
     """The other one begins while the first writes; or writes all while the first converts."""
-    source, target = tmp_path / "source", tmp_path / "target"
+    source, target, refused = tmp_path / "source", tmp_path / "target", []
     vanilla("Llama").save_pretrained(source)
-    owner = folders if moment == "convert" else PreTrainedModel
     usual = getattr(owner, moment)
+
+    def attempt(form):
+        try:
+            convert_folder(source, target, form=form)
+        except UserError as error:
+            refused.append(str(error))
 
     def with_another(*args, **kwargs):
         found = usual(*args, **kwargs)
         monkeypatch.setattr(owner, moment, usual)
-        other = partial(convert_folder, source, target, form="strict")
-        if moment == "convert":
-            other()
-        else:
-            with pytest.raises(UserError, match="target is in use by another process"):
-                other()
+        attempt("strict")
         return found
 
     monkeypatch.setattr(owner, moment, with_another)
-    first = partial(convert_folder, source, target, form="magnitude")
-    if moment == "convert":
-        with pytest.raises(UserError, match="target exists and is not empty"):
-            first()
-    else:
-        first()
-    written = AutoModelForCausalLM.from_pretrained(target).config.coca_form
-    assert written == ("strict" if moment == "convert" else "magnitude")
+    attempt("magnitude")
+    assert len(refused) == 1 and message in refused[0]
+    assert AutoModelForCausalLM.from_pretrained(target).config.coca_form == winner
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
 
 

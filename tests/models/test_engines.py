@@ -154,31 +154,34 @@ def test_families_in_sglang(family):
     assert_same_in_an_engine(collinear(family), "sglang")
 
 
-@pytest.mark.parametrize(("family", "form"), [("Llama", "strict"), ("GPT-NeoX", "magnitude")])
-def test_every_form_in_an_engine(family, form):
-    assert_same_in_an_engine(convert(vanilla(family), form, free_pairs=1))
+ROLES = {"roles": Roles("lg", window=4, turning_pairs=2, temperature=True, decay=0.0)}
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
-def test_roles_and_temperature_in_an_engine(family):
-    roles = Roles("lg", window=4, turning_pairs=2, temperature=True, decay=0.0)
-    assert_same_in_an_engine(convert(vanilla(family), "rope", roles=roles))
+@pytest.mark.parametrize(
+    ("family", "form", "changes"),
+    [
+        ("Llama", "strict", {"free_pairs": 1}),
+        ("GPT-NeoX", "magnitude", {"free_pairs": 1}),
+        ("Llama", "rope", ROLES),
+        ("Qwen2", "rope", ROLES),
+        ("Llama", "slack", {"kv_cache": "half"}),
+    ],
+)
+def test_every_form_and_roles_in_an_engine(family, form, changes):
+    assert_same_in_an_engine(convert(vanilla(family), form, **changes))
 
 
-def test_a_half_cache_is_a_full_one_in_an_engine():
-    assert_same_in_an_engine(convert(vanilla("Llama"), kv_cache="half"))
-
-
-def test_a_decay_is_refused_by_an_engine():
-    model = convert(vanilla("Llama"), "rope", roles=Roles("lg", window=4))
-    with pytest.raises(ValueError, match="flex_attention; got vllm"):
-        assert_same_in_an_engine(model)
-
-
-@pytest.mark.parametrize(("engine", "form"), [("vllm", "rope"), ("sglang", "strict")])
-def test_limited_distances_are_refused_by_an_engine(form, engine):
-    """Also in texts within the limit, where a longer one could follow."""
-    model = convert(vanilla("Llama"), form, max_distance=64)
+@pytest.mark.parametrize(
+    ("engine", "form", "changes"),
+    [
+        ("vllm", "rope", {"roles": Roles("lg", window=4)}),
+        # Also in texts within the limit, where a longer one could follow.
+        ("vllm", "rope", {"max_distance": 64}),
+        ("sglang", "strict", {"max_distance": 64}),
+    ],
+)
+def test_decays_and_limited_distances_are_refused_by_an_engine(engine, form, changes):
+    model = convert(vanilla("Llama"), form, **changes)
     with pytest.raises(ValueError, match=f"eager or flex_attention; got {engine}"):
         assert_same_in_an_engine(model, engine)
 

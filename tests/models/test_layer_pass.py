@@ -37,6 +37,14 @@ def hidden(case, ids):
     return {} if case == "plain" else {"attention_mask": real}, real.bool()
 
 
+def read(model, reader, ids, options, real):
+    """Logits of the real tokens, and the gradients of all weights."""
+    found = reader(input_ids=ids, use_cache=False, **options).logits[real]
+    model.zero_grad()
+    found.square().mean().backward()
+    return found.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
 class Largest(TorchDispatchMode):
     """The most elements of any tensor that an operator returns."""
 
@@ -86,18 +94,11 @@ def test_outputs_and_gradients_are_those_of_whole_masks(kind, family, case, monk
     model = model_of(kind, family)
     monkeypatch.setattr(attention, "QUERY_BLOCK", 32)
     ids = some_tokens(model, batch=2, length=150)
-    options, real = hidden(case, ids)
-
-    def read():
-        found = model(ids, use_cache=False, **options).logits[real]
-        model.zero_grad()
-        found.square().mean().backward()
-        return found.detach(), torch.cat([w.grad.flatten() for w in model.parameters()])
-
-    ours = read()
+    ours = read(model, model, ids, *hidden(case, ids))
     # Then Transformers makes the masks.
     monkeypatch.setattr(type(model.base_model), "_band", lambda *_: None)
-    assert all(difference(a, b) < 1e-12 for a, b in zip(ours, read(), strict=True))
+    theirs = read(model, model, ids, *hidden(case, ids))
+    assert all(difference(a, b) < 1e-12 for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
@@ -114,15 +115,12 @@ def test_padded_prompts_are_read_in_pieces(kind, family):
         assert difference(found[1], expected[1]) < 1e-12
 
 
+OTHERS = [("roles", "plain"), ("limited", "plain"), ("limited", "padding")]
+
+
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [
-        ("roles", "padding"),
-        *(
-            pytest.param(*both, marks=pytest.mark.slow)
-            for both in (("roles", "plain"), ("limited", "plain"), ("limited", "padding"))
-        ),
-    ],
+    [("roles", "padding"), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
 )
 def test_one_graph_serves_all_lengths(kind, case, monkeypatch):
     """One for the first length, which torch.compile takes for fixed, and one for all others."""
@@ -133,13 +131,6 @@ def test_one_graph_serves_all_lengths(kind, case, monkeypatch):
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
     for length in (24, 37, 50, 130, 70, 200):
         ids = some_tokens(model, batch=2, length=length)
-        options, real = hidden(case, ids)
-        gradients, outputs = [], []
-        for reader in (compiled, model):
-            found = reader(input_ids=ids, use_cache=False, **options).logits[real]
-            model.zero_grad()
-            found.square().mean().backward()
-            outputs.append(found.detach())
-            gradients.append(torch.cat([w.grad.flatten() for w in model.parameters()]))
-        assert difference(*outputs) < 1e-12 and difference(*gradients) < 1e-12
+        ours, theirs = (read(model, by, ids, *hidden(case, ids)) for by in (compiled, model))
+        assert all(difference(a, b) < 1e-12 for a, b in zip(ours, theirs, strict=True))
     assert graphs.frame_count <= 2

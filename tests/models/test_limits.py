@@ -9,7 +9,7 @@ from coca_attention.models import CoCALlamaConfig, Roles
 from coca_attention.models.configuration import attention_of, rotation
 from coca_attention.ops import coca_attention
 from coca_attention.testing import difference, logits, some_tokens
-from coca_lab.cli import main
+from commands import run
 from families import (
     FAMILIES,
     VARIED,
@@ -78,12 +78,11 @@ def test_the_training_length_can_be_set():
 
 def test_coca_convert_says_which_training_length_it_takes(tmp_path, capsys):
     vanilla("Llama", rope_parameters=LLAMA3).save_pretrained(tmp_path / "model")
-    words = ["convert", str(tmp_path / "model"), "--form", "rope"]
-    assert main([*words, str(tmp_path / "short"), "--length", "16"]) == 0
-    assert "Training length: 16 tokens (--length)\n" in capsys.readouterr().out
-    assert main([*words, str(tmp_path / "target")]) == 0
-    said = capsys.readouterr().out
-    assert "the same as before up to 64 tokens" in said
+    words = ["convert", tmp_path / "model", "--form", "rope"]
+    code, said, _ = run(capsys, *words, tmp_path / "short", "--length", 16)
+    assert code == 0 and "Training length: 16 tokens (--length)\n" in said
+    code, said, _ = run(capsys, *words, tmp_path / "target")
+    assert code == 0 and "the same as before up to 64 tokens" in said
     assert (
         "Training length: 64 tokens (with llama3 scaling of 16: max_position_embeddings; "
         "--length sets another)\n"
@@ -140,18 +139,12 @@ def test_a_layer_is_the_operator(family):
     )
     output.register_forward_pre_hook(lambda m, a: calls.append(a[0]))
     logits(model, ids)
+    turning = rotation(model.config, getattr(layer, "layer_type", None))
+    assert turning.max_distance == LIMIT
+    options = {"interleaved": layer.layout.interleaved, "scale": layer.scaling}
     with torch.no_grad():
-        q, t, v = layer.project(calls[0])
-        expected = coca_attention(
-            q,
-            t,
-            v,
-            form="magnitude",
-            rotation=rotation(model.config, getattr(layer, "layer_type", None)),
-            interleaved=layer.layout.interleaved,
-            scale=layer.scaling,
-        )
-    assert rotation(model.config).max_distance == LIMIT
+        tensors = layer.project(calls[0])
+        expected = coca_attention(*tensors, form="magnitude", rotation=turning, **options)
     assert difference(calls[1], expected.transpose(1, 2).flatten(2)) < 1e-12
 
 
