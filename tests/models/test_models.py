@@ -104,8 +104,6 @@ def test_loading_never_runs_code_of_the_folder(kind, tmp_path):
 
 def test_damaged_folders_are_user_errors(tmp_path):
     tiny_model("slack").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="device 'foo' cannot be used"):
-        load_model(tmp_path, device="foo")
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     whole = weights.read_bytes()
     tensors = load_file(weights)

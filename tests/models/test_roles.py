@@ -10,14 +10,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from coca_attention import convert
 from coca_attention.errors import UserError
 from coca_attention.models import Roles, layer_pass, set_rotary_scaling
-from coca_attention.models.configuration import attention_of, rotation
+from coca_attention.models.configuration import rotation
 from coca_attention.ops import attend
-from coca_attention.testing import (
-    decoded_logits,
-    difference,
-    logits,
-    some_tokens,
-)
+from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from coca_lab.analysis import AnalysisSettings, analyze, collect_layers
 from coca_lab.analysis.scores import score_rows
 from families import (
@@ -71,19 +66,6 @@ def test_attention_weights_are_the_oracles(family):
         assert (weights - expected).abs().max() < 1e-6
 
 
-def test_local_layers_alone_see_a_window_and_cache_no_more():
-    model = with_roles(kinds=(LOCAL,) * 2)
-    ids = some_tokens(model, length=30)
-    changed = ids.clone()
-    changed[:, :10] = (changed[:, :10] + 1) % 90 + 3
-    reach = 2 * (WINDOW - 1)
-    after = (logits(model, changed) - logits(model, ids)).abs().amax((0, 2))
-    assert after[10 + reach :].max() == 0 and after[10 + reach - 1] > 0
-    cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache)
-    assert cache.layers[0].keys.shape[-2] == WINDOW - 1
-
-
 @pytest.mark.parametrize(
     ("family", "cache"), [(f, ("half", "full")[i % 2]) for i, f in enumerate(VARIED)]
 )
@@ -126,15 +108,6 @@ def test_a_boolean_mask_hides_alike_in_every_implementation():
         found[name] = logits(model, ids, attention_mask=mask)
     assert difference(found["eager"], found["sdpa"]) < 1e-12
     assert difference(found["eager"][:, 9:], logits(model, ids)[:, 9:]) > 1e-3
-
-
-def test_a_model_with_all_pairs_free_is_a_rotary_one(tmp_path):
-    model, other = with_roles(free={LOCAL: 4}), with_roles()
-    assert (attention_of(model.config), attention_of(other.config)) == ("rope", "strict")
-    ids, again = some_tokens(model), reloaded(model, tmp_path)
-    assert torch.equal(logits(again, ids), logits(model, ids))
-    assert again.config.coca_free_pairs == {LOCAL: 4, GLOBAL: 4}
-    assert difference(logits(model, ids), logits(other, ids)) > 1e-4
 
 
 def test_it_compiles_in_one_graph_and_trains():
@@ -216,13 +189,6 @@ def test_any_kinds_of_layers_generate_with_a_static_cache(layers):
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     static = {"cache_implementation": "static", "disable_compile": True}
     assert torch.equal(model.generate(ids, **options, **static), model.generate(ids, **options))
-
-
-def test_what_cannot_add_a_bias_is_refused():
-    model = convert(vanilla("Llama"), "rope", roles=Roles("g"))
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="flex_attention; got flash_attention_2"):
-        model(some_tokens(model), use_cache=False)
 
 
 def test_local_layers_need_a_window():
