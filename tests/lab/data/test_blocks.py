@@ -28,10 +28,7 @@ def test_every_token_is_a_target_at_most_once(tokens, length):
 
 
 @settings(max_examples=30)
-@given(
-    weights=st.lists(st.floats(0.001, 1), min_size=1, max_size=6),
-    batch=st.integers(1, 50),
-)
+@given(weights=st.lists(st.floats(0.001, 1), min_size=1, max_size=6), batch=st.integers(1, 50))
 def test_shares_hold_after_every_step(weights, batch):
     read = apportion(weights, batch, 60)
     due = np.outer(np.arange(61) * batch, np.array(weights) / sum(weights))

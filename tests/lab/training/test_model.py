@@ -1,4 +1,4 @@
-"""Recipes with local and global layers."""
+"""From a recipe to the configuration of its model: roles of layers, decay, limited distances."""
 
 import pytest
 
@@ -9,13 +9,18 @@ from coca_lab.training.recipe import DataRecipe, ModelRecipe, Recipe
 from families import vanilla
 
 
+def configured(attention, body="gpt_neox", **fields):
+    """The configuration of a new model with 4 heads of 8 for blocks of 64 tokens."""
+    sizes = {"hidden_size": 32, "num_layers": 5, "num_heads": 4}
+    model = ModelRecipe(attention, body, **sizes, **fields)
+    model.check()
+    return model_config(Recipe(model, DataRecipe(block_length=64)), 100)
+
+
 @pytest.mark.parametrize("body", ["gpt_neox", "llama"])
 @pytest.mark.parametrize(("attention", "free"), [("strict", 0), ("slack", 0), ("rope", 4)])
 def test_a_recipe_gives_layers_their_roles(body, attention, free):
-    sizes = {"hidden_size": 32, "num_layers": 5, "num_heads": 4}
-    model = ModelRecipe(attention, body, **sizes, layers="llg", window=8)
-    model.check()
-    config = model_config(Recipe(model, DataRecipe(block_length=64)), 100)
+    config = configured(attention, body, layers="llg", window=8)
     local, whole = "sliding_attention", "full_attention"
     assert config.layer_types == [local, local, whole, local, local]
     assert config.sliding_window == 8
@@ -30,13 +35,8 @@ def test_a_recipe_gives_layers_their_roles(body, attention, free):
 
 
 def test_each_part_can_be_switched_off_or_on_alone():
-    sizes = {"hidden_size": 32, "num_layers": 3, "num_heads": 4}
-    data = DataRecipe(block_length=64)
-
     def found(attention, **fields):
-        model = ModelRecipe(attention, **sizes, **fields)
-        model.check()
-        config = model_config(Recipe(model, data), 100)
+        config = configured(attention, **fields)
         whole = rotation(config, "full_attention")
         return attention_of(config), whole.turning, whole.temperature, whole.decay
 
@@ -49,21 +49,13 @@ def test_each_part_can_be_switched_off_or_on_alone():
 
 
 def test_attention_can_be_linear():
-    model = ModelRecipe("strict", "llama", hidden_size=32, num_layers=2, num_heads=4, linear=True)
-    model.check()
-    config = model_config(Recipe(model, DataRecipe(block_length=64)), 100)
-    assert config.coca_linear and config.layer_types == ["hybrid"] * 2
+    config = configured("strict", "llama", linear=True)
+    assert config.coca_linear and config.layer_types == ["hybrid"] * 5
 
 
 def test_distances_can_be_limited(tmp_path):
-    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
-    data = DataRecipe(block_length=64)
-
-    def limit(model):
-        return rotation(model_config(Recipe(model, data), 100)).max_distance
-
-    assert limit(ModelRecipe("rope", **sizes, max_distance=16)) == 16
-    assert limit(ModelRecipe("strict", **sizes, max_distance=16)) == 16
+    for attention in ("rope", "strict"):
+        assert rotation(configured(attention, max_distance=16)).max_distance == 16
     vanilla("Llama").save_pretrained(tmp_path / "base")
     started = ModelRecipe("rope", start=str(tmp_path / "base"), max_distance=16)
     model = _load_start(started, str(started.start))

@@ -1,12 +1,9 @@
 """Learning from a teacher: the losses, which parameters they reach, what is rejected."""
 
-import copy
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from coca_attention import convert
 from coca_attention.errors import UserError
 from coca_lab.training.objectives import (
     HIDDEN_WEIGHT,
@@ -14,7 +11,7 @@ from coca_lab.training.objectives import (
     relative_distance,
     teacher_loss,
 )
-from families import FAMILIES, vanilla
+from families import FAMILIES, collinear, vanilla
 
 
 def batch(model, length=12):
@@ -45,7 +42,7 @@ def learned(teacher, student, objective) -> tuple[float, dict]:
 )
 def test_a_student_that_is_the_teacher_has_nothing_to_learn(family, objective):
     teacher = vanilla(family)
-    value, found = learned(teacher, copy.deepcopy(teacher), objective)
+    value, found = learned(teacher, vanilla(family), objective)
     assert abs(value) < 1e-6
     assert max(g.abs().max().item() for g in found.values()) < 1e-5
 
@@ -53,8 +50,7 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn(family, objective):
 @pytest.mark.parametrize("objective", ["attention", "logits", "hidden_states"])
 def test_packed_documents_are_told_apart_by_both(objective):
     """The first document must not matter to what is learned from the second."""
-    teacher = vanilla("Llama").double()
-    student = convert(copy.deepcopy(teacher), "slack").train()
+    teacher, student = vanilla("Llama").double(), collinear("Llama").double().train()
     ids = batch(student)["input_ids"][:1]
     places = torch.tensor([[*range(6), *range(6)]])
     with teacher_loss(teacher, student, objective) as loss:
@@ -70,8 +66,7 @@ def test_packed_documents_are_told_apart_by_both(objective):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_learns_from_the_teachers_own_input(family):
     """So a layer's gradient does not depend on the layers before it, nor reach them."""
-    teacher = vanilla(family)
-    student = convert(copy.deepcopy(teacher), "strict")
+    teacher, student = vanilla(family), collinear(family, "strict")
     value, found = learned(teacher, student, "attention")
     assert 0.01 < value < 100
     parts = {name.rpartition(".")[0].rpartition(".")[2] for name in found}
@@ -89,8 +84,7 @@ def test_every_layer_learns_from_the_teachers_own_input(family):
 @pytest.mark.parametrize("family", ["Llama", "GPT-NeoX", "Gemma 3"])
 def test_attention_is_matched_before_the_output_projection(family):
     """The loss from the definition: each layer called by hand with the teacher's input."""
-    teacher = vanilla(family)
-    student = convert(copy.deepcopy(teacher), "slack")
+    teacher, student = vanilla(family), collinear(family)
     names = {"GPT-NeoX": ("attention", "dense")}.get(family, ("self_attn", "o_proj"))
     inputs, before = [], {teacher: [], student: []}
 
@@ -119,8 +113,7 @@ def test_attention_is_matched_before_the_output_projection(family):
 
 @pytest.mark.parametrize("objective", ["attention", "logits"])
 def test_recomputed_activations_give_the_same_gradients(objective):
-    teacher = vanilla("Llama")
-    student = convert(copy.deepcopy(teacher), "slack").train()
+    teacher, student = vanilla("Llama"), collinear("Llama")
     plain = learned(teacher, student, objective)
     student.gradient_checkpointing_enable()
     saving = learned(teacher, student, objective)
@@ -130,8 +123,7 @@ def test_recomputed_activations_give_the_same_gradients(objective):
 
 
 def test_hooks_are_gone_the_teacher_is_left_alone_and_nothing_behind_a_layer_is_kept():
-    teacher = vanilla("Llama")
-    student = convert(copy.deepcopy(teacher), "slack").requires_grad_(False)
+    teacher, student = vanilla("Llama"), collinear("Llama").requires_grad_(False)
     for layer in student.base_model.layers:
         layer.self_attn.t_proj.requires_grad_(True)
     ids = batch(student)["input_ids"]
@@ -177,12 +169,11 @@ def test_a_teacher_of_another_shape_or_family_is_rejected(changes, objective, me
     else:
         teacher = vanilla("Llama", **changes)
     with pytest.raises(UserError, match=message):
-        learned(teacher, convert(vanilla("Llama")), objective)
+        learned(teacher, collinear("Llama"), objective)
 
 
 def test_hidden_states_are_matched_after_every_layer():
-    teacher = vanilla("Llama")
-    student = convert(copy.deepcopy(teacher), "strict")
+    teacher, student = vanilla("Llama"), collinear("Llama", "strict")
     value, _ = learned(teacher, student, "hidden_states")
     ids = batch(student)["input_ids"]
     ours, theirs = (model(ids, output_hidden_states=True) for model in (student, teacher))
@@ -196,4 +187,4 @@ def test_hidden_states_are_matched_after_every_layer():
 
 def test_a_larger_teacher_of_the_same_vocabulary_may_teach_predictions():
     teacher = vanilla("Llama", hidden_size=64, num_hidden_layers=3)
-    assert learned(teacher, convert(vanilla("Llama")), "logits")[0] > 0
+    assert learned(teacher, collinear("Llama"), "logits")[0] > 0
