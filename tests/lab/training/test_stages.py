@@ -14,7 +14,7 @@ from coca_lab.data import BlockDataset, load_tokenizer
 from coca_lab.data.blocks import apportion, block_order, mixture_order
 from coca_lab.loading import load_model
 from coca_lab.training import load_recipe, read_summary, train
-from coca_lab.training.model import choose_parameters
+from coca_lab.training.model import choose_parameters, make_model
 from coca_lab.training.recipe import StageRecipe
 from coca_lab.training.run import load_data
 from families import vanilla
@@ -159,17 +159,6 @@ def test_learning_from_the_original(taught):
     assert not [name for name in weights(run) if "k_proj" in name or "teacher" in name]
 
 
-def test_accumulated_passes_average_the_loss_of_an_objective(base, text_folder, tmp_path):
-    """Two passes of two blocks a step are one pass of four: the mean, not the sum."""
-    runs, options = [], ["--validation.every=null", "--training.steps=3"]
-    for size in (2, 4):
-        path = write_recipe(base, text_folder, tmp_path / f"{size}.yaml", TEACHER[1:])
-        recipe = load_recipe(path, [*options, f"--training.micro_batch_size={size}"])
-        runs.append(read_summary(train(recipe, tmp_path / str(size)))["curve"])
-    for ours, theirs in zip(*runs, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-
-
 def test_adapters_train_resume_and_are_merged(base, text_folder, tmp_path):
     """Interrupted in the stage, and after its last step, before the model is saved."""
     stages = [{"name": "adapters", "train": "lora", "lora_rank": 2}, {"name": "rest", "steps": 1}]
@@ -199,29 +188,25 @@ def test_adapters_train_resume_and_are_merged(base, text_folder, tmp_path):
     assert 0 < summary["trained"] < 0.5 * summary["parameters"]
 
 
-def test_a_start_is_trained_further_without_stages(base, staged, text_folder, tmp_path):
-    """A converted model with position interpolation and longer blocks; and vanilla ones."""
-    _, run = staged
-    options = ["--data.block_length=32", "--training.steps=1", "--validation.every=null"]
+def test_a_start_is_read_farther_without_stages(base, staged, text_folder, tmp_path):
+    """By position interpolation or limited distances, for blocks longer than its own."""
 
-    def rotary(name, **model):
-        path = write_recipe(base, text_folder, tmp_path / name, [], attention="rope", **model)
-        run = train(load_recipe(path, options), tmp_path / f"run-{name}")
-        config = AutoModelForCausalLM.from_pretrained(run).config
+    def made(start, **model):
+        path = write_recipe(start, text_folder, tmp_path / "r.yaml", [], **model)
+        recipe = load_recipe(path, ["--data.block_length=32"])
+        config = make_model(recipe, load_tokenizer(start)).config
         assert config.max_position_embeddings == 32
-        return config.rope_parameters
+        return config
 
-    yarn = rotary("yarn", interpolation=2.0, scaling="yarn")
+    yarn = made(base, attention="rope", interpolation=2.0, scaling="yarn").rope_parameters
     expected = {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 16}
     assert yarn.items() >= expected.items()
-    limited = rotary("limited", max_distance=6)
+    limited = made(base, attention="rope", max_distance=6).rope_parameters
     assert (limited["max_distance"], limited["temperature"]) == (6, 16)
-    path = write_recipe(run, text_folder, tmp_path / "a.yaml", [], interpolation=2.0)
-    folder = train(load_recipe(path, options), tmp_path / "a")
-    longer = AutoModelForCausalLM.from_pretrained(folder).config
-    assert (longer.rope_parameters["rope_type"], longer.rope_parameters["factor"]) == ("linear", 2)
-    assert longer.max_position_embeddings == 32 and longer.coca_form == "slack"
-    assert changed(weights(base), weights(tmp_path / "run-yarn"))
+    converted = made(staged[1], interpolation=2.0)
+    assert converted.coca_form == "slack"
+    linear = converted.rope_parameters
+    assert (linear["rope_type"], linear["factor"]) == ("linear", 2)
 
 
 @pytest.mark.parametrize(
@@ -258,24 +243,17 @@ def dtypes(weights):
     return {weight.dtype for weight in weights.values()}
 
 
-@pytest.mark.parametrize(
-    ("start", "asked", "saved"),
-    [("bfloat16", "auto", "bfloat16"), ("float32", "float16", "float16")],
-)
-def test_the_model_is_saved_in_the_dtype_of_its_start(
-    base, text_folder, tmp_path, start, asked, saved
-):
-    model = load_model(base, dtype=start, device="cpu")
+def test_the_model_is_saved_in_the_dtype_of_its_start(base, text_folder, tmp_path):
+    model = load_model(base, dtype="bfloat16", device="cpu")
     model.save_pretrained(tmp_path / "start", max_shard_size="5KB")
     load_tokenizer(base).save_pretrained(tmp_path / "start")
     stages = [{"name": "t", "train": "t"}, {"name": "adapters", "train": "lora"}]
     path = write_recipe(tmp_path / "start", text_folder, tmp_path / "recipe.yaml", stages)
-    options = [f"--model.dtype={asked}", "--training.steps=2", "--validation.every=null"]
-    recipe = load_recipe(path, options)
+    recipe = load_recipe(path, ["--training.steps=2", "--validation.every=null"])
     run = train(recipe, tmp_path / "run")
-    assert dtypes(weights(run)) == {getattr(torch, saved)}
-    assert AutoModelForCausalLM.from_pretrained(run, dtype="auto").dtype == getattr(torch, saved)
-    assert read_summary(run)["dtype"] == saved
+    assert dtypes(weights(run)) == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(run, dtype="auto").dtype == torch.bfloat16
+    assert read_summary(run)["dtype"] == "bfloat16"
     # Training itself is in float32, from one stage to the next.
     assert dtypes(weights(run / "stages" / "t")) == {torch.float32}
     checkpoint = run / "stages" / "adapters" / "checkpoints" / "checkpoint-2"
