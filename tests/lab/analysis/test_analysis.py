@@ -75,6 +75,41 @@ def test_a_planted_angle_and_its_consequences_are_measured(angle):
         assert borders["collinear"] == (turns / math.pi).floor().tolist()
 
 
+def check_angles(layer, form):
+    """Collinear keys have angles of 0; what slack attends to has others (``effective_angles``)."""
+    assert (layer["effective_angles"] is None) is (form != "slack")
+    angles, effective = layer["angles"], layer["effective_angles"]
+    for seen in filter(None, (angles, effective)):
+        cases = seen["cases"]
+        assert list(cases) == list(CASES) and sum(cases.values()) == pytest.approx(1)
+        # A causal model attends only to earlier tokens.
+        assert cases["a"] == cases["c"] == 0
+        assert seen["samples"] == 2 * 64 * layer["heads"]
+        for row in seen["histogram"]:
+            assert len(row) == 36 and sum(x or 0 for x in row) == pytest.approx(1)
+    if form == "vanilla":
+        assert angles["largest"] > 3 and 0.2 < angles["cases"]["d"] < 0.8
+        return
+    assert angles["largest"] < 1e-12 and not any(angles["case_d"])
+    # The ReLU leaves some keys without a direction.
+    assert any(0 < share < 1 for share in angles["zero_share"])
+    for entry in angles["lengths"]:
+        borders = entry["borders"]
+        crossed = zip(borders["peaks"], borders["troughs"], strict=True)
+        assert [a + b for a, b in crossed] == borders["collinear"]
+    assert form == "strict" or effective["cases"]["d"] > 0.05
+
+
+def check_decay(layer):
+    decay, last = layer["decay"], min(layer["window"] or 48, 48) - 1
+    assert [decay[name]["violations"] for name in ("eq19", "eq20", "eq21")] == [0, 0, 0]
+    assert decay["eq19"]["checked"] > 0 and decay["eq21"]["largest_ratio"] <= 1 + 1e-9
+    distances = [2**i for i in range(10) if 2**i <= last]
+    assert [row["distance"] for row in decay["by_distance"]] == distances
+    for row in decay["by_distance"]:
+        assert 0 < row["score"] <= 1 and row["score"] <= row["eq19"]
+
+
 FORMS = ["vanilla", "slack", "strict"]
 
 
@@ -92,25 +127,9 @@ def test_every_family(family, form):
     assert (result["documents"], result["tokens"], result["longest"]) == (2, 88, 48)
     assert result["settings"]["lengths"] == [64, 256, 1024]
     for layer in result["layers"]:
-        seen = [layer["angles"]] + [layer["effective_angles"]] * (form == "slack")
-        for angles in seen:
-            cases = angles["cases"]
-            assert list(cases) == list(CASES) and sum(cases.values()) == pytest.approx(1)
-            # A causal model attends only to earlier tokens.
-            assert cases["a"] == cases["c"] == 0
-            assert angles["samples"] == 2 * 64 * layer["heads"]
-            for row in angles["histogram"]:
-                assert len(row) == 36 and sum(x or 0 for x in row) == pytest.approx(1)
-        decay = layer["decay"]
-        assert [decay[name]["violations"] for name in ("eq19", "eq20", "eq21")] == [0, 0, 0]
-        assert decay["eq19"]["checked"] > 0 and decay["eq21"]["largest_ratio"] <= 1 + 1e-9
-        last = min(layer["window"] or 48, 48) - 1
-        distances = [2**i for i in range(10) if 2**i <= last]
-        assert [row["distance"] for row in decay["by_distance"]] == distances
-        for row in decay["by_distance"]:
-            assert 0 < row["score"] <= 1 and row["score"] <= row["eq19"]
+        check_angles(layer, form)
+        check_decay(layer)
         assert len(layer["frequencies"]) == layer["pairs"]
-        assert (layer["effective_angles"] is None) is (form != "slack")
         # About half for queries of random direction.
         share = layer["absolute_share"]
         assert 0.1 < share < 0.9 if form == "slack" else share == 0
@@ -127,22 +146,6 @@ def test_every_family(family, form):
     else:
         # Transformers' own cos and sin are of float32.
         assert max(nats) < (1e-5 if form == "vanilla" else 1e-12)
-
-
-def test_angles_of_collinear_models_are_zero():
-    for family, form in (("GPT-NeoX", "slack"), ("Cohere", "strict")):
-        rotary = analyze(vanilla(family), documents(48), SMALL)["layers"][0]["angles"]
-        assert rotary["largest"] > 3 and 0.2 < rotary["cases"]["d"] < 0.8
-        for layer in analyze(collinear(family, form), documents(48), SMALL)["layers"]:
-            angles = layer["angles"]
-            assert angles["largest"] < 1e-12 and not any(angles["case_d"])
-            # The ReLU leaves some keys without a direction.
-            assert any(0 < share < 1 for share in angles["zero_share"])
-            for entry in angles["lengths"]:
-                borders = entry["borders"]
-                crossed = zip(borders["peaks"], borders["troughs"], strict=True)
-                assert [a + b for a, b in crossed] == borders["collinear"]
-            assert form == "strict" or layer["effective_angles"]["cases"]["d"] > 0.05
 
 
 def test_nats_under_a_shift_match_the_model():
