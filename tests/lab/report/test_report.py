@@ -14,7 +14,6 @@ from result_cells import (
     needles,
     passkey,
     perplexity,
-    read,
 )
 
 from coca_lab.report import Entry, Section, build_report, printed_tables, write_report
@@ -136,31 +135,37 @@ def test_results_on_other_texts_stand_apart(tmp_path):
     assert names == ["perplexity at (text 1)", "perplexity at (text 2)"]
 
 
+TEXT, OTHER = perplexity("a", 64, 2.0, text="0"), perplexity("b", 64, 3.0)
+KEYS, MORE = passkey("a", 512, 9), passkey("b", 512, 2)
+MOVED = [{**sample, "distance": sample["distance"] + 1} for sample in MORE["samples"]]
+
+
 @pytest.mark.parametrize(
-    ("change", "groups"),
+    ("one", "other", "processor", "groups"),
     [
-        ({"stride": 32}, 2),
-        ({"targets": "all"}, 2),
-        ({"text": "1"}, 2),
-        ({"documents": [{"id": "a", "nats": 1.0, "tokens": 999}]}, 2),
-        ({"window": 128}, 1),  # an old file: no text in it
+        (TEXT, OTHER | {"stride": 32}, "A", 2),
+        (TEXT, OTHER | {"targets": "all"}, "A", 2),
+        (TEXT, OTHER | {"text": "1"}, "A", 2),
+        (TEXT, OTHER | {"documents": [{"id": "a", "nats": 1.0, "tokens": 999}]}, "A", 2),
+        (TEXT, OTHER | {"window": 128}, "B", 1),  # an old file: no text in it
+        (KEYS, MORE, "B", 1),
+        (KEYS, passkey("b", 1024, 2), "A", 1),
+        (KEYS, MORE | {"samples": MOVED}, "A", 2),  # of another seed or tokenizer
+        (KEYS, MORE | {"samples": MORE["samples"][:5]}, "A", 2),
+        (bench(1.0), bench(1.0, 16), "A", 1),
+        (bench(1.0), bench(2.0, 8), "A", 2),
+        (bench(1.0), bench(1.0, 16), "B", 2),
     ],
 )
-def test_perplexities_are_compared_on_one_text_alone(change, groups):
-    cells = read(perplexity("a", 64, 2.0, text="0"), perplexity("b", 64, 3.0) | change)
-    assert len(by_task(cells)["perplexity"]) == groups
-
-
-@pytest.mark.parametrize(
-    ("peak", "processor", "length", "groups"),
-    [(1.0, "A", 16, 1), (2.0, "A", 8, 2), (1.0, "B", 16, 2)],
-)
-def test_a_second_measurement_of_a_benchmark_stands_apart(peak, processor, length, groups):
+def test_results_are_compared_on_one_text_with_the_same_prompts_or_on_one_machine(
+    one, other, processor, groups
+):
     contents = [
-        {"results": [cell], "environment": {**ENVIRONMENT, "processor": name}, "file": name}
-        for cell, name in ((bench(1.0), "A"), (bench(peak, length), processor))
+        {"results": [cell], "environment": {**ENVIRONMENT, "processor": name}, "file": file}
+        for cell, name, file in ((one, "A", "1"), (other, processor, "2"))
     ]
-    assert len(by_task(all_cells(contents))["bench"]) == groups
+    (found,) = by_task(all_cells(contents)).values()
+    assert len(found) == groups
 
 
 def test_one_model_measured_twice_is_told_apart_by_its_files(tmp_path):

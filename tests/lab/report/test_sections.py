@@ -13,9 +13,8 @@ from result_cells import CELLS, lines, needles, passkey, perplexity, read, study
 from coca_lab.report import Section, printed_tables
 from coca_lab.report.perplexity import perplexity_sections
 from coca_lab.report.prompts import distance_edges, needle_sections, passkey_sections
-from coca_lab.report.results import all_cells
 from coca_lab.report.study import gather_seeds, study_sections
-from coca_lab.report.tasks import by_task, paper_sections
+from coca_lab.report.tasks import paper_sections
 from coca_lab.report.training import training_sections
 
 PROMPTS = [
@@ -226,21 +225,6 @@ def test_the_papers_figures_are_shown_where_they_compare_or_are_asked_for():
     assert paper_sections("passkey", other, every=False) == []
     assert paper_sections("passkey", other, every=True) == [table, differences, interpolated]
     assert [len(paper_sections("perplexity", PROMPTS, every=e)) for e in (False, True)] == [2, 3]
-
-
-def test_other_prompts_are_other_results():
-    """Those of another seed or tokenizer, but not those of another length."""
-
-    def grouped(other):
-        contents = [{"results": PROMPTS, "file": "a"}, {"results": [other], "file": "b"}]
-        groups = by_task(all_cells(contents))["passkey"]
-        return [[cell["model"] for cell in group] for group in groups[1:]]
-
-    other = passkey("ALiBi", 512, 2)
-    assert grouped(other) == grouped(passkey("ALiBi", 1024, 2)) == []
-    moved = [{**sample, "distance": sample["distance"] + 1} for sample in other["samples"]]
-    assert grouped({**other, "samples": moved}) == [["ALiBi"]]
-    assert grouped({**other, "samples": other["samples"][:5]}) == [["ALiBi"]]
 
 
 def test_the_terminal_has_the_tables_of_the_figures_alone():
