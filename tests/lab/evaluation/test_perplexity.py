@@ -118,22 +118,27 @@ def check_cell(cell, model, documents, stride, first, beyond=None):
 
 
 @pytest.mark.parametrize(
-    ("kind", "batch_tokens", "pieces"),
-    [("slack", 1, 10**9), ("llama-rope", 100, 48), ("alibi", 100_000, 1)],
+    ("kind", "targets", "batch_tokens", "pieces"),
+    [
+        ("slack", "shared", 1, 10**9),
+        ("llama-rope", "all", 100, 48),
+        ("alibi", "shared", 100_000, 1),
+    ],
 )
-def test_cells_are_sums_over_single_tokens(kind, batch_tokens, pieces, monkeypatch):
-    """However windows are put together in batches, and these in items."""
+def test_cells_are_sums_over_single_tokens(kind, targets, batch_tokens, pieces, monkeypatch):
+    """Of the same tokens at every window, in whatever batches and items these are read."""
     monkeypatch.setattr("coca_lab.evaluation.perplexity.cut", lambda costs: cut(costs, pieces))
     model, documents = tiny_model(kind), random_documents(90, 61, 75, vocabulary=5)
     wanted = WindowSettings(
-        [8, 24], stride=7, batch_tokens=batch_tokens, positions=4, repeats=3, attend_last=16
+        [8, 24], 7, targets, batch_tokens=batch_tokens, positions=4, repeats=3, attend_last=16
     )
+    first = 18 if targets == "shared" else 1
     near, far, last = evaluate_perplexity(model, documents, wanted)
     assert [each["last"] for each in far["by_position"]] == [6, 12, 18, 24]
     for cell, stride in ((near, 7), (far, 7), (last, 2)):
-        check_cell(cell, model, documents, stride, first=18, beyond=16)
+        check_cell(cell, model, documents, stride, first, beyond=16)
     assert (last["window"], last["stride"], last["scaling"]) == (16, 2, "attend-last")
-    assert near["tokens"] == far["tokens"] == last["tokens"]
+    assert near["tokens"] == far["tokens"] == last["tokens"] == 90 + 61 + 75 - 3 * first
     assert "by_position" not in last
 
 
@@ -163,15 +168,6 @@ def test_infinite_nats_become_plain_json_and_nan_is_refused_by_document():
     model.sure = float("nan")
     with pytest.raises(ValueError, match=r"NaN for document 'e'"):
         score_documents(model, [counting(1), counting(70, "e")], window=16, stride=16)
-
-
-@pytest.mark.parametrize(("targets", "scored"), [("shared", 120 - 49), ("all", 119)])
-def test_targets_are_the_same_tokens_at_every_window(targets, scored):
-    documents = random_documents(120, 120, 120)
-    cells = evaluate_perplexity(tiny_model("slack"), documents, settings(targets=targets))
-    assert [cell["window"] for cell in cells] == [16, 32, 64]
-    assert {cell["tokens"] for cell in cells} == {3 * scored}
-    assert len({cell["nats"] for cell in cells}) == 3
 
 
 def test_a_scaling_reaches_the_model_is_reported_and_taken_back(monkeypatch):

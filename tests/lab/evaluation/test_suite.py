@@ -13,32 +13,29 @@ from coca_lab.analysis import task as analyses
 from coca_lab.cli import main
 from coca_lab.engine import Store
 from coca_lab.evaluation.suite import load_suite, open_models, run_suite
-from conftest import some_text, tiny_model
+from conftest import tiny_model
 
 SUITE = """
 models:
-  RoFormer: {folder}/llama-rope
-  CoCA-Slack: {folder}/llama-slack
+  RoFormer: {rope}
+  CoCA-Slack: {slack}
 scalings:
   - {{kind: none}}
   - {{kind: ntk, factor: 4, models: [CoCA-Slack]}}
-perplexity: {{source: {folder}/text, windows: [32, 64], attend_last: 32}}
+perplexity: {{source: {text}, max_documents: 3, windows: [32, 64], attend_last: 32}}
 passkey: {{lengths: [260, 900], samples: 2, max_new_tokens: 4}}
 needles: {{lengths: [300], kinds: [single, variables], samples: 2, max_new_tokens: 4}}
 """
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory, tokenizer):
-    """A suite of every task in a folder with its two models and its text."""
+def small(tmp_path_factory, tokenizer, model_folder, text_folder):
+    """A suite of every task for two models."""
     folder = tmp_path_factory.mktemp("small")
-    for name in ("llama-rope", "llama-slack"):
-        tiny_model(name).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    (folder / "text").mkdir()
-    for index in range(3):
-        (folder / "text" / f"{index}.txt").write_text(some_text(400, seed=index))
-    (folder / "suite.yaml").write_text(SUITE.format(folder=folder))
+    tiny_model("llama-rope").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    text = SUITE.format(rope=folder, slack=model_folder, text=text_folder)
+    (folder / "suite.yaml").write_text(text)
     return folder / "suite.yaml"
 
 
@@ -61,9 +58,12 @@ def test_what_is_finished_is_not_measured_again(small, finished, tmp_path, monke
     assert len(cells) == 3 * (3 + 2 + 2) - 1  # attend-last has no scaling
     done = [d for _, d, _ in seen]
     assert done == sorted(done) and done[-1] == seen[-1][2]
-    assert {(c["model"], c["scaling"]) for c in cells if c["task"] == "passkey"} == {
-        ("RoFormer", "none"), ("CoCA-Slack", "none"), ("CoCA-Slack", "ntk"),
-    }  # fmt: skip
+    about = ("model", "attention", "training_length", "scaling")
+    assert {tuple(c[name] for name in about) for c in cells if c["task"] == "passkey"} == {
+        ("RoFormer", "rope", 32, "none"),
+        ("CoCA-Slack", "slack", 32, "none"),
+        ("CoCA-Slack", "slack", 32, "ntk"),
+    }
 
     def refuse(*_, **__):
         raise AssertionError("measured again")
@@ -77,10 +77,12 @@ def test_what_is_finished_is_not_measured_again(small, finished, tmp_path, monke
         run_suite(load_suite(small, ["--passkey.samples=3"]), out)
 
 
-def test_another_model_under_the_same_name_is_evaluated_again(small, finished, tmp_path):
+def test_another_model_under_the_same_name_is_evaluated_again(
+    small, finished, model_folder, tmp_path
+):
     out = shutil.copytree(finished[0], tmp_path / "out")
-    other = shutil.copytree(small.parent / "llama-slack", tmp_path / "other")
-    tiny_model("llama-slack", seed=5).save_pretrained(other)
+    other = shutil.copytree(model_folder, tmp_path / "other")
+    tiny_model("slack", seed=5).save_pretrained(other)
     wanted = load_suite(small)
     wanted.tasks = {"passkey": wanted.tasks["passkey"]}
     wanted.models["CoCA-Slack"] = str(other)
@@ -116,7 +118,7 @@ def test_killed_in_the_middle_it_continues(small, finished, tmp_path):
     assert seen[0][0].startswith("9 of ")
 
 
-def test_an_analysis_continues_where_it_ended(small, tmp_path, monkeypatch):
+def test_an_analysis_continues_where_it_ended(model_folder, text_folder, tmp_path, monkeypatch):
     read, indices = analyses.read_document, []
 
     def read_document(model, document, index, *rest):
@@ -126,7 +128,7 @@ def test_an_analysis_continues_where_it_ended(small, tmp_path, monkeypatch):
         return read(model, document, index, *rest)
 
     monkeypatch.setattr(analyses, "read_document", read_document)
-    words = ["analyze", str(small.parent / "llama-slack"), "--source", str(small.parent / "text")]
+    words = ["analyze", str(model_folder), "--source", str(text_folder), "--max-documents=3"]
     words += ["--pairs=64", "--shifts=[1]", "--output"]
     assert main([*words, str(tmp_path / "broken.json")]) == 130
     assert main([*words, str(tmp_path / "broken.json")]) == 0 and indices == [0, 1, 1, 2]
@@ -139,17 +141,6 @@ def test_an_analysis_continues_where_it_ended(small, tmp_path, monkeypatch):
 def test_a_suite_on_ray_is_the_same(small, finished, tmp_path, monkeypatch, ray):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert results(load_suite(small, ["--device=auto"]), tmp_path, ray="") == finished[1]
-
-
-def test_from_the_command_line_to_a_report(small, finished, tmp_path, capsys):
-    out = shutil.copytree(finished[0], tmp_path / "out")
-    assert main(["eval", "suite", str(small), "--output", str(out)]) == 0
-    printed = capsys.readouterr().out
-    tables = ("perplexity at", "passkeys found at", "single: R-precision at", "CoCA-Slack + NTK")
-    assert all(words in printed for words in tables)
-    assert main(["report", str(out / "results.json"), "--output", str(tmp_path / "r.html")]) == 0
-    page = (tmp_path / "r.html").read_text()
-    assert "Passkeys" in page and "Needles" in page
 
 
 @pytest.mark.parametrize(
@@ -176,7 +167,7 @@ def test_unfit_suites_are_refused(text, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, tmp_path):
+def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, model_folder, tmp_path):
     wanted = load_suite(small)
 
     def share_text():
@@ -184,7 +175,7 @@ def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, tmp_pa
         return first.texts is second.texts
 
     assert share_text()
-    other = shutil.copytree(small.parent / "llama-slack", tmp_path / "other")
+    other = shutil.copytree(model_folder, tmp_path / "other")
     tokenizer = AutoTokenizer.from_pretrained(other)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
     tokenizer.save_pretrained(other)
