@@ -12,55 +12,43 @@ from studies.recall import run as recall
 ARMS = list(recall.read_arms())
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch, request):
-    monkeypatch.chdir(request.config.rootpath)
-
-
-def trial(arm, rate, seed, right):
+def write(folder, arm, rate, seed, right):
     """A trial that answers the same share everywhere, at two octaves of distance."""
+    octaves = {"32": [40, 40], "64": [60, round(100 * right) - 40]}
     measured = [
-        {
-            "length": length,
-            "pairs": pairs,
-            "asked": 100,
-            "right": round(100 * right),
-            "octaves": {"32": [40, 40], "64": [60, round(100 * right) - 40]},
-        }
+        {"length": length, "pairs": pairs, "octaves": octaves}
         for length in recall.LENGTHS
         for pairs in (*recall.LOADS, recall.MOST)
     ]
-    return {"arm": arm, "rate": rate, "seed": seed, "measured": measured}
+    facts = {"arm": arm, "rate": rate, "seed": seed, "measured": measured}
+    (folder / f"{arm}-{rate:g}-{seed}.json").write_text(json.dumps(facts))
 
 
-def write(folder, rates):
-    """Trials of the learning rates, the best of which is the second in every arm."""
-    for arm in ARMS:
-        for rate, right in zip(recall.RATES, rates, strict=True):
-            file = folder / f"{arm}-{rate:g}-{recall.TUNING}.json"
-            file.write_text(json.dumps(trial(arm, rate, recall.TUNING, right)))
-
-
-def test_every_arm_is_trained_with_every_rate_then_with_its_best(tmp_path, monkeypatch):
+@pytest.fixture
+def trials(tmp_path, monkeypatch):
+    """The folder of trials with every learning rate, the second of which is best in every arm."""
     monkeypatch.setattr(recall, "TRIALS", tmp_path)
-    write(tmp_path, (0.5, 1.0, 0.6))
+    for arm in ARMS:
+        for rate, right in zip(recall.RATES, (0.5, 1.0, 0.6), strict=True):
+            write(tmp_path, arm, rate, recall.TUNING, right)
+    return tmp_path
+
+
+def test_every_arm_is_trained_with_every_rate_then_with_its_best(trials):
     every = list(recall.trials())
     tuned = [(arm, rate, recall.TUNING) for arm in ARMS for rate in recall.RATES]
     seeds = [(arm, recall.RATES[1], seed) for seed in recall.SEEDS for arm in ARMS]
     assert every == tuned + seeds
 
 
-def test_tables_count_what_was_learned_by_length_and_octave(tmp_path, monkeypatch):
-    page = tmp_path / "README.md"
+def test_tables_count_what_was_learned_by_length_and_octave(trials, monkeypatch):
+    page = trials / "README.md"
     page.write_text(f"Before\n{recall.BEGIN}\nold\n{recall.END}\nafter")
-    monkeypatch.setattr(recall, "TRIALS", tmp_path)
     monkeypatch.setattr(recall, "PAGE", page)
-    write(tmp_path, (0.5, 1.0, 0.6))
     for seed, right in enumerate((1.0, 0.8)):
-        file = tmp_path / f"strict-0.003-{seed}.json"
-        file.write_text(json.dumps(trial("strict", 0.003, seed, right)))
+        write(trials, "strict", 0.003, seed, right)
     facts = {"arm": "thin", "rate": 0.003, "seed": 0, "measured": [], "diverged": "step 7"}
-    (tmp_path / "thin-0.003-0.json").write_text(json.dumps(facts))
+    (trials / "thin-0.003-0.json").write_text(json.dumps(facts))
     recall.write_tables()
     text = page.read_text()
     assert text.startswith("Before") and text.endswith("after") and "old" not in text
