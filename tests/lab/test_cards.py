@@ -66,9 +66,8 @@ def test_a_run_has_a_card(base, staged, monkeypatch):
     _, folder = staged
     card = ModelCard.load(folder / "README.md")
     assert "1,088 tokens in 17 steps" in card.text and "No license is named" in card.text
-    assert re.search(
-        r"Perplexity on held-out blocks of the training text: \d+\.\d\d\.\n", card.text
-    )
+    perplexity = r"Perplexity on held-out blocks of the training text: \d+\.\d\d\.\n"
+    assert re.search(perplexity, card.text)
     # The rotary base of the run is a model of Transformers itself.
     theirs = (base / "README.md").read_text()
     assert "coca" not in theirs.lower().replace(base.name, "")
@@ -86,11 +85,8 @@ def test_every_kind_of_model_has_a_readable_card(kind, tmp_path):
 
 def test_the_source_may_be_damaged_a_name_or_gone(source, tmp_path):
     (source / "README.md").write_bytes(b"---\n- no: [mapping\n---\n\xff")
-    for name, base_model in (
-        (source, None),
-        ("lab/first", "lab/first"),
-        (tmp_path / "a/b/gone", None),
-    ):
+    gone = tmp_path / "a/b/gone"
+    for name, base_model in ((source, None), ("lab/first", "lab/first"), (gone, None)):
         write_card(tmp_path, CONFIGS["llama-strict"](), source=name)
         data = ModelCard.load(tmp_path / "README.md").data
         assert (data.base_model, data.license) == (base_model, None)

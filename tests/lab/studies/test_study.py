@@ -156,13 +156,10 @@ def test_models_start_from_others_and_are_converted(small, tmp_path, made):
     options = yaml.safe_load(small.read_text())["options"]
     new = {n: options.pop(n) for n in [*options] if n.startswith("model.")}
     new |= {"model.attention": "rope", "data.vocab_size": options.pop("data.vocab_size")}
-    last = {"model.start": "first", "model.attention": "rope", "training.learning_rate": 1e-9}
-    limited = {"path": "first", "convert.form": "rope", "convert.max_distance": 8}
-    roles = {"path": "first", "convert.form": "rope", "convert.roles.layers": "g"}
     models = {
-        "last": last,
-        "limited": limited,
-        "roles": roles,
+        "last": {"model.start": "first", "model.attention": "rope", "training.learning_rate": 1e-9},
+        "limited": {"path": "first", "convert.form": "rope", "convert.max_distance": 8},
+        "roles": {"path": "first", "convert.form": "rope", "convert.roles.layers": "g"},
         "first": new,
         "same": {"path": "first"},
     }
@@ -332,14 +329,12 @@ def test_unfit_studies_are_refused(small, fields, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-STUDIES = {
-    "quickstart", "paper-50m", "paper-125m", "paper-350m", "long-context", "scaling", "books",
-    "limits", "conversion", "verdict",
-}  # fmt: skip
-
-
 def test_the_projects_files_are_found_by_name(capsys, tmp_path, monkeypatch):
-    assert set(shipped("study")) >= STUDIES
+    studies = {
+        "quickstart", "paper-50m", "paper-125m", "paper-350m", "long-context", "scaling", "books",
+        "limits", "conversion", "verdict",
+    }  # fmt: skip
+    assert set(shipped("study")) >= studies
     monkeypatch.chdir(tmp_path)
     for kind in KINDS:
         for name, path in shipped(kind).items():
@@ -351,7 +346,7 @@ def test_the_projects_files_are_found_by_name(capsys, tmp_path, monkeypatch):
     assert load_recipe("passkey-1m").training.steps == 7  # a file comes first
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
-    assert all(f"  {name} " in listed for name in (*STUDIES, "passkey-1m", "small"))
+    assert all(f"  {name} " in listed for name in (*studies, "passkey-1m", "small"))
     for name in ("passkey-1m", "studies/verdict"):
         assert main(["recipes", name]) == 0
     assert capsys.readouterr().out.count("# Command") == 2
