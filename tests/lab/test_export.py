@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-import urllib.request
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
 from coca_lab.export import as_native, fold_context
 from coca_lab.loading import load_model
+from commands import post
 from conftest import some_text
 from families import vanilla
 
@@ -60,6 +60,10 @@ def test_folder_computes_the_same_by_transformers_own_class(folder, tmp_path):
     assert difference(logits(theirs, ids), logits(ours, ids)) < 1e-5
     assert AutoTokenizer.from_pretrained(target)("a1").input_ids
     assert json.loads((target / "config.json").read_text())["no_rope_layers"] == [1, 1, 0]
+    # The control: with the class's own sinks, logits differ.
+    for layer in theirs.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.sinks)
+    assert difference(logits(theirs, ids), logits(ours, ids)) > 1e-2
 
 
 def test_folder_needs_transformers_alone(tmp_path):
@@ -76,16 +80,6 @@ def test_folder_needs_transformers_alone(tmp_path):
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(target)(torch.arange(40)[None]).logits
     assert float(done.stdout) == pytest.approx(expected.sum().item(), rel=1e-4)
-
-
-def test_sinks_of_zero_would_be_wrong(tmp_path):
-    """The control: with the class's own sinks, logits differ."""
-    model = roles()
-    native, ids = as_native(model), some_tokens(model, length=40)
-    assert difference(logits(native, ids), logits(model, ids)) < 1e-5
-    for layer in native.model.layers:
-        torch.nn.init.zeros_(layer.self_attn.sinks)
-    assert difference(logits(native, ids), logits(model, ids)) > 1e-2
 
 
 def test_context_is_folded_into_global_scores():
@@ -133,17 +127,25 @@ def test_cost_is_measured(folder, text_folder, tmp_path, capsys):
     assert "not measured" in capsys.readouterr().out
 
 
-def test_file_has_settings_tensors_and_tokenizer(folder, tmp_path):
-    gguf = pytest.importorskip("gguf")
-    target = exported(folder, tmp_path / "native", "--gguf", "--context", "256")
-    reader = gguf.GGUFReader(target / "native.gguf")
+@pytest.fixture(scope="module")
+def native(folder, tmp_path_factory):
+    """The model's folder for other engines, for texts of 1,024 tokens, with a file."""
+    pytest.importorskip("gguf")
+    target = tmp_path_factory.mktemp("exported") / "native"
+    return exported(folder, target, "--gguf", "--context", "1024")
+
+
+def test_file_has_settings_tensors_and_tokenizer(native):
+    import gguf
+
+    reader = gguf.GGUFReader(native / "native.gguf")
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {t.name: torch.tensor(t.data) for t in reader.tensors}
-    model = AutoModelForCausalLM.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(native)
     assert fields["general.architecture"] == "granite_swa"
     assert fields["granite_swa.attention.rope_pattern"] == [True, True, False]
     assert fields["granite_swa.attention.sliding_window_pattern"] == [True, True, False]
-    assert fields["granite_swa.context_length"] == 256
+    assert fields["granite_swa.context_length"] == 1024
     layers = model.model.layers
     assert torch.equal(tensors["blk.2.attn_q.weight"], layers[2].self_attn.q_proj.weight)
     assert torch.equal(tensors["blk.1.attn_sinks.weight"], layers[1].self_attn.sinks)
@@ -151,7 +153,7 @@ def test_file_has_settings_tensors_and_tokenizer(folder, tmp_path):
     local, ours = tensors["blk.0.attn_k.weight"], layers[0].self_attn.k_proj.weight
     assert torch.equal(local[:2], ours[[0, 4]])
     assert not torch.equal(local, ours)
-    vocabulary = AutoTokenizer.from_pretrained(target).get_vocab()
+    vocabulary = AutoTokenizer.from_pretrained(native).get_vocab()
     assert [vocabulary[token] for token in fields["tokenizer.ggml.tokens"]] == list(range(300))
     assert fields["tokenizer.ggml.pre"] == "smollm"
     expected = sum(1 for name, _ in model.named_parameters() if name != "lm_head.weight")
@@ -159,32 +161,19 @@ def test_file_has_settings_tensors_and_tokenizer(folder, tmp_path):
     assert len(tensors) == expected
 
 
-def post(server, path, content):
-    """The answer of a server to a JSON request."""
-    request = urllib.request.Request(
-        f"{server.listening_address}/{path}",
-        json.dumps(content).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
-
-
-@pytest.fixture
-def llama_cpp(folder, tmp_path):
-    """The folder's model in llama.cpp, and in Transformers, for texts of 1,024 tokens."""
-    pytest.importorskip("gguf")
+@pytest.fixture(scope="module")
+def llama_cpp(native):
+    """The model in llama.cpp, and in Transformers."""
     engine = pytest.importorskip("xllamacpp", reason="llama.cpp as its authors publish it")
-    target = exported(folder, tmp_path / "native", "--gguf", "--context", "1024")
     parameters = engine.CommonParams()
-    parameters.model.path = str(target / "native.gguf")
+    parameters.model.path = str(native / "native.gguf")
     parameters.n_ctx, parameters.n_parallel, parameters.warmup = 1024, 1, False
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
     # Its flash attention is less exact on a CPU (docs/integrations.md).
     parameters.flash_attn_type = engine.llama_flash_attn_type(0)
     parameters.cache_type_k = parameters.cache_type_v = engine.ggml_type.GGML_TYPE_F32
-    model = AutoModelForCausalLM.from_pretrained(target).eval()
-    return engine.Server(parameters), model, AutoTokenizer.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(native).eval()
+    return engine.Server(parameters), model, AutoTokenizer.from_pretrained(native)
 
 
 def test_llama_cpp_computes_the_same(llama_cpp):
@@ -203,7 +192,7 @@ def test_llama_cpp_computes_the_same(llama_cpp):
             assert difference(found, expected.log_softmax(-1)) < 1e-3
             compared += 1
         asked |= {"n_predict": 20, "return_tokens": True}
-        answer = post(server, "completion", asked)["tokens"]
+        answer = post(f"{server.listening_address}/completion", **asked)["tokens"]
         read = logits(model, torch.tensor([ids + answer]))[0, length - 1 : -1]
         read[:, tokenizer.eos_token_id] = -torch.inf  # ignored
         chosen = read.gather(1, torch.tensor(answer)[:, None])[:, 0]
@@ -221,5 +210,6 @@ def test_llama_cpp_splits_text_alike(llama_cpp):
         tokenizer.eos_token + "a" + tokenizer.eos_token,
     ]
     for text in texts:
-        found = post(server, "tokenize", {"content": text, "parse_special": True})["tokens"]
+        address = f"{server.listening_address}/tokenize"
+        found = post(address, content=text, parse_special=True)["tokens"]
         assert found == tokenizer(text).input_ids, text

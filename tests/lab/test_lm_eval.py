@@ -1,6 +1,7 @@
 """lm-evaluation-harness by its own command line."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -9,7 +10,6 @@ import pytest
 
 from coca_lab import lm_eval
 from coca_lab.report import printed_tables, read_results
-from conftest import tiny_model
 
 TASK = """
 task: tiny_choice
@@ -24,32 +24,25 @@ metric_list: [{{metric: acc}}]
 """
 
 
-@pytest.fixture
-def folders(tmp_path, tokenizer):
-    tiny_model("strict").save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
+def test_the_harness_command_evaluates_and_the_report_reads_its_results(tmp_path, model_folder):
     data = tmp_path / "questions.jsonl"
     data.write_text('{"question": "alpha1", "choices": [" beta2", " gamma3"]}\n' * 2)
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/tiny.yaml").write_text(TASK.format(data=data))
-    return tmp_path
-
-
-@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
-def test_the_harness_command_evaluates_and_the_report_reads_its_results(folders):
-    words = ["run", "--model", "hf", "--model_args", "pretrained=model,dtype=float32"]
-    words += ["--device", "cpu"]
-    words += ["--tasks", "tiny_choice", "--include_path", "tasks", "--output_path", "scores"]
+    shutil.copytree(model_folder, tmp_path / "model")
+    words = "run --model hf --model_args pretrained=model,dtype=float32 --device cpu "
+    words += "--include_path tasks --tasks tiny_choice --output_path scores"
     done = subprocess.run(
-        [sys.executable, "-m", "coca_lab.lm_eval", *words],
+        [sys.executable, "-m", "coca_lab.lm_eval", *words.split()],
         capture_output=True,
         text=True,
-        cwd=folders,
-        env={"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folders)},
+        cwd=tmp_path,
+        env={"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
     assert "tiny_choice" in done.stdout
-    (file,) = folders.glob("scores/*/results_*.json")
+    (file,) = tmp_path.glob("scores/*/results_*.json")
     accuracy = json.loads(file.read_text())["results"]["tiny_choice"]["acc,none"]
     ((header, rows),) = printed_tables(read_results([file.parent])[0]["results"])
     assert header == ["model", "tiny_choice: acc"] and rows == [["model", f"{accuracy:.4g}"]]
