@@ -1,6 +1,7 @@
 """Bad inputs of every command: one line that says what to do, exit code 2, nothing lost."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -15,24 +16,19 @@ from safetensors.torch import load_file, save_file
 
 from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
-from conftest import some_text, tiny_model
+from conftest import tiny_model
 
 
 class Place:
     """A model of each kind, a text and a finished run, to spoil copies of."""
 
-    def __init__(self, folder, tokenizer):
-        self.folder, self.count = folder, 0
+    def __init__(self, folder, tokenizer, text, trained):
+        self.folder, self.text, self.count = folder, text, 0
         for name in ("llama-rope", "llama-slack", "alibi"):
             tiny_model(name).save_pretrained(folder / name)
             tokenizer.save_pretrained(folder / name)
         self.model = folder / "llama-rope"
-        self.text = folder / "text"
-        self.text.mkdir()
-        for index in range(3):
-            (self.text / f"{index}.txt").write_text(some_text(400, seed=index))
-        self.run = folder / "run"
-        assert main(["train", self.recipe(), "--output", str(self.run)]) == 0
+        self.run = shutil.copytree(trained, folder / "run")
 
     def new(self, ending: str = "") -> Path:
         self.count += 1
@@ -48,7 +44,7 @@ class Place:
         path = self.new()
         shutil.copytree(self.folder / source, path)
         for name, content in files.items():
-            file = path / name.replace("__", "/").replace("_json", ".json")
+            file = path / ".".join(name.replace("__", "/").rsplit("_", 1))
             if content is None:
                 file.unlink()
             else:
@@ -61,20 +57,11 @@ class Place:
         return self.copy(source, config_json=json.dumps(content).encode())
 
     def recipe(self, **fields) -> str:
-        content = {
-            "model": {"attention": "slack", "hidden_size": 16, "num_layers": 1, "num_heads": 2},
-            "data": {"source": str(self.text), "block_length": 16, "vocab_size": 300},
-            "training": {
-                "steps": 2, "global_batch_size": 2, "micro_batch_size": 2,
-                "precision": "float32", "report_to": [],
-            },
-        }  # fmt: skip
+        """The recipe of the run with other fields."""
+        content = yaml.safe_load((self.run / "recipe.yaml").read_text())
         for name, value in fields.items():
             section, _, field = name.partition("__")
-            if field:
-                content[section][field] = value
-            else:
-                content[section] = value
+            content[section][field] = value
         return self.file(yaml.safe_dump(content))
 
     def suite(self, **fields) -> str:
@@ -86,19 +73,20 @@ class Place:
         path = self.file(b"not a database, but as long as one" * 50, ".values.sqlite")
         return path.replace(".values.sqlite", ".json")
 
-    def spoilt(self, change) -> str:
-        """A copy of a model with changed weights."""
+    def not_numbers(self) -> str:
+        """A copy of a model whose weights are NaN."""
         path = Path(self.copy("llama-rope")) / "model.safetensors"
-        save_file({k: change(w) for k, w in load_file(path).items()}, path, {"format": "pt"})
+        weights = {name: weight * math.nan for name, weight in load_file(path).items()}
+        save_file(weights, path, {"format": "pt"})
         return str(path.parent)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, tokenizer):
+def place(tmp_path_factory, tokenizer, text_folder, trained):
     folder = tmp_path_factory.mktemp("place")
     before = Path.cwd()
     os.chdir(folder)
-    yield Place(folder, tokenizer)
+    yield Place(folder, tokenizer, text_folder, trained)
     os.chdir(before)
 
 
@@ -110,14 +98,12 @@ def train_file(content):
     return lambda p: ["train", p.file(content), "--output", p.new()]
 
 
-def perplexity(make=lambda p: p.model, *words):
+def perplexity(*words, make=lambda p: p.model):
     return lambda p: ["eval", "perplexity", make(p), "--source", p.text, "--windows", "16", *words]
 
 
 def of_text(content, ending=".jsonl"):
-    return lambda p: [
-        "eval", "perplexity", p.model, "--source", p.file(content, ending), "--windows", "16"
-    ]  # fmt: skip
+    return lambda p: [*perplexity()(p), "--source", p.file(content, ending)]
 
 
 def task(name, *words):
@@ -147,6 +133,16 @@ def resumed(**files):
     ]  # fmt: skip
 
 
+def damaged(**files):
+    """What measures a model of which files have other content."""
+    return perplexity(make=lambda p: p.copy("llama-rope", **files))
+
+
+def configured(source="llama-rope", **fields):
+    """What measures a model with other fields in its configuration."""
+    return perplexity(make=lambda p: p.configured(source, **fields))
+
+
 def larger_tokenizer(p):
     path = p.copy("llama-rope")
     text = " ".join(f"{a}{b}" for a in "abcdefghijklmnop" for b in "qrstuvwxyz0123")
@@ -154,28 +150,27 @@ def larger_tokenizer(p):
     return path
 
 
-NAN = float("nan")
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{f'*a{n}, ' * 10}]\n" for n in range(9))
 MERGES = "a0: &a0 {x: 1}\n" + "".join(
     f"a{n + 1}: &a{n + 1} {{<<: [{f'*a{n}, ' * 10}]}}\n" for n in range(9)
 )
+CELL = '{"results": [{"task": "perplexity", "model": "a", "scaling": "none", %s}]}'
 CASES = {
     # Named in the issue.
     "wandb": (train(training__report_to=["wandb"]), "requires wandb"),
     "section": (train_file("model: 5"), "model: Input should be a dictionary or an instance of"),
-    "groups of a model": (perplexity(lambda p: p.configured("llama-rope", num_attention_heads=3)),
-                          "no model could be loaded"),
+    "groups of a model": (configured(num_attention_heads=3), "no model could be loaded"),
     "heads of a model": (generate(make=lambda p: p.configured("llama-rope", num_attention_heads=0)),
                          "no model could be loaded"),
     "training.json": (lambda p: ["report", p.copy("run", training_json=b'{"curve": ['),
                                  "--output", p.new()], "no valid JSON"),
     "training.json again": (resumed(training_json=b'{"cu'), "training.json is damaged"),
-    "tokenizer": (perplexity(larger_tokenizer), "entries and the model embeddings for 300"),
+    "tokenizer": (perplexity(make=larger_tokenizer), "entries and the model embeddings for 300"),
     "tokenizer of generate": (generate(make=larger_tokenizer), "use the model's own tokenizer"),
-    "NaN": (generate(make=lambda p: p.spoilt(lambda w: w * NAN)), "returns NaN or infinity"),
-    "NaN, passkeys": (lambda p: ["eval", "passkey", p.spoilt(lambda w: w * NAN), "--lengths",
-                                 "300", "--samples", "1"], "returns NaN or infinity"),
-    "NaN, converted": (convert(make=lambda p: p.spoilt(lambda w: w * NAN)), "not finite"),
+    "NaN": (generate(make=Place.not_numbers), "returns NaN or infinity"),
+    "NaN, passkeys": (lambda p: ["eval", "passkey", p.not_numbers(), "--lengths", "300",
+                                 "--samples", "1"], "returns NaN or infinity"),
+    "NaN, converted": (convert(make=Place.not_numbers), "not finite"),
     "output of train": (lambda p: ["train", p.recipe(), "--output", "/proc/x"], "/proc"),
     # Recipes.
     "empty file of bytes": (train_file(b"\xff\xfe\x00\x80" * 9), "not a readable recipe"),
@@ -202,39 +197,35 @@ CASES = {
     "run in a file": (lambda p: ["train", p.recipe(), "--output", p.file("x")], "File exists"),
     "run below a file": (lambda p: ["train", p.recipe(), "--output", p.file("x") + "/y"], "cannot"),
     "long name": (lambda p: ["train", p.recipe(), "--output", p.folder / ("x" * 300)], "too long"),
-    "recipe of a run": (resumed(**{"recipe.yaml": b"["}), "not a readable recipe"),
+    "recipe of a run": (resumed(recipe_yaml=b"["), "not a readable recipe"),
     "text of a run": (resumed(text_json=b"\xff{"), "text.json is damaged"),
     "tokenizer of a run": (resumed(tokenizer__tokenizer_json=b"{"), "no tokenizer could be loaded"),
     # Models.
-    "no model": (perplexity(lambda p: "/nowhere/m"), "there is no such folder"),
-    "file": (perplexity(lambda p: p.file("x")), "there is no such folder"),
+    "no model": (perplexity(make=lambda p: "/nowhere/m"), "there is no such folder"),
+    "file": (perplexity(make=lambda p: p.file("x")), "there is no such folder"),
     "relative path": (generate(make=lambda p: "./x"), "Repo id must"),
     "three folders": (generate(make=lambda p: "a/b/c"), "Repo id must"),
     "name": (generate(make=lambda p: "org/nowhere"), "couldn't connect"),
-    "no name": (perplexity(lambda p: ""), "no config.json"),
-    "weights": (perplexity(lambda p: p.copy("llama-rope", **{"model.safetensors": b""})),
-                "damaged"),
-    "no weights": (perplexity(lambda p: p.copy("llama-rope", **{"model.safetensors": None})),
-                   "no model could be loaded"),
-    "no configuration": (perplexity(lambda p: p.copy("llama-rope", config_json=b"")),
-                         "no model could be loaded"),
-    "configuration, list": (perplexity(lambda p: p.copy("llama-rope", config_json=b"[1]")),
-                            "no model could be loaded"),
-    "rope": (perplexity(lambda p: p.configured("llama-rope", rope_parameters=[1])), "no model"),
-    "form": (perplexity(lambda p: p.configured("llama-slack", coca_form="round")), "no model"),
-    "pairs": (perplexity(lambda p: p.configured("llama-slack", coca_free_pairs=99)), "no model"),
-    "no tokenizer": (perplexity(lambda p: p.copy("llama-rope", tokenizer_json=b"")), "tokenizer"),
-    "code of a folder": (perplexity(lambda p: p.configured(
-        "llama-rope", model_type="mine", auto_map={"AutoConfig": "mine.Config"})),
-        "code of its folder, which is never run"),
-    "device": (perplexity(lambda p: p.model, "--device", "quantum"), "device 'quantum'"),
+    "no name": (perplexity(make=lambda p: ""), "no config.json"),
+    "weights": (damaged(model_safetensors=b""), "damaged"),
+    "no weights": (damaged(model_safetensors=None), "no model could be loaded"),
+    "no configuration": (damaged(config_json=b""), "no model could be loaded"),
+    "configuration, list": (damaged(config_json=b"[1]"), "no model could be loaded"),
+    "rope": (configured(rope_parameters=[1]), "no model"),
+    "form": (configured("llama-slack", coca_form="round"), "no model"),
+    "pairs": (configured("llama-slack", coca_free_pairs=99), "no model"),
+    "no tokenizer": (damaged(tokenizer_json=b""), "tokenizer"),
+    "code of a folder": (configured(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),
+                         "code of its folder, which is never run"),
+    "device": (perplexity("--device", "quantum"), "device 'quantum'"),
     # Evaluations.
-    "windows": (perplexity(lambda p: p.model, "--windows=-5"), "window"),
-    "long windows": (perplexity(lambda p: p.model, "--windows", str(10**18)), "smaller windows"),
-    "factor": (perplexity(lambda p: p.model, "--scaling", "ntk", "--factor", "0"), "factor: Input"),
-    "ALiBi": (perplexity(lambda p: p.folder / "alibi", "--scaling", "ntk"), "no rotary embedding"),
-    "folder as output": (perplexity(lambda p: p.model, "--output", "."), "is a folder"),
-    "device as folder": (perplexity(lambda p: p.model, "--output", "/dev/null/x"), "/dev/null"),
+    "windows": (perplexity("--windows=-5"), "window"),
+    "long windows": (perplexity("--windows", str(10**18)), "smaller windows"),
+    "factor": (perplexity("--scaling", "ntk", "--factor", "0"), "factor: Input"),
+    "ALiBi": (perplexity("--scaling", "ntk", make=lambda p: p.folder / "alibi"),
+              "no rotary embedding"),
+    "folder as output": (perplexity("--output", "."), "is a folder"),
+    "device as folder": (perplexity("--output", "/dev/null/x"), "/dev/null"),
     "values": (lambda p: [*perplexity()(p), "--output", p.damaged_values()], "sqlite is damaged"),
     "prompt": (task("passkey", "--lengths", "3"), "too short"),
     "negative prompt": (task("passkey", "--lengths=-3"), "lengths.0: Input should be greater"),
@@ -271,28 +262,25 @@ CASES = {
     "other task": (report('{"results": [{"task": "poetry"}]}'), "neither results nor training"),
     "no task": (report('{"results": [{}]}'), "a result lacks the field 'task'"),
     "short curve": (report('{"curve": [{"step": 1, "loss": 2}]}'), "lacks the field 'tokens'"),
-    "strange cells": (report('{"results": [{"task": "perplexity", "model": "a", "window": "x", '
-                             '"scaling": "none", "perplexity": 2}]}'), "a result is damaged"),
-    "partial cells": (report('{"results": [{"task": "perplexity", "model": "a", "window": 16, '
-                             '"scaling": "none"}]}'), "a result lacks the field"),
+    "strange cells": (report(CELL % '"window": "x", "perplexity": 2'), "a result is damaged"),
+    "partial cells": (report(CELL % '"window": 16'), "a result lacks the field"),
     "other curve": (report('{"curve": 5}'), "a result is damaged"),
-    "results of NaN": (report('{"results": [{"task": "perplexity", "model": "a", "window": 16, '
-                              '"scaling": "none", "perplexity": NaN}]}'), "has NaN in place of a"),
+    "results of NaN": (report(CELL % '"window": 16, "perplexity": NaN'), "has NaN in place of a"),
     "nested results": (report("[" * 99999), "no valid JSON"),
     "page over results": (lambda p: ["report", p.run / "training.json", "--output",
                                      p.run / "training.json"], "no page of coca report"),
     "page over a page": (lambda p: ["report", p.run / "training.json", "--output",
                                     p.file("<!doctype html>", ".html")], "no page of coca report"),
-    "results over a model": (perplexity(lambda p: p.model, "--output", "llama-rope/config.json"),
+    "results over a model": (perplexity("--output", "llama-rope/config.json"),
                              "config.json is there and no result file"),
     "angles over a list": (lambda p: ["analyze", p.model, "--output", p.file("[]", ".json")],
                            "is there and no result file"),
-    "full target": (lambda p: ["convert", p.model, p.text], "exists and is not empty"),
+    "full target": (lambda p: ["convert", p.model, p.run], "exists and is not empty"),
     # Of two mistakes, the one that is told is the one that was looked for first.
     "target": (lambda p: ["convert", p.new(), "/proc/x"], "/proc/x cannot be written"),
     "target of an export": (lambda p: ["export", p.new(), "/proc/x"], "/proc/x cannot be written"),
     "form to convert to": (convert("--form", "stric", make=lambda p: p.copy(
-        "llama-rope", **{"model.safetensors": b""})), "did you mean strict?"),
+        "llama-rope", model_safetensors=b"")), "did you mean strict?"),
     "free pairs": (convert("--free-pairs", "99"), "free"),
 }  # fmt: skip
 
@@ -317,7 +305,7 @@ def test_results_of_another_measurement_are_kept(place, capsys):
     def run(model, *words):
         folder = place.folder / model.removeprefix("llama-") / "same"
         shutil.copytree(place.folder / model, folder, dirs_exist_ok=True)
-        assert main([str(word) for word in perplexity(lambda p: folder, *words)(place)]) == 0
+        assert main([str(word) for word in perplexity(*words, make=lambda p: folder)(place)]) == 0
         cells = json.loads(written.read_text())["results"]
         return "held another measurement" in capsys.readouterr().err, cells[0]["attention"]
 
@@ -345,18 +333,9 @@ def test_a_suite_reads_no_weights_before_everything_is_checked(place, monkeypatc
         assert re.search(message, capsys.readouterr().err)
 
 
-def limited(words, size):
-    """A command in a process that may write files of so many bytes."""
-    return subprocess.run(
-        [sys.executable, "-m", "coca_lab.cli", *map(str, words)],
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
-    )
-
-
 @pytest.mark.slow
 def test_a_full_disk_is_one_line(place):
+    """In processes that may write files of 300 bytes."""
     journal = place.new(".json")
     for words in (
         [*perplexity()(place), "--output", journal],
@@ -364,7 +343,12 @@ def test_a_full_disk_is_one_line(place):
         convert()(place),
         train()(place),
     ):
-        done = limited(words, 300)
+        done = subprocess.run(
+            [sys.executable, "-m", "coca_lab.cli", *map(str, words)],
+            capture_output=True,
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300)),
+        )
         last = done.stderr.splitlines()[-1]
         assert done.returncode == 2 and last.startswith("coca: error: "), done.stderr
         assert "disk space" in last and str(place.folder) in last
