@@ -88,10 +88,10 @@ LAYERS = {
 }
 
 
-def attention(options, **more):
+def attention(options, hidden=HIDDEN, **more):
     """A layer in float64 with large weights and, where there are phases, random ones."""
     torch.manual_seed(0)
-    config = BaselineConfig(hidden_size=HIDDEN, num_attention_heads=HEADS)
+    config = BaselineConfig(hidden_size=hidden, num_attention_heads=HEADS)
     module = BaselineAttention(config, **options, **more).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -145,8 +145,8 @@ def test_windows_temperatures_and_decays_are_theirs(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_are_those_of_differences(name):
-    module = attention(LAYERS[name][0], kv_heads=2)
-    hidden = texts(1)[:, :4].requires_grad_()
+    module = attention(LAYERS[name][0], hidden=8, kv_heads=2)
+    hidden = texts(1)[:, :4, :8].requires_grad_()
     parameters = tuple(module.parameters())
     torch.autograd.gradcheck(lambda x, *_: module(x)[0], (hidden, *parameters))
 
