@@ -20,6 +20,7 @@ from coca_attention.ops import fold
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from families import (
     FAMILIES,
+    VARIED,
     assert_reads_the_same,
     attended,
     attentions,
@@ -236,6 +237,8 @@ def check_lora(cell):
 CHECKS = {name[6:]: check for name, check in [*globals().items()] if name.startswith("check_")}
 CELLS = [(family, capability) for family in FAMILIES for capability in CHECKS]
 CELLS = [(f, c) for f, c in CELLS if c != "sliding_cache" or "sliding_window" in FAMILIES[f][1]]
+SLOW = {(f, "compile") for f in FAMILIES if f not in VARIED}  # seconds each
+CELLS = [pytest.param(*cell, marks=[pytest.mark.slow] * (cell in SLOW)) for cell in CELLS]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

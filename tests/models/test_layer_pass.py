@@ -1,5 +1,7 @@
 """Masks formed by the layers themselves: as Transformers' own, in linear memory, in one graph."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -115,13 +117,8 @@ def test_padded_prompts_are_read_in_pieces(kind, family):
         assert difference(found[1], expected[1]) < 1e-12
 
 
-OTHERS = [("roles", "plain"), ("limited", "plain"), ("limited", "padding")]
-
-
-@pytest.mark.parametrize(
-    ("kind", "case"),
-    [("roles", "padding"), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "case"), product(["roles", "limited"], ["plain", "padding"]))
 def test_one_graph_serves_all_lengths(kind, case, monkeypatch):
     """One for the first length, which torch.compile takes for fixed, and one for all others."""
     model = model_of(kind)

@@ -138,6 +138,7 @@ def test_an_analysis_continues_where_it_ended(model_folder, text_folder, tmp_pat
     assert not list(tmp_path.glob("*.sqlite"))
 
 
+@pytest.mark.slow
 def test_a_suite_on_ray_is_the_same(small, finished, tmp_path, monkeypatch, ray):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert results(load_suite(small, ["--device=auto"]), tmp_path, ray="") == finished[1]
