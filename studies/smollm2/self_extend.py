@@ -1,4 +1,4 @@
-"""Self-Extend (Jin et al. 2024, arXiv 2401.01325) and dropped positions (DroPE) in a Llama.
+"""Self-Extend (Jin et al. 2024, arXiv 2401.01325) and dropped positions (DroPE) in rotary models.
 
 B batch, T query length, S key length, H query heads, G key/value heads, D head width.
 """
@@ -24,7 +24,7 @@ class Unrotated(nn.Module):
 
 def drop_positions(model: Any, length: int) -> None:
     """DroPE's dropping (Gelberg et al., ICLR 2026) without the recalibration that it recommends."""
-    model.model.rotary_emb = Unrotated()
+    model.base_model.rotary_emb = Unrotated()
 
 
 def self_extend(model: Any, length: int, *, window: int) -> None:
@@ -35,7 +35,7 @@ def self_extend(model: Any, length: int, *, window: int) -> None:
     """
     trained = model.config.max_position_embeddings
     size = max(1, -(-(length - window) // (trained - window)))
-    rotary, model.model.rotary_emb = model.model.rotary_emb, Unrotated()
+    rotary, model.base_model.rotary_emb = model.base_model.rotary_emb, Unrotated()
 
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
         return apply_rotary_pos_emb(x, x, *rotary(x, positions[None]))[0]
@@ -45,9 +45,10 @@ def self_extend(model: Any, length: int, *, window: int) -> None:
     ) -> tuple[Tensor, None]:
         length, old = key.shape[2], key.shape[2] - query.shape[2]
         positions = torch.arange(length, device=key.device)
-        near = repeat_kv(rotate(key, positions), module.num_key_value_groups)
-        far = repeat_kv(rotate(key, positions // size), module.num_key_value_groups)
-        value = repeat_kv(value, module.num_key_value_groups)
+        groups = query.shape[1] // key.shape[1]
+        near = repeat_kv(rotate(key, positions), groups)
+        far = repeat_kv(rotate(key, positions // size), groups)
+        value = repeat_kv(value, groups)
         output = []
         for start in range(old, length, BLOCK):
             rows = positions[start : start + BLOCK]
