@@ -112,10 +112,8 @@ class LimitCheck:
 
     @property
     def chosen(self) -> Measured:
-        """Of those that lose nothing within L the one that finds most passkeys beyond.
-
-        Of equals that with the lowest perplexity there, and L where no passkey could be lost.
-        """
+        """Of those that lose nothing within L the one that finds most passkeys beyond."""
+        # Of equals that with the lowest perplexity there, and L where no passkey could be lost.
         if not self.finds_passkeys:
             return self.limited[0]
         beyond = [n for n in self.base.hits if n > self.length]
