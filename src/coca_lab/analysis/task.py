@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
-from itertools import islice
 from typing import Annotated, Any, cast
 
 import numpy as np
@@ -28,8 +27,9 @@ from coca_lab.analysis.scores import (
     seen_keys,
     shift_sums,
 )
-from coca_lab.data import SourceSettings, encode_documents
+from coca_lab.data import SourceSettings
 from coca_lab.engine import Engine, Item, Progress
+from coca_lab.evaluation.perplexity import TextSettings, load_text
 from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task, finish
 
 DEFAULT_TOKENS = 2048
@@ -73,12 +73,9 @@ def read_token_ids(
     Raises:
         UserError: If there is no document.
     """
-    encoded = encode_documents(source.documents(), tokenizer, batch=8)
-    long_enough = (ids for _, ids in encoded if len(ids) >= 2)
-    documents = list(islice(long_enough, settings.max_documents))
-    if not documents:
-        raise UserError(f"{source.source}: no document of at least 2 tokens")
-    return documents
+    text = TextSettings(source.source, source.text_field, source.bad_lines, skip_short=True)
+    text.max_documents = settings.max_documents
+    return [each.tokens.tolist() for each in load_text(text, tokenizer, at_least=2)]
 
 
 def analyze(
