@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from coca_attention.errors import UserError
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import attention_of, rotation, window_of
-from coca_attention.models.families import Family, family_of, supported_families
+from coca_attention.models.families import Family, family_of
 from coca_attention.models.projections import AttentionLayout, head_norm
 from coca_attention.models.rotary import CoCARotary
 from coca_attention.models.scaling import rotary_restored
@@ -68,18 +68,8 @@ class LayerHeads:
 def form_of(model: PreTrainedModel) -> str:
     """``vanilla``, or the name of a model's score form; UserError if its family is unknown."""
     config: Any = model.config
-    collinear = isinstance(model, _family(model).causal_lm) and attention_of(config) != "rope"
+    collinear = isinstance(model, family_of(model).causal_lm) and attention_of(config) != "rope"
     return config.coca_form if collinear else VANILLA
-
-
-def _family(model: PreTrainedModel) -> Family:
-    family = family_of(model)
-    if family is None:
-        raise UserError(
-            f"{type(model).__name__} is not supported; supported are the causal language models, "
-            f"vanilla or CoCA, of {supported_families(model)}"
-        )
-    return family
 
 
 def visit_layers(
@@ -102,7 +92,7 @@ def visit_layers(
         UserError: If the model's family is not supported, the model is in training mode, queries or
             keys are not finite, or the model's rotary angles differ from its configuration.
     """
-    family = _family(model)
+    family = family_of(model)
     body: Any = model.base_model
     if model.training:
         raise UserError("the model is in training mode, with dropout: call model.eval()")
