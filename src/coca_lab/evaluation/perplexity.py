@@ -181,7 +181,7 @@ class Reading:
     """Where the ranges of ``by_position`` end, inclusive, after 0; None without ranges."""
     repeats: list[Tensor] | None
     """For every document the targets that are scored separately too, (length,), bool."""
-    batch_tokens: int
+    settings: WindowSettings
 
 
 def measure_windows(
@@ -197,7 +197,7 @@ def measure_windows(
         documents = [replace(d, tokens=d.tokens[: tokens_needed(settings)]) for d in documents]
     text = text_hash(documents)
     readings = _readings(documents, settings, scaling)
-    return [_measure_cell(model, documents, text, settings, each) for each in readings]
+    return [_measure_cell(model, documents, text, each) for each in readings]
 
 
 def _readings(
@@ -209,7 +209,7 @@ def _readings(
     repeats = None
     if settings.repeats is not None:
         repeats = [distant_repeats(d.tokens, settings.repeats, settings.near) for d in documents]
-    rest = {"repeats": repeats, "batch_tokens": settings.batch_tokens}
+    rest = {"repeats": repeats, "settings": settings}
     if settings.targets == "one-pass":
         edges, longest = [0, *sorted(set(windows))], max(windows)
         readings = [Reading(longest, longest, 1, scaling.kind, scaling, edges, **rest)]
@@ -229,13 +229,10 @@ def _readings(
 
 
 def _measure_cell(
-    model: Model,
-    documents: Sequence[TokenDocument],
-    text: str,
-    settings: WindowSettings,
-    reading: Reading,
+    model: Model, documents: Sequence[TokenDocument], text: str, reading: Reading
 ) -> Measurement:
     """The items of one cell, each of some windows, and the cell."""
+    settings = reading.settings
     scaled = {"scaling": reading.kind, "factor": reading.scaling.facts["factor"]}
     key = {
         "task": "perplexity",
@@ -264,7 +261,7 @@ def _measure_cell(
             "text": text,
             "seconds": seconds,
         }
-        return [cell | _figures(documents, settings, reading, tallies)]
+        return [cell | _figures(documents, reading, tallies)]
 
     lengths = [len(document.tokens) for document in documents]
     windows = windows_of(lengths, reading.window, reading.stride, reading.first)
@@ -284,12 +281,12 @@ def _tallies(
 ) -> dict[str, list[list[Any]]]:
     """Index, nats and tokens of some windows by document, range of positions, and of repeats."""
     sums = {"documents": torch.zeros(len(documents), 2, dtype=torch.float64)}
-    edges = torch.tensor(reading.edges or [])
+    edges, batch_tokens = torch.tensor(reading.edges or []), reading.settings.batch_tokens
     if reading.edges is not None:
         sums["ranges"] = torch.zeros(len(edges) - 1, 2, dtype=torch.float64)
     if reading.repeats is not None:
         sums["repeats"] = torch.zeros_like(sums["documents"])
-    for index, window, nats in score_windows(module, documents, windows, reading.batch_tokens):
+    for index, window, nats in score_windows(module, documents, windows, batch_tokens):
         targets = torch.arange(window.first_target, window.stop + 1)
         scores = torch.stack((nats.double(), torch.ones(len(nats))), dim=1)
         sums["documents"][index] += scores.sum(0)
@@ -305,10 +302,7 @@ def _tallies(
 
 
 def _figures(
-    documents: Sequence[TokenDocument],
-    settings: WindowSettings,
-    reading: Reading,
-    tallies: Sequence[dict[str, Any]],
+    documents: Sequence[TokenDocument], reading: Reading, tallies: Sequence[dict[str, Any]]
 ) -> Cell:
     """What a cell says about the tallies of all its windows."""
     counts = _added(tallies, "documents", len(documents))
@@ -331,8 +325,8 @@ def _figures(
     if reading.repeats is not None:
         counts = _added(tallies, "repeats", len(documents))
         figures["repeats"] = {
-            "n": settings.repeats,
-            "beyond": settings.near,
+            "n": reading.settings.repeats,
+            "beyond": reading.settings.near,
             "documents": [{"nats": _number(nats), "tokens": tokens} for nats, tokens in counts],
         }
     return figures
