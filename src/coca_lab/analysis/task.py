@@ -121,7 +121,7 @@ def measure_angles(
         return [read_document(module, documents[index], index, settings) for index in indices]
 
     def cells(values: list[Sums], seconds: float) -> list[Cell]:
-        return [angle_cell(model.module, documents, settings, values, model.name)]
+        return [angle_cell(model, documents, settings, values)]
 
     items = []
     for index, document in enumerate(documents):
@@ -208,22 +208,18 @@ def read_document(
 
 
 def angle_cell(
-    model: PreTrainedModel,
-    documents: Sequence[Tensor],
-    settings: AnalysisSettings,
-    every: Sequence[Sums],
-    name: str,
-) -> dict[str, Any]:
+    model: Model, documents: Sequence[Tensor], settings: AnalysisSettings, every: Sequence[Sums]
+) -> Cell:
     """The result of `analyze` from what `read_document` made of every document, in order."""
-    config: Any = model.config.get_text_config()
+    config: Any = model.module.config.get_text_config()
     layers = every[0]["layers"]
     if not layers:
-        raise UserError(f"{name}: no layer has pairs that turn, so there are no angles")
+        raise UserError(f"{model.name}: no layer has pairs that turn, so there are no angles")
     shifts = _added("shifts", [each["shifts"] for each in every])
     return {
         "task": "angles",
-        "model": name,
-        "form": form_of(model),
+        "model": model.name,
+        "form": form_of(model.module),
         "training_length": training_length(config),
         "rope_parameters": getattr(config, "rope_parameters", None),
         "documents": len(documents),
