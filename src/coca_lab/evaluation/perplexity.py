@@ -182,6 +182,9 @@ class Reading:
     repeats: list[Tensor] | None
     """For every document the targets that are scored separately too, (length,), bool."""
     settings: WindowSettings
+    documents: Sequence[TokenDocument]
+    text: str
+    """Hash of the documents."""
 
 
 def measure_windows(
@@ -195,9 +198,7 @@ def measure_windows(
     if settings.targets == "one-pass":
         # The last input of the only window predicts the token after it.
         documents = [replace(d, tokens=d.tokens[: tokens_needed(settings)]) for d in documents]
-    text = text_hash(documents)
-    readings = _readings(documents, settings, scaling)
-    return [_measure_cell(model, documents, text, each) for each in readings]
+    return [_measure_cell(model, each) for each in _readings(documents, settings, scaling)]
 
 
 def _readings(
@@ -209,28 +210,26 @@ def _readings(
     repeats = None
     if settings.repeats is not None:
         repeats = [distant_repeats(d.tokens, settings.repeats, settings.near) for d in documents]
-    rest = {"repeats": repeats, "settings": settings}
+    rest = (repeats, settings, documents, text_hash(documents))
     if settings.targets == "one-pass":
         edges, longest = [0, *sorted(set(windows))], max(windows)
-        readings = [Reading(longest, longest, 1, scaling.kind, scaling, edges, **rest)]
+        readings = [Reading(longest, longest, 1, scaling.kind, scaling, edges, *rest)]
     else:
         readings = []
         for window in windows:
             edges = None
             if positions is not None:
                 edges = [round(window * i / positions) for i in range(positions + 1)]
-            readings.append(Reading(window, stride, first, scaling.kind, scaling, edges, **rest))
+            readings.append(Reading(window, stride, first, scaling.kind, scaling, edges, *rest))
     last = settings.attend_last
     if last is not None:
         # With a stride of an eighth, every token has at least 7/8 of the window before it.
         step = min(max(1, last // 8), stride)
-        readings.append(Reading(last, step, first, ATTEND_LAST, RotaryScaling(), None, **rest))
+        readings.append(Reading(last, step, first, ATTEND_LAST, RotaryScaling(), None, *rest))
     return readings
 
 
-def _measure_cell(
-    model: Model, documents: Sequence[TokenDocument], text: str, reading: Reading
-) -> Measurement:
+def _measure_cell(model: Model, reading: Reading) -> Measurement:
     """The items of one cell, each of some windows, and the cell."""
     settings = reading.settings
     scaled = {"scaling": reading.kind, "factor": reading.scaling.facts["factor"]}
@@ -239,7 +238,7 @@ def _measure_cell(
         "model": model.identity,
         **scaled,
         "window": [reading.window, reading.stride, reading.first],
-        "text": text,
+        "text": reading.text,
         "edges": reading.edges,
         "repeats": None if reading.repeats is None else [settings.repeats, settings.near],
     }
@@ -247,7 +246,7 @@ def _measure_cell(
     def work(ranges: list[tuple[int, int]]) -> list[dict[str, Any]]:
         module = model.loaded()
         with reading.scaling.applied(module, reading.window):
-            return [_tallies(module, documents, reading, windows[slice(*r)]) for r in ranges]
+            return [_tallies(module, reading, windows[slice(*r)]) for r in ranges]
 
     def cells(tallies: list[dict[str, Any]], seconds: float) -> list[Cell]:
         cell = {
@@ -258,12 +257,12 @@ def _measure_cell(
             "window": reading.window,
             "stride": reading.stride,
             "targets": settings.targets,
-            "text": text,
+            "text": reading.text,
             "seconds": seconds,
         }
-        return [cell | _figures(documents, reading, tallies)]
+        return [cell | _figures(reading, tallies)]
 
-    lengths = [len(document.tokens) for document in documents]
+    lengths = [len(document.tokens) for document in reading.documents]
     windows = windows_of(lengths, reading.window, reading.stride, reading.first)
     costs = [window.inputs for _, window in windows]
     label = f"{model.name} {reading.kind} {reading.window}"
@@ -274,14 +273,12 @@ def _measure_cell(
 
 
 def _tallies(
-    module: Any,
-    documents: Sequence[TokenDocument],
-    reading: Reading,
-    windows: Sequence[tuple[int, Window]],
+    module: Any, reading: Reading, windows: Sequence[tuple[int, Window]]
 ) -> dict[str, list[list[Any]]]:
     """Index, nats and tokens of some windows by document, range of positions, and of repeats."""
+    documents, batch_tokens = reading.documents, reading.settings.batch_tokens
     sums = {"documents": torch.zeros(len(documents), 2, dtype=torch.float64)}
-    edges, batch_tokens = torch.tensor(reading.edges or []), reading.settings.batch_tokens
+    edges = torch.tensor(reading.edges or [])
     if reading.edges is not None:
         sums["ranges"] = torch.zeros(len(edges) - 1, 2, dtype=torch.float64)
     if reading.repeats is not None:
@@ -301,10 +298,9 @@ def _tallies(
     }
 
 
-def _figures(
-    documents: Sequence[TokenDocument], reading: Reading, tallies: Sequence[dict[str, Any]]
-) -> Cell:
+def _figures(reading: Reading, tallies: Sequence[dict[str, Any]]) -> Cell:
     """What a cell says about the tallies of all its windows."""
+    documents = reading.documents
     counts = _added(tallies, "documents", len(documents))
     scores = [DocumentScore(d.id, *count) for d, count in zip(documents, counts, strict=True)]
     interval = perplexity_interval(scores)
