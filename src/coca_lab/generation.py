@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
 
@@ -68,17 +68,21 @@ def greedy_answers(
     pad = tokenizer.pad_token_id
     if pad is None:
         pad = ends[0] if isinstance(ends, list) else ends
+    # An object, as options are refused for models whose configuration has some of its own.
+    settings = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=ends,
+        pad_token_id=pad,
+        use_cache=use_cache,
+    )
     # Not inference mode: what a model keeps, such as frequencies, may be used in training next.
     limit = naming_the_limit(model, prompts.shape[1] + max_new_tokens)
     with torch.no_grad(), limit, beyond_training_length():
         output = generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=ends,
-            pad_token_id=pad,
-            use_cache=use_cache,
+            generation_config=settings,
             logits_processor=[FiniteScores()],
             synced_gpus=together,  # processes that share the weights make as many passes
         )

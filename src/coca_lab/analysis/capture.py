@@ -125,7 +125,7 @@ def _captured(
 ) -> LayerHeads:
     """Project the hidden states that enter an attention module."""
     hidden = args[0] if args else kwargs["hidden_states"]
-    kind = getattr(attention, "layer_type", None)
+    kind, scale = getattr(attention, "layer_type", None), float(attention.scaling)
     turns = _rotation(body, kind, hidden.shape[1])
     form = VANILLA
     if not isinstance(attention, CollinearAttention):
@@ -157,7 +157,7 @@ def _captured(
         parameters=learned and {name: x.detach().cpu() for name, x in learned.items()},
         interleaved=layout.interleaved,
         window=getattr(attention, "sliding_window", window_of(body.config)),
-        scale=float(attention.scaling),
+        scale=scale,
         kind=kind,
     )
 
