@@ -108,10 +108,10 @@ def load_text(
     chosen: list[TokenDocument] = []
     short = 0
     for document, ids in encode_documents(documents, tokenizer, batch=8):
-        if len(chosen) == settings.max_documents:
-            break
         if len(ids[: settings.max_tokens]) >= at_least:
             chosen.append(TokenDocument(document.id, torch.tensor(ids[: settings.max_tokens])))
+            if len(chosen) == settings.max_documents:
+                break
         elif settings.skip_short:
             short += 1
         else:
