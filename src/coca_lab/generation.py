@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
 
@@ -65,23 +60,22 @@ def greedy_answers(
     use_cache: bool = True,
     together: bool = False,
 ) -> list[str]:
-    """Greedy continuations of prompts (B, T) without padding, up to the end-of-text token.
-
-    With ``together``, processes that share a model's weights make as many passes as each other.
-    """
-    ends = model.generation_config.eos_token_id if model.generation_config else None
-    ends = ends if ends is not None else tokenizer.eos_token_id
-    end = ends[0] if isinstance(ends, list) else ends
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
+    """Greedy continuations of prompts (B, T) without padding, up to the end-of-text token."""
+    generate: Any = model.generate
+    prompts = prompts.to(model.device)
+    config: Any = model.generation_config
+    ends = tokenizer.eos_token_id if config.eos_token_id is None else config.eos_token_id
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = ends[0] if isinstance(ends, list) else ends
+    # An object, as options are refused for models whose configuration has some of its own.
     settings = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
         eos_token_id=ends,
-        pad_token_id=pad if pad is not None else 0,
+        pad_token_id=pad,
         use_cache=use_cache,
     )
-    generate: Any = model.generate
-    prompts = prompts.to(model.device)
     # Not inference mode: what a model keeps, such as frequencies, may be used in training next.
     limit = naming_the_limit(model, prompts.shape[1] + max_new_tokens)
     with torch.no_grad(), limit, beyond_training_length():
@@ -90,6 +84,6 @@ def greedy_answers(
             attention_mask=torch.ones_like(prompts),
             generation_config=settings,
             logits_processor=[FiniteScores()],
-            synced_gpus=together,
+            synced_gpus=together,  # processes that share the weights make as many passes
         )
     return tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)

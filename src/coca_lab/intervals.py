@@ -62,10 +62,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def wilson_interval(hits: int, trials: int) -> tuple[float, float] | None:
-    """Wilson's 95 % score interval of a share; None without trials.
-
-    Unlike the normal approximation it is valid for shares near 0 and 1, and for few trials.
-    """
+    """Wilson's 95 % score interval of a share, near 0 and 1 too; None without trials."""
     from scipy.stats import binomtest
 
     if trials == 0:

@@ -30,6 +30,7 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
 )
 
+from coca_attention.errors import UserError
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import CoCAConfig, add_rope_types, rotation
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearHead, CollinearModel
@@ -270,14 +271,17 @@ FAMILIES: list[Family] = [
 ]
 
 
-def family_of(model: Any) -> Family | None:
-    """The family of a causal language model, vanilla or CoCA, or None."""
+def family_of(model: Any) -> Family:
+    """The family of a causal language model, vanilla or CoCA; UserError if it has none."""
     for family in FAMILIES:
         # Only the exact vanilla class: a subclass may have a different attention.
         same = isinstance(model, family.causal_lm) or type(model) is family.vanilla
         if same and issubclass(family.causal_lm, CollinearForCausalLM):
             return family
-    return None
+    raise UserError(
+        f"{type(model).__name__} is not supported; supported are the causal language models, "
+        f"vanilla or CoCA, of {supported_families(model)}"
+    )
 
 
 def supported_families(model: Any) -> str:

@@ -106,12 +106,7 @@ def borders_crossed(angles: Tensor, theta: Tensor, distance: int) -> Borders:
 
 
 def angle_sums(
-    query: Tensor,
-    key: Tensor,
-    theta: Tensor,
-    lengths: Sequence[int],
-    window: int | None,
-    bins: int,
+    query: Tensor, key: Tensor, theta: Tensor, lengths: Sequence[int], window: int | None, bins: int
 ) -> dict[str, Any]:
     """Angles, anomalous tokens and borders of complex queries and keys (H, N, P)."""
     # Where the ReLU gives t = 0 there is no angle: such pairs are counted, and left out elsewhere.

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from coca_attention.errors import UserError
 from coca_attention.models.attention import CollinearAttention
 from coca_attention.models.configuration import attention_of, rotation, window_of
-from coca_attention.models.families import Family, family_of, supported_families
+from coca_attention.models.families import family_of
 from coca_attention.models.projections import AttentionLayout, head_norm
 from coca_attention.models.rotary import CoCARotary
 from coca_attention.models.scaling import rotary_restored
@@ -68,18 +68,8 @@ class LayerHeads:
 def form_of(model: PreTrainedModel) -> str:
     """``vanilla``, or the name of a model's score form; UserError if its family is unknown."""
     config: Any = model.config
-    collinear = isinstance(model, _family(model).causal_lm) and attention_of(config) != "rope"
+    collinear = isinstance(model, family_of(model).causal_lm) and attention_of(config) != "rope"
     return config.coca_form if collinear else VANILLA
-
-
-def _family(model: PreTrainedModel) -> Family:
-    family = family_of(model)
-    if family is None:
-        raise UserError(
-            f"{type(model).__name__} is not supported; supported are the causal language models, "
-            f"vanilla or CoCA, of {supported_families(model)}"
-        )
-    return family
 
 
 def visit_layers(
@@ -102,16 +92,15 @@ def visit_layers(
         UserError: If the model's family is not supported, the model is in training mode, queries or
             keys are not finite, or the model's rotary angles differ from its configuration.
     """
-    family = _family(model)
-    body: Any = model.base_model
+    layout = family_of(model).layout
     if model.training:
         raise UserError("the model is in training mode, with dropout: call model.eval()")
 
     def hook(index: int, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        visit(_captured(index, family, body, attention, args, kwargs))
+        visit(_captured(index, layout, model.base_model, attention, args, kwargs))
 
     with ExitStack() as hooks:
-        for index, attention in enumerate(family.layout.modules(body)):
+        for index, attention in enumerate(layout.modules(model.base_model)):
             each = attention.register_forward_pre_hook(partial(hook, index), with_kwargs=True)
             hooks.enter_context(each)
         return read_text(model, input_ids, **kwargs)
@@ -132,26 +121,20 @@ def collect_layers(model: PreTrainedModel, input_ids: Tensor) -> list[LayerHeads
 
 
 def _captured(
-    index: int,
-    family: Family,
-    body: Any,
-    attention: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    index: int, layout: AttentionLayout, body: Any, attention: Any, args: Any, kwargs: Any
 ) -> LayerHeads:
     """Project the hidden states that enter an attention module."""
     hidden = args[0] if args else kwargs["hidden_states"]
-    interleaved, scale = family.layout.interleaved, float(attention.scaling)
-    kind = getattr(attention, "layer_type", None)
+    kind, scale = getattr(attention, "layer_type", None), float(attention.scaling)
     turns = _rotation(body, kind, hidden.shape[1])
     form = VANILLA
     if not isinstance(attention, CollinearAttention):
-        query, key = _project_rotary(attention, hidden, family.layout)
+        query, key = _project_rotary(attention, hidden, layout)
     else:
         query, key, _ = attention.project(hidden)
         if key.shape[-1] == query.shape[-1]:  # all pairs are free
             first, second = key.chunk(2, dim=-1)
-            key = join_pairs(first, second, interleaved, turns.width)
+            key = join_pairs(first, second, layout.interleaved, turns.width)
         else:
             form = body.config.coca_form
     query, key = query.cpu(), key.cpu()
@@ -172,7 +155,7 @@ def _captured(
         key=key,
         rotation=turns,
         parameters=learned and {name: x.detach().cpu() for name, x in learned.items()},
-        interleaved=interleaved,
+        interleaved=layout.interleaved,
         window=getattr(attention, "sliding_window", window_of(body.config)),
         scale=scale,
         kind=kind,

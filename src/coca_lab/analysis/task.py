@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
-from itertools import islice
 from typing import Annotated, Any, cast
 
 import numpy as np
@@ -28,8 +27,9 @@ from coca_lab.analysis.scores import (
     seen_keys,
     shift_sums,
 )
-from coca_lab.data import SourceSettings, encode_documents
+from coca_lab.data import SourceSettings
 from coca_lab.engine import Engine, Item, Progress
+from coca_lab.evaluation.perplexity import TextSettings, load_text
 from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task, finish
 
 DEFAULT_TOKENS = 2048
@@ -73,12 +73,9 @@ def read_token_ids(
     Raises:
         UserError: If there is no document.
     """
-    encoded = encode_documents(source.documents(), tokenizer, batch=8)
-    long_enough = (ids for _, ids in encoded if len(ids) >= 2)
-    documents = list(islice(long_enough, settings.max_documents))
-    if not documents:
-        raise UserError(f"{source.source}: no document of at least 2 tokens")
-    return documents
+    text = TextSettings(source.source, source.text_field, source.bad_lines, skip_short=True)
+    text.max_documents = settings.max_documents
+    return [each.tokens.tolist() for each in load_text(text, tokenizer, at_least=2)]
 
 
 def analyze(
@@ -124,7 +121,7 @@ def measure_angles(
         return [read_document(module, documents[index], index, settings) for index in indices]
 
     def cells(values: list[Sums], seconds: float) -> list[Cell]:
-        return [angle_cell(model.module, documents, settings, values, model.name)]
+        return [angle_cell(model, documents, settings, values)]
 
     items = []
     for index, document in enumerate(documents):
@@ -211,22 +208,18 @@ def read_document(
 
 
 def angle_cell(
-    model: PreTrainedModel,
-    documents: Sequence[Tensor],
-    settings: AnalysisSettings,
-    every: Sequence[Sums],
-    name: str,
-) -> dict[str, Any]:
+    model: Model, documents: Sequence[Tensor], settings: AnalysisSettings, every: Sequence[Sums]
+) -> Cell:
     """The result of `analyze` from what `read_document` made of every document, in order."""
-    config: Any = model.config.get_text_config()
+    config: Any = model.module.config.get_text_config()
     layers = every[0]["layers"]
     if not layers:
-        raise UserError(f"{name}: no layer has pairs that turn, so there are no angles")
+        raise UserError(f"{model.name}: no layer has pairs that turn, so there are no angles")
     shifts = _added("shifts", [each["shifts"] for each in every])
     return {
         "task": "angles",
-        "model": name,
-        "form": form_of(model),
+        "model": model.name,
+        "form": form_of(model.module),
         "training_length": training_length(config),
         "rope_parameters": getattr(config, "rope_parameters", None),
         "documents": len(documents),

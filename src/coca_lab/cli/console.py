@@ -1,6 +1,7 @@
 """Shared by the commands: options from documented fields, a progress bar, tables."""
 
 import logging
+import math
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -99,34 +100,26 @@ class Progress:
             progress.TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,
+            speed_estimate_period=math.inf,
         )
-        self.task = self.bar.add_task("")
-        self.said, self.first = -MINUTE, None
+        self.bar.add_task("")
+        (self.task,) = self.bar.tasks
+        self.said = -MINUTE
         return self.advance
 
     def advance(self, label: str, done: int, total: int) -> None:
-        if not self.bar.console.is_terminal:
-            self._say(label, done, total)
+        self.bar.update(self.task.id, description=label, completed=done, total=total)
+        if self.bar.console.is_terminal:
+            # Started here and not on entering: during training, Trainer shows a bar of its own.
+            self.bar.start()
+            if done >= total:
+                self.bar.stop()
             return
-        # Started here and not on entering: during training, Trainer shows a bar of its own.
-        self.bar.start()
-        self.bar.update(self.task, description=label, completed=done, total=total)
-        if done >= total:
-            self.bar.stop()
-
-    def _say(self, label: str, done: int, total: int) -> None:
-        """A line with what is left, unless there was one within the last minute."""
-        now = time.monotonic()
-        begin, before = self.first = self.first or (now, done)
-        if now - self.said < (MINUTE if done < total else 1):
-            return
-        self.said = now
-        left = ""
-        if before < done < total:
-            seconds = round((now - begin) * (total - done) / (done - before))
-            left = f", {timedelta(seconds=seconds)} left"
-        share = 100 * done / max(total, 1)
-        log.info("%s: %.0f %%%s", label, share, left)
+        now, left = time.monotonic(), self.task.time_remaining
+        if now - self.said >= (MINUTE if done < total else 1):
+            self.said = now
+            more = f", {timedelta(seconds=left)} left" if left else ""
+            log.info("%s: %.0f %%%s", label, self.task.percentage, more)
 
     def __exit__(self, *_: Any) -> None:
         self.bar.live.stop()  # the bar's own method prints an empty line into files

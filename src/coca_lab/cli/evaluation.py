@@ -62,45 +62,41 @@ def run_eval(words: list[str]) -> None:
         commands[name](words[1:])
 
 
-def task_command(task: Task, program: str) -> Run:
-    """The command that runs one task on one model; ``program`` is the words before its name."""
+def task_command(task: Task, prefix: str) -> Run:
+    """The command that runs one task on one model; ``prefix`` is the words before its name."""
+    program = f"{prefix} {task.name}"
 
     def run(words: list[str]) -> None:
-        _run_task(task, run, f"{program} {task.name}", words)
+        sections = [task.settings, ScaledSettings if task.scaled else LoadingSettings]
+        path, settings, loading = parse(program, run, words, sections, ["model"])
+        task.check(settings)
+        name = loading.name or Path(path).name
+        scaling = suites.ScalingSettings()
+        plain = re.sub(r"[^\w.=+-]+", "-", name)
+        file = f"{plain}-{task.name}.json"
+        if task.scaled:
+            scaling = suites.ScalingSettings(loading.scaling, loading.factor)
+            file = f"{plain}-{loading.scaling}-{task.name}.json"
+        output = Path(loading.output or Path("runs", "eval", file))
+        check_results(output)
+        identity = fingerprint(path)
+        suite = suites.Suite({name: path}, [scaling], dtype=loading.dtype, device=loading.device)
+        with Store(output.with_suffix(".values.sqlite")) as store, Progress() as progress:
+            engine = Engine(store, progress)
+            cells = suites.evaluate(suite, [(task, settings)], engine)
+            measured = {
+                "model": [name, path, identity, loading.dtype],
+                "scaling": [*scaling.facts.values()],
+                task.name: asdict(settings),
+            }
+            keep_other_results(output, "measured", measured)
+            environment = describe_environment()
+            write_json(output, {"results": cells, "measured": measured, "environment": environment})
+            store.remove(engine.used)
+        _print_results(cells, output)
 
     run.__doc__ = task.summary
     return run
-
-
-def _run_task(task: Task, command: Run, program: str, words: list[str]) -> None:
-    """Parse, check, load, evaluate what has not been finished before, write, print."""
-    sections = [task.settings, ScaledSettings if task.scaled else LoadingSettings]
-    path, settings, loading = parse(program, command, words, sections, ["model"])
-    task.check(settings)
-    name = loading.name or Path(path).name
-    scaling = suites.ScalingSettings()
-    plain = re.sub(r"[^\w.=+-]+", "-", name)
-    file = f"{plain}-{task.name}.json"
-    if task.scaled:
-        scaling = suites.ScalingSettings(loading.scaling, loading.factor)
-        file = f"{plain}-{loading.scaling}-{task.name}.json"
-    output = Path(loading.output or Path("runs", "eval", file))
-    check_results(output)
-    identity = fingerprint(path)
-    suite = suites.Suite({name: path}, [scaling], dtype=loading.dtype, device=loading.device)
-    with Store(output.with_suffix(".values.sqlite")) as store, Progress() as progress:
-        engine = Engine(store, progress)
-        cells = suites.evaluate(suite, [(task, settings)], engine)
-        measured = {
-            "model": [name, path, identity, loading.dtype],
-            "scaling": [*scaling.facts.values()],
-            task.name: asdict(settings),
-        }
-        keep_other_results(output, "measured", measured)
-        environment = describe_environment()
-        write_json(output, {"results": cells, "measured": measured, "environment": environment})
-        store.remove(engine.used)
-    _print_results(cells, output)
 
 
 def _print_results(cells: list[Cell], path: Path) -> None:

@@ -1,5 +1,6 @@
 """Commands that let a model speak: generate and serve."""
 
+import io
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -64,7 +65,9 @@ def run_generate(words: list[str]) -> None:
         "coca generate", run_generate, words, [GenerateSettings], positionals
     )
     if prompt == "-":
-        prompt = _standard_input()
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # as in words of the command line
+        prompt = sys.stdin.read().removesuffix("\n")
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise UserError("the prompt is not valid UTF-8 text")
     model: Any = load_model(path, dtype=settings.dtype, device=settings.device)
@@ -101,14 +104,6 @@ def run_generate(words: list[str]) -> None:
         )
     if not streams:
         print(tokenizer.decode(ids[before if settings.chat else 0 :], skip_special_tokens=True))
-
-
-def _standard_input() -> str:
-    """The prompt from standard input, without the end of its last line."""
-    try:
-        return sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"the prompt is not text in {error.encoding}: {error.reason}") from error
 
 
 def run_serve(words: list[str]) -> None:

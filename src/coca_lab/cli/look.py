@@ -36,9 +36,8 @@ class ReportSettings:
 def run_report(words: list[str]) -> None:
     """Turn result files, or folders of runs, suites and studies, into one self-contained page."""
     paths, settings = parse("coca report", run_report, words, [ReportSettings], ["results+"])
-    output = Path(settings.output)
     try:
-        page = write_report(paths, output, title=settings.title, paper=settings.paper)
+        page = write_report(paths, **vars(settings))
     except UserError:
         raise
     except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:

@@ -21,7 +21,7 @@ from coca_lab.engine import Engine
 from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings, check_limits
 from coca_lab.evaluation.perplexity import TextSettings, load_text
 from coca_lab.evaluation.task import free_weights, open_model
-from coca_lab.export import Cost, export_native
+from coca_lab.export import export_native
 from coca_lab.folders import convert_folder, new_folder
 from coca_lab.loading import model_without_weights
 from coca_lab.training import load_recipe, read_summary, recipe_parser, train
@@ -177,14 +177,10 @@ def run_export(words: list[str]) -> None:
         documents = load_text(text, load_tokenizer(path), at_least=length + 1)
     model, cost = export_native(path, target, **vars(wanted), documents=documents)
     print(f"{target}: {model.config.model_type}, {model.num_parameters():,} parameters")
-    if wanted.context is not None:
-        print(_describe(wanted.context, cost))
-
-
-def _describe(context: int, cost: Cost | None) -> str:
-    if cost is None:
-        return "what the context costs within the training length was not measured: give --source"
-    return (
-        f"for {context:,} tokens: perplexity within {cost.length:,} {cost.before:.2f} -> "
-        f"{cost.after:.2f} ({cost.after / cost.before - 1:+.1%}, {cost.tokens:,} tokens)"
-    )
+    if cost is not None:
+        print(
+            f"for {wanted.context:,} tokens: perplexity within {cost.length:,} {cost.before:.2f} "
+            f"-> {cost.after:.2f} ({cost.after / cost.before - 1:+.1%}, {cost.tokens:,} tokens)"
+        )
+    elif wanted.context is not None:
+        print("what the context costs within the training length was not measured: give --source")

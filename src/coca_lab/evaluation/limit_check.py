@@ -5,9 +5,7 @@ distance within L. So both are measured, for the model as it is and for a few W.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from pydantic import PositiveInt
 
@@ -25,7 +23,6 @@ from coca_lab.evaluation.perplexity import (
 )
 from coca_lab.evaluation.retrieval import PasskeySettings, measure_passkeys
 from coca_lab.evaluation.task import Model, RotaryScaling, finish
-from coca_lab.evaluation.windows import TokenDocument
 from coca_lab.intervals import DocumentScore, paired_ratio_interval, perplexity
 
 SHARES = (1.0, 0.75, 0.5, 0.25)
@@ -112,10 +109,8 @@ class LimitCheck:
 
     @property
     def chosen(self) -> Measured:
-        """Of those that lose nothing within L the one that finds most passkeys beyond.
-
-        Of equals that with the lowest perplexity there, and L where no passkey could be lost.
-        """
+        """Of those that lose nothing within L the one that finds most passkeys beyond."""
+        # Of equals that with the lowest perplexity there, and L where no passkey could be lost.
         if not self.finds_passkeys:
             return self.limited[0]
         beyond = [n for n in self.base.hits if n > self.length]
@@ -172,8 +167,24 @@ def check_limits(
         skip_short=True,
     )
     documents = load_text(chosen, model.tokenizer, at_least=tokens_needed(windows))
+    prompts = PasskeySettings(
+        [n - ANSWER for n in lengths], settings.check_samples, max_new_tokens=ANSWER
+    )
 
-    measured = partial(_measure, model, documents, windows, settings.check_samples, engine)
+    def measured(limit: int | None) -> Measured:
+        name = "base"
+        if limit is not None:
+            name = f"W = {limit:,}"
+            rope_parameters(model.module.config.get_text_config())["max_distance"] = limit
+        named = replace(model, name=name, identity=name)
+        read = measure_windows(named, documents, windows, RotaryScaling())
+        cells = finish([*read, *measure_passkeys(named, prompts, RotaryScaling())], engine)
+        scores = ([*map(DocumentScore.of, cell["documents"])] for cell in cells[: len(lengths)])
+        hits = (sum(sample["hit"] for sample in cell["samples"]) for cell in cells[len(lengths) :])
+        return Measured(
+            limit, dict(zip(lengths, scores, strict=True)), dict(zip(lengths, hits, strict=True))
+        )
+
     base = measured(None)
     convert(model.module, "rope", max_distance=length, length=length)
     limited = [measured(max(1, round(share * length))) for share in SHARES]
@@ -183,30 +194,3 @@ def check_limits(
         f"and {settings.check_samples} passkey prompts of each"
     )
     return LimitCheck(length, base, limited, about)
-
-
-def _measure(
-    model: Model,
-    documents: Sequence[TokenDocument],
-    windows: WindowSettings,
-    samples: int,
-    engine: Engine,
-    limit: int | None,
-) -> Measured:
-    name, lengths = "base", windows.windows
-    if limit is not None:
-        name = f"W = {limit:,}"
-        rope_parameters(model.module.config.get_text_config())["max_distance"] = limit
-    named = replace(model, name=name, identity=name)
-    prompts = PasskeySettings([n - ANSWER for n in lengths], samples, max_new_tokens=ANSWER)
-    read = measure_windows(named, documents, windows, RotaryScaling())
-    cells = finish([*read, *measure_passkeys(named, prompts, RotaryScaling())], engine)
-    scores, answers = cells[: len(lengths)], cells[len(lengths) :]
-    return Measured(
-        limit,
-        {
-            n: [*map(DocumentScore.of, cell["documents"])]
-            for n, cell in zip(lengths, scores, strict=True)
-        },
-        {n: sum(s["hit"] for s in c["samples"]) for n, c in zip(lengths, answers, strict=True)},
-    )

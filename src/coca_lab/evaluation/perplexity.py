@@ -108,10 +108,10 @@ def load_text(
     chosen: list[TokenDocument] = []
     short = 0
     for document, ids in encode_documents(documents, tokenizer, batch=8):
-        if len(chosen) == settings.max_documents:
-            break
         if len(ids[: settings.max_tokens]) >= at_least:
             chosen.append(TokenDocument(document.id, torch.tensor(ids[: settings.max_tokens])))
+            if len(chosen) == settings.max_documents:
+                break
         elif settings.skip_short:
             short += 1
         else:
@@ -181,7 +181,10 @@ class Reading:
     """Where the ranges of ``by_position`` end, inclusive, after 0; None without ranges."""
     repeats: list[Tensor] | None
     """For every document the targets that are scored separately too, (length,), bool."""
-    batch_tokens: int
+    settings: WindowSettings
+    documents: Sequence[TokenDocument]
+    text: str
+    """Hash of the documents."""
 
 
 def measure_windows(
@@ -195,9 +198,7 @@ def measure_windows(
     if settings.targets == "one-pass":
         # The last input of the only window predicts the token after it.
         documents = [replace(d, tokens=d.tokens[: tokens_needed(settings)]) for d in documents]
-    text = text_hash(documents)
-    readings = _readings(documents, settings, scaling)
-    return [_measure_cell(model, documents, text, settings, each) for each in readings]
+    return [_measure_cell(model, each) for each in _readings(documents, settings, scaling)]
 
 
 def _readings(
@@ -209,40 +210,35 @@ def _readings(
     repeats = None
     if settings.repeats is not None:
         repeats = [distant_repeats(d.tokens, settings.repeats, settings.near) for d in documents]
-    rest = {"repeats": repeats, "batch_tokens": settings.batch_tokens}
+    rest = (repeats, settings, documents, text_hash(documents))
     if settings.targets == "one-pass":
         edges, longest = [0, *sorted(set(windows))], max(windows)
-        readings = [Reading(longest, longest, 1, scaling.kind, scaling, edges, **rest)]
+        readings = [Reading(longest, longest, 1, scaling.kind, scaling, edges, *rest)]
     else:
         readings = []
         for window in windows:
             edges = None
             if positions is not None:
                 edges = [round(window * i / positions) for i in range(positions + 1)]
-            readings.append(Reading(window, stride, first, scaling.kind, scaling, edges, **rest))
+            readings.append(Reading(window, stride, first, scaling.kind, scaling, edges, *rest))
     last = settings.attend_last
     if last is not None:
         # With a stride of an eighth, every token has at least 7/8 of the window before it.
         step = min(max(1, last // 8), stride)
-        readings.append(Reading(last, step, first, ATTEND_LAST, RotaryScaling(), None, **rest))
+        readings.append(Reading(last, step, first, ATTEND_LAST, RotaryScaling(), None, *rest))
     return readings
 
 
-def _measure_cell(
-    model: Model,
-    documents: Sequence[TokenDocument],
-    text: str,
-    settings: WindowSettings,
-    reading: Reading,
-) -> Measurement:
+def _measure_cell(model: Model, reading: Reading) -> Measurement:
     """The items of one cell, each of some windows, and the cell."""
+    settings = reading.settings
     scaled = {"scaling": reading.kind, "factor": reading.scaling.facts["factor"]}
     key = {
         "task": "perplexity",
         "model": model.identity,
         **scaled,
         "window": [reading.window, reading.stride, reading.first],
-        "text": text,
+        "text": reading.text,
         "edges": reading.edges,
         "repeats": None if reading.repeats is None else [settings.repeats, settings.near],
     }
@@ -250,7 +246,7 @@ def _measure_cell(
     def work(ranges: list[tuple[int, int]]) -> list[dict[str, Any]]:
         module = model.loaded()
         with reading.scaling.applied(module, reading.window):
-            return [_tallies(module, documents, reading, windows[slice(*r)]) for r in ranges]
+            return [_tallies(module, reading, windows[slice(*r)]) for r in ranges]
 
     def cells(tallies: list[dict[str, Any]], seconds: float) -> list[Cell]:
         cell = {
@@ -261,12 +257,12 @@ def _measure_cell(
             "window": reading.window,
             "stride": reading.stride,
             "targets": settings.targets,
-            "text": text,
+            "text": reading.text,
             "seconds": seconds,
         }
-        return [cell | _figures(documents, settings, reading, tallies)]
+        return [cell | _figures(reading, tallies)]
 
-    lengths = [len(document.tokens) for document in documents]
+    lengths = [len(document.tokens) for document in reading.documents]
     windows = windows_of(lengths, reading.window, reading.stride, reading.first)
     costs = [window.inputs for _, window in windows]
     label = f"{model.name} {reading.kind} {reading.window}"
@@ -277,19 +273,17 @@ def _measure_cell(
 
 
 def _tallies(
-    module: Any,
-    documents: Sequence[TokenDocument],
-    reading: Reading,
-    windows: Sequence[tuple[int, Window]],
+    module: Any, reading: Reading, windows: Sequence[tuple[int, Window]]
 ) -> dict[str, list[list[Any]]]:
     """Index, nats and tokens of some windows by document, range of positions, and of repeats."""
+    documents, batch_tokens = reading.documents, reading.settings.batch_tokens
     sums = {"documents": torch.zeros(len(documents), 2, dtype=torch.float64)}
     edges = torch.tensor(reading.edges or [])
     if reading.edges is not None:
         sums["ranges"] = torch.zeros(len(edges) - 1, 2, dtype=torch.float64)
     if reading.repeats is not None:
         sums["repeats"] = torch.zeros_like(sums["documents"])
-    for index, window, nats in score_windows(module, documents, windows, reading.batch_tokens):
+    for index, window, nats in score_windows(module, documents, windows, batch_tokens):
         targets = torch.arange(window.first_target, window.stop + 1)
         scores = torch.stack((nats.double(), torch.ones(len(nats))), dim=1)
         sums["documents"][index] += scores.sum(0)
@@ -304,13 +298,9 @@ def _tallies(
     }
 
 
-def _figures(
-    documents: Sequence[TokenDocument],
-    settings: WindowSettings,
-    reading: Reading,
-    tallies: Sequence[dict[str, Any]],
-) -> Cell:
+def _figures(reading: Reading, tallies: Sequence[dict[str, Any]]) -> Cell:
     """What a cell says about the tallies of all its windows."""
+    documents = reading.documents
     counts = _added(tallies, "documents", len(documents))
     scores = [DocumentScore(d.id, *count) for d, count in zip(documents, counts, strict=True)]
     interval = perplexity_interval(scores)
@@ -331,8 +321,8 @@ def _figures(
     if reading.repeats is not None:
         counts = _added(tallies, "repeats", len(documents))
         figures["repeats"] = {
-            "n": settings.repeats,
-            "beyond": settings.near,
+            "n": reading.settings.repeats,
+            "beyond": reading.settings.near,
             "documents": [{"nats": _number(nats), "tokens": tokens} for nats, tokens in counts],
         }
     return figures

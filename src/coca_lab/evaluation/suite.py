@@ -58,8 +58,6 @@ class Suite:
         """Raise UserError where settings contradict each other or are out of range."""
         if not self.models:
             raise UserError("a suite needs models: a name and a folder each")
-        if not self.scalings:
-            raise UserError("a suite needs scalings; kind: none is the model as it was saved")
         if not self.tasks:
             raise UserError(f"a suite needs a task: one or more of {', '.join(TASKS)}")
         for scaling in self.scalings:

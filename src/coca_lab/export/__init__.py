@@ -23,11 +23,7 @@ from coca_attention.models.configuration import (
     layer_types,
     rope_parameters,
 )
-from coca_lab.evaluation.windows import (
-    TokenDocument,
-    score_documents,
-    shared_first_target,
-)
+from coca_lab.evaluation.windows import TokenDocument, score_documents, shared_first_target
 from coca_lab.export.gguf_file import check_tokenizer, write_gguf
 from coca_lab.folders import new_folder, write_card, writing_model
 from coca_lab.intervals import perplexity
@@ -39,31 +35,16 @@ NO_SINK = -1e4
 
 @dataclass(frozen=True)
 class Cost:
-    """What a factor for a longer context costs within the training length.
+    """What a factor for a longer context costs within the training length."""
 
-    Attributes:
-        length: L, the training length in tokens.
-        before: Perplexity of windows of L tokens without the factor.
-        after: The same with it.
-        tokens: Number of targets.
-    """
-
-    length: int
-    before: float
+    length: int  # L, the training length in tokens
+    before: float  # perplexity of windows of L tokens without the factor
     after: float
-    tokens: int
+    tokens: int  # number of targets
 
 
 def as_native(model: PreTrainedModel) -> GraniteSWAForCausalLM:
-    """The GraniteSWA that computes the same as a model.
-
-    Args:
-        model: A GraniteSWA, which is returned as it is, or a Llama with `Roles` whose local layers
-            are rotary, without temperature, decay and limit of distances.
-
-    Raises:
-        UserError: If it is another model; what GraniteSWA cannot compute is named.
-    """
+    """The GraniteSWA that computes the same; UserError names what GraniteSWA cannot compute."""
     if isinstance(model, GraniteSWAForCausalLM):
         return model
     config: Any = model.config
@@ -125,18 +106,8 @@ def _check_supported(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def fold_context(model: GraniteSWAForCausalLM, context: int) -> float:
-    """Multiply the scores of global layers by ln(N + 1) / ln(L + 1), in place, in the weights.
-
-    Args:
-        model: A model for texts of L tokens, its ``max_position_embeddings``, which becomes N.
-        context: N, the tokens that it is to find something among.
-
-    Returns:
-        The factor.
-
-    Raises:
-        UserError: If N is less than L.
-    """
+    """Multiply the scores of global layers by ln(N + 1) / ln(L + 1), the factor, in the weights."""
+    # L is the model's `max_position_embeddings`, which becomes the context N.
     config: Any = model.config
     length: int = config.max_position_embeddings
     if context < length:
@@ -160,20 +131,7 @@ def export_native(
     dtype: str = "auto",
     documents: Sequence[TokenDocument] = (),
 ) -> tuple[GraniteSWAForCausalLM, Cost | None]:
-    """Write a model with layers with roles, and its tokenizer, as a folder of a GraniteSWA.
-
-    Args:
-        source: Folder of the model (or its name).
-        target: Folder to write; must not exist or be empty.
-        context: N of `fold_context`; by default queries stay as they are.
-        gguf: Whether to write ``NAME.gguf`` for llama.cpp into the folder, too, for NAME its name.
-        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for that of the files.
-        documents: Texts of more than L tokens on which to measure what the context costs.
-
-    Returns:
-        The exported model, and the cost if there is a context and documents. UserError if the
-        source cannot be loaded or exported, or the target cannot be written.
-    """
+    """Write a model with layers with roles as a folder of a GraniteSWA; what its context costs."""
     target = new_folder(source, target)
     if gguf:
         check_tokenizer(source)

@@ -1,6 +1,5 @@
 """Benchmarks as sections: the shapes of the paper's Figure 6 (speed) and Table 6 (memory)."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,14 +9,6 @@ from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.lengths import lengths_of, table_of
 from coca_lab.report.results import Cell, grouped
 from coca_lab.report.section import Section, span
-
-# Phrases for sizes that are described together.
-SIZE_PHRASES = (
-    "{layers} layers of {hidden_size}",
-    "{heads} heads of {head_width}",
-    "heads of {head_width}",
-    "{kv_heads} key/value heads",
-)
 
 
 def bench_facts(cell: Cell) -> dict[Any, Any]:
@@ -96,16 +87,9 @@ def _lead(title: str, longest: Frame, memory: bool) -> str:
 
 def _setting(cell: Cell) -> str:
     """The sizes, precision and device in words."""
-    sizes = {name: size for name, size in cell["sizes"].items() if size is not None}
-    phrases = []
-    for phrase in SIZE_PHRASES:
-        names = set(re.findall(r"{(\w+)}", phrase))
-        if names <= sizes.keys():
-            phrases.append(re.sub(r"^1 (.*)heads", r"1 \1head", phrase.format_map(sizes)))
-            sizes = {name: size for name, size in sizes.items() if name not in names}
-    phrases += [f"{name.replace('_', ' ')} {size}" for name, size in sizes.items()]
-    batch = [f"batches of {cell['batch']}"] if cell["batch"] > 1 else []
-    return ", ".join([*phrases, *batch, cell["dtype"], cell["device"]])
+    sizes = {**cell["sizes"], "batch": cell["batch"]}
+    words = [f"{name.replace('_', ' ')} {size}" for name, size in sizes.items() if size is not None]
+    return ", ".join([*words, cell["dtype"], cell["device"]])
 
 
 def _note(measured: Sequence[dict[str, Any]], memory: bool) -> str:

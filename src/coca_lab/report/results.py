@@ -4,7 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,10 @@ def _files(path: Path) -> list[Path]:
 
 
 def _is_result_file(file: Path) -> bool:
-    try:
+    with suppress(OSError, ValueError, RecursionError):
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and bool(KINDS & set(content))
+        return isinstance(content, dict) and bool(KINDS & set(content))
+    return False
 
 
 def _refuse(number: str) -> None:

@@ -74,15 +74,12 @@ def paper_sections(task: str, cells: Cells, every: bool) -> list[Section]:
         ),
     }
     text = files("coca_lab.report").joinpath("paper.yaml").read_text(encoding="utf-8")
+    paper = yaml.safe_load(text).get(task, {"columns": "", "tables": []})
+    header = [paper["columns"], *(f"{n:,}" for n in PAPER_WINDOWS)]
     return [
-        Section(
-            table["title"],
-            header=[table["columns"], *(f"{n:,}" for n in PAPER_WINDOWS)],
-            rows=table["rows"],
-            note=table["note"],
-        )
-        for table in yaml.safe_load(text)
-        if table["task"] == task and (every or compared[table["of"]])
+        Section(table["title"], header=header, rows=table["rows"], note=table.get("note", ""))
+        for table in paper["tables"]
+        if every or compared[table["of"]]
     ]
 
 

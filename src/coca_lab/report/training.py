@@ -57,8 +57,7 @@ def _losses(entries: Frame, title: str, unit: str) -> list[Section]:
     if entries.empty:
         return []
     points = _drawn(entries, "loss")
-    last = points.groupby("line", sort=False)["y"].last()
-    lead = _best("Lowest training loss at the end", last, "min")
+    lead = _best("Lowest training loss at the end", points, "min")
     return [Section(title, lead, chart=LineChart(points, TOKENS, unit, log_y=False))]
 
 
@@ -67,11 +66,6 @@ def _validation(runs: Sequence[Run]) -> list[Section]:
     if not measured:
         return []
     points = _drawn(_entries(measured, "validation"), "perplexity")
-    last = points.groupby("line", sort=False)["y"].last()
-    lead = f"{last.index[0]} ends at a validation perplexity of {last.iloc[0]:.2f}."
-    if len(measured) > 1:
-        names = enumeration(last.index[last == last.min()])
-        lead = f"Lowest validation perplexity at the end: {last.min():.2f}, of {names}."
     starts = {run["start"]["name"]: run["start"] for run in measured if run.get("start")}
     look = {"x": [points["x"].min(), points["x"].max()], "dash": "2 3", "mark": "line"}
     levels = [
@@ -83,7 +77,7 @@ def _validation(runs: Sequence[Run]) -> list[Section]:
     return [
         Section(
             "Validation perplexity in training",
-            lead,
+            _best("Lowest validation perplexity at the end", points, "min"),
             "Perplexity of held-out text, in blocks of the training length. The first value, from "
             "before the training, is in the table.",
             LineChart(
@@ -137,16 +131,16 @@ def _retrieval(runs: Sequence[Run]) -> list[Section]:
     points: Frame = pd.concat(drawn)
     lead, chart = "No passkey or needle was found in training.", None
     if points["y"].any():
-        last = points.groupby("line", sort=False)["y"].last()
-        lead = _best("Largest share found at the end", last)
+        lead = _best("Largest share found at the end", points, "max")
         chart = LineChart(points, TOKENS, "share found", top=1.0)
     text = "Share of passkeys and needles found in prompts of so many tokens."
     header = ["run", "its start", "first", "last"]
     return [Section("Retrieval in training", lead, text, chart, header, rows)]
 
 
-def _best(what: str, values: Frame, choose: str = "max") -> str:
-    """The lowest or largest of the runs' values, and whose it is."""
+def _best(what: str, points: Frame, choose: str) -> str:
+    """The lowest or largest of the runs' last values, and whose it is."""
+    values = points.groupby("line", sort=False)["y"].last()
     best = values.agg(choose)
     names = values.index[values == best].tolist()
     whose = "all runs" if 1 < len(names) == len(values) else enumeration(names)

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from coca_attention.errors import UserError
+from coca_attention.errors import UserError, error_prefix
 from coca_attention.models.configuration import head_width
-from coca_attention.models.families import family_of, supported_families
+from coca_attention.models.families import family_of
 from coca_lab.training.recipe import Objective
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -53,12 +53,9 @@ def teacher_loss(
 def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective) -> None:
     """Raise UserError unless the student can learn from the teacher by the objective."""
     if objective == "attention":
-        for model in (teacher, student):
-            if family_of(model) is None:
-                raise UserError(
-                    f"the attention layers of {type(model).__name__} are not known: objective "
-                    f"attention supports {supported_families(model)}"
-                )
+        with error_prefix("objective attention: "):
+            for model in (teacher, student):
+                family_of(model)
     theirs, ours = (_shape(model.config, objective) for model in (teacher, student))
     other = [f"{n} {theirs[n]} instead of {ours[n]}" for n in theirs if theirs[n] != ours[n]]
     if other:
@@ -177,10 +174,9 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
 
 def _attention_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
     """Every layer's attention module and its output projection, first to last."""
-    family = family_of(model)
-    assert family is not None  # `check_teacher`
-    modules = family.layout.modules(model.base_model)
-    return [(module, module.get_submodule(family.layout.output_name)) for module in modules]
+    layout = family_of(model).layout
+    modules = layout.modules(model.base_model)
+    return [(module, module.get_submodule(layout.output_name)) for module in modules]
 
 
 @torch.no_grad()

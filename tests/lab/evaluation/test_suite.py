@@ -150,7 +150,7 @@ def test_a_suite_on_ray_is_the_same(small, finished, tmp_path, monkeypatch, ray)
         ("modles: {}", "modles: there is no such field; did you mean models"),
         ("models: {a: b}", "needs a task"),
         ("models: {}\npasskey: {}", "needs models"),
-        ("models: {a: b}\nscalings: []\npasskey: {}", "needs scalings"),
+        ("models: {a: b}\nscalings: []\npasskey: {}", "no scaling applies to a"),
         ("models: {a: b}\npasskey: {samples: 0}", "passkey.samples: .* greater than 0"),
         ("models: {a: b}\nperplexity: {windows: [8], stride: 9}", "stride"),
         ("models: {a: b}\nscalings: [{kind: ntk, models: [c]}]\npasskey: {}", "does not have: c"),

@@ -159,7 +159,7 @@ def test_the_distances_are_what_they_are_called():
         ({"hidden_size": 64}, "hidden_states", "hidden_size 64 instead of 32"),
         ({"num_attention_heads": 2}, "attention", "num_attention_heads 2 instead of 4"),
         ({"head_dim": 16}, "attention", "head_dim 16 instead of 8"),
-        (None, "attention", "attention layers of GPT2LMHeadModel are not known"),
+        (None, "attention", "objective attention: GPT2LMHeadModel is not supported"),
     ],
 )
 def test_a_teacher_of_another_shape_or_family_is_rejected(changes, objective, message):
