@@ -71,16 +71,8 @@ class CollinearAttention(nn.Module):
 
     def project(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T, D) before rotation, coefficients (B, G, T, P + F) and V (B, G, T, D)."""
-        return project_collinear(
-            hidden_states,
-            self.q_proj,
-            self.t_proj,
-            self.v_proj,
-            head_dim=self.head_dim,
-            q_norm=head_norm(self, "q_norm", self.layout),
-            t_norm=head_norm(self, "t_norm", self.layout),
-            linear=self.config.coca_linear,
-        )
+        norms = (head_norm(self, name, self.layout) for name in ("q_norm", "t_norm"))
+        return project_collinear(self, hidden_states, self.config.coca_linear, *norms)
 
     def map_query(self: Any, projected: Tensor, angles: Angles, cos: Tensor, sin: Tensor) -> Tensor:
         """Q' of q before rotation, both (B, H, T, D), with these tables and the angles' factor."""
