@@ -64,6 +64,7 @@ class CollinearAttention(nn.Module):
     # What Q' is divided by. Serving engines read it from the module before the first pass, so it is
     # the same in every dtype; as a power of two it changes no score.
     kernel_scale: ClassVar[float] = score_scale(torch.float16)
+    num_key_value_groups = 1  # of families without grouped heads; the others set theirs
 
     def __init__(self: Any, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # pyright: ignore[reportCallIssue]
