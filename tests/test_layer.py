@@ -106,7 +106,7 @@ def test_dropout_applies_only_in_training():
         ((32, 4, 3), {}, "must divide the number of query heads; got 3 and 4"),
         ((32, 4, 4, "loose"), {}, "unknown score form"),
         ((32, 4), {"rotation": Rotation(8, max_distance=4)}, "does not limit distances: leave"),
-        ((32, 4), {"free_pairs": 5}, "free_pairs must be between 0 and 4"),
+        ((32, 4), {"free_pairs": 5}, "free_pairs must be .* between 0 and 4, got 5"),
     ],
 )
 def test_invalid_sizes_are_refused(sizes, options, message):

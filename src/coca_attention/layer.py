@@ -22,33 +22,30 @@ from coca_attention.ops import (
     query_map,
     score_scale,
 )
-from coca_attention.ops.checks import check_heads, check_positions, check_width
+from coca_attention.ops.checks import check_heads, check_positions, check_whole, check_width
 from coca_attention.ops.linear import Turns, attend_turned, check_linear, linear_turns
 
 
 def project_collinear(
+    attention: Any,
     hidden_states: Tensor,
-    q_proj: Callable[[Tensor], Tensor],
-    t_proj: Callable[[Tensor], Tensor],
-    v_proj: Callable[[Tensor], Tensor],
-    *,
-    head_dim: int,
+    linear: bool,
     q_norm: Callable[[Tensor], Tensor] | None = None,
     t_norm: Callable[[Tensor], Tensor] | None = None,
-    linear: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (B, H, T, D), coefficients (B, G, T, P + F) and values (B, G, T, D) of a layer."""
     # t_proj is the folded T projection, before the ReLU (Eq. 5, 6); norms get (B, T, heads, …).
-    query = q_proj(hidden_states).unflatten(-1, (-1, head_dim))
-    value = v_proj(hidden_states).unflatten(-1, (-1, head_dim))
-    coefficients = t_proj(hidden_states).unflatten(-1, (value.shape[2], -1))
+    width = attention.head_dim
+    query = attention.q_proj(hidden_states).unflatten(-1, (-1, width))
+    value = attention.v_proj(hidden_states).unflatten(-1, (-1, width))
+    coefficients = attention.t_proj(hidden_states).unflatten(-1, (value.shape[2], -1))
     if q_norm is not None:
         query = q_norm(query)
     if t_norm is not None:
         coefficients = t_norm(coefficients)
     coefficients = coefficients.transpose(1, 2)
     # Under ReLU all coefficients of a head may be 0, and linear attention divides by their sum.
-    coefficients = F.softplus(coefficients) if linear else activate(coefficients, head_dim // 2)
+    coefficients = F.softplus(coefficients) if linear else activate(coefficients, width // 2)
     return query.transpose(1, 2), coefficients, value.transpose(1, 2)
 
 
@@ -153,11 +150,7 @@ class CoCAAttention(nn.Module):
             head_dim = hidden_size // num_heads
         check_width(head_dim)
         check_heads(num_heads, kv_heads)
-        if not 0 <= free_pairs <= head_dim // 2:
-            raise ValueError(
-                f"free_pairs must be between 0 and {head_dim // 2}, the number of pairs per head; "
-                f"got {free_pairs}"
-            )
+        check_whole("free_pairs", free_pairs, 0, head_dim // 2)
         self.form = get_form(form)
         self.rotation = Rotation(head_dim) if rotation is None else rotation
         if self.rotation.max_distance is not None:
@@ -235,14 +228,7 @@ class CoCAAttention(nn.Module):
         if positions is None:
             positions = torch.arange(past, past + length, device=hidden_states.device)
         check_positions("positions", positions, len(hidden_states), length)
-        projected = project_collinear(
-            hidden_states,
-            self.q_proj,
-            self.t_proj,
-            self.v_proj,
-            head_dim=self.head_dim,
-            linear=self.linear,
-        )
+        projected = project_collinear(self, hidden_states, self.linear)
         if self.linear:
             output = self._attend_linear(projected, positions, attention_mask, is_causal, cache)
         else:

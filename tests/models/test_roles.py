@@ -192,7 +192,7 @@ def test_any_kinds_of_layers_generate_with_a_static_cache(layers):
 
 
 def test_local_layers_need_a_window():
-    with pytest.raises(UserError, match="need sliding_window"):
+    with pytest.raises(UserError, match="sliding_window of sliding_attention layers must"):
         convert(vanilla("Llama", layer_types=[LOCAL] * 2), "strict")
 
 

@@ -34,8 +34,6 @@ def slopes(num_heads: int) -> Tensor:
     # A geometric series with first element and ratio 2 ** (-8 / H) if H is a power of two.
     # Otherwise, as in the ALiBi authors' code, the series of the next lower power of two, followed
     # by every other element of the series of twice that power.
-    if num_heads < 1:
-        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
 
     def series(length: int) -> Tensor:
         return 2.0 ** (-8.0 / length * torch.arange(1, length + 1, dtype=torch.float64))

@@ -64,6 +64,7 @@ class CollinearAttention(nn.Module):
     # What Q' is divided by. Serving engines read it from the module before the first pass, so it is
     # the same in every dtype; as a power of two it changes no score.
     kernel_scale: ClassVar[float] = score_scale(torch.float16)
+    num_key_value_groups = 1  # of families without grouped heads; the others set theirs
 
     def __init__(self: Any, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # pyright: ignore[reportCallIssue]
@@ -71,16 +72,8 @@ class CollinearAttention(nn.Module):
 
     def project(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T, D) before rotation, coefficients (B, G, T, P + F) and V (B, G, T, D)."""
-        return project_collinear(
-            hidden_states,
-            self.q_proj,
-            self.t_proj,
-            self.v_proj,
-            head_dim=self.head_dim,
-            q_norm=head_norm(self, "q_norm", self.layout),
-            t_norm=head_norm(self, "t_norm", self.layout),
-            linear=self.config.coca_linear,
-        )
+        norms = (head_norm(self, name, self.layout) for name in ("q_norm", "t_norm"))
+        return project_collinear(self, hidden_states, self.config.coca_linear, *norms)
 
     def map_query(self: Any, projected: Tensor, angles: Angles, cos: Tensor, sin: Tensor) -> Tensor:
         """Q' of q before rotation, both (B, H, T, D), with these tables and the angles' factor."""

@@ -1,7 +1,7 @@
 """Configurations: what their fields say, those of CoCA models, and roles for layers."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
@@ -17,7 +17,6 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 """Transformers' names for layers that see a window, and for layers that see the whole text."""
 STATEFUL = "hybrid"
 """Transformers' name for layers whose cache has a state beside keys."""
-CACHES = ("full", "half")
 ROTATION_FIELDS = {"turning_pairs": "turning"} | {
     name: name for name in ("temperature", "decay", "decay_length", "max_distance")
 }
@@ -150,12 +149,6 @@ def add_rope_types() -> None:
             ROPE_INIT_FUNCTIONS.setdefault(rule.rope_type, transformers_frequencies)
 
 
-def check_cache_kind(kind: str) -> None:
-    """Raise UserError unless ``kind`` is one of `CACHES`."""
-    if kind not in CACHES:
-        raise UserError(f"kv_cache must be one of {', '.join(CACHES)}; got {kind!r}")
-
-
 @dataclass(kw_only=True, repr=False)
 class CoCAConfig:
     """Fields that CoCA adds to a family's configuration; a mixin placed before the family's class.
@@ -181,7 +174,7 @@ class CoCAConfig:
 
     coca_form: str = "slack"
     coca_free_pairs: int | dict[str, int] = 0
-    kv_cache: str = "full"
+    kv_cache: Literal["full", "half"] = "full"
     coca_linear: bool = False
 
     def __post_init__(self: Any, **kwargs: Any) -> None:
@@ -199,37 +192,23 @@ class CoCAConfig:
         parents = super()
         if hasattr(parents, "validate_architecture"):
             parents.validate_architecture()  # pyright: ignore[reportAttributeAccessIssue]
-        get_form(self.coca_form)
-        check_cache_kind(self.kv_cache)
-        heads = self.num_attention_heads
-        kv_heads = getattr(self, "num_key_value_heads", None) or heads
-        width = head_width(self)
+        form, width, heads = get_form(self.coca_form), head_width(self), self.num_attention_heads
         check_width(width)
-        check_heads(heads, kv_heads)
+        check_heads(heads, getattr(self, "num_key_value_heads", None) or heads)
         kinds = sorted(set(getattr(self, "layer_types", None) or {GLOBAL}))
-        window = getattr(self, "sliding_window", None)
-        if LOCAL in kinds and (window is None or window < 1):
-            raise ValueError(
-                f"layers of type {LOCAL} need sliding_window, the tokens they see; got {window}"
-            )
+        if LOCAL in kinds:
+            check_whole(f"sliding_window of {LOCAL} layers", getattr(self, "sliding_window", None))
         if self.coca_linear:
             self._check_linear()
         for layer_type in kinds:
-            if not 0 <= free_pairs(self, layer_type) <= width // 2:
+            free, turning = free_pairs(self, layer_type), rotation(self, layer_type)
+            check_whole("coca_free_pairs", free, 0, width // 2)
+            if turning.width > width:
                 raise ValueError(
-                    f"coca_free_pairs must be between 0 and {width // 2}, the number of pairs per "
-                    f"head; got {self.coca_free_pairs}"
+                    f"partial_rotary_factor must be at most 1, got {turning.width / width:g}"
                 )
-            share = rope_parameters(self, layer_type).get("partial_rotary_factor", 1.0)
-            span = int(width * share)
-            if span < 2 or span % 2 or span > width:
-                raise ValueError(
-                    f"partial_rotary_factor must give an even rotary width between 2 and the head "
-                    f"width {width}; got {span}"
-                )
-            if rotation(self, layer_type).max_distance is not None:
-                collinear = width // 2 - free_pairs(self, layer_type)
-                check_clipped_form(get_form(self.coca_form), collinear)
+            if turning.max_distance is not None:
+                check_clipped_form(form, width // 2 - free)
 
     def _check_linear(self: Any) -> None:
         if "layer_types" in type(self).__dataclass_fields__ or set(self.layer_types) != {STATEFUL}:

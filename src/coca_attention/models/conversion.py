@@ -16,7 +16,6 @@ from coca_attention.models.configuration import (
     LOCAL_RULE,
     ROTATION_FIELDS,
     Roles,
-    check_cache_kind,
     has_own_roles,
     head_width,
     rope_parameters,
@@ -69,7 +68,6 @@ class Conversion:
         if self.form not in forms:
             hint = did_you_mean(self.form, forms)
             raise UserError(f"form must be one of {', '.join(forms)}, got {self.form!r}{hint}")
-        check_cache_kind(self.kv_cache)
         if not isinstance(self.roles, Roles | None):
             raise UserError(f'roles must be a Roles, such as Roles("llg"), got {self.roles!r}')
         if self.free_pairs and self.roles is not None:

@@ -19,7 +19,6 @@ from coca_attention.models.attention import CACHE, CollinearAttention
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
-    check_cache_kind,
     has_own_roles,
     rope_parameters,
     rotation,
@@ -96,7 +95,6 @@ class CollinearModel(CollinearPreTrained):
         **kwargs: Any,
     ) -> Any:
         """The forward pass of the family's decoder, with the same arguments."""
-        check_cache_kind(self.config.kv_cache)
         forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         tokens = input_ids if input_ids is not None else inputs_embeds
         given = kwargs.pop(CACHE, past_key_values)

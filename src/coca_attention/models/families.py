@@ -160,8 +160,6 @@ class GPTNeoXFields(CoCAConfig):
 class GPTNeoXMixin(CollinearAttention):
     """Names of GPT-NeoX that differ from Llama's."""
 
-    num_key_value_groups = 1
-
     @property
     def head_dim(self: Any) -> int:
         return self.head_size
@@ -213,8 +211,6 @@ class ModernBertFields(CoCAConfig):
 class ModernBertMixin(CollinearAttention):
     """Names of ModernBERT that differ from Llama's, and a dropout of the output."""
 
-    num_key_value_groups = 1
-
     @property
     def layer_type(self: Any) -> str:
         return self.config.layer_types[self.layer_idx]
@@ -263,7 +259,7 @@ FAMILIES: list[Family] = [
             module_name="attn",
             output_name="Wo",
             fused_name="Wqkv",
-            split_fused=lambda attention, fused: fused.chunk(3, dim=-1),
+            split_fused=_split_sections,
         ),
         config_mixin=ModernBertFields,
         attention_mixin=ModernBertMixin,

@@ -19,7 +19,7 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.families import FAMILIES, supported_families
 from coca_attention.models.rotary import CoCARotary, VanillaRotary
-from coca_attention.ops import NTK, RULES, LongRoPE
+from coca_attention.ops import NTK, RULES, DynamicNTK, LongRoPE
 from coca_attention.ops.checks import check_whole
 
 KEPT = (
@@ -110,7 +110,7 @@ def _changed_parameters(config: Any, kind: str, given: dict[str, Any]) -> dict[s
             f"include {', '.join(unsupported)}"
         )
     taken = set(rule.field_names()) - {"training_length"}
-    if not rule.has_target_length:
+    if issubclass(rule, DynamicNTK):
         taken.discard("length")  # that of `dynamic` is the current text's
     given = {name: value for name, value in given.items() if value is not None}
     unknown = sorted(set(given) - taken - {"factor"})  # which every rule may be called with

@@ -159,7 +159,10 @@ def attend_turned(
         key_map(coefficients, *turns.still)[..., : width // 2],
         state,
     )
-    products = _turned_back(state.products, *turns.back)
+    # Positions of the keys in Σ K' ⊗ v are reduced by the length of the pass.
+    cos, sin = (x.mT for x in over_all_pairs(*turns.back, width // 2, dtype))
+    first, second = state.products.chunk(2, dim=2)
+    products = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=2)
     return output.to(query.dtype), state._replace(products=products)
 
 
@@ -178,13 +181,6 @@ def attend_linear(
         features: f, (B, G, T, P), likewise.
         state: Σ K ⊗ v and Σ f of earlier tokens.
     """
-    with torch.autocast(query.device.type, enabled=False):  # sums in the dtype of the tensors
-        return _attend_chunks(query, key, value, weights, features, state)
-
-
-def _attend_chunks(
-    query: Tensor, key: Tensor, value: Tensor, weights: Tensor, features: Tensor, state: LinearState
-) -> tuple[Tensor, LinearState]:
     (batch, heads, length, width), kv_heads = query.shape, key.shape[1]
     groups, size = heads // kv_heads, min(CHUNK, length)
     rows, chunks = groups * size, -(-length // size)
@@ -193,23 +189,16 @@ def _attend_chunks(
     q = query.view(batch, kv_heads, groups, chunks, size, width).transpose(2, 3)
     q = q.reshape(batch, kv_heads, chunks, rows, width)
     k, v = (x.unflatten(2, (chunks, size)) for x in (key, value))
-    sums = torch.cat((state.products.unsqueeze(2), k.mT @ v), dim=2).cumsum(2)
     causal = torch.ones(size, size, dtype=q.dtype, device=q.device).tril().repeat(groups, 1)
-    output = q @ sums[:, :, :-1] + (q @ k.mT * causal) @ v
+    with torch.autocast(query.device.type, enabled=False):  # sums in the dtype of the tensors
+        sums = torch.cat((state.products.unsqueeze(2), k.mT @ v), dim=2).cumsum(2)
+        output = q @ sums[:, :, :-1] + (q @ k.mT * causal) @ v
     output = output.unflatten(3, (groups, size)).transpose(2, 3)
     output = output.reshape(batch, heads, chunks * size, -1)[:, :, :length]
     totals = features.cumsum(2) + state.coefficients.unsqueeze(2)
     normaliser = (weights.unflatten(1, (kv_heads, groups)) * totals.unsqueeze(2)).sum(-1)
     normaliser = normaliser.flatten(1, 2).clamp(min=torch.finfo(output.dtype).tiny)
     return output / normaliser.unsqueeze(-1), LinearState(sums[:, :, -1], totals[:, :, -1])
-
-
-def _turned_back(products: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Σ K' ⊗ v with the positions of keys reduced by those of these angles, (1 or B, 1, R/2)."""
-    cos, sin = over_all_pairs(cos, sin, products.shape[2] // 2, products.dtype)
-    cos, sin = cos.mT, sin.mT
-    first, second = products.chunk(2, dim=2)
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=2)
 
 
 def _check_shapes(query: Tensor, key_coefficients: Tensor, value: Tensor) -> None:

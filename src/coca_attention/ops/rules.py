@@ -40,8 +40,6 @@ class Rule:
     """Name of the rule."""
     rope_type: ClassVar[str] = "default"
     """Name of the rule in Transformers' ``rope_parameters``."""
-    has_target_length: ClassVar[bool] = False
-    """Whether the rule accepts a target ``length``."""
 
     def __post_init__(self) -> None:
         factor = getattr(self, "factor", 1.0)
@@ -145,7 +143,6 @@ class NTK(Rule):
 
     kind = "ntk"
     rope_type = "ntk"
-    has_target_length = True
     factor: float = 1.0
     training_length: int | None = None
     length: int | None = None
@@ -181,7 +178,6 @@ class DynamicNTK(NTK):
 
     kind = "dynamic"
     rope_type = "dynamic"
-    has_target_length = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,10 +207,8 @@ class _Trained(Rule):
         self._check_training_length()
         super().__post_init__()
         magnitude = getattr(self, "attention_factor", None)
-        if magnitude is not None and not (
-            isinstance(magnitude, (int, float)) and 0 < magnitude < math.inf
-        ):
-            raise ValueError(f"attention_factor must be a positive number, got {magnitude!r}")
+        if magnitude is not None:
+            check_real("attention_factor", magnitude, above=True)
 
     def _interpolated(self, theta: Tensor, kept: Tensor) -> Tensor:
         """``theta`` where ``kept`` is 1 and theta / k where it is 0; all (P,)."""
@@ -314,7 +308,6 @@ class LongRoPE(_Trained):
 
     kind = "longrope"
     rope_type = "longrope"
-    has_target_length = True
     attention_factor: float | None = None
     length: int | None = None
     short_factor: tuple[float, ...] = ()

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
 _INSTALLED = find_spec("triton") is not None
 
 
