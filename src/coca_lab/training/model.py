@@ -29,7 +29,7 @@ from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.sinks import use_fused_attention
 from coca_attention.ops import FORMS
 from coca_lab.loading import check_vocabulary, load_model
-from coca_lab.training.recipe import OWN, ModelRecipe, Recipe, StageRecipe
+from coca_lab.recipe import OWN, ModelRecipe, Recipe, StageRecipe
 
 # Modules of an attention layer to train, by a stage's setting `train`.
 TRAINED = {

@@ -27,10 +27,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from coca_attention.errors import UserError
 from coca_lab.files import replace, sync, sync_folder
 from coca_lab.loading import no_progress_bars
+from coca_lab.recipe import TrainingRecipe, refuse
 from coca_lab.training.callbacks import Lines, LogLastStep
 from coca_lab.training.checkpoints import catch_read_errors, catch_write_errors, last_checkpoint
 from coca_lab.training.objectives import Loss
-from coca_lab.training.recipe import TrainingRecipe, refuse
 from coca_lab.training.retrieval import Retrieval
 
 
