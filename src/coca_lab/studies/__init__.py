@@ -249,8 +249,7 @@ def _engine(
     study: Study, store: Store, trials: int, ray: str | None, workers: int | None
 ) -> Engine:
     if ray is not None:
-        resources: Any = {"num_cpus": study.num_cpus, "num_gpus": study.num_gpus}
-        return RayEngine(store, address=ray, **resources)
+        return RayEngine(store, address=ray, num_cpus=study.num_cpus, num_gpus=study.num_gpus)
     if workers is not None and workers < 0:
         raise UserError(f"workers must be 0 or more, got {workers}")
     if workers == 0:

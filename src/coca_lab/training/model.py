@@ -39,11 +39,6 @@ TRAINED = {
 }
 
 
-def own_device() -> str:
-    """The device of this process, which models are read onto."""
-    return str(PartialState().device)
-
-
 def make_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
     """The model that training starts from, in float32; UserError if it does not fit the recipe."""
     if recipe.model.start is None:
@@ -66,7 +61,7 @@ def load_teacher(recipe: Recipe) -> PreTrainedModel:
     """The teacher in the dtype of its files; UserError if there is nothing to learn from it."""
     name = recipe.model.teacher or recipe.model.start
     assert name is not None  # `Recipe.check`
-    teacher = load_model(name, dtype="auto", device=own_device())
+    teacher = load_model(name, dtype="auto", device=str(PartialState().device))
     if recipe.model.teacher is None and attention_of(teacher.config) == recipe.model.attention:
         raise UserError(
             f"{name} already has attention {recipe.model.attention}, so there is nothing to learn "
@@ -76,7 +71,7 @@ def load_teacher(recipe: Recipe) -> PreTrainedModel:
 
 
 def _load_start(recipe: ModelRecipe, start: str) -> PreTrainedModel:
-    model = load_model(start, device=own_device())
+    model = load_model(start, device=str(PartialState().device))
     present, wanted = attention_of(model.config) or "rope", recipe.attention
     limit = recipe.max_distance
     if present == wanted and limit is not None:

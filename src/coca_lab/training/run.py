@@ -70,7 +70,7 @@ from coca_lab.recipe import (
 )
 from coca_lab.training.callbacks import Interrupted, StopOnSignal
 from coca_lab.training.checkpoints import catch_write_errors, last_state, sorted_checkpoints
-from coca_lab.training.model import choose_parameters, load_teacher, make_model, own_device
+from coca_lab.training.model import choose_parameters, load_teacher, make_model
 from coca_lab.training.objectives import teacher_loss
 from coca_lab.training.retrieval import Retrieval, load_retrieval
 from coca_lab.training.trainer import RecipeTrainer, training_arguments
@@ -388,7 +388,7 @@ def measure_start(run: Run) -> None:
         settings,
         run.output,
         retrieval=run.data.retrieval,
-        model=load_model(name, device=own_device()),
+        model=load_model(name, device=str(state.device)),
         eval_dataset=run.data.validation,
     )
     trainer.is_fsdp_enabled = False  # a whole model, which is read alone
@@ -412,7 +412,7 @@ def fit(run: Run, number: int) -> dict[str, Any]:
     resume, before = last_state(folder / "checkpoints")
     model: Any
     if number:
-        model = load_model(run.folder(number - 1), device=own_device())
+        model = load_model(run.folder(number - 1), device=str(state.device))
     else:
         model = make_model(recipe, run.tokenizer)
     parameters = model.num_parameters()

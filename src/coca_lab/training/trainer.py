@@ -90,11 +90,10 @@ def training_arguments(
         "dataloader_drop_last": True,
         # A resumed run continues with the next block.
         "ignore_data_skip": False,
+        "torch_compile": settings.compile,
         "use_cpu": not torch.accelerator.is_available(),
         **options,
     }
-    if settings.compile:
-        known["torch_compile"] = True
     if settings.gradient_checkpointing:
         # Renamed during Transformers 5.
         names = {item.name for item in fields(TrainingArguments)}
