@@ -38,8 +38,6 @@ from coca_lab.training.run import load_run_tokenizer
 REPORT_FILE = "report.html"
 Options = dict[str, Any]
 """Fields of a recipe by dotted names, such as {model.attention: rope}."""
-SECTIONS = ("model", "data", "validation", "training", "stages")
-"""Of a recipe."""
 CONVERT = "convert."
 
 
@@ -192,7 +190,7 @@ def _recipe_words(words: Sequence[str]) -> tuple[Options, list[str]]:
     options, rest, left = Options(), [], deque(words)
     while left:
         name, equals, value = (word := left.popleft()).partition("=")
-        if not name.startswith("--") or name[2:].split(".")[0] not in SECTIONS:
+        if not name.startswith("--") or name[2:].split(".")[0] not in Recipe.__dataclass_fields__:
             rest.append(word)
             continue
         if not equals:
