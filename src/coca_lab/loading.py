@@ -77,8 +77,6 @@ def load_model(
             f"example {missing[0]}, and would be random"
         )
     model.eval()
-    if device != "auto" and hasattr(model, "hf_device_map"):
-        del model.hf_device_map  # an ordinary model, which can be moved
     count = sum(parameter.numel() for parameter in model.parameters())
     log.info("%s: %s, %s parameters on %s", path, type(model).__name__, f"{count:,}", device)
     return model
