@@ -14,7 +14,7 @@ from unittest.mock import patch
 from coca_lab.arguments import field_docs
 from coca_lab.cli import COMMANDS, Run, load
 from coca_lab.cli.evaluation import task_commands
-from coca_lab.training.recipe import Recipe
+from coca_lab.recipe import Recipe
 
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 UNLIMITED = 2**40  # stands for no upper limit

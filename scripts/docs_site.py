@@ -19,7 +19,7 @@ import latex2mathml.converter
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files, InclusionLevel
 
-from coca_lab.cli.look import first_sentence
+from coca_lab.cli.recipes import first_sentence
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (".ipynb", ".md")  # have to be in the navigation

@@ -19,8 +19,8 @@ from coca_lab.cli import COMMANDS, main
 from coca_lab.cli.evaluation import task_commands
 from coca_lab.evaluation.perplexity import PerplexitySettings, load_text, tokens_needed
 from coca_lab.intervals import FEW_DOCUMENTS
+from coca_lab.recipe import StageRecipe, WeightedSource, recipe_parser
 from coca_lab.training import load_recipe
-from coca_lab.training.recipe import StageRecipe, WeightedSource, recipe_parser
 from coca_lab.training.run import load_run_tokenizer
 from conftest import some_text
 from families import vanilla

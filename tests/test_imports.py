@@ -36,14 +36,17 @@ LABORATORY = {
     "generation": LOOSE,
     "folders": LOOSE,
     "data": LOOSE,
-    "training": {*LOOSE, "folders", "data", "generation"},
+    "recipe": {*LOOSE, "data"},
+    "training": {*LOOSE, "folders", "data", "generation", "recipe"},
     "evaluation": {*LOOSE, "data", "generation"},
     "analysis": {*LOOSE, "data", "evaluation"},
     "report": LOOSE,
     "export": {*LOOSE, "folders", "data", "evaluation"},
-    "studies": {*LOOSE, "folders", "processes", "data", "training", "evaluation", "report"},
+    "studies": {
+        *LOOSE, "folders", "processes", "data", "recipe", "training", "evaluation", "report",
+    },
     "cli": {
-        *LOOSE, "generation", "folders", "data", "training",
+        *LOOSE, "generation", "folders", "data", "recipe", "training",
         "evaluation", "analysis", "export", "report", "studies",
     },
 }  # fmt: skip

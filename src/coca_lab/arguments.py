@@ -236,8 +236,6 @@ def read_yaml(path: str | Path, kind: str) -> dict[str, Any]:
     path = find_file(path, kind)
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a readable {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

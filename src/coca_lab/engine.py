@@ -88,10 +88,7 @@ class Store:
         columns = [row[1] for row in self._db.execute("PRAGMA table_info(done)")]
         if columns != COLUMNS:
             self.close()
-            raise UserError(
-                f"{self.path} has a table of {', '.join(columns)} instead of {', '.join(COLUMNS)}: "
-                "delete it, or choose another --output"
-            )
+            raise self._damaged(f"it has a table of {', '.join(columns)}")
         (pages,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         (bad,) = self._db.execute(
             "SELECT count(*) FROM done WHERE key IS NULL OR seconds IS NULL "

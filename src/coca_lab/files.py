@@ -38,11 +38,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file that this package wrote; UserError if missing or damaged."""
+    """The content of a JSON file that this package wrote; UserError if it is damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged: restore it, or remove it to have it written again"
@@ -134,11 +132,8 @@ def check_new(target: Path) -> None:
 def check_can_be_written(target: Path) -> None:
     """Before long work: UserError unless `writing` can begin, which is tried."""
     check_new(target)
-    try:
-        with _hold_target(target):
-            pass
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror}") from error
+    with _hold_target(target):
+        pass
 
 
 def keep_other_results(path: Path, field: str, value: Any) -> None:
@@ -169,10 +164,7 @@ def check_writable(path: Path) -> None:
     """Create the folder of a file; UserError unless it, or the file, can be written."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; choose a file to write")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path.parent} cannot be created: {error.strerror}") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"{path.parent} is not writable; choose another file")
 

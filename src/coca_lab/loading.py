@@ -54,20 +54,16 @@ def load_model(
     """
     # With a device map, tensors are read one by one onto their device and in their dtype: memory
     # holds no second copy of the model, and a GPU's model is never in the CPU's memory.
-    path, one = str(path), None
+    path = str(path)
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator is not None else "cpu"
-    spread: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
-    if device != "auto":
-        one = usable_device(device)
-        if one.type != "cpu":
-            spread = {"device_map": {"": one}}
+    device_map: Any = "auto" if device == "auto" else usable_device(device)
     with _naming(path), no_progress_bars():
         auto = _auto_class(path) if any_head else AutoModelForCausalLM
         loaded: Any = auto.from_pretrained(
             path,
-            **spread,
+            device_map=device_map,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             output_loading_info=True,
             use_safetensors=True,
@@ -81,8 +77,6 @@ def load_model(
             f"example {missing[0]}, and would be random"
         )
     model.eval()
-    if one is not None and hasattr(model, "hf_device_map"):
-        del model.hf_device_map  # an ordinary model, which can be moved
     count = sum(parameter.numel() for parameter in model.parameters())
     log.info("%s: %s, %s parameters on %s", path, type(model).__name__, f"{count:,}", device)
     return model

@@ -73,7 +73,7 @@ def test_a_damaged_file_and_a_full_disk_are_named(tmp_path):
         ("key, value, seconds", ("a", None, 1.0), "1 values are no JSON"),
         ("key, value, seconds", ("a", b"\x00", 1.0), "1 values are no JSON"),
         ("key, value, seconds", ("a", "1", None), "1 values are no JSON"),
-        ("key, value", ("a", "1"), "a table of key, value instead of key, value, seconds: delete"),
+        ("key, value", ("a", "1"), r"has a table of key, value\); delete"),
     ],
 )
 def test_a_file_of_other_values_is_refused_when_it_is_opened(tmp_path, table, row, message):

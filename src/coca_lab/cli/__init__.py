@@ -17,10 +17,10 @@ Run = Callable[[list[str]], None]
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "start here": {
         "study": ("evaluation", "Train and evaluate several models, and draw a page."),
-        "recipes": ("look", "List the project's recipes, studies and suites, or print one."),
+        "recipes": ("recipes", "List the project's recipes, studies and suites, or print one."),
     },
     "train": {
-        "train": ("models", "Train a model from a recipe, or in the stages that it names."),
+        "train": ("recipes", "Train a model from a recipe, or in the stages that it names."),
     },
     "evaluate": {
         "eval": ("evaluation", "Evaluate a model on one task, or models on a suite of them."),

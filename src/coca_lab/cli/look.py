@@ -1,23 +1,16 @@
-"""Commands that show what there is: a report, recipes, a model and this machine."""
+"""Commands that show what there is: a report, a model and this machine."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from coca_attention.errors import UserError, did_you_mean
-from coca_lab.arguments import KINDS, shipped
+from coca_attention.errors import UserError
 from coca_lab.cli.console import parse
 from coca_lab.environment import describe_environment
 from coca_lab.folders import facts
 from coca_lab.loading import model_without_weights
 from coca_lab.report import write_report
 
-COMMANDS = {
-    "recipe": "coca train NAME",
-    "study": "coca study NAME",
-    "suite": "coca eval suite NAME",
-}
 Rows = list[tuple[str, str]]
 
 
@@ -46,31 +39,6 @@ def run_report(words: list[str]) -> None:
             f"({type(error).__name__}: {error})"
         ) from error
     print(f"Report: {page}")
-
-
-def run_recipes(words: list[str]) -> None:
-    """List the project's recipes, studies and suites, or print one to change it."""
-    (name,) = parse("coca recipes", run_recipes, words, [], ["recipe?"])
-    if name is None:
-        for kind, folder in KINDS.items():
-            print(f"{folder} ({COMMANDS[kind]}):")
-            for each, path in shipped(kind).items():
-                print(f"  {each:<29} {first_sentence(path)}")
-        return
-    kind, _, rest = name.rpartition("/")
-    for each, folder in KINDS.items():
-        if kind in ("", folder) and rest in shipped(each):
-            print(shipped(each)[rest].read_text(encoding="utf-8"), end="")
-            return
-    known = [*shipped("recipe"), *shipped("study"), *shipped("suite")]
-    raise UserError(f"no recipe, study or suite is called {name}{did_you_mean(rest, known)}")
-
-
-def first_sentence(path: Path) -> str:
-    """What the head of a file says first, in one line."""
-    lines = path.read_text(encoding="utf-8").partition("\n#\n")[0].splitlines()
-    words = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
-    return words.partition(". ")[0].rstrip(".")
 
 
 def run_info(words: list[str]) -> None:

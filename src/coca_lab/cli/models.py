@@ -1,10 +1,9 @@
-"""Commands that make models: train, convert and export."""
+"""Commands that turn models into others: convert and export."""
 
 import logging
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from accelerate import PartialState
 from pydantic import Field
 
 from coca_attention.errors import UserError
@@ -15,7 +14,7 @@ from coca_attention.models.configuration import (
     training_length,
 )
 from coca_attention.models.conversion import Conversion, convert
-from coca_lab.cli.console import Progress, parse, parse_file, print_table
+from coca_lab.cli.console import Progress, parse, print_table
 from coca_lab.data import load_tokenizer
 from coca_lab.engine import Engine
 from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings, check_limits
@@ -24,21 +23,10 @@ from coca_lab.evaluation.task import free_weights, open_model
 from coca_lab.export import export_native
 from coca_lab.folders import convert_folder, new_folder
 from coca_lab.loading import model_without_weights
-from coca_lab.training import load_recipe, read_summary, recipe_parser, train
-from coca_lab.training.run import what_was_kept
 
 log = logging.getLogger(__name__)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
-SHOWN = (
-    "model.attention", "model.hidden_size", "model.num_layers", "model.num_heads", "model.layers",
-    "model.start", "data.source", "data.block_length", "data.held_out", "data.max_tokens",
-    "data.passkey_share", "validation.every", "validation.passkeys",
-    "training.steps", "training.global_batch_size", "training.micro_batch_size",
-    "training.learning_rate", "training.precision", "training.seed", "training.save_every",
-)  # fmt: skip
-"""Fields of a recipe in the short help."""
 
 
 @dataclass
@@ -49,29 +37,6 @@ class FolderSettings:
     """MODEL is a checkpoint in the format of the paper's authors."""
     dtype: Dtype = "auto"
     """Precision of the weights; auto keeps it."""
-
-
-def run_train(words: list[str]) -> None:
-    """Train a model from a recipe (YAML); resumes when run again."""
-    usage = "coca train RECIPE.yaml [--training.steps 100 …]"
-    recipe, overrides, chosen = parse_file(words, run_train, recipe_parser, "recipe", usage, SHOWN)
-    folder = chosen.output
-    settings = load_recipe(recipe, overrides)
-    summary = read_summary(train(settings, folder))
-    if not PartialState().is_main_process:
-        return
-    curve = summary["validation"]
-    validation = f", validation perplexity {curve[-1]['perplexity']:.2f}" if curve else ""
-    print(
-        f"{folder}: {summary['parameters']:,} parameters, {summary['tokens']:,} tokens, "
-        f"last loss {summary['curve'][-1]['loss']:.3f}{validation}"
-    )
-    if summary["recipe"]["data"].get("mixture"):
-        read = (f"{name} {times:.2f}" for name, times in summary["source_epochs"].items())
-        print(f"passes over each source: {', '.join(read)}")
-    kept = what_was_kept(summary)
-    if kept:
-        print(kept)
 
 
 def run_convert(words: list[str]) -> None:

@@ -38,8 +38,6 @@ from coca_lab.training.run import load_run_tokenizer
 REPORT_FILE = "report.html"
 Options = dict[str, Any]
 """Fields of a recipe by dotted names, such as {model.attention: rope}."""
-SECTIONS = ("model", "data", "validation", "training", "stages")
-"""Of a recipe."""
 CONVERT = "convert."
 
 
@@ -192,7 +190,7 @@ def _recipe_words(words: Sequence[str]) -> tuple[Options, list[str]]:
     options, rest, left = Options(), [], deque(words)
     while left:
         name, equals, value = (word := left.popleft()).partition("=")
-        if not name.startswith("--") or name[2:].split(".")[0] not in SECTIONS:
+        if not name.startswith("--") or name[2:].split(".")[0] not in Recipe.__dataclass_fields__:
             rest.append(word)
             continue
         if not equals:
@@ -249,8 +247,7 @@ def _engine(
     study: Study, store: Store, trials: int, ray: str | None, workers: int | None
 ) -> Engine:
     if ray is not None:
-        resources: Any = {"num_cpus": study.num_cpus, "num_gpus": study.num_gpus}
-        return RayEngine(store, address=ray, **resources)
+        return RayEngine(store, address=ray, num_cpus=study.num_cpus, num_gpus=study.num_gpus)
     if workers is not None and workers < 0:
         raise UserError(f"workers must be 0 or more, got {workers}")
     if workers == 0:

@@ -15,8 +15,8 @@ from coca_lab.evaluation.suite import Suite, evaluate
 from coca_lab.evaluation.task import Cell
 from coca_lab.folders import convert_folder
 from coca_lab.processes import log_to, tell
+from coca_lab.recipe import check_same_recipe
 from coca_lab.training import Recipe, is_finished, read_summary, train
-from coca_lab.training.recipe import check_same_recipe
 from coca_lab.training.run import RECIPE_FILE, has_begun
 
 TRAINING = 0.75

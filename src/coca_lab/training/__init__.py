@@ -1,8 +1,8 @@
 """Training from recipes with Transformers' Trainer."""
 
+from coca_lab.recipe import Recipe, as_yaml, load_recipe, recipe_parser
 from coca_lab.training.checkpoints import last_checkpoint
 from coca_lab.training.model import model_config
-from coca_lab.training.recipe import Recipe, as_yaml, load_recipe, recipe_parser
 from coca_lab.training.run import is_finished, read_summary, train
 from coca_lab.training.trainer import TrainingDiverged
 

@@ -29,7 +29,7 @@ from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.sinks import use_fused_attention
 from coca_attention.ops import FORMS
 from coca_lab.loading import check_vocabulary, load_model
-from coca_lab.training.recipe import OWN, ModelRecipe, Recipe, StageRecipe
+from coca_lab.recipe import OWN, ModelRecipe, Recipe, StageRecipe
 
 # Modules of an attention layer to train, by a stage's setting `train`.
 TRAINED = {
@@ -37,11 +37,6 @@ TRAINED = {
     "qt": ("q_proj", "q_norm", "t_proj", "t_norm"),
     "qtv": ("q_proj", "q_norm", "t_proj", "t_norm", "v_proj"),
 }
-
-
-def own_device() -> str:
-    """The device of this process, which models are read onto."""
-    return str(PartialState().device)
 
 
 def make_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
@@ -66,7 +61,7 @@ def load_teacher(recipe: Recipe) -> PreTrainedModel:
     """The teacher in the dtype of its files; UserError if there is nothing to learn from it."""
     name = recipe.model.teacher or recipe.model.start
     assert name is not None  # `Recipe.check`
-    teacher = load_model(name, dtype="auto", device=own_device())
+    teacher = load_model(name, dtype="auto", device=str(PartialState().device))
     if recipe.model.teacher is None and attention_of(teacher.config) == recipe.model.attention:
         raise UserError(
             f"{name} already has attention {recipe.model.attention}, so there is nothing to learn "
@@ -76,7 +71,7 @@ def load_teacher(recipe: Recipe) -> PreTrainedModel:
 
 
 def _load_start(recipe: ModelRecipe, start: str) -> PreTrainedModel:
-    model = load_model(start, device=own_device())
+    model = load_model(start, device=str(PartialState().device))
     present, wanted = attention_of(model.config) or "rope", recipe.attention
     limit = recipe.max_distance
     if present == wanted and limit is not None:

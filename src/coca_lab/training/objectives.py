@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.models.configuration import head_width
 from coca_attention.models.families import family_of
-from coca_lab.training.recipe import Objective
+from coca_lab.recipe import Objective
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 """Maps the model, as the Trainer wraps it, and a batch to the mean loss of the batch, a scalar."""
@@ -38,13 +38,10 @@ def teacher_loss(
     teacher: PreTrainedModel, student: PreTrainedModel, objective: Objective
 ) -> Iterator[Loss]:
     """The loss of an objective, while hooks are in place; UserError if the teacher does not fit."""
-    inner: Any = student
-    if hasattr(inner, "get_base_model"):  # PEFT's, with adapters
-        inner = inner.get_base_model()
-    check_teacher(teacher, inner, objective)
+    check_teacher(teacher, student, objective)
     teacher.requires_grad_(False).eval()
     if objective == "attention":
-        with _matched_attention(teacher, inner) as loss:
+        with _matched_attention(teacher, student) as loss:
             yield loss
     else:
         yield _matched_outputs(teacher, with_layers=objective == "hidden_states")

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from coca_attention.errors import error_prefix
 from coca_lab.data.tasks import Kind, Prompt, ask_for_needles, ask_for_passkeys, share_found
 from coca_lab.generation import greedy_answers
-from coca_lab.training.recipe import Recipe
+from coca_lab.recipe import Recipe
 
 SEED = 7177  # unlike the evaluations', so that what was chosen by validation can be measured
 KINDS: tuple[Kind, ...] = ("single", "multi-key")

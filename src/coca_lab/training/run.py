@@ -60,11 +60,7 @@ from coca_lab.environment import describe_environment
 from coca_lab.files import check_writable, hold, read_json, write_json, write_text, writing
 from coca_lab.folders import write_card
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
-from coca_lab.training.callbacks import Interrupted, StopOnSignal
-from coca_lab.training.checkpoints import catch_write_errors, last_state, sorted_checkpoints
-from coca_lab.training.model import choose_parameters, load_teacher, make_model, own_device
-from coca_lab.training.objectives import teacher_loss
-from coca_lab.training.recipe import (
+from coca_lab.recipe import (
     TEXT,
     VALIDATION,
     Recipe,
@@ -72,6 +68,10 @@ from coca_lab.training.recipe import (
     as_yaml,
     check_same_recipe,
 )
+from coca_lab.training.callbacks import Interrupted, StopOnSignal
+from coca_lab.training.checkpoints import catch_write_errors, last_state, sorted_checkpoints
+from coca_lab.training.model import choose_parameters, load_teacher, make_model
+from coca_lab.training.objectives import teacher_loss
 from coca_lab.training.retrieval import Retrieval, load_retrieval
 from coca_lab.training.trainer import RecipeTrainer, training_arguments
 
@@ -388,7 +388,7 @@ def measure_start(run: Run) -> None:
         settings,
         run.output,
         retrieval=run.data.retrieval,
-        model=load_model(name, device=own_device()),
+        model=load_model(name, device=str(state.device)),
         eval_dataset=run.data.validation,
     )
     trainer.is_fsdp_enabled = False  # a whole model, which is read alone
@@ -412,7 +412,7 @@ def fit(run: Run, number: int) -> dict[str, Any]:
     resume, before = last_state(folder / "checkpoints")
     model: Any
     if number:
-        model = load_model(run.folder(number - 1), device=own_device())
+        model = load_model(run.folder(number - 1), device=str(state.device))
     else:
         model = make_model(recipe, run.tokenizer)
     parameters = model.num_parameters()

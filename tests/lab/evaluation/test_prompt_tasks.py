@@ -39,7 +39,7 @@ from coca_lab.data.tasks import (
 from coca_lab.data.text import END_OF_TEXT
 from coca_lab.evaluation import Model, RotaryScaling, evaluate
 from coca_lab.evaluation.retrieval import NEEDLES, PASSKEYS, NeedleSettings, PasskeySettings
-from coca_lab.training.recipe import Recipe
+from coca_lab.recipe import Recipe
 from coca_lab.training.retrieval import load_retrieval
 from conftest import tiny_model
 

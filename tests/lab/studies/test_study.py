@@ -18,7 +18,7 @@ import yaml
 from coca_attention.errors import UserError
 from coca_lab.arguments import KINDS, find_file, shipped
 from coca_lab.cli import main
-from coca_lab.cli.look import first_sentence
+from coca_lab.cli.recipes import first_sentence
 from coca_lab.evaluation.suite import load_suite
 from coca_lab.files import hold
 from coca_lab.studies import load_study, run_study

@@ -4,8 +4,8 @@ import pytest
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import attention_of, rotation
+from coca_lab.recipe import DataRecipe, ModelRecipe, Recipe
 from coca_lab.training.model import _load_start, model_config
-from coca_lab.training.recipe import DataRecipe, ModelRecipe, Recipe
 from families import vanilla
 
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from coca_attention.errors import UserError
 from coca_attention.ops import FORMS
+from coca_lab import recipe as recipes
+from coca_lab.recipe import ModelRecipe, TrainingRecipe
 from coca_lab.training import Recipe, as_yaml, load_recipe, model_config
-from coca_lab.training import recipe as recipes
-from coca_lab.training.recipe import ModelRecipe, TrainingRecipe
 from coca_lab.training.trainer import learning_rate_share, training_arguments
 
 RECIPES = Path(__file__).parents[3] / "recipes"

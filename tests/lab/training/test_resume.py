@@ -195,7 +195,7 @@ def test_a_signal_saves_the_step_in_which_it_came(
     number = getattr(signal, name)
     stop = AtStep(10, twice(number), begin=True)
     monkeypatch.setattr(callbacks, "ONE_SIGNAL", math.inf)
-    monkeypatch.setattr("coca_lab.cli.models.train", partial(train, callbacks=[stop]))
+    monkeypatch.setattr("coca_lab.training.train", partial(train, callbacks=[stop]))
     before = signal.getsignal(number)
     if name == "SIGTERM":  # must not end the tests if nothing handles it
         signal.signal(number, signal.SIG_IGN)

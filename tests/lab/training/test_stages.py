@@ -13,9 +13,9 @@ from coca_attention.errors import UserError
 from coca_lab.data import BlockDataset, load_tokenizer
 from coca_lab.data.blocks import apportion, block_order, mixture_order
 from coca_lab.loading import load_model
+from coca_lab.recipe import StageRecipe
 from coca_lab.training import load_recipe, read_summary, train
 from coca_lab.training.model import choose_parameters, make_model
-from coca_lab.training.recipe import StageRecipe
 from coca_lab.training.run import load_data
 from families import vanilla
 from runs import PAPER, TEACHER, TRAINING, AtStep, assert_the_same, changed, weights, write_recipe
