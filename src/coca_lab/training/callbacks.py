@@ -1,15 +1,18 @@
-"""What a training says where there is no bar, and how a signal ends it: callbacks of Trainer."""
+"""What a training shows, and how a signal ends it: callbacks of Trainer."""
 
 import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ProgressCallback
 
 from coca_lab.training.retrieval import Retrieval
 
@@ -23,6 +26,30 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ONE_SIGNAL = 1.0
 """Seconds within which further signals count as the first: torchrun passes Ctrl-C on to processes
 that the terminal has already sent it to."""
+
+
+def describe(metrics: dict[str, Any], retrieval: Retrieval | None) -> str:
+    """What validation has measured, in a few words."""
+    parts = [f"validation perplexity {math.exp(metrics['eval_loss']):.2f}"]
+    for name, questions in retrieval.questions.items() if retrieval else ():
+        share = metrics[f"eval_{name}"]
+        parts.append(f"{questions.what} at {questions.length:,} tokens {share:.0%}")
+    return ", ".join(parts)
+
+
+def shown(
+    arguments: TrainingArguments, report_to: list[str], folder: Path, retrieval: Retrieval | None
+) -> list[TrainerCallback]:
+    """What shows a training: a bar in a terminal, elsewhere lines, and TensorBoard if asked for."""
+    in_terminal = sys.stderr.isatty() and not arguments.disable_tqdm
+    callbacks: list[TrainerCallback] = [Bar(retrieval) if in_terminal else Lines(retrieval)]
+    if "tensorboard" in report_to and arguments.process_index == 0:
+        # In the run folder; Trainer's own takes its folder from the environment.
+        from torch.utils.tensorboard import SummaryWriter
+        from transformers.integrations import TensorBoardCallback
+
+        callbacks.append(TensorBoardCallback(SummaryWriter(folder / "logs")))
+    return callbacks
 
 
 class Interrupted(KeyboardInterrupt):
@@ -39,6 +66,24 @@ class LogLastStep(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:
             control.should_log = True
+
+
+class Bar(ProgressCallback):
+    """Trainer's bar, with the loss behind it, and a line for every measurement."""
+
+    def __init__(self, retrieval: Retrieval | None) -> None:
+        super().__init__()
+        self.retrieval = retrieval
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.training_bar is not None and logs and "loss" in logs:
+            self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_evaluate(args, state, control, **kwargs)
+        if state.is_world_process_zero:
+            measured = describe(kwargs["metrics"], self.retrieval)
+            log.info("step %s, %s", f"{state.global_step:,}", measured)
 
 
 class Lines(TrainerCallback):
@@ -66,11 +111,7 @@ class Lines(TrainerCallback):
             self.loss = f"loss {float(logs['loss']):.3f}"
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        metrics, questions = kwargs["metrics"], self.retrieval.questions if self.retrieval else {}
-        parts = [f"validation perplexity {math.exp(metrics['eval_loss']):.2f}"]
-        for name, each in questions.items():
-            parts.append(f"{each.what} at {each.length:,} tokens {metrics[f'eval_{name}']:.0%}")
-        self.validation = ", ".join(parts)
+        self.validation = describe(kwargs["metrics"], self.retrieval)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._say(state)

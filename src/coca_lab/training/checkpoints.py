@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerState
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
 from coca_lab.files import WRITER, known_problem
@@ -66,7 +66,12 @@ def _first_failure(error: BaseException) -> BaseException:
 
 def sorted_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, whole or not, the newest first."""
-    return [Path(path) for path in reversed(sort_checkpoints(str(folder)))]
+    steps = {
+        path: int(step)
+        for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if (step := path.name.rpartition("-")[2]).isdecimal() and path.is_dir()
+    }
+    return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
 def _is_whole(checkpoint: Path) -> bool:

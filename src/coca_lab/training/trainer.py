@@ -22,14 +22,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
 from coca_lab.files import replace, sync, sync_folder
 from coca_lab.loading import no_progress_bars
 from coca_lab.recipe import TrainingRecipe, refuse
-from coca_lab.training.callbacks import Lines, LogLastStep
-from coca_lab.training.checkpoints import catch_read_errors, catch_write_errors, last_checkpoint
+from coca_lab.training.callbacks import LogLastStep, shown
+from coca_lab.training.checkpoints import (
+    catch_read_errors,
+    catch_write_errors,
+    last_checkpoint,
+    sorted_checkpoints,
+)
 from coca_lab.training.objectives import Loss
 from coca_lab.training.retrieval import Retrieval
 
@@ -84,7 +89,7 @@ def training_arguments(
         "logging_steps": settings.log_every,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
-        # `RecipeTrainer` adds TensorBoard's callback, with the folder of the run.
+        # `shown` adds TensorBoard's callback, with the folder of the run.
         "report_to": [name for name in settings.report_to if name != "tensorboard"] or "none",
         "remove_unused_columns": False,
         "dataloader_drop_last": True,
@@ -140,17 +145,10 @@ class RecipeTrainer(Trainer):
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
-        if arguments.disable_tqdm or not sys.stderr.isatty():
-            for default in (ProgressCallback, PrinterCallback):
-                self.remove_callback(default)
-            self.add_callback(Lines(retrieval))
-        shows_curves = "tensorboard" in settings.report_to and self.train_dataset is not None
-        if shows_curves and self.is_world_process_zero():
-            # In the run folder; Trainer's own takes its folder from the environment.
-            from torch.utils.tensorboard import SummaryWriter
-            from transformers.integrations import TensorBoardCallback
-
-            self.add_callback(TensorBoardCallback(SummaryWriter(folder / "logs")))
+        for default in (ProgressCallback, PrinterCallback):
+            self.remove_callback(default)
+        if self.train_dataset is not None:
+            callbacks = (*shown(arguments, settings.report_to, folder, retrieval), *callbacks)
         for callback in (LogLastStep(), *callbacks):
             self.add_callback(callback)
 
@@ -217,8 +215,9 @@ class RecipeTrainer(Trainer):
                 sync(checkpoint)
                 sync_folder(folder)
                 # Not by Trainer, which would remove others before this one is on the disk.
-                keep, best = self.settings.keep_checkpoints, self.state.best_model_checkpoint
-                rotate_checkpoints(str(folder), keep, best)
+                for path in sorted_checkpoints(folder)[self.settings.keep_checkpoints :]:
+                    if str(path) != self.state.best_model_checkpoint:
+                        shutil.rmtree(path, ignore_errors=True)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
