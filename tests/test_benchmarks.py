@@ -184,12 +184,12 @@ def test_runs_of_the_gpu_check_the_comparison_and_the_page_parse():
 def test_report_and_printed_tables(cells):
     other = [{**cell, "sizes": {**cell["sizes"], "kv_heads": 1}} for cell in cells]
     page = build_report([{"results": [*cells, *other]}])
-    for text in ("Operator, forward:", "Figure 6", "2 layers of 32", "relative to the largest"):
+    for text in ("Operator, forward:", "Figure 6", "layers 2", "relative to the largest"):
         assert text in page
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert ids and len(ids) == len(set(ids))
     titles = [header[0] for header, _ in printed_tables(cells)]
-    assert titles[0] == "operator (4 heads of 16, 2 key/value heads, float32, cpu)"
+    assert titles[0] == "operator (heads 4, kv heads 2, head width 16, batch 1, float32, cpu)"
     assert [title.split()[0] for title in titles] == list(dict.fromkeys(c["case"] for c in cells))
 
 

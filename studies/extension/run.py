@@ -26,7 +26,7 @@ from studies.smollm2.self_extend import self_extend
 from studies.verdict.rule import markdown
 
 RUNS, RESULTS = Path("runs/extension"), Path("results/extension")
-SELF_EXTEND = RESULTS / "trials/self-extend.json"
+SELF_EXTEND = "trials/self-extend.json"
 NEAR = (128, 32)
 """Windows of Self-Extend: half and an eighth of the training length of 256, as for SmolLM2."""
 FAR = 4096
@@ -62,7 +62,7 @@ def measure_self_extend() -> None:
                 facts = {"length": length, "accuracy": sum(hits) / len(hits)}
                 cells.append({**about, "task": "passkey", **facts})
             print(*cells[-7:], sep="\n", flush=True)
-    write_json(SELF_EXTEND, {"results": cells})
+    write_json(RESULTS / SELF_EXTEND, {"results": cells})
 
 
 def found(model: Any, tokenizer: Any, length: int, keys: Any) -> list[bool]:
@@ -78,7 +78,7 @@ def found(model: Any, tokenizer: Any, length: int, keys: Any) -> list[bool]:
 
 def read_cells() -> pd.DataFrame:
     """A row for every way and base: log perplexities by window, shares of passkeys by length."""
-    files = (RESULTS / "results.json", SELF_EXTEND)
+    files = (RESULTS / "results.json", RESULTS / SELF_EXTEND)
     cells = pd.DataFrame(cell for file in files for cell in read_json(file)["results"])
     scaled = cells.scaling.fillna("none").map(lambda kind: "" if kind == "none" else f", {kind}")
     cells["way"] = (cells.model + scaled).replace(NAMES)

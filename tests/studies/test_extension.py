@@ -60,8 +60,9 @@ def test_tables_compare_ways_over_the_bases(tmp_path, monkeypatch):
             {"task": "passkey", "length": 256, "accuracy": 0.5},
         )
     ]
-    for name, of in (("results", cells), ("self-extend", [])):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"results": of}))
+    (tmp_path / "trials").mkdir()
+    for name, of in (("results.json", cells), (extension.SELF_EXTEND, [])):
+        (tmp_path / name).write_text(json.dumps({"results": of}))
     extension.write_tables()
     text = page.read_text()
     assert text.startswith("Before") and text.endswith("after") and "old" not in text

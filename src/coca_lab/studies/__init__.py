@@ -251,6 +251,7 @@ def _engine(
     if workers is not None and workers < 0:
         raise UserError(f"workers must be 0 or more, got {workers}")
     if workers == 0:
+        torch.set_num_threads(study.num_cpus)  # as a process of its own does
         return Engine(store)
     if workers is None:
         workers = 1 if torch.accelerator.is_available() else available_cores() // study.num_cpus
