@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -220,7 +221,7 @@ def run_study(
     trials = _with_tokenizer(study.trials(output), output)
     for trial in trials:
         trial.check_folder()
-    with Store(output / STORE_FILE) as store:
+    with Store(output / STORE_FILE) as store, _threads(study.num_cpus):
         engine = _engine(study, store, len(trials), ray, workers)
         shown, failed = _Shown(trials, store, progress), dict[str, str]()
         listen(shown.tell)
@@ -243,6 +244,17 @@ def run_study(
     return results
 
 
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Trials of this process use as many threads as those of others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _engine(
     study: Study, store: Store, trials: int, ray: str | None, workers: int | None
 ) -> Engine:
@@ -251,7 +263,6 @@ def _engine(
     if workers is not None and workers < 0:
         raise UserError(f"workers must be 0 or more, got {workers}")
     if workers == 0:
-        torch.set_num_threads(study.num_cpus)  # as a process of its own does
         return Engine(store)
     if workers is None:
         workers = 1 if torch.accelerator.is_available() else available_cores() // study.num_cpus
