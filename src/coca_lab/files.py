@@ -130,7 +130,7 @@ def check_new(target: Path) -> None:
 
 
 def check_can_be_written(target: Path) -> None:
-    """Before long work: UserError unless `writing` can begin, which is tried."""
+    """Before long work: an error unless `writing` can begin, which is tried."""
     check_new(target)
     with _hold_target(target):
         pass
@@ -161,7 +161,7 @@ def check_name(name: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Create the folder of a file; UserError unless it, or the file, can be written."""
+    """Create the folder of a file; an error unless it, or the file, can be written."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; choose a file to write")
     path.parent.mkdir(parents=True, exist_ok=True)

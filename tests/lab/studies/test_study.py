@@ -89,8 +89,17 @@ def run(path, words, out, **options):
 def finished(small, tmp_path_factory):
     """The folder of a finished study, to be read or copied, its trainings and its progress."""
     seen, out = [], tmp_path_factory.mktemp("finished") / "out"
+    threads, used = torch.get_num_threads(), set()
+
+    def progress(*done):
+        seen.append(done)
+        used.add(torch.get_num_threads())
+
+    torch.set_num_threads(2)
     with trainings() as called:
-        run(small, [], out, progress=lambda *done: seen.append(done))
+        run(small, [], out, progress=progress)
+    assert used == {1} and torch.get_num_threads() == 2  # the study's, and the caller's again
+    torch.set_num_threads(threads)
     return out, called, seen
 
 
