@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
     LlamaConfig,
@@ -24,14 +25,15 @@ from benchmarks.timing import Variant, isolated, peak_megabytes
 from coca_attention import ops
 from coca_attention.models import CoCALlamaConfig
 from coca_attention.models.attention import CACHE
-from coca_attention.models.configuration import Roles
+from coca_attention.models.configuration import LETTERS, LOCAL, Roles
+from coca_attention.models.sinks import use_fused_attention
 from coca_attention.ops import FORMS, Rotation, coca_attention
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 
 Run = Callable[[], Any]
 Tensors = dict[str, Tensor]
 VOCABULARY = 1024
-LLAMA, COPY = "Llama", "copy of as many bytes"
+LLAMA, COPY, GRANITE = "Llama", "copy of as many bytes", "GraniteSWA"
 ROTARY, CONTRACTION = "RoPE + SDPA", "paper's contraction"
 CHECKED = 4
 """Number of queries compared with float64: the last ones, which see the whole text."""
@@ -225,7 +227,7 @@ def half_attention(
 def make_model(
     settings: Namespace, form: str | None = None, kv_cache: str = "full"
 ) -> PreTrainedModel:
-    """A Llama, always with the same weights: vanilla, or of a form (with roles, local layers)."""
+    """A Llama: vanilla or of a form (with roles, of local layers); or the GraniteSWA of roles."""
     heads = settings.hidden_size // settings.head_width
     fields: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -237,8 +239,17 @@ def make_model(
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
     }
-    if form is not None and settings.roles:
-        fields |= Roles(settings.roles, settings.window).fields(
+    if form == GRANITE:
+        kinds = [LETTERS[x] for x in (settings.roles * settings.layers)[: settings.layers]]
+        fields |= {
+            "head_dim": settings.head_width,
+            "attention_multiplier": settings.head_width**-0.5,
+            "sliding_window": settings.window,
+            "layer_types": kinds,
+            "layer_rope_theta": [1e4 if kind == LOCAL else 0 for kind in kinds],
+        }
+    elif form is not None and settings.roles:
+        fields |= Roles(settings.roles, settings.window, decay=settings.decay).fields(
             form,
             num_layers=settings.layers,
             head_width=settings.head_width,
@@ -247,16 +258,19 @@ def make_model(
         )
     elif form is not None:
         fields |= {"coca_form": form, "kv_cache": kv_cache}
-    config = LlamaConfig(**fields) if form is None else CoCALlamaConfig(**fields)
+    config: Any = LlamaConfig if form is None else CoCALlamaConfig
+    if form == GRANITE:
+        config = partial(AutoConfig.for_model, "granite_swa")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    return model.to(settings.device, getattr(torch, settings.dtype)).eval()
+    with torch.device(settings.device):
+        model = AutoModelForCausalLM.from_config(config(**fields))
+    return use_fused_attention(model).to(settings.device, getattr(torch, settings.dtype)).eval()
 
 
 def decoding_error(model: PreTrainedModel) -> float:
     """Largest difference between logits decoded with a cache and those of a single pass."""
     window = getattr(model.config, "sliding_window", None) or 0
-    ids = some_tokens(model, length=24 + 4 * window)
+    ids = some_tokens(model, length=24 + window)
     return difference(decoded_logits(model, ids), logits(model, ids))
 
 
@@ -272,10 +286,10 @@ def random_cache(cache: Any, model: PreTrainedModel, length: int, settings: Name
     half = getattr(model.config, "kv_cache", "full") == "half"
     shape = (settings.batch, model.config.num_key_value_heads, length)
     widths = (settings.head_width // 2 if half else settings.head_width, settings.head_width)
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator(model.device).manual_seed(2)
+    options: Any = {"generator": generator, "dtype": model.dtype, "device": model.device}
     for layer in range(settings.layers):
-        drawn = (torch.randn(*shape, width, generator=generator) for width in widths)
-        cache.update(*(x.to(model.device, model.dtype) for x in drawn), layer)
+        cache.update(*(torch.randn(*shape, width, **options) for width in widths), layer)
     return cache
 
 
@@ -322,14 +336,27 @@ def decoder(
 def model_variants(
     make_run: Callable[[PreTrainedModel, Tensor], Run], length: int, settings: Namespace
 ) -> list[Variant]:
-    """The vanilla model and one per form (of local layers: and rotary), checked by decoding."""
-    forms = {"rope": "rotary"} if settings.roles else {}
-    label = f"{settings.roles}, local" if settings.roles else "CoCA"
+    """The vanilla model and one per form, of roles for local layers, checked by decoding."""
+    label, forms = "CoCA", {form: form for form in FORMS}
+    if settings.roles:
+        label = f"{settings.roles}, local"
+        forms = {"rotary": "rope"} | forms
     models = {LLAMA: make_model(settings)}
-    for form in [*forms, *FORMS]:
-        models[f"{label} {forms.get(form, form)}"] = make_model(settings, form)
+    models |= {f"{label} {name}": make_model(settings, form) for name, form in forms.items()}
+    if settings.roles:
+        models[f"{settings.roles}, {GRANITE}"] = make_model(settings, GRANITE)
     ids = random_tokens(length, settings)
-    return [Variant(name, make_run(x, ids), decoding_error(x)) for name, x in models.items()]
+    variants = [Variant(name, make_run(x, ids), decoding_error(x)) for name, x in models.items()]
+    # FlexAttention is compiled for every kind of layer, model and mode.
+    torch._dynamo.config.recompile_limit = 64
+    for form in ("rope", GRANITE) if settings.flex else ():
+        model = make_model(settings, form)
+        exact = logits(model, ids)
+        model.set_attn_implementation("flex_attention")
+        error = difference(logits(model, ids), exact)
+        name = f"{label} rotary" if form == "rope" else f"{settings.roles}, {form}"
+        variants.append(Variant(f"{name}, FlexAttention", make_run(model, ids), error))
+    return variants
 
 
 def prefill(model: PreTrainedModel, ids: Tensor) -> Run:

@@ -11,9 +11,11 @@ from benchmarks.__main__ import main as benchmark
 from coca_lab.report import write_report
 
 TESTS = ["tests/ops/test_gpu.py", "tests/ops/test_kernels.py"]
-OPTIONS = "--device cuda --dtype bfloat16 --rounds 30 --seconds 10 --longest-contraction 8192"
+OPTIONS = "--device cuda --dtype bfloat16 --rounds 30 --seconds 2 --longest-contraction 8192"
 OPERATOR = "--heads 32 --head-width 128"  # of a model of 7B parameters
-MODEL = "--hidden-size 1024 --layers 16"
+LAYERS = "--hidden-size 4096 --head-width 128 --layers 4"  # likewise, four of its layers
+MODEL = "--hidden-size 1024 --layers 18"
+ROLES = f"{MODEL} --roles llg --window 64 --decay 0"
 RUNS = [
     f"operator --lengths 4096 8192 16384 32768 {OPERATOR}",
     f"operator --lengths 4096 32768 {OPERATOR} --kv-heads 8",
@@ -21,10 +23,16 @@ RUNS = [
     f"operator-decode --lengths 8192 32768 131072 {OPERATOR}",
     f"operator-decode --lengths 8192 32768 131072 {OPERATOR} --kv-heads 8",
     "memory --lengths 2048 4096 8192 32768 131072 --heads 8 --head-width 128",
-    f"decode --lengths 32768 131072 {MODEL} --kv-heads 4",
-    f"decode-compiled --lengths 32768 {MODEL} --layers 4 --kv-heads 4",
+    f"limits limits-training --lengths 8192 32768 {OPERATOR}",
+    f"decode --lengths 32768 {LAYERS} --batch 4",
+    f"decode --lengths 131072 {LAYERS}",
     f"prefill --lengths 8192 32768 {MODEL}",
     f"training --lengths 2048 8192 {MODEL} --batch 2",
+    f"prefill --lengths 32768 {ROLES}",
+    f"training --lengths 16384 {ROLES}",
+    f"prefill --lengths 32768 {ROLES} --flex",
+    f"training --lengths 16384 {ROLES} --flex",
+    f"decode-compiled --lengths 32768 {MODEL} --layers 4 --kv-heads 4",
 ]
 
 

@@ -51,7 +51,8 @@ def test_cells_are_plain_values_of_correct_variants(cells):
 def test_models_with_roles_take_the_place_of_forms_in_every_layer():
     chosen = settings("--roles lg --window 4 --layers 3")
     cell = measure("prefill", 32, chosen)
-    assert list(cell["variants"]) == ["Llama", *(f"lg, local {x}" for x in ("rotary", *FORMS))]
+    local = [f"lg, local {x}" for x in ("rotary", *FORMS)]
+    assert list(cell["variants"]) == ["Llama", *local, "lg, GraniteSWA"]
     assert (cell["sizes"]["roles"], cell["sizes"]["window"]) == ("lg", 4)
     model = cases.make_model(chosen, "rope")
     assert [kind[0] for kind in model.config.layer_types] == ["s", "f", "s"]

@@ -15,7 +15,9 @@ PACKAGES = ("coca-attention", "torch", "transformers", "tokenizers", "accelerate
 
 def describe_environment() -> dict[str, Any]:
     """Versions, processor, threads, GPUs and command line, as JSON values."""
-    installed = {each.name: each.version for each in distributions()}
+    installed: dict[str, str] = {}
+    for each in distributions():  # the first of a name is the one that is imported
+        installed.setdefault(each.name, each.version)
     versions = {name: installed[name] for name in PACKAGES if name in installed}
     return {
         "versions": {"python": platform.python_version(), **versions},

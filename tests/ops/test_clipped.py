@@ -29,7 +29,7 @@ def take(monkeypatch):
 
     def selected(way: str) -> None:
         if way != "parts":
-            monkeypatch.setattr(clipped, "can_attend_parts", lambda query: False)
+            monkeypatch.setattr(clipped, "can_attend_parts", lambda *tensors: False)
             monkeypatch.setattr(attention, "QUERY_BLOCK", 5 if "5" in way else 1000)
 
     return selected

@@ -9,6 +9,7 @@ from coca_attention.models.conversion import convert
 from coca_attention.ops import (
     FORMS,
     Rotation,
+    attend,
     attend_half,
     coca_attention,
     kernels,
@@ -17,7 +18,7 @@ from coca_attention.ops import (
     tile_length,
 )
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
-from operands import operands
+from operands import normal, operands
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,3 +107,62 @@ def test_models_are_consistent_on_both_devices(form, kind):
         model(ids[:, :-1], past_key_values=cache)
         last = model(ids[:, -1:], past_key_values=cache).logits
     assert difference(last.cpu().double(), expected[:, -1:]) < 1e-4
+
+
+def with_gradients(function, tensors):
+    """Its output and the gradients of all tensors, in float64 on the CPU."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    output = function(*leaves)
+    weights = normal(*output.shape, seed=9).to(output)
+    found = [output, *torch.autograd.grad(output, leaves, weights)]
+    return [x.detach().cpu().double() for x in found]
+
+
+def assert_close_to_float64(function, tensors, dtype=torch.bfloat16):
+    """Within what rounding to the dtype explains."""
+    rounded = [x.to(dtype) for x in tensors]
+    exact = with_gradients(function, [x.double() for x in rounded])
+    for ours, expected in zip(
+        with_gradients(function, [x.cuda() for x in rounded]), exact, strict=True
+    ):
+        assert (ours - expected).abs().max() <= 3e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("window", [None, 2, 64, 300])
+@pytest.mark.parametrize("queries", [1000, 700])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_windows_and_sinks(window, queries, with_sinks):
+    shapes = [(2, 4, queries, 64), (2, 2, 1000, 64), (2, 2, 1000, 64), (4,)]
+    tensors = [normal(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+
+    def run(query, key, value, sinks):
+        unused = 0 * sinks.sum()
+        return unused + attend(
+            query, key, value, window=window, sinks=sinks if with_sinks else None
+        )
+
+    assert_close_to_float64(run, tensors)
+
+
+@pytest.mark.parametrize(("form", "free"), [("strict", 0), ("strict", 8), ("slack", 32)])
+@pytest.mark.parametrize("queries", [1000, 700])
+@pytest.mark.parametrize("limit", [1, 100, 900])
+def test_limited_distances(form, free, queries, limit):
+    sizes = {"heads": 4, "kv_heads": 2, "queries": queries, "keys": 1000}
+    tensors = operands(batch=2, **sizes, width=64, value_width=64, free=free)
+    rotation = Rotation(64, max_distance=limit)
+    assert_close_to_float64(
+        lambda q, t, v: coca_attention(q, t, v, form=form, rotation=rotation), tensors
+    )
+
+
+@pytest.mark.parametrize("sinks", [None, torch.zeros(4)])
+def test_windows_and_limits_need_no_mask(monkeypatch, sinks):
+    def masked(*_, **__):
+        raise AssertionError("not FlashAttention's own windows")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", masked)
+    q, t, v = inputs(torch.bfloat16, 1000)
+    sinks = None if sinks is None else sinks.cuda()
+    attend(q, torch.cat((t, t), dim=-1), v, window=64, sinks=sinks)
+    coca_attention(q, t, v, form="strict", rotation=Rotation(64, max_distance=64))

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from coca_attention.ops import attend
 from coca_attention.ops.attention import WINDOW_BLOCK
+from coca_attention.ops.parts import Part, attend_parts
 from operands import normal
 
 
@@ -114,3 +115,21 @@ def test_cost_is_linear_in_the_length():
             attend(*tensors(2, 2, length, length), window=32)
     assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0]) < 2 * 5 * 2 * 2 * 8 * 1024
     assert 1024 % WINDOW_BLOCK == 0
+
+
+def test_sinks_beside_parts_have_gradients():
+    """As FlashAttention computes them on a GPU, here by the kernel of a CPU."""
+    leaves = [x.requires_grad_() for x in (*tensors(4, 2, 20, 20), normal(4, seed=5))]
+    whole = slice(0, 20)
+    halves = [slice(0, 10), slice(10, 20)]
+    parts = [Part(halves[0], halves[0], "lower"), Part(halves[1], halves[1], "lower")]
+    parts.append(Part(halves[1], halves[0], "full"))
+    q, k, v, sinks = leaves
+    exact = expected(q, k, v, visible(20, 20, 20), sinks)
+    weights = normal(*exact.shape, seed=6)
+    exact = [exact, *torch.autograd.grad(exact, leaves, weights)]
+    for cut in ([Part(whole, whole, "lower")], parts):
+        output = attend_parts(cut, (q, k, q, k, v), q.shape[-1] ** -0.5, sinks)
+        found = [output, *torch.autograd.grad(output, leaves, weights)]
+        for ours, right in zip(found, exact, strict=True):
+            assert (ours - right).abs().max() <= 1e-12

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coca_attention.ops.checks import check_heads
 from coca_attention.ops.opaque import compiling, opaque
+from coca_attention.ops.parts import Part, attend_parts, has_windows, of_one_width
 from coca_attention.ops.positions import Decay
 
 # Queries processed at once if a mask must be materialized: the mask of one block has
@@ -88,10 +89,6 @@ def attend(
         decay = None if bias is None else [*bias]
         query, key, value = in_autocast(query, key, value)
         return _attend(query, key, value, attention_mask, segments, *places, window, scale, decay)
-    sink_key = None
-    if sinks is not None:
-        query, key, sink_key = _add_sink(query, key, sinks, scale)
-    query, key, value = of_one_width(query, key, value)
     if window is not None and bias is None:
         sighted = slice(max(keys - queries - window + 1, 0), None)
         key, value = key[..., sighted, :], value[..., sighted, :]
@@ -99,6 +96,16 @@ def attend(
         segments = None if segments is None else segments[:, sighted]
         keys = key.shape[-2]
         window = window if window < keys else None  # one query sees all that are left
+    if is_causal and queries > 1 and not hidden and not dropout and (masked or sinks is not None):
+        tensors = in_autocast(query, key, value)
+        if has_windows(*tensors):
+            query, key, value = tensors
+            part = Part(slice(0, queries), slice(0, keys), "lower", window=window)
+            return attend_parts([part], (query, key, query, key, value), scale, sinks)
+    sink_key = None
+    if sinks is not None:
+        query, key, sink_key = _add_sink(query, key, sinks, scale)
+    query, key, value = of_one_width(query, key, value)
     grouped = False  # the comparison itself is not a bool under dynamic shapes
     if key.shape[-3] != query.shape[-3]:
         grouped = _fuses_grouped_heads(query, masked)
@@ -216,14 +223,6 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
-
-
-def of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """The same with columns of zeros, which change neither the scores nor the output."""
-    # With unequal widths PyTorch falls back to a kernel that materializes the score matrix.
-    width = max(x.shape[-1] for x in tensors)
-    # Padding by nothing is a copy.
-    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 def _add_sink(

@@ -25,7 +25,12 @@ from coca_attention.ops.attention import (
 from coca_attention.ops.decoding import weighted_values
 from coca_attention.ops.forms import ScoreForm
 from coca_attention.ops.opaque import opaque
-from coca_attention.ops.parts import attend_parts, can_attend_parts, clipped_parts, document_parts
+from coca_attention.ops.parts import (
+    attend_parts,
+    can_attend_parts,
+    document_parts,
+    has_windows,
+)
 
 
 class Clipping(NamedTuple):
@@ -70,7 +75,7 @@ def attend_clipped(
     one = queries == 1 and alike and not dropout and not torch.is_grad_enabled()
     plain = clipping.consecutive and clipping.is_causal and attention_mask is None and not dropout
     plain = plain and (clipping.window is None or clipping.window >= keys)
-    if plain and not one and can_attend_parts(query):
+    if plain and not one and can_attend_parts(*tensors):
         return _attend_in_parts(tensors, clipping, segments)
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.masked_fill(hidden_by(attention_mask), float("-inf"))
@@ -160,15 +165,15 @@ def _attend_in_parts(
     queries, keys, limit = query.shape[-2], far_key.shape[-2], clipping.max_distance
     if key.shape[-2] < keys:
         key = F.pad(key, (0, 0, keys - key.shape[-2], 0))
-    tensors = (query, key, far_query, far_key, value)
+    tensors, banded = (query, key, far_query, far_key, value), has_windows(*tensors)
     if segments is None:
-        parts = list(clipped_parts(queries, keys, limit))
+        parts = document_parts([keys], queries, limit, banded)
         return attend_parts(parts, tensors, clipping.scale)
     outputs = []
     for row, *text in zip(segments, *tensors, strict=True):
         # Every document is a text of its own.
         lengths = row.unique_consecutive(return_counts=True)[1].tolist()
-        parts = document_parts(lengths, queries, limit)
+        parts = document_parts(lengths, queries, limit, banded)
         outputs.append(attend_parts(parts, [x[None] for x in text], clipping.scale))
     return torch.cat(outputs)
 

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from coca_attention.ops.attention import of_one_width
+# Largest head width of FlashAttention.
+FLASH_WIDTH = 256
 
 
 class Part(NamedTuple):
@@ -24,6 +26,9 @@ class Part(NamedTuple):
     columns: slice
     shape: Literal["full", "lower", "upper"]
     far: bool = False
+    # Only where `has_windows`: the last keys of a lower part that a query sees. There it need not
+    # be a square; its last query sees the last key.
+    window: int | None = None
 
 
 def causal_parts(start: int, stop: int, columns: slice, far: bool = False) -> Iterator[Part]:
@@ -32,6 +37,15 @@ def causal_parts(start: int, stop: int, columns: slice, far: bool = False) -> It
     if seen > columns.start:
         yield Part(slice(start, stop), slice(columns.start, seen), "full", far)
     yield Part(slice(start, stop), slice(seen, columns.stop), "lower", far)
+
+
+def banded_parts(queries: int, keys: int, max_distance: int) -> Iterator[Part]:
+    """Parts as of `clipped_parts`, where `has_windows`: all near keys are one part."""
+    yield Part(slice(0, queries), slice(0, keys), "lower", window=max_distance)
+    first = max(keys - queries, max_distance)
+    if first < keys:
+        rows = slice(first - (keys - queries), queries)
+        yield Part(rows, slice(0, keys - max_distance), "lower", far=True)
 
 
 def clipped_parts(queries: int, keys: int, max_distance: int) -> Iterator[Part]:
@@ -52,13 +66,16 @@ def clipped_parts(queries: int, keys: int, max_distance: int) -> Iterator[Part]:
         yield from causal_parts(first - past, queries, slice(0, keys - width), far=True)
 
 
-def document_parts(lengths: list[int], queries: int, max_distance: int) -> list[Part]:
-    """`clipped_parts` of documents of some lengths, which do not see each other."""
+def document_parts(
+    lengths: list[int], queries: int, max_distance: int, banded: bool = False
+) -> list[Part]:
+    """The parts of documents of some lengths, which do not see each other."""
+    make = banded_parts if banded else clipped_parts
     parts, past, start = [], sum(lengths) - queries, 0
     for length in lengths:
         first, stop = max(start, past), start + length
         if first < stop:
-            for part in clipped_parts(stop - first, length, max_distance):
+            for part in make(stop - first, length, max_distance):
                 rows, columns = _shift(part.rows, first - past), _shift(part.columns, start)
                 parts.append(part._replace(rows=rows, columns=columns))
         start = stop
@@ -69,67 +86,95 @@ def _shift(span: slice, by: int) -> slice:
     return slice(span.start + by, span.stop + by)
 
 
-def can_attend_parts(query: Tensor) -> bool:
-    """Whether there is a kernel that returns logarithmic sums: on a CPU, outside of a graph."""
-    return query.device.type == "cpu" and not torch.compiler.is_compiling()
+def can_attend_parts(*tensors: Tensor) -> bool:
+    """Whether a kernel returns logarithmic sums for query, key and value, outside of a graph."""
+    on_cpu = tensors[0].device.type == "cpu"
+    return has_windows(*tensors) or (on_cpu and not torch.compiler.is_compiling())
 
 
-def attend_parts(parts: list[Part], tensors: Sequence[Tensor], scale: float) -> Tensor:
+def has_windows(*tensors: Tensor) -> bool:
+    """Whether FlashAttention, which has windows, takes query, key and value."""
+    query, width = tensors[0], max(x.shape[-1] for x in tensors)
+    return (
+        query.is_cuda
+        and not torch.compiler.is_compiling()
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and width % 8 == 0
+        and width <= FLASH_WIDTH
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def attend_parts(
+    parts: list[Part], tensors: Sequence[Tensor], scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """softmax(scale * scores) V over disjoint parts, of which every query is in at least one.
 
-    The tensors: query, key, far query, far key and value, see `attend_clipped`.
+    The tensors: query, key, far query, far key and value, see `attend_clipped`. Sinks (H,) as for
+    `attend`.
     """
-    return _Parts.apply(parts, scale, *of_one_width(*tensors))[..., : tensors[-1].shape[-1]]
+    output = _Parts.apply(parts, scale, sinks, *of_one_width(*tensors))
+    return output[..., : tensors[-1].shape[-1]]
+
+
+def of_one_width(*tensors: Tensor) -> list[Tensor]:
+    """The same with columns of zeros, which change neither the scores nor the output."""
+    # With unequal widths PyTorch falls back to a kernel that materializes the score matrix.
+    width = max(x.shape[-1] for x in tensors)
+    # Padding by nothing is a copy.
+    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 class _Parts(torch.autograd.Function):
     """`attend_parts` of tensors of one width."""
 
     @staticmethod
-    def forward(ctx: Any, parts: list[Part], scale: float, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, parts: list[Part], scale: float, sinks: Tensor | None, *tensors: Tensor
+    ) -> Tensor:
         query = tensors[0]
-        wide = torch.promote_types(query.dtype, torch.float32)
-        output = torch.zeros_like(query, dtype=wide)
-        total = torch.full(query.shape[:-1], float("-inf"), dtype=wide)
-        for part in parts:
-            found, own = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *_inputs(part, tensors), 0.0, part.shape != "full", scale=scale
-            )
-            if part.shape == "upper":
-                found, own = found.flip(-2), own.flip(-1)
-            before = total[..., part.rows]
-            after = torch.logaddexp(before, own)
-            rows = output[..., part.rows, :]
-            rows *= (before - after).exp().unsqueeze(-1)
-            rows += found * (own - after).exp().unsqueeze(-1)
-            before.copy_(after)
+        if len(parts) == 1 and sinks is None:
+            output, total = _kernel(parts[0], tensors, scale)
+        else:
+            wide = torch.promote_types(query.dtype, torch.float32)
+            output = torch.zeros_like(query, dtype=wide)
+            total = output.new_full(query.shape[:-1], float("-inf"))
+            if sinks is not None:
+                total.copy_(sinks[:, None])
+            for part in parts:
+                found, own = _kernel(part, tensors, scale)
+                before = total[..., part.rows]
+                after = torch.logaddexp(before, own)
+                rows = output[..., part.rows, :]
+                rows *= (before - after).exp().unsqueeze(-1)
+                rows += found * (own - after).exp().unsqueeze(-1)
+                before.copy_(after)
         output = output.to(query.dtype)
         ctx.parts, ctx.scale = parts, scale
-        ctx.save_for_backward(*tensors, output, total)
+        ctx.save_for_backward(*tensors, output, total, sinks)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, output, total = ctx.saved_tensors
-        wide = total.dtype
-        sums = [torch.zeros_like(x, dtype=wide) for x in tensors]
+        *tensors, output, total, sinks = ctx.saved_tensors
+        of_sinks = None
+        if sinks is not None:
+            # Attention to a sink gives 0, so it gains by as much as the output is to be reduced.
+            along = (gradients[0] * output).sum(-1, dtype=total.dtype)
+            of_sinks = -((sinks[:, None] - total).exp() * along).sum((0, 2)).to(sinks.dtype)
+        if len(ctx.parts) == 1 and not ctx.parts[0].far:
+            rows = gradients[0], output, total
+            query, key, value = _kernel_backward(ctx.parts[0], tensors, rows, ctx.scale)
+            return None, None, of_sinks, query, key, None, None, value
+        sums = [torch.zeros_like(x, dtype=total.dtype) for x in tensors]
         for part in ctx.parts:
-            rows: Any = [x[..., part.rows, :] for x in (gradients[0], output)]
-            own = total[..., part.rows]
-            if part.shape == "upper":
-                rows, own = [x.flip(-2) for x in rows], own.flip(-1)
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                rows[0],
-                *_inputs(part, tensors),
-                rows[1],
-                own,
-                0.0,
-                part.shape != "full",
-                scale=ctx.scale,
-            )
+            rows = (*(x[..., part.rows, :] for x in (gradients[0], output)), total[..., part.rows])
+            found = _kernel_backward(part, tensors, rows, ctx.scale)
             for place, x in zip(_cut(part, sums), found, strict=True):
-                place += x.flip(-2) if part.shape == "upper" else x
-        return None, None, *(x.to(y.dtype) for x, y in zip(sums, tensors, strict=True))
+                place += x
+        return None, None, of_sinks, *(x.to(y.dtype) for x, y in zip(sums, tensors, strict=True))
 
 
 def _cut(part: Part, tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,7 +184,51 @@ def _cut(part: Part, tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
     return query[..., part.rows, :], *columns
 
 
-def _inputs(part: Part, tensors: Any) -> tuple[Tensor, ...]:
-    """Those of a part, turned around where that makes it causal."""
-    cut = _cut(part, tensors)
-    return tuple(x.flip(-2) for x in cut) if part.shape == "upper" else cut
+def _kernel(part: Part, tensors: Any, scale: float) -> tuple[Tensor, Tensor]:
+    """Output (B, H, T, D) and logarithmic sums (B, H, T) of a part."""
+    causal, cut = part.shape != "full", _cut(part, tensors)
+    if cut[0].is_cuda:
+        output, total, *_ = torch.ops.aten._flash_attention_forward(
+            *(_rows_first(x) for x in cut), None, None, cut[0].shape[-2], cut[1].shape[-2],
+            0.0, causal, False, scale=scale, **_band(part),
+        )  # fmt: skip
+        return output.transpose(1, 2), total
+    if part.shape == "upper":  # turned around it is causal
+        cut = tuple(x.flip(-2) for x in cut)
+    output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *cut, 0.0, causal, scale=scale
+    )
+    return (output.flip(-2), total.flip(-1)) if part.shape == "upper" else (output, total)
+
+
+def _kernel_backward(part: Part, tensors: Any, rows: Any, scale: float) -> tuple[Tensor, ...]:
+    """Gradients of a part, from the gradient, the output and the logarithmic sums of its rows."""
+    causal, cut, (gradient, output, total) = part.shape != "full", _cut(part, tensors), rows
+    if gradient.is_cuda:
+        found = torch.ops.aten._flash_attention_backward(
+            *(_rows_first(x) for x in (gradient, *cut, output)), total.contiguous(), None, None,
+            cut[0].shape[-2], cut[1].shape[-2], 0.0, causal,
+            torch.zeros(2, dtype=torch.uint64, device=gradient.device), total.new_empty(0),
+            scale=scale, **_band(part),
+        )  # fmt: skip
+        return tuple(x.transpose(1, 2) for x in found)
+    if part.shape == "upper":
+        cut, gradient, output = (x.flip(-2) for x in cut), gradient.flip(-2), output.flip(-2)
+        total = total.flip(-1)
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, *cut, output, total, 0.0, causal, scale=scale
+    )
+    return tuple(x.flip(-2) for x in found) if part.shape == "upper" else found
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """(B, H, T, D) to (B, T, H, D), the last dimension of which is contiguous."""
+    x = x.transpose(1, 2)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _band(part: Part) -> dict[str, int]:
+    """How FlashAttention names a window, which does not count the query's own key."""
+    if part.window is None:
+        return {}
+    return {"window_size_left": part.window - 1, "window_size_right": 0}

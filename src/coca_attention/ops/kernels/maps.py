@@ -180,7 +180,7 @@ def query_map(
     span: int,
     free_pairs: int,
 ) -> Tensor:
-    """Q' of (B, H, T, D); cos and sin (1 or B, 1, T, P), with the scale folded in."""
+    """Q' of (B, H, T, D); cos and sin (1 or B, 1, 1 or T, P), with the scale folded in."""
     layout = {"INTERLEAVED": interleaved, "SPAN": span, "FREE": free_pairs}
     width = query.shape[-1]
     return _launch(_query_map, width, cos, sin, query, FORM=form, WIDTH=width, **layout)
@@ -238,7 +238,7 @@ def _launch(
             *(stride for x in tensors for stride in x.stride()),
             *output.stride()[:3],
             cos.stride(0) if cos.dim() == 4 and cos.shape[0] > 1 else 0,
-            cos.stride(-2),
+            cos.stride(-2) if cos.shape[-2] > 1 else 0,
             heads,
             length,
             HEADS=block,
