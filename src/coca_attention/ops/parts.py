@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Largest head width of FlashAttention.
-FLASH_WIDTH = 256
+# Largest head width of which FlashAttention has a backward pass on every GPU that it runs on.
+FLASH_WIDTH = 192
 
 
 class Part(NamedTuple):
@@ -101,6 +101,7 @@ def has_windows(*tensors: Tensor) -> bool:
         and query.dtype in (torch.float16, torch.bfloat16)
         and width % 8 == 0
         and width <= FLASH_WIDTH
+        and torch.version.hip is None
         and torch.backends.cuda.flash_sdp_enabled()
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
