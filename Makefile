@@ -13,7 +13,7 @@ help:
 	@echo "make test        the test suite"
 	@echo "make test-slow   the tests that take minutes"
 	@echo "make test-lowest tests with the lowest versions that pyproject.toml allows"
-	@echo "make gpu-check   GPU tests and benchmarks, with the packages of \$$(PYTHON); no set-up, no network"
+	@echo "make gpu-check   GPU tests and benchmarks, with the packages of \$$(PYTHON): this one with [lab], and pytest"
 	@echo "make lint        formatting, lint rules and types"
 	@echo "make docs        the documentation site, in build/site"
 	@echo "make package     wheel and source archive, in dist"

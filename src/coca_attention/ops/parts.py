@@ -97,6 +97,7 @@ def has_windows(*tensors: Tensor) -> bool:
     query, width = tensors[0], max(x.shape[-1] for x in tensors)
     return (
         query.is_cuda
+        and query.numel() > 0
         and not torch.compiler.is_compiling()
         and query.dtype in (torch.float16, torch.bfloat16)
         and width % 8 == 0
