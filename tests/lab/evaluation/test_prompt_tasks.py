@@ -287,44 +287,28 @@ def test_batches_caches_and_evaluations_before_change_nothing(tokenizer):
     assert outputs(seed=1) != plain
 
 
-@pytest.fixture
-def reminders():
-    """Transformers' reminders of the training length, of which it prints one a process."""
-    log, said = logging.getLogger("transformers.generation.stopping_criteria"), []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    log.addHandler(handler)
-    log.warning_once.__func__.cache_clear()
-    yield said
-    log.removeHandler(handler)
-
-
-def validate(model, tokenizer):
-    """As a training does."""
-    validation = {"every": 1, "passkeys": 1, "needles": 1, "lengths": [300]}
-    load_retrieval(checked(Recipe, {"validation": validation}), tokenizer).shares(model)
-
-
-def measure(task):
-    settings = task.settings(lengths=[300], samples=1, max_new_tokens=3)
-    return lambda model, tokenizer: evaluate(task, Model(model, tokenizer), settings)
-
-
-def generate(model, tokenizer):
-    model.generate(torch.ones(1, 40, dtype=torch.long), max_new_tokens=5, do_sample=False)
-
-
-@pytest.mark.parametrize(
-    ("read", "expected"),
-    [(measure(PASSKEYS), 0), (measure(NEEDLES), 0), (validate, 0), (generate, 1)],
-)
-def test_reading_beyond_the_training_length_on_purpose_prints_no_reminder(
-    read, expected, words, reminders
-):
+def test_reading_beyond_the_training_length_on_purpose_prints_no_reminder(words, caplog):
+    """Neither in an evaluation nor in a training; Transformers prints one a process."""
+    log = logging.getLogger("transformers.generation.stopping_criteria")
+    log.addHandler(caplog.handler)
     model = tiny_model("slack")
     model.resize_token_embeddings(len(words))
-    read(model, words)
-    assert ["predefined maximum length" in text for text in reminders] == [True] * expected
+
+    def reminded(read, *arguments):
+        log.warning_once.__func__.cache_clear()
+        caplog.clear()
+        read(*arguments)
+        return "predefined maximum length" in caplog.text
+
+    for task in (PASSKEYS, NEEDLES):
+        wanted = task.settings(lengths=[300], samples=1, max_new_tokens=3)
+        assert not reminded(evaluate, task, Model(model, words), wanted)
+    validation = {"every": 1, "passkeys": 1, "needles": 1, "lengths": [300]}
+    training = load_retrieval(checked(Recipe, {"validation": validation}), words)
+    assert not reminded(training.shares, model)
+    plain = partial(model.generate, max_new_tokens=5, do_sample=False)
+    assert reminded(plain, torch.ones(1, 40, dtype=torch.long))
+    log.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize(
