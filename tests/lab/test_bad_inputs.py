@@ -39,15 +39,13 @@ class Place:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return str(path)
 
-    def copy(self, source: str, **files) -> str:
-        """A copy in which files have other content, None for none."""
-        path = self.new()
-        shutil.copytree(self.folder / source, path)
+    def copy(self, source: str, **files: bytes | None) -> str:
+        """A copy in which files have other content, None for none; ``a__b_c`` means a/b.c."""
+        path = shutil.copytree(self.folder / source, self.new())
         for name, content in files.items():
             file = path / ".".join(name.replace("__", "/").rsplit("_", 1))
-            if content is None:
-                file.unlink()
-            else:
+            file.unlink()
+            if content is not None:
                 file.write_bytes(content)
         return str(path)
 

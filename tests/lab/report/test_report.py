@@ -34,8 +34,9 @@ def page(html):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Pages without their pictures, which take most of the time."""
+    """Pages without their pictures and the library, which take most of the time."""
     monkeypatch.setattr("coca_lab.report.page.static_svg", lambda *_: "<svg></svg>")
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda: "")
 
 
 def test_the_page_needs_nothing_from_outside_and_stays_below_three_megabytes(html, page):
