@@ -44,10 +44,6 @@ from coca_lab.training.retrieval import load_retrieval
 from conftest import tiny_model
 
 
-def evaluate_passkey(model, tokenizer, settings, scaling="none", factor=4.0):
-    return evaluate(PASSKEYS, Model(model, tokenizer), settings, RotaryScaling(scaling, factor))
-
-
 @pytest.fixture(scope="module")
 def words():
     """A tokenizer trained on the words of the tasks, one token per digit."""
@@ -251,7 +247,7 @@ def test_models_with_a_known_answer(words, known, accuracy):
     model = Copier(config).eval()
     model.tokenizer, model.known = words, known
     wanted = PasskeySettings(lengths=[128, 200], samples=5, max_new_tokens=10, use_cache=False)
-    cells = evaluate_passkey(model, words, wanted)
+    cells = evaluate(PASSKEYS, Model(model, words), wanted)
     assert [cell["accuracy"] for cell in cells] == [accuracy, accuracy]
     for cell in cells:
         assert all(r["output"] == f" {str(r['key'])[:known]}." for r in cell["samples"])
@@ -276,7 +272,7 @@ def test_batches_caches_and_evaluations_before_change_nothing(tokenizer):
 
     def outputs(**changes):
         wanted = PasskeySettings([300], samples=6, max_new_tokens=6, **changes)
-        (cell,) = evaluate_passkey(model, tokenizer, wanted, scaling="ntk")
+        (cell,) = evaluate(PASSKEYS, Model(model, tokenizer), wanted, RotaryScaling("ntk"))
         assert cell["rope_parameters"]["length"] == 306 and model.config.rope_parameters == before
         return [record["output"] for record in cell["samples"]]
 
@@ -363,7 +359,7 @@ def test_unfit_tokenizers_and_models_are_refused(words):
                    bos_token_id=0, eos_token_id=0)
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"cannot read 364 tokens at once .* 64: use shorter"):
-        evaluate_passkey(limited, words, PasskeySettings(lengths=[300], samples=1))
+        evaluate(PASSKEYS, Model(limited, words), PasskeySettings(lengths=[300], samples=1))
 
 
 def test_training_blocks_hold_questions_answers_and_ends_at_any_place(words):
