@@ -89,7 +89,7 @@ def test_a_check_of_a_model_that_finds_nothing_says_that_half_of_it_was_empty(
     assert limit == 160 and re.search(r"W = 160 \(chosen\) .* 0 +0 +nothing; no passkey", said)
     assert "## Limit of distances" in card and "| W = 160 (chosen) |" in card
     assert "| nothing; no passkey to lose |" in card
-    assert "passkeys 160 | 200 |" in card and "and 4 passkey prompts of each." in card
+    assert "passkeys 160 | 200 | lost |" in card and "and 4 passkey prompts of each." in card
     assert json.loads((source / "config.json").read_text())["model_type"] == "llama"
 
 
