@@ -27,7 +27,6 @@ class Part:
     """Texts at once."""
 
     def check(self) -> None:
-        """Refuse no texts."""
         if self.batch_size < 1:
             raise UserError("batch_size must be at least 1")
 
@@ -50,7 +49,6 @@ class Settings:
     """Settings by task."""
 
     def check(self) -> None:
-        """Check the part."""
         self.part.check()
 
 

@@ -39,15 +39,13 @@ class Place:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return str(path)
 
-    def copy(self, source: str, **files) -> str:
-        """A copy in which files have other content, None for none."""
-        path = self.new()
-        shutil.copytree(self.folder / source, path)
+    def copy(self, source: str, **files: bytes | None) -> str:
+        """A copy in which files have other content, None for none; ``a__b_c`` means a/b.c."""
+        path = shutil.copytree(self.folder / source, self.new())
         for name, content in files.items():
             file = path / ".".join(name.replace("__", "/").rsplit("_", 1))
-            if content is None:
-                file.unlink()
-            else:
+            file.unlink()
+            if content is not None:
                 file.write_bytes(content)
         return str(path)
 
@@ -243,14 +241,9 @@ CASES = {
     "null model": (suite(models={"a": None}), "models"),
     "factor 0": (suite(scalings=[{"kind": "ntk", "factor": 0}]), "factor: Input should be greater"),
     "length 3": (suite(passkey={"lengths": [300, 3]}), "model a: passkey: "),
-    # Texts.
+    # Texts, more of which are in data/test_documents.py.
     "content": (of_text('{"content": "hello there"}\n'), "use --text-field content"),
     "other field": (of_text('{"id": "a", "story": "long ago"}\n'), "use --text-field story"),
-    "number as text": (of_text('{"text": 5}\n'), "no text in field 'text'"),
-    "nested line": (of_text("[" * 99999 + "\n"), "not valid JSON"),
-    "half a character": (of_text('{"text": "\\ud800"}\n'), "not valid Unicode"),
-    "Latin": (of_text("é".encode("latin1") * 50, ".txt"), "not UTF-8"),
-    "nothing": (of_text("", ".txt"), "the file is empty"),
     "no Parquet": (of_text("x", ".parquet"), "not a readable Parquet file"),
     "no gzip": (of_text("x", ".txt.gz"), "Truncated compressed stream"),
     # Reports, conversions.

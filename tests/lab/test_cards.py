@@ -75,11 +75,22 @@ def test_a_run_has_a_card(base, staged, monkeypatch):
     assert type(run_python(card)["model"]).__name__ == "CoCALlamaForCausalLM"
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_every_kind_of_model_has_a_readable_card(kind, tmp_path):
-    write_card(tmp_path, CONFIGS[kind]())
+@pytest.mark.parametrize(
+    ("kind", "head", "auto", "pipeline"),
+    [
+        *((kind, None, "AutoModelForCausalLM", "text-generation") for kind in CONFIGS),
+        ("llama-strict", "Model", "AutoModel", None),
+        ("llama-strict", "ForTokenClassification", "AutoModelForTokenClassification",
+         "token-classification"),
+    ],
+)  # fmt: skip
+def test_every_kind_of_model_and_head_has_a_readable_card(kind, head, auto, pipeline, tmp_path):
+    config = CONFIGS[kind]()
+    config.architectures = head and [f"CoCALlama{head}"]
+    write_card(tmp_path, config)
     card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.pipeline_tag == "text-generation"
+    assert f"\nmodel = {auto}.from_pretrained(" in card.text
+    assert card.data.pipeline_tag == pipeline
     assert not re.search(r"[{}\[]|None", card.text.partition("| methods")[0])
 
 
@@ -90,19 +101,3 @@ def test_the_source_may_be_damaged_a_name_or_gone(source, tmp_path):
         write_card(tmp_path, CONFIGS["llama-strict"](), source=name)
         data = ModelCard.load(tmp_path / "README.md").data
         assert (data.base_model, data.license) == (base_model, None)
-
-
-@pytest.mark.parametrize(
-    ("head", "auto", "pipeline"),
-    [
-        ("ForTokenClassification", "AutoModelForTokenClassification", "token-classification"),
-        ("Model", "AutoModel", None),
-    ],
-)
-def test_the_card_of_another_head_names_its_class(head, auto, pipeline, tmp_path):
-    config = CONFIGS["llama-strict"]()
-    config.architectures = [f"CoCALlama{head}"]
-    write_card(tmp_path, config)
-    card = ModelCard.load(tmp_path / "README.md")
-    assert f"\nmodel = {auto}.from_pretrained(" in card.text
-    assert card.data.pipeline_tag == pipeline

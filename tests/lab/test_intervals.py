@@ -16,6 +16,8 @@ from coca_lab.intervals import (
     wilson_interval,
 )
 
+SCORES = [DocumentScore(str(i), 100.0 + 10 * i, 50) for i in range(20)]
+
 
 def test_tokens_weigh_the_same_and_not_windows_or_documents():
     scores = [DocumentScore("long", 90.0, 90), DocumentScore("short", 30.0, 10)]
@@ -23,16 +25,14 @@ def test_tokens_weigh_the_same_and_not_windows_or_documents():
 
 
 def test_the_interval_is_students_over_documents():
-    scores = [DocumentScore(str(i), 100.0 + 10 * i, 50) for i in range(20)]
-    interval = perplexity_interval(scores)
-    assert interval is not None
     # Nats per token: mean 3.9, error 1.183 / sqrt(19), 19 degrees of freedom.
     half = 2.09302 * 0.2 * math.sqrt((20**2 - 1) / 12 * 20 / 19) / math.sqrt(19)
+    interval = perplexity_interval(SCORES)
     assert interval == pytest.approx((math.exp(3.9 - half), math.exp(3.9 + half)), rel=1e-5)
     same = [DocumentScore(str(i), 100.0, 50) for i in range(20)]
     assert perplexity_interval(same) == pytest.approx((math.exp(2), math.exp(2)))
-    assert perplexity_interval(scores[:1]) is None
-    assert perplexity_interval([*scores, DocumentScore("bad", math.inf, 50)]) is None
+    assert perplexity_interval(SCORES[:1]) is None
+    assert perplexity_interval([*SCORES, DocumentScore("bad", math.inf, 50)]) is None
 
 
 def test_a_document_with_most_tokens_leaves_fewer_degrees_of_freedom():
@@ -48,9 +48,8 @@ def test_a_document_with_most_tokens_leaves_fewer_degrees_of_freedom():
 
 
 def test_documents_without_tokens_do_not_count():
-    scores = [DocumentScore(str(i), 100.0 + 10 * i, 50) for i in range(5)]
-    assert perplexity_interval([*scores, DocumentScore("", 0.0, 0)]) == perplexity_interval(scores)
-    assert perplexity_interval([scores[0], DocumentScore("", 0.0, 0)]) is None
+    assert perplexity_interval([*SCORES, DocumentScore("", 0.0, 0)]) == perplexity_interval(SCORES)
+    assert perplexity_interval([SCORES[0], DocumentScore("", 0.0, 0)]) is None
 
 
 @pytest.mark.parametrize("documents", [2, 4, 8, 12, 20, 30])
@@ -69,24 +68,20 @@ def test_intervals_contain_the_truth_as_often_as_they_say(documents):
         intervals = perplexity_interval(first), paired_ratio_interval(first, second)
         truths = math.exp(math.exp(1 + 0.15**2 / 2)), math.exp(0.05)
         for name, interval, truth in zip(hits, intervals, truths, strict=True):
-            assert interval is not None
             hits[name] += interval[0] <= truth <= interval[1]
     # Two standard errors of 1,000 samples about 0.93 and 0.97.
     assert all(0.914 <= count / samples <= 0.981 for count in hits.values()), hits
 
 
 def test_the_paired_interval_leaves_out_what_documents_share():
-    first = [DocumentScore(str(i), 100.0 + 10 * i, 50) for i in range(20)]
-    second = [DocumentScore(str(i), 95.0 + 10 * i + i % 3, 50) for i in range(20)]
-    interval = paired_ratio_interval(first, second)
-    assert interval is not None
-    assert interval[0] < perplexity(first) / perplexity(second) < interval[1]
-    alone = perplexity_interval(first)
-    assert alone is not None
-    assert interval[1] / interval[0] < 1.02 < alone[1] / alone[0]
-    assert paired_ratio_interval(first[:1], second[:1]) is None
+    others = [DocumentScore(str(i), 95.0 + 10 * i + i % 3, 50) for i in range(20)]
+    low, high = paired_ratio_interval(SCORES, others)
+    assert low < perplexity(SCORES) / perplexity(others) < high
+    alone = perplexity_interval(SCORES)
+    assert high / low < 1.02 < alone[1] / alone[0]
+    assert paired_ratio_interval(SCORES[:1], others[:1]) is None
     with pytest.raises(ValueError, match="same scored tokens of the same documents"):
-        paired_ratio_interval(first, second[1:])
+        paired_ratio_interval(SCORES, others[1:])
 
 
 def test_wilson_intervals():
@@ -98,7 +93,7 @@ def test_wilson_intervals():
 
 
 def test_the_interval_of_a_mean():
-    low, high = mean_interval([1.0, 2.0, 3.0]) or (0, 0)
+    low, high = mean_interval([1.0, 2.0, 3.0])
     half = 4.302653 / math.sqrt(3)  # a standard error of 1 / sqrt(3), two degrees of freedom
     assert (low, high) == pytest.approx((2 - half, 2 + half))
     assert mean_interval([0.3, 0.3]) == pytest.approx((0.3, 0.3))
@@ -108,21 +103,20 @@ def test_the_interval_of_a_mean():
 @pytest.mark.parametrize("seeds", [3, 5])
 def test_means_over_seeds_are_covered(seeds):
     drawn = np.random.default_rng(seeds).normal(0, 1, (1000, seeds))
-    found = [mean_interval(list(values)) or (1, -1) for values in drawn]
+    found = [mean_interval(list(values)) for values in drawn]
     assert 0.93 <= np.mean([low <= 0 <= high for low, high in found]) <= 0.97
 
 
 def test_a_power_law_is_found_and_its_interval_covers_it():
     sizes = [1e5, 2e5, 4e5, 8e5]
     fit = fit_power_law(sizes, [3.0 * n**-0.1 for n in sizes])
-    assert fit is not None and fit.exponent == pytest.approx(-0.1)
+    assert fit.exponent == pytest.approx(-0.1)
     assert fit.at(7e9) == pytest.approx((3.0 * 7e9**-0.1,) * 3)
     generator = np.random.default_rng(0)
     covered = dict.fromkeys((4e5, 3.5e8), 0)
     for _ in range(200):
         noisy = [3.0 * n**-0.1 * math.exp(generator.normal(0, 0.05)) for n in sizes]
         fit = fit_power_law(sizes, noisy)
-        assert fit is not None
         for size in covered:
             _, low, high = fit.at(size)
             covered[size] += low <= 3.0 * size**-0.1 <= high

@@ -31,40 +31,29 @@ def measured(limit, hits, nats=0.0, beyond=0.0):
     return Measured(limit, scores, dict(zip(scores, hits, strict=True)))
 
 
-BASE, SAFE = measured(None, (50, 0)), measured(L, (50, 3))
-
-
 @pytest.mark.parametrize(
-    ("others", "chosen"),
+    ("found", "others", "chosen"),
     [
-        ([measured(128, (50, 40))], 128),
-        ([measured(128, (49, 50))], L),  # a passkey is lost within L
-        ([measured(128, (50, 40), nats=0.01)], L),  # every document is worse within L
-        ([measured(128, (50, 40), nats=-0.01)], 128),
-        ([measured(192, (50, 40)), measured(128, (50, 40), beyond=-0.1)], 128),
-        ([measured(192, (50, 40)), measured(128, (50, 30), beyond=-0.1)], 192),
+        (50, [measured(128, (50, 40))], 128),
+        (50, [measured(128, (49, 50))], L),  # a passkey is lost within L
+        (50, [measured(128, (50, 40), nats=0.01)], L),  # every document is worse within L
+        (50, [measured(128, (50, 40), nats=-0.01)], 128),
+        (50, [measured(192, (50, 40)), measured(128, (50, 40), beyond=-0.1)], 128),
+        (50, [measured(192, (50, 40)), measured(128, (50, 30), beyond=-0.1)], 192),
+        (0, [measured(128, (0, 9), beyond=-0.5)], L),  # no passkey could be lost
     ],
 )
-def test_the_best_limit_that_loses_nothing_within_the_training_length_is_chosen(others, chosen):
-    assert LimitCheck(L, BASE, [SAFE, *others], "").chosen.max_distance == chosen
+def test_the_best_limit_that_loses_nothing_within_the_training_length_is_chosen(
+    found, others, chosen
+):
+    check = LimitCheck(L, measured(None, (found, 0)), [measured(L, (found, 3)), *others], "")
+    assert check.chosen.max_distance == chosen
 
 
-def test_where_the_base_finds_no_passkey_nothing_less_than_the_training_length_is_chosen():
-    blind = measured(None, (0, 0))
-    others = [measured(L, (0, 0)), measured(128, (0, 9), beyond=-0.5)]
-    check = LimitCheck(L, blind, others, "")
-    assert check.chosen.max_distance == L and "half of the check was empty" in check.markdown()
-    assert [row[-1] for row in check.table()[1]] == ["", *["nothing; no passkey to lose"] * 2]
-
-
-def test_the_table_says_what_is_lost():
-    check = LimitCheck(L, BASE, [SAFE, measured(128, (49, 50), nats=0.01)], "On a text")
-    header, rows = check.table()
-    assert header[0] == "" and header[-1] == "lost" and len(header) == 6
-    assert [row[0] for row in rows] == ["base", "W = 256 (chosen)", "W = 128"]
+def test_both_losses_are_told():
+    limits = [measured(L, (50, 3)), measured(128, (49, 50), nats=0.01)]
+    _, rows = LimitCheck(L, measured(None, (50, 0)), limits, "").table()
     assert [row[-1] for row in rows] == ["", "nothing", "perplexity, passkeys"]
-    assert "| W = 128 |" in check.markdown() and "On a text. " in check.markdown()
-    assert "empty" not in check.markdown()
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +88,8 @@ def test_a_check_of_a_model_that_finds_nothing_says_that_half_of_it_was_empty(
     assert "half of the check was empty" in warned and "half of the check was empty" in card
     assert limit == 160 and re.search(r"W = 160 \(chosen\) .* 0 +0 +nothing; no passkey", said)
     assert "## Limit of distances" in card and "| W = 160 (chosen) |" in card
-    assert "passkeys 160 | 200 |" in card and "and 4 passkey prompts of each." in card
+    assert "| nothing; no passkey to lose |" in card
+    assert "passkeys 160 | 200 | lost |" in card and "and 4 passkey prompts of each." in card
     assert json.loads((source / "config.json").read_text())["model_type"] == "llama"
 
 

@@ -44,10 +44,6 @@ from coca_lab.training.retrieval import load_retrieval
 from conftest import tiny_model
 
 
-def evaluate_passkey(model, tokenizer, settings, scaling="none", factor=4.0):
-    return evaluate(PASSKEYS, Model(model, tokenizer), settings, RotaryScaling(scaling, factor))
-
-
 @pytest.fixture(scope="module")
 def words():
     """A tokenizer trained on the words of the tasks, one token per digit."""
@@ -251,7 +247,7 @@ def test_models_with_a_known_answer(words, known, accuracy):
     model = Copier(config).eval()
     model.tokenizer, model.known = words, known
     wanted = PasskeySettings(lengths=[128, 200], samples=5, max_new_tokens=10, use_cache=False)
-    cells = evaluate_passkey(model, words, wanted)
+    cells = evaluate(PASSKEYS, Model(model, words), wanted)
     assert [cell["accuracy"] for cell in cells] == [accuracy, accuracy]
     for cell in cells:
         assert all(r["output"] == f" {str(r['key'])[:known]}." for r in cell["samples"])
@@ -276,7 +272,7 @@ def test_batches_caches_and_evaluations_before_change_nothing(tokenizer):
 
     def outputs(**changes):
         wanted = PasskeySettings([300], samples=6, max_new_tokens=6, **changes)
-        (cell,) = evaluate_passkey(model, tokenizer, wanted, scaling="ntk")
+        (cell,) = evaluate(PASSKEYS, Model(model, tokenizer), wanted, RotaryScaling("ntk"))
         assert cell["rope_parameters"]["length"] == 306 and model.config.rope_parameters == before
         return [record["output"] for record in cell["samples"]]
 
@@ -287,44 +283,28 @@ def test_batches_caches_and_evaluations_before_change_nothing(tokenizer):
     assert outputs(seed=1) != plain
 
 
-@pytest.fixture
-def reminders():
-    """Transformers' reminders of the training length, of which it prints one a process."""
-    log, said = logging.getLogger("transformers.generation.stopping_criteria"), []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    log.addHandler(handler)
-    log.warning_once.__func__.cache_clear()
-    yield said
-    log.removeHandler(handler)
-
-
-def validate(model, tokenizer):
-    """As a training does."""
-    validation = {"every": 1, "passkeys": 1, "needles": 1, "lengths": [300]}
-    load_retrieval(checked(Recipe, {"validation": validation}), tokenizer).shares(model)
-
-
-def measure(task):
-    settings = task.settings(lengths=[300], samples=1, max_new_tokens=3)
-    return lambda model, tokenizer: evaluate(task, Model(model, tokenizer), settings)
-
-
-def generate(model, tokenizer):
-    model.generate(torch.ones(1, 40, dtype=torch.long), max_new_tokens=5, do_sample=False)
-
-
-@pytest.mark.parametrize(
-    ("read", "expected"),
-    [(measure(PASSKEYS), 0), (measure(NEEDLES), 0), (validate, 0), (generate, 1)],
-)
-def test_reading_beyond_the_training_length_on_purpose_prints_no_reminder(
-    read, expected, words, reminders
-):
+def test_reading_beyond_the_training_length_on_purpose_prints_no_reminder(words, caplog):
+    """Neither in an evaluation nor in a training; Transformers prints one a process."""
+    log = logging.getLogger("transformers.generation.stopping_criteria")
+    log.addHandler(caplog.handler)
     model = tiny_model("slack")
     model.resize_token_embeddings(len(words))
-    read(model, words)
-    assert ["predefined maximum length" in text for text in reminders] == [True] * expected
+
+    def reminded(read, *arguments):
+        log.warning_once.__func__.cache_clear()
+        caplog.clear()
+        read(*arguments)
+        return "predefined maximum length" in caplog.text
+
+    for task in (PASSKEYS, NEEDLES):
+        wanted = task.settings(lengths=[300], samples=1, max_new_tokens=3)
+        assert not reminded(evaluate, task, Model(model, words), wanted)
+    validation = {"every": 1, "passkeys": 1, "needles": 1, "lengths": [300]}
+    training = load_retrieval(checked(Recipe, {"validation": validation}), words)
+    assert not reminded(training.shares, model)
+    plain = partial(model.generate, max_new_tokens=5, do_sample=False)
+    assert reminded(plain, torch.ones(1, 40, dtype=torch.long))
+    log.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +359,7 @@ def test_unfit_tokenizers_and_models_are_refused(words):
                    bos_token_id=0, eos_token_id=0)
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"cannot read 364 tokens at once .* 64: use shorter"):
-        evaluate_passkey(limited, words, PasskeySettings(lengths=[300], samples=1))
+        evaluate(PASSKEYS, Model(limited, words), PasskeySettings(lengths=[300], samples=1))
 
 
 def test_training_blocks_hold_questions_answers_and_ends_at_any_place(words):

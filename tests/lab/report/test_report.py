@@ -27,8 +27,19 @@ def html():
     return build_report([CONTENT], title="A & B")
 
 
-def test_the_page_needs_nothing_from_outside_and_stays_below_three_megabytes(html):
-    page = Page(html)
+@pytest.fixture(scope="module")
+def page(html):
+    return Page(html)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages without their pictures and the library, which take most of the time."""
+    monkeypatch.setattr("coca_lab.report.page.static_svg", lambda *_: "<svg></svg>")
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda: "")
+
+
+def test_the_page_needs_nothing_from_outside_and_stays_below_three_megabytes(html, page):
     assert all(reference.startswith(("#", "data:")) for reference in page.references)
     assert len(page.own) < len(html) < 3_000_000
     assert not re.search(r"url\((?!#)|@import|<script src|stylesheet", page.own)
@@ -40,9 +51,9 @@ def test_the_page_needs_nothing_from_outside_and_stays_below_three_megabytes(htm
     assert html == build_report([CONTENT], title="A & B")  # the same every time
 
 
-def test_a_chart_is_drawn_from_one_specification_with_and_without_scripts(html):
+def test_a_chart_is_drawn_from_one_specification_with_and_without_scripts(html, page):
     """The static picture stands in the page, beside what the script draws."""
-    specifications = Page(html).specifications
+    specifications = page.specifications
     assert html.count('role="img"') == len(specifications) == html.count('class="marks"') == 3
     assert 'role="graphics-symbol"' not in html  # of marks without names
     found = specifications[0]
@@ -59,18 +70,17 @@ def test_a_chart_is_drawn_from_one_specification_with_and_without_scripts(html):
     assert "prefers-color-scheme: dark" in html
 
 
-def test_figures_tables_and_settings_are_there(html):
-    text = Page(html).text
+def test_figures_tables_and_settings_are_there(page):
     for expected in (
         "A & B", "RoFormer + NTK (4)", "RoFormer, last 64 tokens only", "54.00", "48.60 to 59.40",
         "training length", "12,345", "A <processor>", "coca study quickstart",
         "perplexity (lower is better)", "Recipe of RoFormer", "learning_rate: 0.003",
         "training loss (nats per token)",
     ):  # fmt: skip
-        assert expected in text, expected
+        assert expected in page.text, expected
 
 
-def test_headings_name_what_was_measured_the_models_and_the_finding():
+def test_headings_name_what_was_measured_the_models_and_the_finding(undrawn):
     page = build_report([{"results": [*CELLS, passkey("a", 64, 2)], "training": [TRAINING]}])
     title = "Perplexity against context length · Passkey retrieval: RoFormer, CoCA-Slack and a"
     assert f"<h1>{title}</h1>" in page and f"<title>{title}</title>" in page
@@ -92,7 +102,7 @@ def test_headings_name_what_was_measured_the_models_and_the_finding():
     assert len(headings) == page.count('<div class="chart">')
 
 
-def test_a_run_is_called_by_its_folder_and_a_copy_of_its_file_by_its_name(tmp_path):
+def test_a_run_is_called_by_its_folder_and_a_copy_of_its_file_by_its_name(tmp_path, undrawn):
     (tmp_path / "from-a-run").mkdir()
     files = [tmp_path / "from-a-run" / "training.json", tmp_path / "from-a-copy.json"]
     for path in files:
@@ -103,7 +113,7 @@ def test_a_run_is_called_by_its_folder_and_a_copy_of_its_file_by_its_name(tmp_pa
     assert "<h1>Training: from-a-run</h1>" in page
 
 
-def test_a_point_claimed_twice_and_a_folder_for_the_page_are_refused(tmp_path):
+def test_a_point_claimed_twice_and_a_folder_for_the_page_are_refused(tmp_path, undrawn):
     documents = [{"id": "a", "nats": 2.0, "tokens": 1000}]
     other = perplexity("RoFormer", 64, 41.0, documents=documents)
     with pytest.raises(ValueError, match=r"one.json: RoFormer .none. at 64 tokens twice"):
@@ -123,7 +133,7 @@ def written(folder, name, cells, **more):
     return path
 
 
-def test_results_on_other_texts_stand_apart(tmp_path):
+def test_results_on_other_texts_stand_apart(tmp_path, undrawn):
     text = [{"id": "b", "nats": 1.0, "tokens": 1000}]
     other = [perplexity(name, 64, value, documents=text) for name, value in (("C", 20), ("D", 30))]
     files = [written(tmp_path, "a.json", CELLS), written(tmp_path, "b.json", other)]
@@ -168,7 +178,7 @@ def test_results_are_compared_on_one_text_with_the_same_prompts_or_on_one_machin
     assert len(found) == groups
 
 
-def test_one_model_measured_twice_is_told_apart_by_its_files(tmp_path):
+def test_one_model_measured_twice_is_told_apart_by_its_files(tmp_path, undrawn):
     other = [perplexity("RoFormer", 64, 41.0), perplexity("RoFormer", 64, 41.0, "attend-last")]
     run = {**TRAINING, "seconds": 4.0, "curve": [{"step": 1, "loss": 6.0}]}
     files = [
@@ -242,7 +252,7 @@ def test_hostile_names_and_titles_of_documents_are_text():
 NAMES = ['$\\frac{x}$ <b>&amp; "q" --> $', "_" + "W" * 150, "stroke: #d55e00", "模型 $x$", "a$"]
 
 
-def test_names_are_shown_as_they_are():
+def test_names_are_shown_as_they_are(undrawn):
     cells = [perplexity(name, 64, 40.0 + i) for i, name in enumerate(NAMES)]
     page = build_report([{"results": cells, "training": [{**TRAINING, "name": NAMES[0]}]}])
     text = Page(page).text
@@ -251,7 +261,7 @@ def test_names_are_shown_as_they_are():
         assert text.count(name) + text.count(json.dumps(name)[1:-1].replace("<", "\\u003c")) >= 3
 
 
-def test_a_model_has_one_colour_on_a_page():
+def test_a_model_has_one_colour_on_a_page(undrawn):
     cells = [*CELLS, passkey("CoCA-Slack", 64, 3), passkey("RoFormer", 64, 4)]
     runs = [{**TRAINING, "name": name} for name in ("CoCA-Slack", "RoFormer")]
     colours = {}
@@ -263,7 +273,7 @@ def test_a_model_has_one_colour_on_a_page():
     assert colours["RoFormer"] != colours["CoCA-Slack"]
 
 
-def test_a_long_page_is_folded_and_every_table_is_there_as_csv():
+def test_a_long_page_is_folded_and_every_table_is_there_as_csv(undrawn):
     validation = [{"step": step, "perplexity": 9.0} for step in (0, 10)]
     run = TRAINING | {"validation": validation}
     cells = [*CELLS, passkey("a", 64, 2), needles("a", 0.5), bench(1, 8), bench(2, 16)]
