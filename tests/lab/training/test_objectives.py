@@ -162,7 +162,7 @@ def test_a_teacher_of_another_shape_or_family_is_rejected(changes, objective, me
     [("hidden_states", {}), ("logits", {"hidden_size": 64, "num_hidden_layers": 3})],
 )
 def test_outputs_are_matched(objective, sizes):
-    """Predictions, here of a larger teacher too, and for hidden states the output of every layer."""
+    """Predictions, also those of a larger teacher, and the outputs of all layers."""
     teacher, student = vanilla("Llama", **sizes), collinear("Llama", "strict")
     value, _ = learned(teacher, student, objective)
     ids = batch(student)["input_ids"]
