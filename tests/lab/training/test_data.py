@@ -1,4 +1,4 @@
-"""From a recipe to blocks: mixtures, documents kept apart, several processes, resuming."""
+"""From a recipe to blocks: mixtures, tasks, tokenizers, documents kept apart."""
 
 import hashlib
 import json
@@ -6,8 +6,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from torch.utils.data import DataLoader
 
 import runs
 from coca_attention.errors import UserError
@@ -59,24 +57,19 @@ def test_one_source_gives_consecutive_blocks_in_whole_batches(text_folder, token
 
 
 def test_a_mixture_has_the_shares_of_its_recipe(sources, tokenizer):
-    data = load_data(recipe(sources), tokenizer)
+    """In every step, with those of passkey texts."""
+    data = load_data(recipe(sources, data__block_length=300, data__passkey_share=0.5), tokenizer)
     found = data.stages[0]
     assert data.is_ordered and len(found) == 30 * 8
-    z = tokenizer("zz", add_special_tokens=False)["input_ids"][-1]
-    code = [bool((found[index]["input_ids"] == z).any()) for index in range(len(found))]
-    assert sum(code) == 60
-    assert all(sum(code[step * 8 : step * 8 + 8]) == 2 for step in range(30))
-    assert list(data.epochs) == list(data.fingerprint) == ["text", "code"]
-    assert data.epochs["code"] > 2 > 1 > data.epochs["text"] > 0
-
-
-def test_passkey_texts_take_their_share_of_a_mixture(sources, tokenizer):
-    data = load_data(recipe(sources, data__block_length=300, data__passkey_share=0.5), tokenizer)
-    assert list(data.epochs) == ["text", "code", "passkey"] and data.epochs["passkey"] == 1.0
-    found = data.stages[0]
     assert isinstance(found.dataset.datasets[2], TaskBlocks)
-    first = found.dataset.cumulative_sizes[1]
-    assert sum(index >= first for index in found.indices) == 120
+    source = np.searchsorted(found.dataset.cumulative_sizes, found.indices, side="right")
+    assert [np.bincount(step).tolist() for step in source.reshape(30, 8)] == [[3, 1, 4]] * 30
+    z = tokenizer("zz", add_special_tokens=False)["input_ids"][-1]
+    code = [(block["input_ids"] == z).float().mean().item() > 0.2 for block in found]
+    assert code == (source == 1).tolist()
+    text, code, _ = map(len, found.dataset.datasets)
+    assert data.epochs == {"text": 90 / text, "code": 30 / code, "passkey": 1.0}
+    assert list(data.epochs)[:2] == list(data.fingerprint) == ["text", "code"]
 
 
 def test_recall_takes_its_share_of_the_blocks_of_a_text(text_folder, tokenizer):
@@ -133,29 +126,6 @@ def test_a_tokenizer_is_trained_once_and_saved_whole(text_folder, tmp_path, monk
     assert load_run_tokenizer(chosen, tmp_path).get_vocab() == first.get_vocab()
 
 
-def batches(dataset, processes: int, process: int, skipped: int = 0) -> list[list[list[int]]]:
-    """The batches that Accelerate gives one of several processes, as token ids."""
-    loader = prepare_data_loader(
-        DataLoader(dataset, batch_size=8 // processes, drop_last=True),
-        num_processes=processes,
-        process_index=process,
-        put_on_device=False,
-    )
-    loader = skip_first_batches(loader, skipped) if skipped else loader
-    return [batch["input_ids"].tolist() for batch in loader]
-
-
-def test_processes_read_disjoint_parts_of_the_same_batch_and_resume_with_the_next_block(
-    sources, tokenizer
-):
-    found, again = (load_data(recipe(sources), tokenizer).stages[0] for _ in range(2))
-    one = batches(found, 1, 0)
-    parts = [batches(found, 2, process) for process in range(2)]
-    assert len(one) == 30 and one == [a + b for a, b in zip(*parts, strict=True)]
-    assert batches(again, 1, 0, skipped=13) == one[13:]
-    assert batches(again, 2, 1, skipped=13) == parts[1][13:]
-
-
 def test_positions_restart_and_no_target_crosses_a_border(tokenizer):
     end = 9
     tokens = np.array([1, 2, end, 3, end, end, 4, 5, 6, 7], dtype=np.uint16)
@@ -170,33 +140,26 @@ def test_positions_restart_and_no_target_crosses_a_border(tokenizer):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_document_in_a_packed_block_is_read_as_if_alone(kind, text_folder, tokenizer):
-    """Logits and gradients of every document of real blocks equal those of the document alone."""
+def test_a_document_in_a_packed_block_is_read_as_if_alone(kind, tokenizer):
+    """Two blocks in a batch, as Trainer calls it: no mask, no cache."""
     model = tiny_model(kind).train()
     check_separable(model)
     assert model.training
-    documents = [text[:9] for text in (some_text(30, seed=i) for i in range(8))]
     end = tokenizer.eos_token_id
-    pieces = [[*tokenizer(text, add_special_tokens=False)["input_ids"], end] for text in documents]
-    tokens = np.array([token for piece in pieces for token in piece], dtype=np.uint16)
-    length = (len(tokens) - 1) // 2
-    dataset = BlockDataset(tokens, length, end=end)
-    batch = {name: torch.stack([dataset[0][name], dataset[1][name]]) for name in dataset[0]}
-    # As Trainer calls it: no mask, no cache.
-    packed = model(
-        input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
-    )
-    checked = 0
-    for row in range(2):
-        starts = (batch["position_ids"][row] == 0).nonzero().flatten().tolist()
-        for start, stop in zip(starts, [*starts[1:], length], strict=True):
-            alone = model(input_ids=batch["input_ids"][row : row + 1, start:stop], use_cache=False)
-            found = packed.logits[row : row + 1, start:stop]
-            assert torch.allclose(found, alone.logits, atol=2e-4, rtol=1e-4)
-            checked += start > 0
-    assert checked >= 4
-    joined = model(input_ids=batch["input_ids"], use_cache=False).logits
-    assert (joined - packed.logits).abs().max() > 0.1  # it would have made a difference
+    texts = tokenizer([some_text(30, seed=i)[:9] for i in range(4)], add_special_tokens=False)
+    pieces = [[*ids, end] for ids in texts["input_ids"]]
+    orders = [pieces, pieces[::-1]]
+    length = sum(map(len, pieces)) - 1  # the last token is a target alone
+    tokens = [np.concatenate(order).astype(np.uint16) for order in orders]
+    blocks = [BlockDataset(each, length, end=end)[0] for each in tokens]
+    ids, places = (torch.stack([b[n] for b in blocks]) for n in ("input_ids", "position_ids"))
+    packed = model(input_ids=ids, position_ids=places, use_cache=False).logits
+    for row, order, found in zip(ids, orders, packed, strict=True):
+        parts = row.tensor_split(np.cumsum([len(piece) for piece in order[:-1]]).tolist())
+        alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in parts]
+        torch.testing.assert_close(found, torch.cat(alone), atol=2e-4, rtol=1e-4)
+    joined = model(input_ids=ids, use_cache=False).logits
+    assert (joined - packed).abs().max() > 0.1  # it would have made a difference
 
 
 def test_a_model_that_does_not_keep_documents_apart_is_rejected():

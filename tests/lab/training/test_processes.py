@@ -23,12 +23,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from coca_attention.errors import UserError
-from coca_lab.training import last_checkpoint, load_recipe, read_summary, retrieval, train
+from coca_lab.training import as_yaml, last_checkpoint, load_recipe, read_summary, retrieval, train
 from coca_lab.training.checkpoints import catch_read_errors, catch_write_errors
 from coca_lab.training.trainer import check_kind, prepare_sharding
 from conftest import VOCABULARY
 from families import FAMILIES, vanilla
-from runs import changed, unfinished, weights
+from runs import changed, recipe, unfinished, weights, write_recipe
 
 CONFIGURATIONS = Path(__file__).parents[3] / "recipes" / "accelerate"
 
@@ -38,11 +38,19 @@ CONFIGURATIONS = Path(__file__).parents[3] / "recipes" / "accelerate"
 LOSS = 5e-6
 WEIGHT = 1e-5
 
-TRAINING = {
-    "steps": 20, "global_batch_size": 8, "micro_batch_size": 2,  # two passes on two processes
-    "precision": "float32", "learning_rate": 1e-2,
-    "save_every": 10, "log_every": 1, "report_to": [],
+STEPS = 20
+SCRATCH = {
+    "model__num_layers": 2, "data__separate_documents": True, "data__held_out": 0.05,
+    "validation__every": "null", "training__report_to": "[]", "training__save_every": 10,
+    "training__steps": STEPS, "training__log_every": 1,
+    "training__global_batch_size": 8,  # two passes on two processes
 }  # fmt: skip
+TWO_PASSES = ["--training.log_every=1", "--training.global_batch_size=8"]
+STAGED = [
+    *TWO_PASSES, "--training.steps=4", "--training.learning_rate=3e-3",
+    "--training.gradient_checkpointing=true", "--validation.every=2", "--validation.batches=1",
+    "--validation.passkeys=3", "--validation.lengths=[270]",
+]  # fmt: skip
 STAGES = [
     {"name": "t", "train": "t"},
     {"name": "attention", "train": "qt", "objective": "attention"},
@@ -125,35 +133,26 @@ def fsdp2(processes=2):
 DDP = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+def original(family, tokenizer, folder):
+    """A folder with a rotary model of a family to start from."""
+    vanilla(family, vocab_size=VOCABULARY).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def recipes(text_folder, tokenizer, tmp_path_factory):
     """Recipe files: models from scratch, and all kinds of stages from a rotary model."""
     folder = tmp_path_factory.mktemp("recipes")
-    vanilla("Llama", vocab_size=VOCABULARY).save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    data = {"source": str(text_folder), "block_length": 16}
-    few = {"steps": 4, "learning_rate": 3e-3}
-    contents = {
-        "scratch": {
-            "model": {"hidden_size": 16, "num_layers": 2, "num_heads": 2},
-            "data": {**data, "vocab_size": 300, "separate_documents": True},
-            "training": TRAINING,
-        },
-        "staged": {
-            "model": {"start": str(folder / "base"), "attention": "slack"},
-            "data": data,
-            "training": {**TRAINING, **few, "gradient_checkpointing": True},
-            "stages": STAGES,
-            "validation": {
-                "every": 2, "source": str(text_folder), "batches": 1,
-                "passkeys": 3, "lengths": [270],
-            },
-        },
-    }  # fmt: skip
-    rounded = {**TRAINING, "steps": 2, "precision": "bfloat16"}
-    contents["rounded"] = {**contents["scratch"], "training": rounded}
-    for name, content in contents.items():
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    base = original("Llama", tokenizer, folder / "base")
+    stages = load_recipe(write_recipe(base, text_folder, folder / "r.yaml", STAGES), STAGED)
+    rounded = {**SCRATCH, "training__steps": 2, "training__precision": "bfloat16"}
+    for name, content in (
+        ("scratch", recipe(text_folder, **SCRATCH)),
+        ("rounded", recipe(text_folder, **rounded)),
+        ("staged", stages),
+    ):
+        (folder / f"{name}.yaml").write_text(as_yaml(content))
     return folder
 
 
@@ -183,7 +182,7 @@ def assert_the_same(ours, theirs, steps):
 
 def test_two_sharded_processes_learn_what_one_does_and_leave_an_ordinary_model(runs):
     two, one = (runs / f"{name}-scratch" for name in ("two", "one"))
-    assert_the_same(two, one, TRAINING["steps"])
+    assert_the_same(two, one, STEPS)
     first, *_, last = read_summary(two)["curve"]
     assert last["loss"] < first["loss"] - 0.5  # training has an effect
     assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
@@ -246,16 +245,13 @@ def test_a_run_is_resumed_as_it_was_written(runs, recipes, tmp_path):
 
 @pytest.mark.slow
 def test_every_family_in_parts(text_folder, tokenizer, tmp_path):
-    data = {"source": str(text_folder), "block_length": 16}
-    training = {**TRAINING, "steps": 3, "save_every": 3}
     paths = []
     for name in FAMILIES:
-        base = tmp_path / f"{name} base"
-        vanilla(name, vocab_size=VOCABULARY).save_pretrained(base)
-        tokenizer.save_pretrained(base)
-        model = {"start": str(base), "attention": "strict"}
-        paths.append(tmp_path / f"{name}.yaml")
-        paths[-1].write_text(yaml.safe_dump({"model": model, "data": data, "training": training}))
+        base, path = original(name, tokenizer, tmp_path / f"{name} base"), tmp_path / f"{name}.yaml"
+        write_recipe(base, text_folder, path, [], attention="strict")
+        words = [*TWO_PASSES, "--training.steps=3", "--validation.every=null"]
+        path.write_text(as_yaml(load_recipe(path, words)))
+        paths.append(path)
     started(tmp_path, fsdp2(), [(path, path.with_suffix(".two")) for path in paths])
     for path in paths:
         alone = train(load_recipe(path), path.with_suffix(".one"))
@@ -263,21 +259,19 @@ def test_every_family_in_parts(text_folder, tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_while_writing_it_resumes_with_any_number_of_processes(runs, recipes, tmp_path):
+def test_killed_while_writing_it_resumes_with_any_number_of_processes(runs, text_folder, tmp_path):
     """Two processes, one dies between its weights and its optimizer's; then one; then two."""
-    recipe, output = recipes / "scratch.yaml", tmp_path / "run"
-    options = yaml.safe_load(recipe.read_text()) | {"training": {**TRAINING, "save_every": 5}}
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(yaml.safe_dump(options))
-    started(tmp_path, fsdp2(), [(recipe, output)], fault="kill 10")
+    path, output = tmp_path / "r.yaml", tmp_path / "run"
+    path.write_text(as_yaml(recipe(text_folder, **SCRATCH | {"training__save_every": 5})))
+    started(tmp_path, fsdp2(), [(path, output)], fault="kill 10")
     checkpoints = output / "checkpoints"
     assert (checkpoints / "checkpoint-10" / "pytorch_model_fsdp_0").is_dir()
     assert last_checkpoint(checkpoints) == checkpoints / "checkpoint-5"
-    started(tmp_path, fsdp2(1), [(recipe, output)])
-    assert_the_same(output, runs / "one-scratch", TRAINING["steps"])
+    started(tmp_path, fsdp2(1), [(path, output)])
+    assert_the_same(output, runs / "one-scratch", STEPS)
     again = unfinished(output, tmp_path / "again", 15)
-    started(tmp_path, fsdp2(2), [(recipe, again)])
-    assert_the_same(again, runs / "one-scratch", TRAINING["steps"])
+    started(tmp_path, fsdp2(2), [(path, again)])
+    assert_the_same(again, runs / "one-scratch", STEPS)
 
 
 @pytest.mark.slow

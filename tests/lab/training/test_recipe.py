@@ -134,7 +134,6 @@ INVALID = [
     ("data.tasks={recall:0.6} data.passkey_share=0.5", "must sum to less than 1"),
     ("data.mixture={a:{source:x,weight:0.95}}", r"data\.mixture needs .* sum to 1, got 0\.95"),
     ("data.mixture={a:{source:x,weight:0}}", "weight: Input should be greater than 0, got 0"),
-    ("data.mixture={a:{source:x,weight:-1}}", "weight: Input should be greater than 0"),
     ("data.mixture={a:{weight:1}}", r"data\.mixture\.a\.source is missing"),
     ("data.mixture={a:{source:x}}", r"mixture\.a\.weight: Input should be greater than 0, got 0"),
     ("data.mixture={a:{sauce:x}}", "sauce"),
@@ -233,9 +232,7 @@ def test_arguments_that_do_not_fit(tmp_path, word, processes, message):
         training_arguments(training, tmp_path, processes)
 
 
-def test_accumulation_fills_the_global_batch_and_the_recipe_controls_precision(
-    monkeypatch, tmp_path
-):
+def test_accumulation_fills_the_batch_and_precision_is_the_recipes(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     chosen = TrainingRecipe(precision="float32", compile=True, gradient_checkpointing=True)
     arguments = training_arguments(chosen, tmp_path, world_size=8)

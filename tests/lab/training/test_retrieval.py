@@ -126,29 +126,24 @@ def test_a_run_measures_resumes_and_says_what_was_kept(
     assert what_was_kept(summary).endswith("%, passkeys at 300 tokens 0 of 2 where it has 0")
 
 
-def test_the_report_draws_what_was_found():
-    def run(name, **changes):
-        found = [{"passkey_256": share} for share in (0.1, 0.98)]
-        validation = [
-            {"step": 10 * i, "perplexity": 20.0 - i, "retrieval": share}
-            for i, share in enumerate(found)
-        ]
-        return {
-            "name": name, "parameters": 1, "steps": 10, "tokens": 100, "epochs": 1.0,
-            "seconds": 1, "curve": [], "validation": validation,
-            "start": {"name": "base", "perplexity": 19.0, "retrieval": {"passkey_256": 1.0}},
-            "retrieval": {"passkey_256": {"what": "passkeys", "length": 256, "prompts": 50}},
-            **changes,
-        }  # fmt: skip
-
-    before = run("old", start={"name": "base", "perplexity": 19.0})
+def test_the_report_draws_what_was_found(staged):
+    start = {"name": "base", "perplexity": 19.0}
+    before = {**read_summary(staged[1]), "name": "old", "start": start}
     before["validation"] = [{"step": 0, "perplexity": 20.0}]
-    del before["retrieval"]
-    sections = {s.title: s for s in training_sections([run("new"), before])}
+    run = before | {
+        "name": "new",
+        "start": {**start, "retrieval": {"passkey_256": 1.0}},
+        "retrieval": {"passkey_256": {"what": "passkeys", "length": 256, "prompts": 50}},
+        "validation": [
+            {"step": 10 * i, "perplexity": 20.0 - i, "retrieval": {"passkey_256": share}}
+            for i, share in enumerate((0.1, 0.98))
+        ],
+    }
+    sections = {s.title: s for s in training_sections([run, before])}
     section = sections["Retrieval in training"]
     assert section.rows == [["new: passkeys at 256", "1.00", "0.10", "0.98"]]
     assert section.chart.points["line"].unique().tolist() == ["new: passkeys at 256"]
-    assert what_was_kept(run("new")) == (
+    assert what_was_kept(run) == (
         "kept of base: perplexity +0.0 %, passkeys at 256 tokens 49 of 50 where it has 50"
     )
     assert what_was_kept(before) == "kept of base: perplexity +5.3 %"

@@ -159,17 +159,6 @@ def test_learning_from_the_original(taught):
     assert not [name for name in weights(run) if "k_proj" in name or "teacher" in name]
 
 
-def test_accumulated_passes_average_the_loss_of_an_objective(base, text_folder, tmp_path):
-    """Two passes of two blocks a step are one pass of four: the mean, not the sum."""
-    runs, options = [], ["--validation.every=null", "--training.steps=3"]
-    for size in (2, 4):
-        path = write_recipe(base, text_folder, tmp_path / f"{size}.yaml", TEACHER[1:])
-        recipe = load_recipe(path, [*options, f"--training.micro_batch_size={size}"])
-        runs.append(read_summary(train(recipe, tmp_path / str(size)))["curve"])
-    for ours, theirs in zip(*runs, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-
-
 def test_adapters_train_resume_and_are_merged(base, text_folder, tmp_path):
     """Interrupted in the stage, and after its last step, before the model is saved."""
     stages = [{"name": "adapters", "train": "lora", "lora_rank": 2}, {"name": "rest", "steps": 1}]

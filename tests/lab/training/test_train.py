@@ -104,9 +104,7 @@ def test_bfloat16_trains_and_the_weights_stay_in_float32(trained, text_folder, t
         pytest.param("compile", {"rtol": 1e-4, "atol": 1e-4}, marks=pytest.mark.slow),
     ],
 )
-def test_recomputed_and_compiled_runs_learn_the_same(
-    trained, text_folder, tmp_path, option, tolerance
-):
+def test_recomputed_and_compiled_learn_the_same(trained, text_folder, tmp_path, option, tolerance):
     other = train(recipe(text_folder, **{f"training__{option}": True}), tmp_path / "run")
     ours, theirs = weights(other), weights(trained)
     for name, weight in ours.items():
@@ -117,21 +115,14 @@ def test_recomputed_and_compiled_runs_learn_the_same(
             assert entry == pytest.approx(reference, rel=1e-4)
 
 
-def test_a_finished_run_is_not_repeated_and_another_recipe_is_rejected(
-    trained, text_folder, tmp_path
-):
+def test_a_finished_run_is_not_repeated(trained, text_folder, tmp_path):
     written = (trained / "model.safetensors").stat().st_mtime_ns
     for changes in ({}, {"data__cache": tmp_path}):  # where tokens are stored makes no difference
         assert train(recipe(text_folder, **changes), trained) == trained
     assert (trained / "model.safetensors").stat().st_mtime_ns == written
-    for name, value in (("training.seed", 5), ("data.max_tokens", 500)):
-        with pytest.raises(UserError, match=rf"another recipe .different: {re.escape(name)}\)"):
-            train(recipe(text_folder, **{name: value}), trained)
 
 
-def test_a_run_that_failed_before_its_first_checkpoint_leaves_the_folder_to_its_correction(
-    text_folder, tmp_path
-):
+def test_a_run_that_failed_before_its_first_checkpoint_may_be_corrected(tmp_path):
     """Another recipe, other text and another vocabulary; the result is that of a fresh folder."""
     source, output = tmp_path / "books.txt", tmp_path / "run"
     source.write_text(some_text(150))
