@@ -241,9 +241,14 @@ CASES = {
     "null model": (suite(models={"a": None}), "models"),
     "factor 0": (suite(scalings=[{"kind": "ntk", "factor": 0}]), "factor: Input should be greater"),
     "length 3": (suite(passkey={"lengths": [300, 3]}), "model a: passkey: "),
-    # Texts, more of which are in data/test_documents.py.
+    # Texts.
     "content": (of_text('{"content": "hello there"}\n'), "use --text-field content"),
     "other field": (of_text('{"id": "a", "story": "long ago"}\n'), "use --text-field story"),
+    "number as text": (of_text('{"text": 5}\n'), "no text in field 'text'"),
+    "nested line": (of_text("[" * 99999 + "\n"), "not valid JSON"),
+    "half a character": (of_text('{"text": "\\ud800"}\n'), "not valid Unicode"),
+    "Latin": (of_text("é".encode("latin1") * 50, ".txt"), "not UTF-8"),
+    "nothing": (of_text("", ".txt"), "the file is empty"),
     "no Parquet": (of_text("x", ".parquet"), "not a readable Parquet file"),
     "no gzip": (of_text("x", ".txt.gz"), "Truncated compressed stream"),
     # Reports, conversions.

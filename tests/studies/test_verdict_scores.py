@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import studies.verdict as verdict
 from coca_attention import convert
+from coca_attention.models import CoCALlamaConfig, CoCALlamaForCausalLM
 from coca_attention.ops import Rotation
 from studies.verdict import BaselineConfig, BaselineForCausalLM
 from studies.verdict.model import BaselineAttention, limit_distances
@@ -193,6 +194,15 @@ def test_rotary_is_llama_and_limited_distances_are_the_librarys():
         same_logits(model, converted)
     limit_distances(model, 8)
     same_logits(model, converted)
+
+
+@pytest.mark.parametrize("form", ["strict", "magnitude"])
+def test_collinear_is_the_librarys_llama(form):
+    model = baseline("collinear", form=form)
+    coca = CoCALlamaForCausalLM(CoCALlamaConfig(**SIZES, coca_form=form))
+    weights = {name.replace("k_proj", "t_proj"): x for name, x in model.state_dict().items()}
+    coca.load_state_dict(weights)
+    same_logits(model, coca)
 
 
 def test_models_are_saved_and_found_by_their_type(tmp_path):

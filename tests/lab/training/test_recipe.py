@@ -134,6 +134,7 @@ INVALID = [
     ("data.tasks={recall:0.6} data.passkey_share=0.5", "must sum to less than 1"),
     ("data.mixture={a:{source:x,weight:0.95}}", r"data\.mixture needs .* sum to 1, got 0\.95"),
     ("data.mixture={a:{source:x,weight:0}}", "weight: Input should be greater than 0, got 0"),
+    ("data.mixture={a:{source:x,weight:-1}}", "weight: Input should be greater than 0"),
     ("data.mixture={a:{weight:1}}", r"data\.mixture\.a\.source is missing"),
     ("data.mixture={a:{source:x}}", r"mixture\.a\.weight: Input should be greater than 0, got 0"),
     ("data.mixture={a:{sauce:x}}", "sauce"),
