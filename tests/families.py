@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import oracle
 from coca_attention import convert
+from coca_attention.models import Roles
 from coca_attention.models.configuration import rotation
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 
@@ -70,6 +71,24 @@ def vanilla(family: str, seed: int = 0, **changes):
 
 def collinear(family: str, form: str = "slack", seed: int = 0, **changes):
     return convert(vanilla(family, seed, **changes), form)
+
+
+# Models whose layers differ from the family's: family, form, settings of `convert`.
+MODELS = {
+    "strict": ("Llama", "strict", {}),
+    "roles": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6, decay=0.0)}),
+    "roles with CoCA": ("Llama", "slack", {"roles": Roles("lg", window=6)}),
+    "roles with a decay": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6)}),
+    "limited": ("Llama", "rope", {"max_distance": 11}),
+    "limited strict": ("Mistral", "strict", {"max_distance": 5}),
+    "limited in some layers": ("Gemma 3", "rope", {"max_distance": 11}),
+}
+
+
+def made(name: str):
+    """One of `MODELS`."""
+    family, form, changes = MODELS[name]
+    return convert(vanilla(family), form, **changes).eval()
 
 
 def reloaded(model, folder, auto=AutoModelForCausalLM):

@@ -10,6 +10,16 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> to
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def assert_same_with_gradients(ours, exact, leaves, *, outputs=1e-12, gradients=1e-12) -> None:
+    """The same output, and of it the same gradients of the leaves, up to these differences."""
+    weights = normal(*exact.shape, seed=9)
+    options = {"retain_graph": True, "materialize_grads": True}
+    found = [(x, *torch.autograd.grad(x, leaves, weights, **options)) for x in (ours, exact)]
+    for index, (a, b) in enumerate(zip(*found, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert (a - b).abs().max() <= (gradients if index else outputs)
+
+
 def operands(
     *, batch=2, heads=4, kv_heads=2, queries=13, keys=29, width=16, value_width=16, free=0, seed=0
 ) -> list[torch.Tensor]:

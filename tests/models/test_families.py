@@ -128,7 +128,7 @@ def check_forward(cell):
 
 
 def check_reading(cell):
-    """In one pass, with padding and caches alike; half a cache takes three quarters of a whole."""
+    """In one pass, padded, with caches and beams alike; half a cache takes three quarters."""
     model, sizes = cell.model(), []
     ids = some_tokens(model)
     padded, mask = left_padded(ids, 5)
@@ -140,27 +140,15 @@ def check_reading(cell):
         model(ids, past_key_values=cache)
         sizes.append(sum(x.keys.nbytes + x.values.nbytes for x in cache.layers))
     assert sizes[1] == 0.75 * sizes[0]
-
-
-def check_sliding_cache(cell):
-    """Texts of three windows in dynamic and static sliding caches."""
-    model = cell.model()
-    ids = some_tokens(model)
-    assert ids.shape[1] > 2 * model.config.sliding_window
-    whole, cache = logits(model, ids), DynamicCache(config=model.config)
-    assert difference(decoded_logits(model, ids, cache), whole) < ROUND_OFF
-    assert any(layer.is_sliding for layer in cache.layers)
-    assert min(layer.keys.shape[-2] for layer in cache.layers) == 7
-    for first in (3, 20):
-        cache = StaticCache(config=model.config, max_cache_len=40)
-        assert difference(decoded_logits(model, ids, cache, first), whole) < ROUND_OFF
-
-
-def check_beam_search(cell):
-    model = cell.model()
-    ids = some_tokens(model)
-    beams = generated(model, ids, num_beams=3)
-    assert torch.equal(beams, generated(model, ids, num_beams=3, use_cache=False))
+    window = FAMILIES[cell.family][1].get("sliding_window")
+    assert min(layer.keys.shape[-2] for layer in cache.layers) == (window - 1 if window else 24)
+    model.config.kv_cache = cell.kind
+    for first in (3, 20):  # within a window, and beyond
+        static = StaticCache(config=model.config, max_cache_len=40)
+        found = decoded_logits(model, ids, static, first)
+        assert difference(found, logits(model, ids)) < ROUND_OFF
+    beams = [generated(model, ids, num_beams=3, use_cache=cached) for cached in (True, False)]
+    assert torch.equal(*beams)
 
 
 def check_save_and_load(cell):
@@ -236,7 +224,6 @@ def check_lora(cell):
 
 CHECKS = {name[6:]: check for name, check in [*globals().items()] if name.startswith("check_")}
 CELLS = [(family, capability) for family in FAMILIES for capability in CHECKS]
-CELLS = [(f, c) for f, c in CELLS if c != "sliding_cache" or "sliding_window" in FAMILIES[f][1]]
 SLOW = {(f, "compile") for f in FAMILIES if f not in VARIED}  # seconds each
 CELLS = [pytest.param(*cell, marks=[pytest.mark.slow] * (cell in SLOW)) for cell in CELLS]
 

@@ -13,13 +13,12 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from coca_attention import convert
-from coca_attention.models import Roles, set_rotary_scaling
+from coca_attention.models import set_rotary_scaling
 from coca_attention.models.attention import CACHE, eager_attention
 from coca_attention.ops import attend_half
 from coca_attention.testing import difference, logits, some_tokens
 from covering import covering
-from families import collinear, left_padded, read_in_pieces, vanilla
+from families import MODELS, collinear, left_padded, made, read_in_pieces
 
 FORMS = ["slack", "strict", "magnitude"]
 COVERING = covering(FORMS, ["full", "half"], [False, True])  # the last: a cache with room
@@ -114,21 +113,20 @@ def test_packed_documents_are_independent(form, kind, static):
     assert difference(found[0, 10:], logits(model, ids[1:, :14])[0]) < 1e-12
 
 
-@pytest.mark.parametrize(("form", "kind", "static"), COVERING)
+@pytest.mark.parametrize(("form", "kind", "static"), [*COVERING, ("limited", "full", False)])
 def test_padding_in_the_middle_of_a_cache(form, kind, static):
-    """Right-padded prompts, then more text: the keys' positions must not count the padding."""
-    model = model_of(form, kind)
+    """Right-padded prompts, then more text: positions and distances must not count the padding."""
+    model = made(form).double() if form == "limited" else model_of(form, kind)
     ids = some_tokens(model)
     cache = StaticCache(config=model.config, max_cache_len=40) if static else None
     pads = torch.zeros(2, 3, dtype=torch.long)
     padded = torch.cat((ids[:, :8], pads, ids[:, 8:], pads[:, :2]), 1)  # the last piece ends in it
-    found = read_in_pieces(model, padded, (11, 16, 17, 29), (padded != 0).long(), cache)
-    assert difference(found[:, 11:27], logits(model, ids)[:, 8:]) < 1e-12
-
-
-def test_an_unknown_kind_of_cache_is_refused_at_run_time():
-    with pytest.raises(Exception, match=r"'kv_cache' expected one of .* got Half"):
-        model_of(kind="Half")
+    mask, expected = (padded != 0).long(), logits(model, ids)[:, 8:]
+    found = read_in_pieces(model, padded, (11, 16, 17, 29), mask, cache)
+    assert difference(found[:, 11:27], expected) < 1e-12
+    if form == "limited":
+        found = logits(model, padded, attention_mask=mask)[:, 11:27]
+        assert difference(found, expected) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -237,26 +235,11 @@ def test_prefix_tuning_requires_a_full_cache():
         adapted(input_ids=ids)
 
 
-LIMITED, ROLES = {"max_distance": 11}, {"roles": Roles("lg", window=6)}
-
-
 @pytest.mark.skipif(CACHE != "cache", reason="Transformers below 5.24 refuses most of them")
-@pytest.mark.parametrize(
-    ("family", "form", "changes", "implementation"),
-    [
-        ("Llama", "slack", {}, "sdpa"),
-        ("Llama", "rope", LIMITED, "eager"),
-        ("Mistral", "strict", {"max_distance": 5}, "sdpa"),
-        ("Gemma 3", "rope", LIMITED, "sdpa"),
-        ("Llama", "strict", ROLES, "eager"),
-        ("GPT-NeoX", "rope", ROLES, "sdpa"),
-    ],
-)
-def test_continuous_batching_gives_the_answers_of_single_prompts(
-    family, form, changes, implementation
-):
-    model = convert(vanilla(family), form, **changes).float().eval()
-    model.set_attn_implementation(implementation)
+@pytest.mark.parametrize("name", MODELS)
+def test_continuous_batching_gives_the_answers_of_single_prompts(name):
+    model = made(name)
+    model.set_attn_implementation(("sdpa", "eager")[list(MODELS).index(name) // 2 % 2])
     lengths = (3, 40, 9, 25, 14, 31, 6, 20)  # more than a batch holds
     prompts = [some_tokens(model, batch=1, length=n)[0].tolist() for n in lengths]
     settings = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -284,9 +267,9 @@ def test_continuous_batching_is_refused(kind, scaling, message, monkeypatch):
         model.generate_batch([[3, 4, 5]], generation_config=settings, progress_bar=False)
     # Which keeps keys inside of attention functions.
     monkeypatch.setattr("coca_attention.models.decoder.CACHE", "past_key_values")
-    for changes in (LIMITED, ROLES):
+    for name in ("limited", "roles with a decay"):
         with pytest.raises(ValueError, match=r"decay or max_distance before Transformers 5\.24"):
-            convert(vanilla("Llama"), "rope", **changes).init_continuous_batching()
+            made(name).init_continuous_batching()
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from coca_lab.analysis.scores import score_rows
 from families import (
     FAMILIES,
     VARIED,
-    assert_compiles_and_trains,
     attended,
     oracle_scores,
     reloaded,
@@ -108,10 +107,6 @@ def test_a_boolean_mask_hides_alike_in_every_implementation():
         found[name] = logits(model, ids, attention_mask=mask)
     assert difference(found["eager"], found["sdpa"]) < 1e-12
     assert difference(found["eager"][:, 9:], logits(model, ids)[:, 9:]) > 1e-3
-
-
-def test_it_compiles_in_one_graph_and_trains():
-    assert_compiles_and_trains(with_roles("GLM-4").float())
 
 
 def test_analysis_looks_at_layers_with_pairs_that_turn():
