@@ -44,21 +44,35 @@ FAMILIES = {
     "Cohere": ("cohere", {"use_qk_norm": True}),
     "GLM-4": ("glm4", {}),
 }
+ENCODERS = {
+    "ModernBERT": (
+        "modernbert",
+        {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 4,
+            "local_attention": 8,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+            "classifier_pooling": "mean",
+        },
+    )
+}
 # Without and with layer types; pairs (2j, 2j + 1), partial rotary; a fused projection.
 VARIED = ["Llama", "Qwen2", "GLM-4", "GPT-NeoX"]
 
 
 def configuration(family: str, **changes):
     """Transformers' own configuration of a tiny model."""
-    model_type, differences = FAMILIES[family]
+    model_type, differences = (FAMILIES | ENCODERS)[family]
     settings = {**SIZES, **differences, **changes}
     return AutoConfig.for_model(model_type, **{n: x for n, x in settings.items() if x is not None})
 
 
-def vanilla(family: str, seed: int = 0, **changes):
+def vanilla(family: str, seed: int = 0, *, auto=AutoModelForCausalLM, **changes):
     """A small random model whose attention is far from uniform."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(configuration(family, **changes)).eval()
+    model = auto.from_config(configuration(family, **changes)).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # Weights of norms differ from 1 too, so that swapped norms are detected.
@@ -95,6 +109,18 @@ def reloaded(model, folder, auto=AutoModelForCausalLM):
     """The model, saved and loaded again."""
     model.save_pretrained(folder)
     return auto.from_pretrained(folder).to(model.dtype).eval()
+
+
+def losses(model, steps, **inputs):
+    """Losses of training steps on the same batch."""
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(steps):
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from coca_lab.analysis.scores import score_rows
 from families import (
     FAMILIES,
     VARIED,
+    assert_reads_the_same,
     attended,
     oracle_scores,
     reloaded,
@@ -180,10 +181,7 @@ def test_global_layers_alone_see_the_whole_text(family):
 @pytest.mark.parametrize("layers", ["l", "g", "lg"])
 def test_any_kinds_of_layers_generate_with_a_static_cache(layers):
     model = convert(vanilla("Llama").double().eval(), "rope", roles=Roles(layers, window=6))
-    ids = some_tokens(model, length=9)
-    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    static = {"cache_implementation": "static", "disable_compile": True}
-    assert torch.equal(model.generate(ids, **options, **static), model.generate(ids, **options))
+    assert_reads_the_same(model, some_tokens(model, length=10))
 
 
 def test_local_layers_need_a_window():
