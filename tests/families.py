@@ -12,18 +12,10 @@ from coca_attention.models.configuration import rotation
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 
 SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 WINDOWED = ["sliding_attention", "full_attention"]
 # Name in the table: model_type, settings that differ from SIZES.
 FAMILIES = {
@@ -48,16 +40,12 @@ ENCODERS = {
     "ModernBERT": (
         "modernbert",
         {
-            "num_key_value_heads": 4,
-            "num_hidden_layers": 4,
-            "local_attention": 8,
+            "num_key_value_heads": 4, "num_hidden_layers": 4, "local_attention": 8,
             "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
-            "cls_token_id": 1,
-            "sep_token_id": 2,
-            "classifier_pooling": "mean",
+            "cls_token_id": 1, "sep_token_id": 2, "classifier_pooling": "mean",
         },
     )
-}
+}  # fmt: skip
 # Without and with layer types; pairs (2j, 2j + 1), partial rotary; a fused projection.
 VARIED = ["Llama", "Qwen2", "GLM-4", "GPT-NeoX"]
 
@@ -141,6 +129,12 @@ def left_padded(ids, pads):
     return torch.cat((zeros, ids), 1), torch.cat((zeros, torch.ones_like(ids)), 1)
 
 
+def greedy(model, ids, **options):
+    """Twelve tokens that follow a prompt."""
+    options = {"attention_mask": torch.ones_like(ids), "min_new_tokens": 12} | options
+    return model.generate(ids, max_new_tokens=12, do_sample=False, **options)[:, ids.shape[1] :]
+
+
 def attentions(model):
     """The attention modules of a CoCA model in the order of its layers."""
     return model.base_model.attention_class.layout.modules(model.base_model)
@@ -166,7 +160,7 @@ def attended(model, ids):
 
 
 def oracle_scores(form, attention, q, t):
-    """Scores (B, H, T, T) of a layer without free pairs by the printed equations."""
+    """Scores (B, H, T, T) of a layer by the printed equations."""
     turning = rotation(attention.config, getattr(attention, "layer_type", None))
     pairs = oracle.pairs_of(q, attention.layout.interleaved, turning.width)
     positions = torch.arange(q.shape[2])
@@ -176,10 +170,8 @@ def oracle_scores(form, attention, q, t):
 def assert_reads_the_same(model, ids):
     """The same logits in one pass and with caches, and the same text generated."""
     assert_consistent(model, ids)
-    outputs = [
-        model.generate(ids, max_new_tokens=12, do_sample=False, **options)
-        for options in ({"use_cache": False}, {}, {"cache_implementation": "static"})
-    ]
+    ways = ({"use_cache": False}, {}, {"cache_implementation": "static"})
+    outputs = [greedy(model, ids, **options) for options in ways]
     assert all(torch.equal(outputs[0], output) for output in outputs[1:])
 
 

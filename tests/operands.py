@@ -2,12 +2,21 @@
 
 import torch
 
-from coca_attention.ops import activate
+from coca_attention.ops import activate, key_map, query_map
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def maps(cos, sin, form, scale, *, free=0, **options):
+    """The maps of queries and of keys, with these tables and options."""
+
+    def query(x):
+        return query_map(x, cos, sin, form=form, scale=scale, free_pairs=free, **options)
+
+    return query, lambda x: key_map(x, cos, sin, free_pairs=free)
 
 
 def assert_same_with_gradients(ours, exact, leaves, *, outputs=1e-12, gradients=1e-12) -> None:

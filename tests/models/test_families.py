@@ -25,6 +25,7 @@ from families import (
     attended,
     attentions,
     collinear,
+    greedy,
     left_padded,
     oracle_scores,
     reloaded,
@@ -32,7 +33,6 @@ from families import (
 )
 
 ROUND_OFF = 1e-12  # float64, relative to the largest logit
-GREEDY = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
 
 
 @dataclass
@@ -46,13 +46,6 @@ class Cell:
         model = collinear(self.family, self.form, **changes).double()
         model.config.kv_cache = self.kind
         return model
-
-
-def generated(model, ids, **options):
-    mask = options.pop("attention_mask", torch.ones_like(ids))
-    out = model.generate(ids, attention_mask=mask, **GREEDY, **options)[:, ids.shape[1] :]
-    assert out.shape[1] == 14
-    return out
 
 
 def vanilla_projections(attention, x):
@@ -134,8 +127,8 @@ def check_reading(cell):
     padded, mask = left_padded(ids, 5)
     for model.config.kv_cache in ("full", "half"):
         assert_reads_the_same(model, ids)
-        alone = generated(model, ids, use_cache=False)
-        assert torch.equal(generated(model, padded, attention_mask=mask), alone)
+        alone = greedy(model, ids, use_cache=False)
+        assert torch.equal(greedy(model, padded, attention_mask=mask), alone)
         cache = DynamicCache(config=model.config)
         model(ids, past_key_values=cache)
         sizes.append(sum(x.keys.nbytes + x.values.nbytes for x in cache.layers))
@@ -147,7 +140,7 @@ def check_reading(cell):
         static = StaticCache(config=model.config, max_cache_len=40)
         found = decoded_logits(model, ids, static, first)
         assert difference(found, logits(model, ids)) < ROUND_OFF
-    beams = [generated(model, ids, num_beams=3, use_cache=cached) for cached in (True, False)]
+    beams = [greedy(model, ids, num_beams=3, use_cache=cached) for cached in (True, False)]
     assert torch.equal(*beams)
 
 

@@ -8,8 +8,8 @@ from coca_attention import CoCAAttention, set_rotary_scaling
 from coca_attention.models import CoCAGPTNeoXConfig, CoCALlamaConfig
 from coca_attention.models.families import FAMILIES
 from coca_attention.ops import Rotation
-from coca_attention.testing import some_tokens
-from families import SIZES, left_padded
+from coca_attention.testing import logits, some_tokens
+from families import SIZES, greedy, left_padded, reloaded
 
 LINEAR = {"coca_form": "strict", "coca_linear": True}
 
@@ -30,16 +30,13 @@ UNTYPED = [config for config in CONFIGS if "layer_types" not in config.__datacla
 @pytest.mark.parametrize("config_class", UNTYPED, ids=lambda config: config.__name__)
 def test_generation_with_a_state_is_generation_without(config_class, tmp_path):
     model, prompt = make(config_class)
-    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
-    expected = model.generate(prompt, use_cache=False, **options)
+    expected = greedy(model, prompt, use_cache=False)
     padded, mask = left_padded(prompt, 6)
-    assert torch.equal(model.generate(prompt, **options), expected)
-    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, 6:], expected)
-    beams = [model.generate(prompt, num_beams=3, use_cache=c, **options) for c in (True, False)]
+    assert torch.equal(greedy(model, prompt), expected)
+    assert torch.equal(greedy(model, padded, attention_mask=mask), expected)
+    beams = [greedy(model, prompt, num_beams=3, use_cache=cached) for cached in (True, False)]
     assert torch.equal(*beams)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    assert torch.equal(again(prompt).logits, model(prompt).logits)
+    assert torch.equal(logits(reloaded(model, tmp_path), prompt), logits(model, prompt))
 
 
 def test_the_cache_is_a_state_whatever_the_length():

@@ -46,19 +46,11 @@ def test_attention_weights_are_the_oracles(family):
     positions = torch.arange(20)
     distance = positions.unsqueeze(-1) - positions
     for attention, q, t, weights in attended(model, some_tokens(model, length=20))[1]:
-        hidden = distance < 0
+        hidden, scores = distance < 0, oracle_scores("strict", attention, q, t)
         if attention.layer_type == LOCAL:
-            scores, hidden = oracle_scores("strict", attention, q, t), hidden | (distance >= WINDOW)
+            hidden = hidden | (distance >= WINDOW)
         else:
-            # The members of a pair follow one another in Q' and K', half-split in the query.
-            order, rotated = torch.arange(8), rotation(model.config, GLOBAL).width
-            if attention.layout.interleaved:
-                order = torch.cat((order[:rotated].view(-1, 2).T.flatten(), order[rotated:]))
-            if rotated < 8:
-                first, second = rotated // 2, (8 - rotated) // 2
-                a, b, c, d = order.split((first, first, second, second))
-                order = torch.cat((a, c, b, d))
-            scores = q[..., order] @ t.mT
+            assert not rotation(model.config, GLOBAL).frequencies().any()
             scores = scores * ((positions + 2).log() / torch.tensor(17.0).log()).unsqueeze(-1)
             # The decay multiplies weights by a power of the distance.
             scores = scores + ((1 + distance.clamp(min=0) / 4.0) ** -1.5).log() / attention.scaling
@@ -79,15 +71,10 @@ def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, ca
         return attend(*tensors, **options)
 
     monkeypatch.setattr(layer_pass, "attend", recorded)
-    ways = [
-        lambda: logits(model, ids),
-        lambda: logits(model, ids, attention_mask=torch.ones_like(ids)),
-        lambda: logits(model, ids, position_ids=torch.arange(200)[None]),
-        lambda: decoded_logits(model, ids),
-        lambda: decoded_logits(model, ids, DynamicCache()),
-        lambda: decoded_logits(model, ids, first=4),
-    ]
-    without = [way() for way in ways]
+    given = {"attention_mask": torch.ones_like(ids)}, {"position_ids": torch.arange(200)[None]}
+    without = [logits(model, ids, **options) for options in ({}, *given)]
+    for options in ({}, {"cache": DynamicCache()}, {"first": 4}):
+        without.append(decoded_logits(model, ids, **options))
     # The local layer in one pass each, then in every piece of several tokens.
     assert windows == [WINDOW] * 9
     monkeypatch.setattr(type(model.base_model), "_band", lambda *_: None)

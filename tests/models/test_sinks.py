@@ -16,13 +16,9 @@ def granite(implementation=SINKS, dtype=torch.float64):
     """A local layer with positions and a global one without, both with sinks far from 0."""
     torch.manual_seed(0)
     config = GraniteSWAConfig(
-        **SIZES,
-        attention_multiplier=8**-0.5,
-        sliding_window=WINDOW,
-        layer_types=WINDOWED,
-        layer_rope_theta=[10000.0, 0],
-        initializer_range=0.3,
-    )
+        **SIZES, attention_multiplier=8**-0.5, sliding_window=WINDOW, layer_types=WINDOWED,
+        layer_rope_theta=[10000.0, 0], initializer_range=0.3,
+    )  # fmt: skip
     model = GraniteSWAForCausalLM(config).to(dtype).eval()
     with torch.no_grad():
         for layer in model.model.layers:

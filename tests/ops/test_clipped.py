@@ -69,14 +69,8 @@ def test_agrees_with_the_oracle(take, way, form_and_free, interleaved, queries, 
 
 
 SHAPES = [
-    (37, 37, 8),
-    (5, 37, 8),
-    (2, 37, 8),
-    (40, 40, 1),
-    (17, 40, 39),
-    (17, 40, 40),
-    (33, 40, 11),
-]
+    (37, 37, 8), (5, 37, 8), (2, 37, 8), (40, 40, 1), (17, 40, 39), (17, 40, 40), (33, 40, 11),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
