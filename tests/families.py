@@ -99,6 +99,15 @@ def reloaded(model, folder, auto=AutoModelForCausalLM):
     return auto.from_pretrained(folder).to(model.dtype).eval()
 
 
+def assert_reloads(model, folder):
+    """Saved and loaded again, it has the same class, configuration and logits; returns it."""
+    loaded, ids = reloaded(model, folder), some_tokens(model)
+    assert type(loaded) is type(model)
+    ours, theirs = (m.config.to_dict() | {"_name_or_path": ""} for m in (model, loaded))
+    assert ours == theirs and torch.equal(logits(loaded, ids), logits(model, ids))
+    return loaded
+
+
 def losses(model, steps, **inputs):
     """Losses of training steps on the same batch."""
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []

@@ -106,12 +106,9 @@ def test_weights_that_zero_3_has_split_are_refused(monkeypatch):
 
 
 def test_settings_are_an_object_or_keywords():
-    wanted = Conversion("strict", free_pairs=2, kv_cache="half")
-    models = [
-        convert(vanilla("Llama"), wanted),
-        convert(vanilla("Llama"), Conversion("strict"), free_pairs=2, kv_cache="half"),
-        convert(vanilla("Llama"), "strict", free_pairs=2, kv_cache="half"),
-    ]
+    more = {"free_pairs": 2, "kv_cache": "half"}
+    ways = ((Conversion("strict", **more), {}), (Conversion("strict"), more), ("strict", more))
+    models = [convert(vanilla("Llama"), wanted, **options) for wanted, options in ways]
     ids = some_tokens(models[0])
     for model in models:
         assert model.config.kv_cache == "half"

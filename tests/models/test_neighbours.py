@@ -1,5 +1,7 @@
 """Models used with other features: precision, PEFT, pipelines, decoding strategies."""
 
+from unittest.mock import Mock
+
 import peft
 import pytest
 import torch
@@ -132,16 +134,10 @@ def test_padding_in_the_middle_of_a_cache(form, kind, static):
 )
 def test_attention_kernels_receive_the_window(family, windows, monkeypatch):
     """FlashAttention needs the window as an argument, not as a mask."""
-    model, told = collinear(family), []
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def listening(*args, **kwargs):
-        told.append(kwargs.get("sliding_window"))
-        return sdpa(*args, **kwargs)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", listening)
+    model, sdpa = collinear(family), Mock(wraps=ALL_ATTENTION_FUNCTIONS["sdpa"])
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", sdpa)
     model(some_tokens(model))
-    assert told == windows
+    assert [call.kwargs.get("sliding_window") for call in sdpa.call_args_list] == windows
 
 
 @pytest.mark.parametrize("kind", ["full", "half"])
@@ -156,35 +152,25 @@ def test_custom_positions_with_a_cache(form, kind):
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    [
-        ("Llama", "slack"),
-        ("Mistral", "strict"),
-        ("Gemma 3", "magnitude"),
-        ("GPT-NeoX", "slack"),
-        ("GLM-4", "strict"),
-    ],
+    [(f, FORMS[i % 3]) for i, f in enumerate(("Llama", "Mistral", "Gemma 3", "GPT-NeoX", "GLM-4"))],
 )
 def test_half_caches_are_decoded_without_forming_keys(family, form, monkeypatch):
     """Also with left padding; the logits match those of a single pass."""
-    model, calls = collinear(family, form).double(), []
+    model, half = collinear(family, form).double(), Mock(wraps=attend_half)
     model.config.kv_cache = "half"
-
-    def counted(*arguments, **options):
-        calls.append(options["attention_mask"])
-        return attend_half(*arguments, **options)
-
-    monkeypatch.setattr("coca_attention.models.layer_pass.attend_half", counted)
+    monkeypatch.setattr("coca_attention.models.layer_pass.attend_half", half)
     ids = some_tokens(model)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     for seen, given in ((slice(None), None), (slice(5, None), mask)):
-        calls.clear()
+        half.reset_mock()
         whole = logits(model, ids, attention_mask=given)
         pieces = read_in_pieces(model, ids, (20, 21, 22, 24), given)
         assert difference(pieces[:, seen], whole[:, seen]) < 1e-11
-        assert len(calls) == 2 * len(model.base_model.layers)
+        assert half.call_count == 2 * len(model.base_model.layers)
         # A window smaller than the text is a mask too.
-        assert given is None or any(call is not None for call in calls)
+        masks = [call.kwargs["attention_mask"] for call in half.call_args_list]
+        assert given is None or any(mask is not None for mask in masks)
 
 
 @pytest.mark.parametrize("kind", ["full", "half"])

@@ -96,9 +96,8 @@ def test_a_tied_head_may_be_missing_and_the_dtype_is_kept(tmp_path):
     weights = {n: w for n, w in weights.items() if n != "lm_head.weight"}
     model = load_original(write(tmp_path, config, weights), dtype=torch.bfloat16)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    loaded = reloaded(model, tmp_path / "saved")
     assert model.dtype == torch.bfloat16
-    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    assert torch.equal(logits(reloaded(model, tmp_path / "saved"), ids), logits(model, ids))
 
 
 T = "model.layers.1.self_attn.t_proj.weight"
@@ -114,19 +113,14 @@ T = "model.layers.1.self_attn.t_proj.weight"
         ({"model_type": None}, {}, "model_type .* got None"),
         ({"hidden_size": "wide"}, {}, "the configuration cannot be used"),
         ({"rope_scaling": {"type": "cubic", "factor": 2.0}}, {}, "cannot be used: .*cubic"),
+        ({"rotary_pct": 0.25}, {}, r"less than the head width 16.*would not be collinear"),
     ],
 )
 def test_invalid_checkpoints_are_refused(settings, change, message, tmp_path):
-    config, weights, _ = extract()
+    config, weights, _ = extract("gpt_neox_plain" if "rotary_pct" in settings else "llama_dynamic")
     weights = {n: w for n, w in {**weights, **change}.items() if w is not None}
     with pytest.raises(ValueError, match=message):
         load_original(write(tmp_path, {**config, **settings}, weights))
-
-
-def test_partial_rotary_is_refused(tmp_path):
-    config, weights, _ = extract("gpt_neox_plain")
-    with pytest.raises(ValueError, match=r"less than the head width 16.*would not be collinear"):
-        load_original(write(tmp_path, {**config, "rotary_pct": 0.25}, weights))
 
 
 def test_unreadable_folders_are_named(tmp_path):

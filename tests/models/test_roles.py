@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,23 +64,19 @@ def test_attention_weights_are_the_oracles(family):
 )
 def test_local_layers_need_no_mask_where_it_is_nothing_but_the_window(family, cache, monkeypatch):
     model = with_roles(family, kv_cache=cache)
-    ids, windows = some_tokens(model, length=200), []
-
-    def recorded(*tensors, **options):
-        if options["window"]:  # and not the bias of a global layer
-            windows.append(options["window"])
-        return attend(*tensors, **options)
-
+    ids, recorded = some_tokens(model, length=200), Mock(wraps=attend)
     monkeypatch.setattr(layer_pass, "attend", recorded)
     given = {"attention_mask": torch.ones_like(ids)}, {"position_ids": torch.arange(200)[None]}
     without = [logits(model, ids, **options) for options in ({}, *given)]
     for options in ({}, {"cache": DynamicCache()}, {"first": 4}):
         without.append(decoded_logits(model, ids, **options))
     # The local layer in one pass each, then in every piece of several tokens.
-    assert windows == [WINDOW] * 9
+    windows = [call.kwargs["window"] for call in recorded.call_args_list]
+    assert list(filter(None, windows)) == [WINDOW] * 9  # besides biases of the global layer
     monkeypatch.setattr(type(model.base_model), "_band", lambda *_: None)
+    recorded.reset_mock()
     dense = logits(model, ids)
-    assert len(windows) == 9
+    assert not any(call.kwargs["window"] for call in recorded.call_args_list)
     assert all(difference(found, dense) < 1e-12 for found in without)
 
 
