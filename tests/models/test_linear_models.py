@@ -9,7 +9,7 @@ from coca_attention.models import CoCAGPTNeoXConfig, CoCALlamaConfig
 from coca_attention.models.families import FAMILIES
 from coca_attention.ops import Rotation
 from coca_attention.testing import logits, some_tokens
-from families import SIZES, greedy, left_padded, reloaded
+from families import SIZES, greedy, left_padded, read_in_pieces, reloaded
 
 LINEAR = {"coca_form": "strict", "coca_linear": True}
 
@@ -41,18 +41,15 @@ def test_generation_with_a_state_is_generation_without(config_class, tmp_path):
 
 def test_the_cache_is_a_state_whatever_the_length():
     model, prompt = make()
-    cache = DynamicCache(config=model.config)
-    sizes = set()
-    with torch.no_grad():
-        whole = model(prompt, use_cache=False).logits
-        parts = []
-        for part in prompt.split([3, 1, 9, 7], dim=1):
-            parts.append(model(part, past_key_values=cache).logits)
-            layer = cache.layers[0]
-            sizes.add(layer.recurrent_states[0].numel() + layer.keys.numel() + layer.values.numel())
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
-    # Batch 2 and two key heads: 2 P Dv + P numbers each, with P = 4 and Dv = 8.
-    assert sizes == {2 * 2 * (8 * 8 + 4)}
+    whole = logits(model, prompt)
+    for edges in ((3, 4, 13, 20), (3,)):
+        cache = DynamicCache(config=model.config)
+        found = read_in_pieces(model, prompt, edges, cache=cache)
+        torch.testing.assert_close(found, whole[:, : edges[-1]], rtol=0, atol=1e-12)
+        # Batch 2 and two key heads: 2 P Dv + P numbers each, with P = 4 and Dv = 8.
+        layer = cache.layers[0]
+        size = sum(x.numel() for x in (layer.recurrent_states[0], layer.keys, layer.values))
+        assert size == 2 * 2 * (8 * 8 + 4)
 
 
 def test_attention_sees_the_past_alone_and_has_gradients():
