@@ -40,16 +40,10 @@ def pytest_unconfigure():
 
 VOCABULARY = 300
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 32,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 32,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
 WHOLE_HEAD = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 CONFIGS = {
     "slack": lambda: CoCAGPTNeoXConfig(**SIZES, coca_form="slack"),

@@ -7,22 +7,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import oracle
 from coca_attention import convert
+from coca_attention.models import Roles
 from coca_attention.models.configuration import rotation
 from coca_attention.testing import assert_consistent, difference, logits, some_tokens
 
 SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 WINDOWED = ["sliding_attention", "full_attention"]
 # Name in the table: model_type, settings that differ from SIZES.
 FAMILIES = {
@@ -43,21 +36,31 @@ FAMILIES = {
     "Cohere": ("cohere", {"use_qk_norm": True}),
     "GLM-4": ("glm4", {}),
 }
+ENCODERS = {
+    "ModernBERT": (
+        "modernbert",
+        {
+            "num_key_value_heads": 4, "num_hidden_layers": 4, "local_attention": 8,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "cls_token_id": 1, "sep_token_id": 2, "classifier_pooling": "mean",
+        },
+    )
+}  # fmt: skip
 # Without and with layer types; pairs (2j, 2j + 1), partial rotary; a fused projection.
 VARIED = ["Llama", "Qwen2", "GLM-4", "GPT-NeoX"]
 
 
 def configuration(family: str, **changes):
     """Transformers' own configuration of a tiny model."""
-    model_type, differences = FAMILIES[family]
+    model_type, differences = (FAMILIES | ENCODERS)[family]
     settings = {**SIZES, **differences, **changes}
     return AutoConfig.for_model(model_type, **{n: x for n, x in settings.items() if x is not None})
 
 
-def vanilla(family: str, seed: int = 0, **changes):
+def vanilla(family: str, seed: int = 0, *, auto=AutoModelForCausalLM, **changes):
     """A small random model whose attention is far from uniform."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(configuration(family, **changes)).eval()
+    model = auto.from_config(configuration(family, **changes)).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # Weights of norms differ from 1 too, so that swapped norms are detected.
@@ -72,10 +75,49 @@ def collinear(family: str, form: str = "slack", seed: int = 0, **changes):
     return convert(vanilla(family, seed, **changes), form)
 
 
+# Models whose layers differ from the family's: family, form, settings of `convert`.
+MODELS = {
+    "strict": ("Llama", "strict", {}),
+    "roles": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6, decay=0.0)}),
+    "roles with CoCA": ("Llama", "slack", {"roles": Roles("lg", window=6)}),
+    "roles with a decay": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6)}),
+    "limited": ("Llama", "rope", {"max_distance": 11}),
+    "limited strict": ("Mistral", "strict", {"max_distance": 5}),
+    "limited in some layers": ("Gemma 3", "rope", {"max_distance": 11}),
+}
+
+
+def made(name: str):
+    """One of `MODELS`."""
+    family, form, changes = MODELS[name]
+    return convert(vanilla(family), form, **changes).eval()
+
+
 def reloaded(model, folder, auto=AutoModelForCausalLM):
     """The model, saved and loaded again."""
     model.save_pretrained(folder)
     return auto.from_pretrained(folder).to(model.dtype).eval()
+
+
+def assert_reloads(model, folder):
+    """Saved and loaded again, it has the same class, configuration and logits; returns it."""
+    loaded, ids = reloaded(model, folder), some_tokens(model)
+    assert type(loaded) is type(model)
+    ours, theirs = (m.config.to_dict() | {"_name_or_path": ""} for m in (model, loaded))
+    assert ours == theirs and torch.equal(logits(loaded, ids), logits(model, ids))
+    return loaded
+
+
+def losses(model, steps, **inputs):
+    """Losses of training steps on the same batch."""
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(steps):
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
 
 
 @torch.no_grad()
@@ -94,6 +136,12 @@ def left_padded(ids, pads):
     """A batch with padding on the left, and its mask."""
     zeros = torch.zeros(len(ids), pads, dtype=torch.long)
     return torch.cat((zeros, ids), 1), torch.cat((zeros, torch.ones_like(ids)), 1)
+
+
+def greedy(model, ids, **options):
+    """Twelve tokens that follow a prompt."""
+    options = {"attention_mask": torch.ones_like(ids), "min_new_tokens": 12} | options
+    return model.generate(ids, max_new_tokens=12, do_sample=False, **options)[:, ids.shape[1] :]
 
 
 def attentions(model):
@@ -121,7 +169,7 @@ def attended(model, ids):
 
 
 def oracle_scores(form, attention, q, t):
-    """Scores (B, H, T, T) of a layer without free pairs by the printed equations."""
+    """Scores (B, H, T, T) of a layer by the printed equations."""
     turning = rotation(attention.config, getattr(attention, "layer_type", None))
     pairs = oracle.pairs_of(q, attention.layout.interleaved, turning.width)
     positions = torch.arange(q.shape[2])
@@ -131,10 +179,8 @@ def oracle_scores(form, attention, q, t):
 def assert_reads_the_same(model, ids):
     """The same logits in one pass and with caches, and the same text generated."""
     assert_consistent(model, ids)
-    outputs = [
-        model.generate(ids, max_new_tokens=12, do_sample=False, **options)
-        for options in ({"use_cache": False}, {}, {"cache_implementation": "static"})
-    ]
+    ways = ({"use_cache": False}, {}, {"cache_implementation": "static"})
+    outputs = [greedy(model, ids, **options) for options in ways]
     assert all(torch.equal(outputs[0], output) for output in outputs[1:])
 
 

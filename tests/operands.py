@@ -2,12 +2,31 @@
 
 import torch
 
-from coca_attention.ops import activate
+from coca_attention.ops import activate, key_map, query_map
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def maps(cos, sin, form, scale, *, free=0, **options):
+    """The maps of queries and of keys, with these tables and options."""
+
+    def query(x):
+        return query_map(x, cos, sin, form=form, scale=scale, free_pairs=free, **options)
+
+    return query, lambda x: key_map(x, cos, sin, free_pairs=free)
+
+
+def assert_same_with_gradients(ours, exact, leaves, *, outputs=1e-12, gradients=1e-12) -> None:
+    """The same output, and of it the same gradients of the leaves, up to these differences."""
+    weights = normal(*exact.shape, seed=9)
+    options = {"retain_graph": True, "materialize_grads": True}
+    found = [(x, *torch.autograd.grad(x, leaves, weights, **options)) for x in (ours, exact)]
+    for index, (a, b) in enumerate(zip(*found, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert (a - b).abs().max() <= (gradients if index else outputs)
 
 
 def operands(

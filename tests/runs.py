@@ -50,15 +50,9 @@ BASE = {
     "training.steps": 40, "training.report_to": "[]",
 }  # fmt: skip
 TRAINING = {
-    "steps": 6,
-    "global_batch_size": 4,
-    "micro_batch_size": 2,
-    "precision": "float32",
-    "learning_rate": 1e-2,
-    "save_every": 2,
-    "log_every": 2,
-    "report_to": [],
-}
+    "steps": 6, "global_batch_size": 4, "micro_batch_size": 2, "precision": "float32",
+    "learning_rate": 1e-2, "save_every": 2, "log_every": 2, "report_to": [],
+}  # fmt: skip
 
 
 def write_recipe(base, text_folder, path, stages, **model):

@@ -24,7 +24,7 @@ from coca_lab.evaluation import TASKS
 from coca_lab.processes import ProcessEngine
 from coca_lab.report import REPORTS
 from coca_lab.training import train
-from families import SIZES, vanilla
+from families import SIZES, assert_reloads, reloaded, vanilla
 from operands import normal, operands
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -80,9 +80,7 @@ def test_the_form_trains_saves_loads_and_generates(phase, tmp_path):
     assert len(learned) == 2 and all(p.abs().max() > 1e-4 for p in learned)  # begun at 0
     ids = some_tokens(model)
     expected = logits(model, ids)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert torch.equal(logits(again, ids), expected)
+    assert torch.equal(logits(reloaded(model, tmp_path), ids), expected)
     outputs = {}
     for kind in ("full", "half"):
         model.config.kv_cache = kind
@@ -107,8 +105,7 @@ def test_the_rule_scales_models_that_keep_it(phase, tmp_path, kind):
     set_rotary_scaling(model, "linear", factor=4.0)  # the same frequencies
     assert torch.equal(logits(model, ids), scaled)
     set_rotary_scaling(model, "slowed", divisor=4.0)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    again = reloaded(model, tmp_path)
     assert again.config.rope_parameters["divisor"] == 4.0
     if kind == "phase":  # Transformers' own Llama takes the rule's frequencies in float32
         assert torch.equal(logits(again, ids), scaled)
@@ -135,10 +132,7 @@ def test_the_family_is_converted_saved_and_loaded(tmp_path):
     ids = some_tokens(model)
     before = logits(model, ids)
     assert difference(logits(convert(model, free_pairs=4), ids), before) < 1e-5  # all of them
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert type(again).__name__ == "CoCAArceeForCausalLM"
-    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert type(assert_reloads(model, tmp_path)).__name__ == "CoCAArceeForCausalLM"
 
 
 def test_processes_of_a_command_know_what_was_added(extensions, monkeypatch):

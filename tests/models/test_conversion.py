@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     CLIPVisionConfig,
     GPT2Config,
     LlamaConfig,
@@ -105,12 +106,9 @@ def test_weights_that_zero_3_has_split_are_refused(monkeypatch):
 
 
 def test_settings_are_an_object_or_keywords():
-    wanted = Conversion("strict", free_pairs=2, kv_cache="half")
-    models = [
-        convert(vanilla("Llama"), wanted),
-        convert(vanilla("Llama"), Conversion("strict"), free_pairs=2, kv_cache="half"),
-        convert(vanilla("Llama"), "strict", free_pairs=2, kv_cache="half"),
-    ]
+    more = {"free_pairs": 2, "kv_cache": "half"}
+    ways = ((Conversion("strict", **more), {}), (Conversion("strict"), more), ("strict", more))
+    models = [convert(vanilla("Llama"), wanted, **options) for wanted, options in ways]
     ids = some_tokens(models[0])
     for model in models:
         assert model.config.kv_cache == "half"
@@ -191,15 +189,18 @@ def test_settings_of_the_model_are_kept():
     assert not any("k_proj" in name for name in model.tp_plan)
 
 
-def test_convert_from_folder_to_folder(tmp_path, capsys, tokenizer):
+@pytest.mark.parametrize(
+    ("family", "auto"), [("Qwen2", AutoModelForCausalLM), ("ModernBERT", AutoModelForMaskedLM)]
+)
+def test_convert_from_folder_to_folder(family, auto, tmp_path, capsys, tokenizer):
     source, target = tmp_path / "source", tmp_path / "deep" / "target"
-    model = vanilla("Qwen2", vocab_size=300).bfloat16()
+    model = vanilla(family, auto=auto, vocab_size=300).bfloat16()
     model.save_pretrained(source)
     tokenizer.save_pretrained(source)
     words = ["--form", "strict", "--kv-cache", "half"]
     code, output, _ = run(capsys, "convert", source, target, *words)
-    assert code == 0 and "coca_qwen2, strict" in output
-    loaded = AutoModelForCausalLM.from_pretrained(target).eval()
+    assert code == 0 and f"coca_{family.lower()}, strict" in output
+    loaded = auto.from_pretrained(target).eval()
     assert loaded.dtype == torch.bfloat16
     assert (loaded.config.coca_form, loaded.config.kv_cache) == ("strict", "half")
     assert (target / "tokenizer.json").is_file()
@@ -233,11 +234,19 @@ def test_a_failed_conversion_writes_nothing(words, message, tmp_path, capsys, mo
 
 
 def test_a_target_may_be_an_empty_folder_behind_a_link(tmp_path):
+    """And its files have the mode of any new file."""
+    target = tmp_path / "link"
     vanilla("Llama").save_pretrained(tmp_path / "source")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "empty")
-    convert_folder(tmp_path / "source", tmp_path / "link")
-    AutoModelForCausalLM.from_pretrained(tmp_path / "link")
+    target.symlink_to(tmp_path / "empty")
+    usual = os.umask(0o027)
+    try:
+        convert_folder(tmp_path / "source", target)
+    finally:
+        os.umask(usual)
+    AutoModelForCausalLM.from_pretrained(target)
+    for name in ("model.safetensors", "config.json"):
+        assert stat.S_IMODE((target / name).stat().st_mode) == 0o640
 
 
 def test_a_kill_while_writing_leaves_no_model(tmp_path):
@@ -295,14 +304,3 @@ def test_of_two_conversions_to_one_target_the_first_to_write_wins(
     assert len(refused) == 1 and message in refused[0]
     assert AutoModelForCausalLM.from_pretrained(target).config.coca_form == winner
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
-
-
-def test_weights_have_the_mode_of_any_new_file(tmp_path):
-    vanilla("Llama").save_pretrained(tmp_path / "source")
-    usual = os.umask(0o027)
-    try:
-        convert_folder(tmp_path / "source", tmp_path / "target")
-    finally:
-        os.umask(usual)
-    for name in ("model.safetensors", "config.json"):
-        assert stat.S_IMODE((tmp_path / "target" / name).stat().st_mode) == 0o640

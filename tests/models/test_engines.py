@@ -25,7 +25,7 @@ from coca_attention.models.configuration import head_width
 from coca_attention.models.families import FAMILIES as RECORDS
 from coca_attention.ops import attend
 from coca_attention.testing import difference, some_tokens
-from families import FAMILIES, collinear, vanilla
+from families import FAMILIES, vanilla
 
 # Tokens of each text that a pass reads: prompts together, a prompt in pieces, single tokens.
 PASSES = [(5, 9), (7, 1), (0, 6), (1, 1), (1, 1)]
@@ -34,23 +34,15 @@ PASSES = [(5, 9), (7, 1), (0, 6), (1, 1), (1, 1)]
 def scaling_of(cls):
     """The attribute of self that the one attention call in a class passes as its scaling."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))
-    functions = {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and "ALL_ATTENTION_FUNCTIONS" in ast.unparse(node.value)
-        for target in node.targets
-    }
-    calls = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in functions
-    ]
-    assert len(calls) == 1
-    (scaling,) = [word.value for word in calls[0].keywords if word.arg == "scaling"]
-    assert isinstance(scaling, ast.Attribute) and ast.unparse(scaling.value) == "self"
-    return scaling.attr
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    assigned = [node for node in assigned if "ALL_ATTENTION_FUNCTIONS" in ast.unparse(node.value)]
+    functions = {ast.unparse(target) for node in assigned for target in node.targets}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    (call,) = (node for node in calls if ast.unparse(node.func) in functions)
+    (scaling,) = (ast.unparse(word.value) for word in call.keywords if word.arg == "scaling")
+    owner, _, name = scaling.partition(".")
+    assert owner == "self" and name.isidentifier()
+    return name
 
 
 class PagedAttention:
@@ -65,23 +57,14 @@ class PagedAttention:
 
     def __call__(self, query, key, value, scale, sizes):
         """Tensors (1, heads, tokens, width) to (tokens, heads * width); sizes: of each text."""
-        query, key, value = (
-            x.transpose(1, 2).reshape(query.shape[2], -1) for x in (query, key, value)
-        )
-        outputs = []
-        for text, rows in enumerate(
-            zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
-        ):
-            past = self.cache.get(text, rows[1:])
-            if text in self.cache:
-                past = [torch.cat(pair) for pair in zip(past, rows[1:], strict=True)]
-            self.cache[text] = past
-            q, k, v = (
-                x.unflatten(-1, (-1, self.width)).transpose(0, 1)[None] for x in (rows[0], *past)
-            )
-            output = attend(q, k, v, window=self.window, scale=scale)
-            outputs.append(output[0].transpose(0, 1).flatten(1))
-        return torch.cat(outputs)
+        assert {x.shape[-1] for x in (query, key, value)} == {self.width}
+        pieces, outputs = [x.split(sizes, dim=2) for x in (query, key, value)], []
+        for text, (q, *new) in enumerate(zip(*pieces, strict=True)):
+            past = self.cache.get(text, [x[:, :, :0] for x in new])
+            k, v = (torch.cat(pair, 2) for pair in zip(past, new, strict=True))
+            self.cache[text] = k, v
+            outputs.append(attend(q, k, v, window=self.window, scale=scale))
+        return torch.cat(outputs, 2)[0].transpose(0, 1).flatten(1)
 
 
 class Engine:
@@ -133,7 +116,7 @@ ALL_ATTENTION_FUNCTIONS.register("vllm", vllm_attention)
 ALL_ATTENTION_FUNCTIONS.register("sglang", sglang_attention)
 
 
-def assert_same_in_an_engine(model, engine="vllm"):
+def assert_same_in_an_engine(model, engine):
     model = model.double().eval()
     lengths = [sum(sizes) for sizes in zip(*PASSES, strict=True)]
     texts = [some_tokens(model, batch=1, length=n, seed=n)[0] for n in lengths]
@@ -143,32 +126,25 @@ def assert_same_in_an_engine(model, engine="vllm"):
         assert difference(ours, theirs) < 1e-10
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_in_vllm(family):
-    assert_same_in_an_engine(collinear(family), "vllm")
-
-
-# SGLang applies a window to the layers that `layer_types` names, and Mistral and Phi-3 have none.
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"Mistral", "Phi-3"}))
-def test_families_in_sglang(family):
-    assert_same_in_an_engine(collinear(family), "sglang")
-
-
 ROLES = {"roles": Roles("lg", window=4, turning_pairs=2, temperature=True, decay=0.0)}
+# SGLang applies a window to the layers that `layer_types` names, and Mistral and Phi-3 have none.
+SGLANG = sorted(set(FAMILIES) - {"Mistral", "Phi-3"})
 
 
 @pytest.mark.parametrize(
-    ("family", "form", "changes"),
+    ("family", "form", "changes", "engine"),
     [
-        ("Llama", "strict", {"free_pairs": 1}),
-        ("GPT-NeoX", "magnitude", {"free_pairs": 1}),
-        ("Llama", "rope", ROLES),
-        ("Qwen2", "rope", ROLES),
-        ("Llama", "slack", {"kv_cache": "half"}),
+        *((family, "slack", {}, "vllm") for family in FAMILIES),
+        *((family, "slack", {}, "sglang") for family in SGLANG),
+        ("Llama", "strict", {"free_pairs": 1}, "vllm"),
+        ("GPT-NeoX", "magnitude", {"free_pairs": 1}, "vllm"),
+        ("Llama", "rope", ROLES, "vllm"),
+        ("Qwen2", "rope", ROLES, "vllm"),
+        ("Llama", "slack", {"kv_cache": "half"}, "vllm"),
     ],
 )
-def test_every_form_and_roles_in_an_engine(family, form, changes):
-    assert_same_in_an_engine(convert(vanilla(family), form, **changes))
+def test_every_family_form_and_roles_in_an_engine(family, form, changes, engine):
+    assert_same_in_an_engine(convert(vanilla(family), form, **changes), engine)
 
 
 @pytest.mark.parametrize(

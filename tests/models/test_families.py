@@ -22,17 +22,17 @@ from families import (
     FAMILIES,
     VARIED,
     assert_reads_the_same,
+    assert_reloads,
     attended,
     attentions,
     collinear,
+    greedy,
     left_padded,
     oracle_scores,
-    reloaded,
     vanilla,
 )
 
 ROUND_OFF = 1e-12  # float64, relative to the largest logit
-GREEDY = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
 
 
 @dataclass
@@ -46,13 +46,6 @@ class Cell:
         model = collinear(self.family, self.form, **changes).double()
         model.config.kv_cache = self.kind
         return model
-
-
-def generated(model, ids, **options):
-    mask = options.pop("attention_mask", torch.ones_like(ids))
-    out = model.generate(ids, attention_mask=mask, **GREEDY, **options)[:, ids.shape[1] :]
-    assert out.shape[1] == 14
-    return out
 
 
 def vanilla_projections(attention, x):
@@ -128,48 +121,33 @@ def check_forward(cell):
 
 
 def check_reading(cell):
-    """In one pass, with padding and caches alike; half a cache takes three quarters of a whole."""
+    """In one pass, padded, with caches and beams alike; half a cache takes three quarters."""
     model, sizes = cell.model(), []
     ids = some_tokens(model)
     padded, mask = left_padded(ids, 5)
     for model.config.kv_cache in ("full", "half"):
         assert_reads_the_same(model, ids)
-        alone = generated(model, ids, use_cache=False)
-        assert torch.equal(generated(model, padded, attention_mask=mask), alone)
+        alone = greedy(model, ids, use_cache=False)
+        assert torch.equal(greedy(model, padded, attention_mask=mask), alone)
         cache = DynamicCache(config=model.config)
         model(ids, past_key_values=cache)
         sizes.append(sum(x.keys.nbytes + x.values.nbytes for x in cache.layers))
     assert sizes[1] == 0.75 * sizes[0]
-
-
-def check_sliding_cache(cell):
-    """Texts of three windows in dynamic and static sliding caches."""
-    model = cell.model()
-    ids = some_tokens(model)
-    assert ids.shape[1] > 2 * model.config.sliding_window
-    whole, cache = logits(model, ids), DynamicCache(config=model.config)
-    assert difference(decoded_logits(model, ids, cache), whole) < ROUND_OFF
-    assert any(layer.is_sliding for layer in cache.layers)
-    assert min(layer.keys.shape[-2] for layer in cache.layers) == 7
-    for first in (3, 20):
-        cache = StaticCache(config=model.config, max_cache_len=40)
-        assert difference(decoded_logits(model, ids, cache, first), whole) < ROUND_OFF
-
-
-def check_beam_search(cell):
-    model = cell.model()
-    ids = some_tokens(model)
-    beams = generated(model, ids, num_beams=3)
-    assert torch.equal(beams, generated(model, ids, num_beams=3, use_cache=False))
+    window = FAMILIES[cell.family][1].get("sliding_window")
+    assert min(layer.keys.shape[-2] for layer in cache.layers) == (window - 1 if window else 24)
+    model.config.kv_cache = cell.kind
+    for first in (3, 20):  # within a window, and beyond
+        static = StaticCache(config=model.config, max_cache_len=40)
+        found = decoded_logits(model, ids, static, first)
+        assert difference(found, logits(model, ids)) < ROUND_OFF
+    beams = [greedy(model, ids, num_beams=3, use_cache=cached) for cached in (True, False)]
+    assert torch.equal(*beams)
 
 
 def check_save_and_load(cell):
     model = cell.model().float()
-    loaded, ids = reloaded(model, cell.folder), some_tokens(model)
-    assert type(loaded) is type(model)
-    ours, theirs = (m.config.to_dict() | {"_name_or_path": ""} for m in (model, loaded))
-    assert ours == theirs and (ours["coca_form"], ours["kv_cache"]) == (cell.form, cell.kind)
-    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    loaded, ids = assert_reloads(model, cell.folder), some_tokens(model)
+    assert (loaded.config.coca_form, loaded.config.kv_cache) == (cell.form, cell.kind)
     body = type(model.base_model).from_pretrained(cell.folder).eval()
     assert torch.equal(body(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
 
@@ -236,7 +214,6 @@ def check_lora(cell):
 
 CHECKS = {name[6:]: check for name, check in [*globals().items()] if name.startswith("check_")}
 CELLS = [(family, capability) for family in FAMILIES for capability in CHECKS]
-CELLS = [(f, c) for f, c in CELLS if c != "sliding_cache" or "sliding_window" in FAMILIES[f][1]]
 SLOW = {(f, "compile") for f in FAMILIES if f not in VARIED}  # seconds each
 CELLS = [pytest.param(*cell, marks=[pytest.mark.slow] * (cell in SLOW)) for cell in CELLS]
 

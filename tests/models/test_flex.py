@@ -5,20 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from coca_attention import convert
-from coca_attention.models import Roles
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
-from families import left_padded, read_in_pieces, vanilla
-
-MODELS = {
-    "strict": ("Llama", "strict", {}),
-    "roles": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6, decay=0.0)}),
-    "roles with CoCA": ("Llama", "slack", {"roles": Roles("lg", window=6, decay=0.0)}),
-    "roles with a decay": ("GPT-NeoX", "rope", {"roles": Roles("lg", window=6)}),
-    "limited": ("Llama", "rope", {"max_distance": 11}),
-    "limited strict": ("Mistral", "strict", {"max_distance": 5}),
-    "limited in some layers": ("Gemma 3", "rope", {"max_distance": 11}),
-}
+from families import MODELS, left_padded, made, read_in_pieces
 
 
 def dense(query, key, value, *, score_mod, block_mask, scale, enable_gqa, **_):
@@ -43,10 +31,9 @@ def pair(request, monkeypatch):
     name = "transformers.integrations.flex_attention.compile_friendly_flex_attention"
     monkeypatch.setattr(name, dense)
     monkeypatch.setattr("transformers.masking_utils.create_block_mask", uncompiled)
-    family, form, changes = MODELS[request.param]
-    models = [convert(vanilla(family), form, **changes).double() for _ in range(2)]
+    models = [made(request.param).double() for _ in range(2)]
     models[1].set_attn_implementation("flex_attention")
-    return [model.eval() for model in models]
+    return models
 
 
 def test_forward_and_gradients(pair):
@@ -81,8 +68,7 @@ def test_caches(pair):
 def test_compiled(kind):
     """The kernel itself, which on a CPU has no gradients."""
     torch._dynamo.reset()  # all models share Transformers' compiled function
-    family, form, changes = MODELS[kind]
-    model = convert(vanilla(family), form, **changes).float().eval()
+    model = made(kind)
     ids = some_tokens(model, length=200)
     expected = logits(model, ids)
     model.set_attn_implementation("flex_attention")

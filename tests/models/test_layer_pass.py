@@ -13,7 +13,7 @@ from coca_attention import convert
 from coca_attention.models import Roles
 from coca_attention.ops import attention
 from coca_attention.testing import difference, logits, some_tokens
-from families import VARIED, read_in_pieces, vanilla
+from families import VARIED, assert_compiles_and_trains, read_in_pieces, vanilla
 
 KINDS = {
     "roles": {"roles": Roles("lg", window=6)},
@@ -61,17 +61,16 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "family", "case"),
-    [
-        ("roles", "Llama", "padding"),
-        ("roles", "Llama", "packing"),
-        ("limited", "Llama", "padding"),
-        ("limited", "Llama", "packing"),
-        ("windows", "Qwen2", "padding"),
-        ("neither", "Llama", "packing"),
-    ],
-)
+CASES = [
+    *(("roles", f, ("padding", "packing")[i % 2]) for i, f in enumerate(VARIED)),
+    ("limited", "Llama", "padding"),
+    ("limited", "GPT-NeoX", "packing"),
+    ("windows", "Qwen2", "padding"),
+    ("neither", "GLM-4", "packing"),
+]
+
+
+@pytest.mark.parametrize(("kind", "family", "case"), CASES)
 def test_no_tensor_has_an_element_for_every_pair_of_tokens(kind, family, case):
     model = model_of(kind, family).float()
     ids = some_tokens(model, batch=2, length=2048)
@@ -82,16 +81,7 @@ def test_no_tensor_has_an_element_for_every_pair_of_tokens(kind, family, case):
     assert largest.elements < 2048 * 2048
 
 
-@pytest.mark.parametrize(
-    ("kind", "family", "case"),
-    [
-        *(("roles", f, ("padding", "packing")[i % 2]) for i, f in enumerate(VARIED)),
-        ("limited", "Llama", "padding"),
-        ("limited", "GPT-NeoX", "packing"),
-        ("windows", "Qwen2", "padding"),
-        ("neither", "GLM-4", "packing"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "family", "case"), CASES)
 def test_outputs_and_gradients_are_those_of_whole_masks(kind, family, case, monkeypatch):
     model = model_of(kind, family)
     monkeypatch.setattr(attention, "QUERY_BLOCK", 32)
@@ -115,6 +105,11 @@ def test_padded_prompts_are_read_in_pieces(kind, family):
         found = read_in_pieces(model, ids, (21, 22, 35, 40), mask, cache)
         assert difference(found[0, 7:], expected[0, 7:]) < 1e-12
         assert difference(found[1], expected[1]) < 1e-12
+
+
+@pytest.mark.parametrize(("kind", "family"), [("roles", "GLM-4"), ("limited", "GPT-NeoX")])
+def test_one_graph_without_breaks_and_training(kind, family):
+    assert_compiles_and_trains(model_of(kind, family).float())
 
 
 @pytest.mark.slow

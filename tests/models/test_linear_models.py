@@ -8,8 +8,8 @@ from coca_attention import CoCAAttention, set_rotary_scaling
 from coca_attention.models import CoCAGPTNeoXConfig, CoCALlamaConfig
 from coca_attention.models.families import FAMILIES
 from coca_attention.ops import Rotation
-from coca_attention.testing import some_tokens
-from families import SIZES, left_padded
+from coca_attention.testing import logits, some_tokens
+from families import SIZES, greedy, left_padded, read_in_pieces, reloaded
 
 LINEAR = {"coca_form": "strict", "coca_linear": True}
 
@@ -30,32 +30,26 @@ UNTYPED = [config for config in CONFIGS if "layer_types" not in config.__datacla
 @pytest.mark.parametrize("config_class", UNTYPED, ids=lambda config: config.__name__)
 def test_generation_with_a_state_is_generation_without(config_class, tmp_path):
     model, prompt = make(config_class)
-    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
-    expected = model.generate(prompt, use_cache=False, **options)
+    expected = greedy(model, prompt, use_cache=False)
     padded, mask = left_padded(prompt, 6)
-    assert torch.equal(model.generate(prompt, **options), expected)
-    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, 6:], expected)
-    beams = [model.generate(prompt, num_beams=3, use_cache=c, **options) for c in (True, False)]
+    assert torch.equal(greedy(model, prompt), expected)
+    assert torch.equal(greedy(model, padded, attention_mask=mask), expected)
+    beams = [greedy(model, prompt, num_beams=3, use_cache=cached) for cached in (True, False)]
     assert torch.equal(*beams)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    assert torch.equal(again(prompt).logits, model(prompt).logits)
+    assert torch.equal(logits(reloaded(model, tmp_path), prompt), logits(model, prompt))
 
 
 def test_the_cache_is_a_state_whatever_the_length():
     model, prompt = make()
-    cache = DynamicCache(config=model.config)
-    sizes = set()
-    with torch.no_grad():
-        whole = model(prompt, use_cache=False).logits
-        parts = []
-        for part in prompt.split([3, 1, 9, 7], dim=1):
-            parts.append(model(part, past_key_values=cache).logits)
-            layer = cache.layers[0]
-            sizes.add(layer.recurrent_states[0].numel() + layer.keys.numel() + layer.values.numel())
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
-    # Batch 2 and two key heads: 2 P Dv + P numbers each, with P = 4 and Dv = 8.
-    assert sizes == {2 * 2 * (8 * 8 + 4)}
+    whole = logits(model, prompt)
+    for edges in ((3, 4, 13, 20), (3,)):
+        cache = DynamicCache(config=model.config)
+        found = read_in_pieces(model, prompt, edges, cache=cache)
+        torch.testing.assert_close(found, whole[:, : edges[-1]], rtol=0, atol=1e-12)
+        # Batch 2 and two key heads: 2 P Dv + P numbers each, with P = 4 and Dv = 8.
+        layer = cache.layers[0]
+        size = sum(x.numel() for x in (layer.recurrent_states[0], layer.keys, layer.values))
+        assert size == 2 * 2 * (8 * 8 + 4)
 
 
 def test_attention_sees_the_past_alone_and_has_gradients():

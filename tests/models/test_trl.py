@@ -21,15 +21,9 @@ ANSWERS = {"chosen": "alpha1 beta2 gamma3", "rejected": "alpha1 theta4"}
 )
 def test_a_trainer_takes_a_path(method, row, auto, settings, model_folder, tmp_path):
     arguments = getattr(trl, f"{method}Config")(
-        output_dir=str(tmp_path / "out"),
-        max_steps=2,
-        per_device_train_batch_size=2,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        **settings,
-    )
+        output_dir=str(tmp_path / "out"), max_steps=2, per_device_train_batch_size=2,
+        report_to=[], use_cpu=True, bf16=False, save_strategy="no", **settings,
+    )  # fmt: skip
     rows = Dataset.from_list([row] * 8)
     trainer = getattr(trl, f"{method}Trainer")(
         model=str(model_folder), args=arguments, train_dataset=rows

@@ -1,7 +1,5 @@
 """Clipped distances: keys farther back than W are scored as if W back."""
 
-import math
-
 import pytest
 import torch
 
@@ -16,8 +14,9 @@ from coca_attention.ops import (
     query_map,
 )
 from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map
+from coca_attention.ops.rules import UNSCALED
 from covering import covering
-from operands import normal, operands
+from operands import assert_same_with_gradients, normal, operands
 
 WIDTH, LIMIT = 16, 7
 WAYS = ["parts", "whole masks", "masks of 5 queries"]
@@ -40,38 +39,38 @@ def inputs(free: int, queries: int = 23) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("way", "form_and_free", "interleaved", "queries", "limit"),
+    ("way", "form_and_free", "interleaved", "queries", "limit", "rule"),
     covering(
         WAYS,
         [("strict", 0), ("magnitude", 3), ("slack", 8)],
         [False, True],
         [29, 23, 1],
         [1, 7, 28],
+        [UNSCALED, YaRN(factor=4.0, training_length=16)],  # whose magnitude is not 1
     ),
 )
-def test_agrees_with_the_oracle(take, way, form_and_free, interleaved, queries, limit):
+def test_agrees_with_the_oracle(take, way, form_and_free, interleaved, queries, limit, rule):
     take(way)
     form, free = form_and_free
     q, t, v = inputs(free, queries)
     options = {"form": form, "interleaved": interleaved}
+
+    def limited(distance: int | None) -> torch.Tensor:
+        rotation = Rotation(WIDTH, rule=rule, max_distance=distance)
+        return coca_attention(q, t, v, rotation=rotation, **options)
+
     with torch.no_grad():  # so that one query is attended to alone
-        ours = coca_attention(q, t, v, rotation=Rotation(WIDTH, max_distance=limit), **options)
-    expected = oracle.coca_attention(q, t, v, max_distance=limit, **options)
+        ours = limited(limit)
+    scaling = {"theta": rule.frequencies(WIDTH, 10000.0), "scale": rule.magnitude**2 / 4}
+    expected = oracle.coca_attention(q, t, v, max_distance=limit, **scaling, **options)
     assert (ours - expected).abs().max() <= 1e-12
-    assert limit == 28 or (ours - coca_attention(q, t, v, **options)).abs().max() > 1e-3
-    unlimited = coca_attention(q, t, v, rotation=Rotation(WIDTH, max_distance=29), **options)
-    assert torch.equal(unlimited, coca_attention(q, t, v, **options))
+    assert limit == 28 or (ours - limited(None)).abs().max() > 1e-3
+    assert torch.equal(limited(29), limited(None))
 
 
 SHAPES = [
-    (37, 37, 8),
-    (5, 37, 8),
-    (2, 37, 8),
-    (40, 40, 1),
-    (17, 40, 39),
-    (17, 40, 40),
-    (33, 40, 11),
-]
+    (37, 37, 8), (5, 37, 8), (2, 37, 8), (40, 40, 1), (17, 40, 39), (17, 40, 40), (33, 40, 11),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -103,22 +102,7 @@ def test_output_and_gradients_agree_with_scores_at_positions(take, way, shape, w
     scores = torch.where(distance < limit, query @ key.mT, far_query @ far_key.mT)
     scores = (0.3 * scores).masked_fill(~visible, -torch.inf)
     expected = scores.softmax(-1) @ value
-    assert (ours - expected).abs().max() < 1e-12
-    gradients = [
-        torch.autograd.grad(x, leaves, normal(*ours.shape, seed=9), materialize_grads=True)
-        for x in (ours, expected)
-    ]
-    assert all((a - b).abs().max() < 1e-12 for a, b in zip(*gradients, strict=True))
-
-
-def test_a_temperature_shrinks_no_query():
-    q, t, v = inputs(8)
-    seen = torch.arange(29, dtype=q.dtype)[-23:] + 2
-    factor = (seen.log() / math.log(15 + 1)).clamp(min=1)
-    assert 1 < (factor == 1).sum() < 22
-    ours = coca_attention(q, t, v, rotation=Rotation(WIDTH, temperature=15, max_distance=LIMIT))
-    scores = oracle.coca_attention(q * factor[:, None], t, v, max_distance=LIMIT)
-    assert (ours - scores).abs().max() <= 1e-12
+    assert_same_with_gradients(ours, expected, leaves)
 
 
 def test_masks_apply():
@@ -152,17 +136,6 @@ def test_positions_decide_and_not_the_order_of_keys(gradients):
             attention_mask=torch.ones(1, 29, dtype=torch.bool), **options,
         )  # fmt: skip
     assert (ours - coca_attention(last, t, v, **options)).abs().max() <= 1e-12
-
-
-def test_the_magnitude_of_a_rule_acts_at_every_distance():
-    q, t, v = inputs(8)
-    rule = YaRN(factor=4.0, training_length=16)
-    ours = coca_attention(q, t, v, rotation=Rotation(WIDTH, rule=rule, max_distance=LIMIT))
-    theta = rule.frequencies(WIDTH, 10000.0)
-    options = {"max_distance": LIMIT, "scale": rule.magnitude**2 / 4}
-    expected = oracle.coca_attention(q, t, v, theta=theta, **options)
-    assert rule.magnitude != 1
-    assert (ours - expected).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("way", WAYS[:2])

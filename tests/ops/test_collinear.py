@@ -9,7 +9,7 @@ import torch
 import oracle
 from coca_attention.ops import FORMS, Rotation, attend, attention, coca_attention, fold, score_scale
 from covering import covering
-from operands import operands
+from operands import assert_same_with_gradients, operands
 
 SHAPES = {
     "square": {"queries": 29},
@@ -72,24 +72,22 @@ def test_outputs_and_gradients_agree_with_the_oracle(
     rotation = Rotation(span, 100.0, turning=turning, decay=decay, decay_length=3.0)
     ours = coca_attention(*leaves, rotation=rotation, attention_mask=given, **options)
     exact = oracle.coca_attention(*leaves, theta=theta, rotary_width=span, bias=bias, **options)
-    assert ours.shape == exact.shape and (ours - exact).abs().max() <= 1e-12
-    weights = torch.randn(ours.shape, dtype=torch.float64)
-    gradients = (torch.autograd.grad(x, leaves, weights) for x in (ours, exact))
-    for a, b in zip(*gradients, strict=True):
-        assert (a - b).abs().max() <= 1e-11 * max(1, b.abs().max())
+    assert_same_with_gradients(ours, exact, leaves, gradients=1e-11)
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_temperature_multiplies_scores_by_the_logarithm_of_visible_keys(window):
+@pytest.mark.parametrize(("window", "limit"), [(None, None), (20, None), (None, 7)])
+def test_temperature_multiplies_scores_by_the_logarithm_of_visible_keys(window, limit):
+    """Where distances are limited it makes no score smaller."""
     q, t, v = operands()
-    rotation, limit = Rotation(16, temperature=20), window or 29
+    rotation = Rotation(16, temperature=20, max_distance=limit)
     ours = coca_attention(q, t, v, rotation=rotation, form="strict", window=window)
-    seen = torch.arange(17, 30).clamp(max=limit).double()
-    factor = ((seen + 1).log() / math.log(21)).unsqueeze(-1)
+    seen = torch.arange(17, 30).clamp(max=window or 29).double()
+    factor = ((seen + 1).log() / math.log(21)).clamp(min=1 if limit else 0).unsqueeze(-1)
     distance = torch.arange(16, 29)[:, None] - torch.arange(29)
-    bias = torch.zeros(13, 29).masked_fill(distance >= limit, -torch.inf)
+    bias = torch.zeros(13, 29).masked_fill(distance >= (window or 29), -torch.inf)
     # Scores of strict grow with the square of the query.
-    exact = oracle.coca_attention(q * factor.sqrt(), t, v, form="strict", bias=bias)
+    options = {"form": "strict", "bias": bias, "max_distance": limit}
+    exact = oracle.coca_attention(q * factor.sqrt(), t, v, **options)
     assert (ours - exact).abs().max() <= 1e-12
 
 

@@ -4,38 +4,34 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+import operands
 from coca_attention.ops import FORMS, Rotation, kernels, key_map, query_map
 from covering import covering
-from operands import normal
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tensor(*shape, seed=0, dtype=torch.float32):
-    return normal(*shape, seed=seed, dtype=dtype).to(DEVICE)
+    return operands.normal(*shape, seed=seed, dtype=dtype).to(DEVICE)
 
 
 def both_ways(monkeypatch, function, *inputs):
     """Results and gradients with PyTorch's operations, then with the kernels."""
     found = []
     for served in (False, True):
-        calls = []
-
-        def serve(x, served=served, calls=calls):
-            calls.append(x)
-            return served
-
-        monkeypatch.setattr(kernels, "supports", serve)
+        supports = Mock(return_value=served)
+        monkeypatch.setattr(kernels, "supports", supports)
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         output = function(*leaves)
         weights = tensor(*output.shape, seed=7).to(output.dtype)
         gradients = torch.autograd.grad(output, leaves, weights)
-        assert calls
+        supports.assert_called()
         found.append([output, *gradients])
     return zip(*found, strict=True)
 
@@ -72,15 +68,8 @@ def test_maps(monkeypatch, form, pairs, layout, dtype, places):
     cos, sin = Rotation(span).tables(positions)
     # Where PyTorch rounds once less or once more, the last place of the dtype differs.
     tolerance = 4 * torch.finfo(dtype).eps
-
-    def query(x):
-        layout = {"interleaved": interleaved, "free_pairs": free}
-        return query_map(x, cos, sin, form=form, scale=0.3, **layout)
-
-    def key(x):
-        return key_map(x, cos, sin, free_pairs=free)
-
-    for function, x in ((query, q), (key, t)):
+    both = operands.maps(cos, sin, form, 0.3, free=free, interleaved=interleaved)
+    for function, x in zip(both, (q, t), strict=True):
         for expected, ours in both_ways(monkeypatch, function, x):
             assert ours.dtype == dtype and ours.shape == expected.shape
             assert (ours - expected).abs().max() <= tolerance * expected.abs().max()

@@ -5,7 +5,7 @@ import torch
 
 import oracle
 from coca_attention.ops import RULES, Rotation, coca_linear_attention
-from operands import operands
+from operands import assert_same_with_gradients, operands
 
 
 def make(kv_heads=2, length=150, dtype=torch.float64):
@@ -33,11 +33,7 @@ def test_chunks_are_the_definition(form, kv_heads, width, interleaved):
     options = {"form": form, "rotation": Rotation(width, 100.0), "interleaved": interleaved}
     output, _ = coca_linear_attention(*inputs, **options)
     expected = by_definition(*inputs, **options)
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
-    direction = torch.randn_like(output)
-    gradients = (torch.autograd.grad(x, inputs, direction) for x in (output, expected))
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    assert_same_with_gradients(output, expected, inputs, outputs=1e-10, gradients=1e-10)
     assert output.abs().max() <= inputs[2].abs().max()
 
 

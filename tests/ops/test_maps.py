@@ -6,7 +6,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from coca_attention.ops import FORMS, Rotation, key_map, query_map
 from covering import covering
-from operands import normal
+from operands import maps, normal
 
 
 @pytest.mark.parametrize(
@@ -16,15 +16,8 @@ def test_first_and_second_derivatives(form, interleaved, share):
     span, free = share
     q, t = normal(2, 2, 3, 8).requires_grad_(), normal(2, 1, 3, 4 + free, seed=1).requires_grad_()
     cos, sin = Rotation(span).tables(torch.arange(3), torch.float64)
-
-    def query(x):
-        layout = {"interleaved": interleaved, "free_pairs": free}
-        return query_map(x, cos, sin, form=form, scale=0.7, **layout)
-
-    def key(x):
-        return key_map(x, cos, sin, free_pairs=free)
-
-    for function, x in ((query, q), (key, t)):
+    both = maps(cos, sin, form, 0.7, free=free, interleaved=interleaved)
+    for function, x in zip(both, (q, t), strict=True):
         assert gradcheck(function, (x,))
         assert gradgradcheck(function, (x,))
 

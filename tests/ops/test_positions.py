@@ -142,25 +142,15 @@ def test_rotation_gives_the_scores_of_equation_2(pairs, interleaved, first, seed
         (Rotation, {"width": 8, "decay": -1.0}, "decay must be a finite number from 0, got -1"),
         (Rotation, {"width": 8, "decay": math.nan}, "decay must be a finite number from 0, got"),
         (Rotation, {"width": 8, "decay": 1.0, "decay_length": 0.0}, "above 0, got 0"),
+        (theta, {"width": 8, "rule": DynamicNTK(2.0, 8)}, "needs the current length"),
+        (split_pairs, {"x": torch.arange(10.0), "rotary_width": 5}, "must be even"),
+        (split_pairs, {"x": torch.arange(10.0), "rotary_width": 0}, "at least 2"),
+        (split_pairs, {"x": torch.arange(10.0), "rotary_width": 12}, "at most the head width 10"),
     ],
 )
-def test_bad_rules_and_rotations_are_refused(make, arguments, message):
+def test_bad_rules_rotations_and_widths_are_refused(make, arguments, message):
     with pytest.raises(ValueError, match=message):
         make(**arguments)
-
-
-def test_dynamic_scaling_without_a_length_is_refused():
-    with pytest.raises(ValueError, match="needs the current length"):
-        theta(8, DynamicNTK(2.0, training_length=8))
-
-
-@pytest.mark.parametrize(
-    ("width", "message"),
-    [(5, "must be even"), (0, "at least 2"), (12, "at most the head width 10")],
-)
-def test_bad_rotary_widths_are_refused(width, message):
-    with pytest.raises(ValueError, match=message):
-        split_pairs(torch.arange(10.0), rotary_width=width)
 
 
 def test_names_of_rules_are_unique():
