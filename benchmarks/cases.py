@@ -347,9 +347,11 @@ def model_variants(
         models[f"{settings.roles}, {GRANITE}"] = make_model(settings, GRANITE)
     ids = random_tokens(length, settings)
     variants = [Variant(name, make_run(x, ids), decoding_error(x)) for name, x in models.items()]
+    if not settings.flex:
+        return variants
     # FlexAttention is compiled for every kind of layer, model and mode.
     torch._dynamo.config.recompile_limit = 64
-    for form in ("rope", GRANITE) if settings.flex else ():
+    for form in ("rope", GRANITE):
         model = make_model(settings, form)
         exact = logits(model, ids)
         model.set_attn_implementation("flex_attention")

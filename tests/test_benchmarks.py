@@ -18,6 +18,7 @@ from benchmarks.timing import Variant, interleaved, isolated, peak_megabytes
 from coca_attention import ops
 from coca_attention.errors import UserError
 from coca_attention.ops import FORMS
+from coca_lab.environment import describe_environment
 from coca_lab.report import build_report, printed_tables
 
 SMALL = "--heads 4 --head-width 16 --hidden-size 32 --layers 2 --rounds 3"
@@ -204,3 +205,11 @@ def test_the_command(capsys, tmp_path):
     assert has_matrix == [True, False]
     assert content["results"][0]["sizes"] == {"heads": 2, "kv_heads": 1, "head_width": 8}
     assert content["environment"]["versions"]["torch"] == version("torch")
+
+
+def test_of_two_versions_the_imported_one_is_named(tmp_path, monkeypatch):
+    found = tmp_path / "torch-0.1.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert describe_environment()["versions"]["torch"] == "0.1"

@@ -14,6 +14,7 @@ from coca_attention.ops import (
     query_map,
 )
 from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map
+from coca_attention.ops.parts import document_parts
 from coca_attention.ops.rules import UNSCALED
 from covering import covering
 from operands import assert_same_with_gradients, normal, operands
@@ -66,6 +67,38 @@ def test_agrees_with_the_oracle(take, way, form_and_free, interleaved, queries, 
     assert (ours - expected).abs().max() <= 1e-12
     assert limit == 28 or (ours - limited(None)).abs().max() > 1e-3
     assert torch.equal(limited(29), limited(None))
+
+
+def pairs_of(parts, queries: int, keys: int) -> torch.Tensor:
+    """How often near and far scores of every query and key are in some parts, (2, T, S)."""
+    found = torch.zeros(2, queries, keys, dtype=torch.long)
+    for part in parts:
+        seen = torch.ones(queries, keys, dtype=torch.long)[part.rows, part.columns]
+        height, width = seen.shape
+        if part.shape == "lower":
+            seen = seen.tril(width - height)
+        if part.shape == "upper":
+            seen = seen.triu()
+        if part.window is not None:
+            seen = seen.triu(width - height - part.window + 1)
+        found[int(part.far), part.rows, part.columns] += seen
+    return found
+
+
+@pytest.mark.parametrize("banded", [False, True], ids=["squares", "windows"])
+def test_parts_have_every_pair_once(banded):
+    """Also those of a kernel with windows, as on a GPU."""
+    for queries, lengths, limit in [
+        (23, [23], 7), (9, [23], 7), (2, [23], 7), (23, [23], 1), (17, [40], 39),
+        (30, [9, 24, 3], 8),
+    ]:  # fmt: skip
+        keys, documents = sum(lengths), torch.arange(len(lengths))
+        documents = documents.repeat_interleave(torch.tensor(lengths))
+        distance = (torch.arange(keys)[:, None] - torch.arange(keys))[-queries:]
+        visible = (distance >= 0) & (documents[-queries:, None] == documents)
+        expected = torch.stack((visible & (distance < limit), visible & (distance >= limit)))
+        parts = document_parts(lengths, queries, limit, banded)
+        assert torch.equal(pairs_of(parts, queries, keys), expected.long())
 
 
 SHAPES = [

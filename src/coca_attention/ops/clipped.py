@@ -165,7 +165,8 @@ def _attend_in_parts(
     queries, keys, limit = query.shape[-2], far_key.shape[-2], clipping.max_distance
     if key.shape[-2] < keys:
         key = F.pad(key, (0, 0, keys - key.shape[-2], 0))
-    tensors, banded = (query, key, far_query, far_key, value), has_windows(*tensors)
+    tensors = (query, key, far_query, far_key, value)
+    banded = has_windows(*tensors)
     if segments is None:
         parts = document_parts([keys], queries, limit, banded)
         return attend_parts(parts, tensors, clipping.scale)
