@@ -63,7 +63,7 @@ lint: $(READY)
 
 # Strict: a warning, a dead link or a request to another host is an error.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 package: $(READY)
 	$(BIN)/python -m build --no-isolation

@@ -127,6 +127,7 @@ def test_a_variant_in_a_process_of_its_own():
         isolated(os._exit, 7)
 
 
+@pytest.mark.slow
 def test_peak_memory_of_the_contraction_and_of_the_operator():
     """At 2,048 tokens the scores of 4 heads alone take 67 MB; everything else is small."""
     matrix, ours = (

@@ -213,6 +213,7 @@ def test_every_integration_links_to_its_tests():
         assert linked and (page.parent / linked[1]).is_file(), row
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_has_every_name(tmp_path, capsys):
     """Strict, with its links checked: see scripts/docs_site.py."""
     pytest.importorskip("mkdocs")

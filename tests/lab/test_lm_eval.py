@@ -24,6 +24,7 @@ metric_list: [{{metric: acc}}]
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
 def test_the_harness_command_evaluates_and_the_report_reads_its_results(tmp_path, model_folder):
     data = tmp_path / "questions.jsonl"

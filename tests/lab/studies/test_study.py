@@ -280,6 +280,7 @@ def test_ended_in_any_way_it_resumes_from_its_checkpoint(small, tmp_path, capsys
     assert training["seconds"] is None and training["steps"] == 1500
 
 
+@pytest.mark.slow
 def test_processes_and_ray_measure_the_same(small, finished, tmp_path, ray):
     for name, engine in (("two", {"workers": 2}), ("ray", {"ray": ""})):
         run(small, [], tmp_path / name, **engine)

@@ -180,6 +180,7 @@ def assert_the_same(ours, theirs, steps):
     torch.testing.assert_close(weights(ours), weights(theirs), atol=WEIGHT, rtol=0)
 
 
+@pytest.mark.slow
 def test_two_sharded_processes_learn_what_one_does_and_leave_an_ordinary_model(runs):
     two, one = (runs / f"{name}-scratch" for name in ("two", "one"))
     assert_the_same(two, one, STEPS)
@@ -189,6 +190,7 @@ def test_two_sharded_processes_learn_what_one_does_and_leave_an_ordinary_model(r
     assert (two / "config.json").read_text() == (one / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_layer_lie_on_both_processes(runs):
     checkpoint = last_checkpoint(runs / "two-scratch" / "checkpoints")
     assert checkpoint is not None and checkpoint.name == "checkpoint-20"
@@ -203,6 +205,7 @@ def test_the_weights_of_a_layer_lie_on_both_processes(runs):
         assert len(stored) == 2, "each process writes its own file"
 
 
+@pytest.mark.slow
 def test_bfloat16_on_two_processes(runs):
     """Later losses differ where a last bit of the weights decides how an activation is rounded."""
     curves = [read_summary(runs / f"{name}-rounded")["curve"] for name in ("two", "one")]
@@ -211,6 +214,7 @@ def test_bfloat16_on_two_processes(runs):
     assert second == pytest.approx(later, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_stages_and_recomputed_activations_on_two_processes(runs):
     """Frozen parameters, every objective beside a whole teacher, adapters merged, validation."""
     assert_the_same(runs / "two-staged", runs / "one-staged", 4 * len(STAGES))
@@ -233,6 +237,7 @@ def test_stages_and_recomputed_activations_on_two_processes(runs):
     assert changed(before, after) == {"q_proj", "t_proj"}
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_as_it_was_written(runs, recipes, tmp_path):
     output = unfinished(runs / "two-scratch", tmp_path / "run", 10)
     with pytest.raises(UserError, match=r"checkpoint-10 was written with FSDP, .* is without it"):
