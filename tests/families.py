@@ -31,6 +31,7 @@ FAMILIES = {
         "phi3",
         {"partial_rotary_factor": 0.5, "sliding_window": 8, "original_max_position_embeddings": 64},
     ),
+    "Granite": ("granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.25}),
     "OLMo 2": ("olmo2", {}),
     "GPT-NeoX": ("gpt_neox", {"rotary_pct": 0.5, "num_key_value_heads": None, "head_dim": None}),
     "Cohere": ("cohere", {"use_qk_norm": True}),

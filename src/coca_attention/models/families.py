@@ -246,6 +246,7 @@ FAMILIES: list[Family] = [
         layout=AttentionLayout(fused_name="qkv_proj", split_fused=_split_sections),
         config_mixin=Phi3Fields,
     ),
+    Family(transformers.GraniteForCausalLM),
     Family(transformers.Olmo2ForCausalLM, layout=AttentionLayout(norm_spans_heads=True)),
     GPT_NEOX,
     Family(
