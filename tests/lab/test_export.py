@@ -164,35 +164,26 @@ def test_file_has_settings_tensors_and_tokenizer(native):
 @pytest.fixture(scope="module")
 def llama_cpp(native):
     """The model in llama.cpp, and in Transformers."""
-    engine = pytest.importorskip("xllamacpp", reason="llama.cpp as its authors publish it")
-    parameters = engine.CommonParams()
-    parameters.model.path = str(native / "native.gguf")
-    parameters.n_ctx, parameters.n_parallel, parameters.warmup = 1024, 1, False
-    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
-    # Its flash attention is less exact on a CPU (docs/integrations.md).
-    parameters.flash_attn_type = engine.llama_flash_attn_type(0)
-    parameters.cache_type_k = parameters.cache_type_v = engine.ggml_type.GGML_TYPE_F32
+    pytest.importorskip("xllamacpp", reason="llama.cpp as its authors publish it")
+    from studies.native.llama_cpp import serve
+
     model = AutoModelForCausalLM.from_pretrained(native).eval()
-    return engine.Server(parameters), model, AutoTokenizer.from_pretrained(native)
+    return serve(native / "native.gguf", 1024), model, AutoTokenizer.from_pretrained(native)
 
 
 def test_llama_cpp_computes_the_same(llama_cpp):
+    from studies.native.llama_cpp import complete, log_probabilities
+
     server, model, tokenizer = llama_cpp
     compared = 0
     for length in (5, 6, 7, 40, 100, 600):
         (ids,) = some_tokens(model, batch=1, length=length).tolist()
-        asked = {"prompt": ids, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-        # Tokens that end within a character have no entry among the probabilities.
-        (choice,) = server.handle_completions(asked | {"n_predict": 1, "n_probs": 300})["choices"]
-        for token in (choice["logprobs"] or {}).get("content", []):
-            expected = logits(model, torch.tensor([ids]))[0, -1]
-            found = torch.zeros_like(expected)
-            for each in token["top_logprobs"]:
-                found[each["id"]] = each["logprob"]
-            assert difference(found, expected.log_softmax(-1)) < 1e-3
+        found = log_probabilities(server, ids, 300)
+        if found is not None:
+            expected = logits(model, torch.tensor([ids]))[0, -1].log_softmax(-1)
+            assert difference(found, expected) < 1e-3
             compared += 1
-        asked |= {"n_predict": 20, "return_tokens": True}
-        answer = post(f"{server.listening_address}/completion", **asked)["tokens"]
+        answer = complete(server, ids, 20)
         read = logits(model, torch.tensor([ids + answer]))[0, length - 1 : -1]
         read[:, tokenizer.eos_token_id] = -torch.inf  # ignored
         chosen = read.gather(1, torch.tensor(answer)[:, None])[:, 0]
