@@ -249,13 +249,8 @@ def make_model(
             "layer_rope_theta": [1e4 if kind == LOCAL else 0 for kind in kinds],
         }
     elif form is not None and settings.roles:
-        fields |= Roles(settings.roles, settings.window, decay=settings.decay).fields(
-            form,
-            num_layers=settings.layers,
-            head_width=settings.head_width,
-            length=8 * settings.window,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        )
+        roles = Roles(settings.roles, settings.window, decay=settings.decay)
+        fields |= roles.fields(form, LlamaConfig(**fields), 8 * settings.window)
     elif form is not None:
         fields |= {"coca_form": form, "kv_cache": kv_cache}
     config: Any = LlamaConfig if form is None else CoCALlamaConfig

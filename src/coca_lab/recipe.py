@@ -25,7 +25,6 @@ TEXT = "text"
 PASSKEY = "passkey"
 VALIDATION = "validation"
 
-BODIES = ("gpt_neox", "llama")
 OWN = "own"
 BASELINES = ("rope", "alibi", OWN)
 SIZES = (
@@ -61,12 +60,12 @@ class ModelRecipe:
 
     attention: str = "slack"
     """slack, strict or magnitude (CoCA), rope (RoFormer) or alibi. Also a form that your code
-    registers; own with another body, which has an attention of its own."""
+    registers; own is the body's own attention."""
     body: str = "gpt_neox"
-    """Architecture around the attention: gpt_neox or llama, or another model_type of Transformers,
-    such as baseline_llama; alibi requires gpt_neox."""
+    """Architecture around the attention: the model_type of a family, such as gpt_neox, llama or
+    qwen3; with attention own any that Transformers knows. alibi requires gpt_neox."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the configuration of another body."""
+    """Further fields of the body's configuration."""
     hidden_size: Count = 1024
     """Width of the residual stream."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = 24
@@ -74,7 +73,7 @@ class ModelRecipe:
     num_heads: Count = 16
     """Number of query heads."""
     num_key_value_heads: Count | None = None
-    """Number of key/value heads (llama only); by default as many as query heads."""
+    """Number of key/value heads, not with gpt_neox; by default as many as query heads."""
     intermediate_size: Count | None = None
     """Width of the feed-forward layers; by default 4 x hidden_size."""
     rope_base: Positive = 10000.0
@@ -122,7 +121,9 @@ class ModelRecipe:
 
     def check(self) -> None:
         """Raise UserError if settings contradict each other."""
-        known, is_alibi = (*FORMS, *BASELINES), self.attention == "alibi"
+        from coca_attention.models.families import decoders
+
+        known, is_alibi, bodies = (*FORMS, *BASELINES), self.attention == "alibi", decoders()
         rotary = "layers", "turning_pairs", "temperature", "decay", "max_distance", "interpolation"
         extra = [name for name in rotary if getattr(self, name)]
         invariant = self.attention in FORMS and FORMS[self.attention].shift_invariant
@@ -137,12 +138,9 @@ class ModelRecipe:
                 f"body must be gpt_neox for attention alibi, got {self.body}": (
                     is_alibi and self.body != "gpt_neox"
                 ),
-                f"a body other than {' or '.join(BODIES)} has attention {OWN}, and no other body "
-                f"has; got attention {self.attention} with body {self.body}": (
-                    (self.attention == OWN) == (self.body in BODIES)
-                ),
-                f"options are for other bodies than {self.body}: leave them out": (
-                    self.options and self.body in BODIES
+                f"body must be one of {', '.join(bodies)} for attention {self.attention}, got "
+                f"{self.body}; with attention {OWN} it may be any model_type of Transformers": (
+                    self.attention != OWN and self.body not in bodies
                 ),
                 f"layers must consist of the letters l and g, at most num_layers of them, got "
                 f"{self.layers!r} for {self.num_layers} layers": (
@@ -165,7 +163,7 @@ class ModelRecipe:
                 f"hidden_size / num_heads must be even, got {head_width}": head_width % 2,
                 f"turning_pairs must be at most {head_width // 2}, the number of pairs per head; "
                 f"got {self.turning_pairs}": (self.turning_pairs or 0) > head_width // 2,
-                f"num_key_value_heads requires body llama, got {self.body}": (
+                f"{self.body} has no num_key_value_heads: leave it out, or use body llama": (
                     self.body == "gpt_neox" and self.num_key_value_heads
                 ),
                 f"num_key_value_heads must divide num_heads, got {self.num_key_value_heads} and "

@@ -267,35 +267,36 @@ class Roles:
         if self.decay_length is not None:
             check_real("decay_length", self.decay_length, above=True, error=UserError)
 
-    def fields(
-        self,
-        form: str,
-        *,
-        num_layers: int,
-        head_width: int,
-        length: int,
-        rope_parameters: dict[str, Any],
-    ) -> dict[str, Any]:
-        """The fields of a CoCA configuration that give a model these roles.
+    def fields(self, form: str, config: Any, length: int) -> dict[str, Any]:
+        """What a CoCA configuration has other than a vanilla one to give a model these roles.
 
-        The form is that of the local layers, or ``rope``; the length is L; the rotary parameters
-        are the model's, one set for all layers. UserError if it has too few layers.
+        The form is that of the local layers, or ``rope``; the length is L. UserError if the model
+        has too few layers, or rotary parameters per layer type.
         """
+        num_layers, rope = config.num_hidden_layers, rope_parameters(config)
+        if rope is not (config.rope_parameters or {}):
+            raise UserError(
+                f"roles need one set of rotary parameters; {config.model_type} has rotary "
+                "parameters per layer type"
+            )
         if num_layers < len(self.layers):
             raise UserError(
                 f"layers {self.layers} needs a model of at least {len(self.layers)} layers, got "
                 f"{num_layers}: use a shorter pattern"
             )
-        pairs, rotary = head_width // 2, form == "rope"
-        return {
+        pairs, rotary = head_width(config) // 2, form == "rope"
+        fields = {
             # The form of a model whose pairs are all free does not matter.
             "coca_form": "strict" if rotary else form,
             "coca_free_pairs": {LOCAL: pairs if rotary else 0, GLOBAL: pairs},
             "layer_types": [LETTERS[x] for x in (self.layers * num_layers)[:num_layers]],
             # Some families apply a window in all layers if there is one.
             "sliding_window": (self.window or max(1, length // 8)) if "l" in self.layers else None,
-            "rope_parameters": rope_parameters | rotation_fields(self, length),
+            "rope_parameters": rope | rotation_fields(self, length),
         }
+        if hasattr(config, "use_sliding_window"):
+            fields["use_sliding_window"] = True  # or Qwen drops its window
+        return fields
 
 
 def rotation_fields(settings: Any, length: int) -> dict[str, Any]:

@@ -218,14 +218,14 @@ def _added_fields(config: Any, wanted: Conversion) -> dict[str, Any]:
         added |= {"coca_form": "strict", "coca_free_pairs": head_width(config) // 2}
     if wanted.roles is None and not wanted.limits_distances:
         return added
-    length, rope = wanted.length or training_length(config), rope_parameters(config)
+    length = wanted.length or training_length(config)
     if length is None:
         raise UserError(
             f"roles and limits of distances need a training length; {config.model_type} has no "
             "max_position_embeddings"
         )
-    every = config.rope_parameters or {}
     if wanted.roles is None:
+        every, rope = config.rope_parameters or {}, rope_parameters(config)
         limit = length if wanted.max_distance is None else wanted.max_distance
         if limit > length:
             raise UserError(
@@ -233,20 +233,7 @@ def _added_fields(config: Any, wanted: Conversion) -> dict[str, Any]:
             )
         limited = rope | {"temperature": length, "max_distance": limit}
         return added | {"rope_parameters": limited if rope is every else every | {GLOBAL: limited}}
-    if rope is not every:
-        raise UserError(
-            f"roles need one set of rotary parameters; {config.model_type} has rotary parameters "
-            "per layer type"
-        )
-    if hasattr(config, "use_sliding_window"):
-        added["use_sliding_window"] = True  # or Qwen drops its window
-    return added | wanted.roles.fields(
-        wanted.form,
-        num_layers=config.num_hidden_layers,
-        head_width=head_width(config),
-        length=length,
-        rope_parameters=rope,
-    )
+    return added | wanted.roles.fields(wanted.form, config, length)
 
 
 MODELS: dict[str, Any] = {"llama": LlamaForCausalLM, "gpt_neox": GPTNeoXForCausalLM}

@@ -32,7 +32,12 @@ from transformers.modeling_layers import (
 
 from coca_attention.errors import UserError
 from coca_attention.models.attention import CollinearAttention
-from coca_attention.models.configuration import CoCAConfig, add_rope_types, rotation
+from coca_attention.models.configuration import (
+    CoCAConfig,
+    add_rope_types,
+    rope_parameters,
+    rotation,
+)
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearHead, CollinearModel
 from coca_attention.models.projections import AttentionLayout
 
@@ -279,6 +284,17 @@ def family_of(model: Any) -> Family:
         f"{type(model).__name__} is not supported; supported are the causal language models, "
         f"vanilla or CoCA, of {supported_families(model)}"
     )
+
+
+def decoders() -> dict[str, Family]:
+    """The decoders with one set of rotary parameters for all layers, by their ``model_type``."""
+    found = {}
+    for family in FAMILIES:
+        config = family.vanilla.config_class()
+        one_set = rope_parameters(config) is config.rope_parameters
+        if one_set and issubclass(family.causal_lm, CollinearForCausalLM):
+            found[config.model_type] = family
+    return found
 
 
 def supported_families(model: Any) -> str:

@@ -10,21 +10,21 @@ from accelerate import PartialState
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    GPTNeoXConfig,
-    LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from coca_attention.errors import UserError
-from coca_attention.models import AlibiGPTNeoXConfig, CoCAGPTNeoXConfig, CoCALlamaConfig
+from coca_attention.models import AlibiGPTNeoXConfig
 from coca_attention.models.configuration import (
     Roles,
     attention_of,
+    head_width,
     rope_parameters,
     rotation_fields,
 )
 from coca_attention.models.conversion import convert
+from coca_attention.models.families import decoders
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.sinks import use_fused_attention
 from coca_attention.ops import FORMS
@@ -154,30 +154,27 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> Pr
         "eos_token_id": end_of_text,
         "pad_token_id": None,
     }
+    if model.attention == "alibi":
+        return AlibiGPTNeoXConfig(**common, **model.options)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
     if model.body == "gpt_neox":
         rope["partial_rotary_factor"] = 1.0
     else:
-        common["num_key_value_heads"] = model.num_key_value_heads
+        common["num_key_value_heads"] = model.num_key_value_heads or model.num_heads
+        common["head_dim"] = model.hidden_size // model.num_heads
+    common |= {"rope_parameters": rope} | model.options
+    vanilla = AutoConfig.for_model(model.body, **common)
     if model.attention == OWN:
-        return AutoConfig.for_model(
-            model.body, **common | {"rope_parameters": rope} | model.options
-        )
-    if model.attention == "alibi":
-        return AlibiGPTNeoXConfig(**common)
-    fields = _attention_fields(model, recipe.data.block_length, rope)
-    if model.attention == "rope" and not model.layers and fields["rope_parameters"] == rope:
-        vanilla = LlamaConfig if model.body == "llama" else GPTNeoXConfig
-        return vanilla(**common, rope_parameters=rope)
-    collinear = CoCALlamaConfig if model.body == "llama" else CoCAGPTNeoXConfig
-    return collinear(**common, **fields)
+        return vanilla
+    fields = _attention_fields(model, vanilla, recipe.data.block_length)
+    if model.attention == "rope" and not model.layers and not fields["rope_parameters"]:
+        return vanilla
+    fields["rope_parameters"] = vanilla.rope_parameters | fields["rope_parameters"]
+    return decoders()[model.body].config(**common | fields)
 
 
-def _attention_fields(
-    model: ModelRecipe, length: int, rope_parameters: dict[str, Any]
-) -> dict[str, Any]:
-    """Fields of a CoCA configuration that describe the attention, for a training length."""
-    pairs = model.hidden_size // model.num_heads // 2
+def _attention_fields(model: ModelRecipe, vanilla: Any, length: int) -> dict[str, Any]:
+    """Fields in which a CoCA configuration differs from a vanilla one, for a training length."""
     if model.layers:
         parts = {
             name: getattr(model, name)
@@ -185,20 +182,14 @@ def _attention_fields(
             if getattr(model, name) is not None
         }
         roles = Roles(model.layers, model.window, decay_length=model.decay_length, **parts)
-        return roles.fields(
-            model.attention,
-            num_layers=model.num_layers,
-            head_width=2 * pairs,
-            length=length,
-            rope_parameters=rope_parameters,
-        )
+        return roles.fields(model.attention, vanilla, length)
     rotary, fields = model.attention == "rope", rotation_fields(model, length)
     if model.max_distance is not None:
         fields["max_distance"] = model.max_distance
     return {
         "coca_form": "strict" if rotary else model.attention,
-        "coca_free_pairs": pairs if rotary else 0,
-        "rope_parameters": rope_parameters | fields,
+        "coca_free_pairs": head_width(vanilla) // 2 if rotary else 0,
+        "rope_parameters": fields,
         "coca_linear": model.linear,
     }
 

@@ -4,6 +4,7 @@ import pytest
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import attention_of, rotation
+from coca_attention.models.families import decoders
 from coca_lab.recipe import DataRecipe, ModelRecipe, Recipe
 from coca_lab.training.model import _load_start, model_config
 from families import vanilla
@@ -17,7 +18,7 @@ def configured(attention, body="gpt_neox", **fields):
     return model_config(Recipe(model, DataRecipe(block_length=64)), 100)
 
 
-@pytest.mark.parametrize("body", ["gpt_neox", "llama"])
+@pytest.mark.parametrize("body", decoders())
 @pytest.mark.parametrize(("attention", "free"), [("strict", 0), ("slack", 0), ("rope", 4)])
 def test_a_recipe_gives_layers_their_roles(body, attention, free):
     config = configured(attention, body, layers="llg", window=8)
