@@ -1,7 +1,7 @@
 """The study of results/native: trains and evaluates every trial that has no file yet.
 
-    python studies/native/run.py run      # what is missing, for as long as it takes
-    python studies/native/run.py table    # write the table of results/native/README.md
+    PYTHONPATH=src:. python studies/native/run.py run    # what is missing, for as long as it takes
+    PYTHONPATH=src:. python studies/native/run.py table  # write the tables of results/native/README.md
 
 A trial is an arm of arms.yaml with a seed: `coca train` with the options of its arm, in a process
 of its own that resumes, then the measurements in this one, and one JSON file.
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from coca_lab.evaluation.windows import (
 )
 from coca_lab.files import read_json, write_json
 from coca_lab.generation import greedy_answers
+from coca_lab.intervals import mean_interval
 from coca_lab.loading import load_model
+from studies.verdict.rule import markdown
 
 HERE = Path(__file__).parent
 TRIALS, RUNS = Path("results/native/trials"), Path("runs/native")
@@ -47,9 +50,15 @@ PASSKEY_SEED = 1
 ANSWER = 32
 FOUND = 0.95
 """Share of passkeys at L from which on a run has learned to retrieve."""
-BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
 FOLDED = (4, 16, 64)
 """Contexts, in training lengths, whose factor is folded into trained queries."""
+WITH_DECAY = {
+    "decay": ("native", "no-sinks", "temperature", "random-context", "low-sinks"),
+    "neox-decay": ("neox-no-sinks", "neox-temperature"),
+    "decay-12": ("embedding-12",),
+}
+"""Arms without a decay, by the one with it in a like body."""
 
 
 def read_arms() -> dict[str, dict[str, Any]]:
@@ -180,30 +189,51 @@ def _passkeys(model: Any, tokenizer: Any) -> dict[int, list[bool]]:
 
 
 def table() -> None:
-    """Write the table of the page from the trials' files."""
+    """Write the tables of the page from the trials' files."""
     trials: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(TRIALS.glob("*.json")):
         trial = read_json(path)
         trials.setdefault(trial["arm"], []).append(trial)
-    header = [
-        "",
-        "seeds",
-        "learned to retrieve",
-        "begins at step",
-        "perplexity 256",
-        "1,024",
-        "4,096",
-    ]
-    header += ["16,384 (longer documents)", *(f"passkeys {n:,}" for n in PASSKEYS)]
-    lines = [header, ["---"] * len(header)]
-    for arm in read_arms():
-        for variant in trials[arm][0]["measured"] if arm in trials else ():
-            lines.append(_row(arm, variant, trials[arm]))
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    text = f"{markdown(_rows(trials))}\n\n{markdown(_differences(trials))}"
     page = TRIALS.parent / "README.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def _rows(trials: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
+    """Every arm, as trained and folded."""
+    learning = ["", "seeds", "learned to retrieve", "begins at step"]
+    perplexity = ["perplexity 256", "1,024", "4,096", "16,384 (longer documents)"]
+    yield [*learning, *perplexity, *(f"passkeys {n:,}" for n in PASSKEYS)]
+    for arm in read_arms():
+        for variant in trials[arm][0]["measured"] if arm in trials else ():
+            yield _row(arm, variant, trials[arm])
+
+
+def _differences(trials: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
+    """Perplexity without a decay against that with it, over the seeds that both have."""
+    yield ["without a decay", "with it", "seeds", "perplexity 256", "4,096"]
+    for base, arms in WITH_DECAY.items():
+        for arm in arms:
+            one, other = ({x["seed"]: x for x in trials.get(name, ())} for name in (arm, base))
+            seeds = sorted(one.keys() & other.keys())
+            if seeds:
+                pairs = [(one[seed]["measured"], other[seed]["measured"]) for seed in seeds]
+                cells = [_difference(pairs, window) for window in (LENGTH, 16 * LENGTH)]
+                yield [arm, base, ", ".join(map(str, seeds)), *cells]
+
+
+def _difference(pairs: list[tuple[Any, Any]], window: int) -> str:
+    """In percent, with the interval over seeds."""
+    found = [
+        math.log(_perplexity([a["as trained"]], 4096, window))
+        - math.log(_perplexity([b["as trained"]], 4096, window))
+        for a, b in pairs
+    ]
+    values = [sum(found) / len(found), *(mean_interval(found) or ())]
+    mean, *interval = (f"{100 * math.expm1(value):+.1f}" for value in values)
+    return f"{mean} %" + (f" ({' to '.join(interval)})" if interval else "")
 
 
 def _row(arm: str, variant: str, trials: list[dict[str, Any]]) -> list[str]:
@@ -222,7 +252,7 @@ def _row(arm: str, variant: str, trials: list[dict[str, Any]]) -> list[str]:
         ", ".join(str(trial["seed"]) for trial in trials),
         f"{learned} of {len(trials)}",
         steps,
-        *(_perplexity(measured, *place) for place in places),
+        *(f"{x:.2f}" if (x := _perplexity(measured, *place)) else "" for place in places),
         *found,
     ]
 
@@ -240,8 +270,8 @@ def _share(hits: list[bool]) -> float:
     return sum(hits) / len(hits)
 
 
-def _perplexity(measured: list[dict[str, Any]], longest: int, window: int) -> str:
-    """exp of the mean over seeds of nats per token; empty where it was not measured."""
+def _perplexity(measured: list[dict[str, Any]], longest: int, window: int) -> float:
+    """exp of the mean over seeds of nats per token; 0 where it was not measured."""
     cells = [
         cell
         for each in measured
@@ -249,7 +279,7 @@ def _perplexity(measured: list[dict[str, Any]], longest: int, window: int) -> st
         if (cell["longest"], cell["window"]) == (longest, window)
     ]
     means = [sum(cell["nats"]) / sum(cell["tokens"]) for cell in cells]
-    return f"{math.exp(sum(means) / len(means)):.2f}" if means else ""
+    return math.exp(sum(means) / len(means)) if means else 0.0
 
 
 if __name__ == "__main__":
