@@ -1,7 +1,7 @@
 """The study of results/native: trains and evaluates every trial that has no file yet.
 
     PYTHONPATH=src:. python studies/native/run.py run    # what is missing, for as long as it takes
-    PYTHONPATH=src:. python studies/native/run.py table  # write the tables of results/native/README.md
+    PYTHONPATH=src:. python studies/native/run.py table  # write the tables of results/native
 
 A trial is an arm of arms.yaml with a seed: `coca train` with the options of its arm, in a process
 of its own that resumes, then the measurements in this one, and one JSON file.
