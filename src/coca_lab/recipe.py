@@ -121,6 +121,7 @@ class ModelRecipe:
 
     def check(self) -> None:
         """Raise UserError if settings contradict each other."""
+        # Not at the top: it takes seconds, which `coca train -h` need not wait for.
         from coca_attention.models.families import decoders
 
         known, is_alibi, bodies = (*FORMS, *BASELINES), self.attention == "alibi", decoders()

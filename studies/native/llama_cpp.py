@@ -1,7 +1,7 @@
 """An exported model in llama.cpp as its authors publish it, beside Transformers.
 
     coca export runs/native-1m native --context 16384 --gguf
-    python -m studies.native.llama_cpp native
+    PYTHONPATH=. python -m studies.native.llama_cpp native
 
 Prints greedy text of 20 prompts, log-probabilities at 4,096 tokens, and 20 passkeys of every
 length.
@@ -26,6 +26,7 @@ COMPARED, READ = 256, 4096
 LENGTHS = (256, 1024, 4096, 16384 - 34)
 """Tokens of prompts that ask for a passkey; the last leaves room for the answer."""
 ANSWER = 32
+GREEDY = {"temperature": 0, "ignore_eos": True, "cache_prompt": False}
 
 
 def serve(file: Path, context: int) -> Any:
@@ -42,8 +43,7 @@ def serve(file: Path, context: int) -> Any:
 
 def complete(server: Any, ids: list[int], tokens: int) -> list[int]:
     """Greedy tokens after a prompt; never the end of the text."""
-    asked = {"prompt": ids, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-    asked |= {"n_predict": tokens, "return_tokens": True}
+    asked = GREEDY | {"prompt": ids, "n_predict": tokens, "return_tokens": True}
     request = Request(
         f"{server.listening_address}/completion",
         json.dumps(asked).encode(),
@@ -58,8 +58,8 @@ def log_probabilities(server: Any, ids: list[int], vocabulary: int) -> torch.Ten
 
     None where the greedy token ends within a character, for which llama.cpp says nothing.
     """
-    asked = {"prompt": ids, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-    answer = server.handle_completions(asked | {"n_predict": 1, "n_probs": vocabulary})
+    asked = GREEDY | {"prompt": ids, "n_predict": 1, "n_probs": vocabulary}
+    answer = server.handle_completions(asked)
     found = (answer["choices"][0]["logprobs"] or {}).get("content", [])
     if not found:
         return None
@@ -87,7 +87,9 @@ def compare(folder: Path) -> Iterable[str]:
     (prompt,) = ask_for_passkeys(tokenizer, READ, [0], seed=1)
     logits = model(torch.tensor([prompt.ids])).logits[0, -1]
     found = log_probabilities(server, prompt.ids, len(tokenizer))
-    if found is not None:
+    if found is None:
+        yield f"no log-probabilities at {READ:,} tokens: the next one ends within a character"
+    else:
         said = ~found.isnan()
         error = (found - logits.log_softmax(-1))[said].abs().max() / logits.abs().max()
         what = f"{int(said.sum()):,} log-probabilities at {READ:,} tokens"

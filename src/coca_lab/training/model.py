@@ -167,9 +167,9 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> Pr
     if model.attention == OWN:
         return vanilla
     fields = _attention_fields(model, vanilla, recipe.data.block_length)
-    if model.attention == "rope" and not model.layers and not fields["rope_parameters"]:
+    changed = fields["rope_parameters"] != vanilla.rope_parameters
+    if model.attention == "rope" and not model.layers and not changed:
         return vanilla
-    fields["rope_parameters"] = vanilla.rope_parameters | fields["rope_parameters"]
     return decoders()[model.body].config(**common | fields)
 
 
@@ -189,7 +189,7 @@ def _attention_fields(model: ModelRecipe, vanilla: Any, length: int) -> dict[str
     return {
         "coca_form": "strict" if rotary else model.attention,
         "coca_free_pairs": head_width(vanilla) // 2 if rotary else 0,
-        "rope_parameters": fields,
+        "rope_parameters": vanilla.rope_parameters | fields,
         "coca_linear": model.linear,
     }
 

@@ -1,13 +1,17 @@
 """From a recipe to the configuration of its model: roles of layers, decay, limited distances."""
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import attention_of, rotation
-from coca_attention.models.families import decoders
 from coca_lab.recipe import DataRecipe, ModelRecipe, Recipe
 from coca_lab.training.model import _load_start, model_config
 from families import vanilla
+
+BODIES = ["gpt_neox", "llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2", "cohere"]
+BODIES += ["glm4"]
 
 
 def configured(attention, body="gpt_neox", **fields):
@@ -18,7 +22,7 @@ def configured(attention, body="gpt_neox", **fields):
     return model_config(Recipe(model, DataRecipe(block_length=64)), 100)
 
 
-@pytest.mark.parametrize("body", decoders())
+@pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize(("attention", "free"), [("strict", 0), ("slack", 0), ("rope", 4)])
 def test_a_recipe_gives_layers_their_roles(body, attention, free):
     config = configured(attention, body, layers="llg", window=8)
@@ -33,6 +37,14 @@ def test_a_recipe_gives_layers_their_roles(body, attention, free):
     assert rotation(config, whole).temperature == 64
     assert (rotation(config, whole).decay, rotation(config, whole).decay_length) == (1.0, 8.0)
     assert rotation(config, local).decay is None
+    assert AutoModelForCausalLM.from_config(config)(torch.arange(20)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_form_fits_every_body(body):
+    model = AutoModelForCausalLM.from_config(configured("strict", body))
+    assert attention_of(model.config) == "strict" and model.config.model_type == f"coca_{body}"
+    assert AutoModelForCausalLM.from_config(configured("rope", body)).config.model_type == body
 
 
 def test_each_part_can_be_switched_off_or_on_alone():
