@@ -32,7 +32,8 @@ def compiled(self: Any, *values: Any, grid: Any, warmup: bool, **constants: Any)
         else:
             signature[name] = "i32" if isinstance(value, int) else "fp32"
     source = ASTSource(self, signature, constexprs=fixed)
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    options = {"num_warps": constants.get("num_warps", 4)}
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert kernel.metadata.shared <= 99 * 1024, "more shared memory than desktop GPUs have"
     print(self.__name__, TYPES[values[0].dtype], len(kernel.asm["cubin"]), flush=True)
 
@@ -52,13 +53,14 @@ def main() -> None:
         maps.query_gradient(query, grad, cos, sin, form, True, width // 2, free)
         maps.key_map(t, cos, sin, free)
         maps.key_gradient(grad, cos, sin, free)
-        with FakeTensorMode():
-            tile = tile_length(torch.empty(t.shape, dtype=dtype, device="cuda"), 8)
-        frames = key_frames(
-            torch.zeros(1), 200, Rotation(width), tile=tile, pairs=width // 2, free_pairs=free
-        )
-        single = paired_query(query[:, :, :1], t.shape[-1])
-        decode.attend_half(single, t, value[:, :2], frames, attention_mask, 0.1)
+        for heads in (8, 2):
+            with FakeTensorMode():
+                tile = tile_length(torch.empty(t.shape, dtype=dtype, device="cuda"), heads)
+            frames = key_frames(
+                torch.zeros(1), 200, Rotation(width), tile=tile, pairs=width // 2, free_pairs=free
+            )
+            single = paired_query(query[:, :heads, :1], t.shape[-1])
+            decode.attend_half(single, t, value[:, :2], frames, attention_mask, 0.1)
     # Key map and decoding do not depend on the form.
     maps.query_map(query, cos, sin, "strict", False, width, free)
     maps.query_gradient(query, grad, cos, sin, "strict", False, width, free)

@@ -26,8 +26,8 @@ from coca_attention.ops.positions import Rotation
 # Products per tile on a CPU, over all heads: small enough to stay in its caches.
 CPU_TILE = 1 << 18
 # Limits per tile in the CUDA kernel, in keys and in bytes of coefficients: larger tiles would
-# exceed the shared memory of a GPU (these need at most 74 KiB).
-CUDA_KEYS, CUDA_TILE = 64, 1 << 13
+# exceed the shared memory of a GPU (these need at most 74 KiB). A single query is fastest with few.
+CUDA_KEYS, CUDA_TILE, SINGLE_KEYS = 64, 1 << 13, 16
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def tile_length(coefficients: Tensor, heads: int) -> int:
     """
     batch, kv_heads, keys, pairs = coefficients.shape
     if coefficients.is_cuda:
-        fit = min(CUDA_KEYS, CUDA_TILE // (pairs * coefficients.element_size()))
+        most = SINGLE_KEYS if heads == kv_heads else CUDA_KEYS
+        fit = min(most, CUDA_TILE // (pairs * coefficients.element_size()))
     else:
         queries = heads // max(1, kv_heads)
         fit = CPU_TILE // max(1, batch * kv_heads * pairs * _products(queries))

@@ -2,7 +2,10 @@
 
 The keys are split among programs, so that a single sequence fills the device. Each program keeps a
 running maximum and sum (online softmax), and a second kernel combines the parts. Keys are formed in
-registers. Arithmetic is in float32, with products on tensor cores in the dtype of the cache.
+registers. Arithmetic is in float32. Where several query heads share a key head, products are on
+tensor cores in the dtype of the cache. For a single query those would compute 16 rows, so products
+are sums, and each key of a tile has a maximum and sum of its own, which are merged at the end: no
+thread waits for another until then.
 """
 
 from typing import Any
@@ -12,9 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Programs per multiprocessor, enough to hide memory latency.
-PROGRAMS = 4
+# Programs per multiprocessor, enough to hide memory latency; those of a single query are one warp.
+PROGRAMS, SINGLE_PROGRAMS = 4, 32
 SPLITS = 256
+
+
+@triton.jit
+def _merged(highest, weight, weighted):
+    """Maximum, sum of weights and weighted sum of parts along the first axis."""
+    top = tl.max(highest, 0)
+    # Without a visible key the maximum is -inf, and -inf - -inf would be NaN.
+    factor = tl.exp(highest - tl.where(top == float("-inf"), 0.0, top))
+    return top, tl.sum(factor * weight, 0), tl.sum(factor[:, None] * weighted, 0)
 
 
 @triton.jit
@@ -43,9 +55,10 @@ def _parts(
 
     t_start = coefficients + batch * t_batch + kv_head * t_head
     v_start = value + batch * v_batch + kv_head * v_head
-    highest = tl.full([M], float("-inf"), tl.float32)
-    weight = tl.zeros([M], tl.float32)
-    weighted = tl.zeros([M, COLUMNS], tl.float32)
+    LANES: tl.constexpr = N if ROWS == 1 else M  # noqa: N806
+    highest = tl.full([LANES], float("-inf"), tl.float32)
+    weight = tl.zeros([LANES], tl.float32)
+    weighted = tl.zeros([LANES, COLUMNS], tl.float32)
     for tile in range(split * tiles_per_split, min((split + 1) * tiles_per_split, tiles)):
         table = batch * c_batch + tile * HALF + pair
         c = tl.load(cos + table, mask=pair < HALF, other=0.0)[None, :]
@@ -56,31 +69,41 @@ def _parts(
             t_start + index[:, None] * t_row + pair[None, :],
             mask=in_range[:, None] & (pair[None, :] < HALF), other=0.0,
         ).to(tl.float32)  # fmt: skip
-        scores = tl.dot(
-            (q0 * c + q1 * s).to(dtype), tl.trans((t * cos_r).to(dtype)), input_precision=PRECISION
-        )
-        scores += tl.dot(
-            (q1 * c - q0 * s).to(dtype), tl.trans((t * sin_r).to(dtype)), input_precision=PRECISION
-        )
-        if MASKED:
-            added = tl.load(mask + batch * m_batch + index, mask=in_range, other=float("-inf"))
-            scores = scores * scale + added[None, :]
+        first_member, second_member = q0 * c + q1 * s, q1 * c - q0 * s
+        if ROWS == 1:
+            scores = tl.sum(t * (first_member * cos_r + second_member * sin_r), 1)
         else:
-            scores = scores * scale
-        scores = tl.where(in_range[None, :], scores, float("-inf"))
-        top = tl.maximum(highest, tl.max(scores, 1))
-        # Before any visible key the maximum is -inf, and -inf - -inf would be NaN.
-        base = tl.where(top == float("-inf"), 0.0, top)
-        weights = tl.exp(scores - base[:, None])
-        rescale = tl.exp(highest - base)
-        weight = weight * rescale + tl.sum(weights, 1)
+            scores = tl.dot(
+                first_member.to(dtype), tl.trans((t * cos_r).to(dtype)), input_precision=PRECISION
+            )
+            scores += tl.dot(
+                second_member.to(dtype), tl.trans((t * sin_r).to(dtype)), input_precision=PRECISION
+            )
+        scores = scores * scale
+        if MASKED:
+            scores += tl.load(mask + batch * m_batch + index, mask=in_range, other=float("-inf"))
+        scores = tl.where(in_range, scores, float("-inf"))
         v = tl.load(
             v_start + index[:, None] * v_row + column[None, :],
             mask=in_range[:, None] & (column[None, :] < WIDTH), other=0.0,
         )  # fmt: skip
+        top = tl.maximum(highest, scores if ROWS == 1 else tl.max(scores, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)  # as in _merged
+        rescale = tl.exp(highest - base)
         weighted = weighted * rescale[:, None]
-        weighted += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        if ROWS == 1:
+            weights = tl.exp(scores - base)
+            weight = weight * rescale + weights
+            weighted += weights[:, None] * v.to(tl.float32)
+        else:
+            weights = tl.exp(scores - base[:, None])
+            weight = weight * rescale + tl.sum(weights, 1)
+            weighted += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         highest = top
+
+    if ROWS == 1:
+        highest, weight, weighted = _merged(highest, weight, weighted)
+        weighted = weighted[None, :]
 
     head = (batch * KV_HEADS + kv_head) * ROWS + row
     offset = head * splits + split
@@ -99,12 +122,10 @@ def _combine(
     split, column = tl.arange(0, SPLITS), tl.arange(0, COLUMNS)
     offset = head * splits + split
     highest = tl.load(largest + offset, mask=split < splits, other=float("-inf"))
-    overall = tl.max(highest, 0)
-    factor = tl.exp(highest - tl.where(overall == float("-inf"), 0.0, overall))
-    weight = tl.sum(factor * tl.load(total + offset, mask=split < splits, other=0.0), 0)
+    weight = tl.load(total + offset, mask=split < splits, other=0.0)
     offset = offset[:, None] * WIDTH + column[None, :]
     inside = (split[:, None] < splits) & (column[None, :] < WIDTH)
-    weighted = tl.sum(factor[:, None] * tl.load(sums + offset, mask=inside, other=0.0), 0)
+    _, weight, weighted = _merged(highest, weight, tl.load(sums + offset, mask=inside, other=0.0))
     weighted = weighted / tl.where(weight == 0, 1.0, weight)
     offset = output + head * WIDTH + column
     tl.store(offset, weighted.to(output.dtype.element_ty), mask=column < WIDTH)
@@ -130,13 +151,17 @@ def attend_half(
             mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
         mask = mask.to(torch.float32).view(-1, keys).contiguous()
     tiles = frames.cos.shape[1]
-    wanted = triton.cdiv(PROGRAMS * _multiprocessors(query.device), batch * kv_heads)
+    rows = heads // kv_heads
+    programs = SINGLE_PROGRAMS if rows == 1 else PROGRAMS
+    wanted = triton.cdiv(programs * _multiprocessors(query.device), batch * kv_heads)
     tiles_per_split = triton.cdiv(tiles, max(1, min(wanted, tiles, SPLITS)))
     splits = triton.cdiv(tiles, tiles_per_split)
     sums = query.new_empty(batch * heads, splits, value_width, dtype=torch.float32)
     largest, total = sums.new_empty(2, batch * heads, splits)
     output = query.new_empty(batch, heads, 1, value_width)
-    columns = max(16, triton.next_power_of_2(value_width))
+    columns, pairs = (max(16, triton.next_power_of_2(x)) for x in (value_width, half))
+    # Registers for a tile of 64 pairs and 128 columns are those of one warp.
+    warps = max(1, pairs // 64, columns // 128) if rows == 1 else 4
     parts: Any = _parts
     combine: Any = _combine
     with torch.cuda.device_of(query):
@@ -147,11 +172,10 @@ def attend_half(
             mask.stride(0) if mask.shape[0] > 1 else 0,
             frames.cos.stride(0) if frames.cos.shape[0] > 1 else 0,
             scale, keys, tiles, splits, tiles_per_split,
-            KV_HEADS=kv_heads, ROWS=heads // kv_heads, HALF=half, WIDTH=value_width,
-            M=max(16, triton.next_power_of_2(heads // kv_heads)),
-            PAIRS=max(16, triton.next_power_of_2(half)), COLUMNS=columns, N=frames.tile,
-            MASKED=attention_mask is not None,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            KV_HEADS=kv_heads, ROWS=rows, HALF=half, WIDTH=value_width,
+            M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
+            PAIRS=pairs, COLUMNS=columns, N=frames.tile, MASKED=attention_mask is not None,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=warps,
         )  # fmt: skip
         combine[(batch * heads,)](
             sums, largest, total, output, splits,
