@@ -127,11 +127,8 @@ def share(
 
 def read_runs() -> dict[str, list[Trial]]:
     """The trials of every arm with its best learning rate, seed by seed."""
-    runs: dict[str, list[Trial]] = {arm: [] for arm in read_arms()}
-    for file in sorted(TRIALS.glob("*.json")):
-        trial = read_json(file)
-        if trial["seed"] != TUNING:
-            runs[trial["arm"]].append(trial)
+    files = {arm: [path_of(arm, best_rate(arm), seed) for seed in SEEDS] for arm in read_arms()}
+    runs = {arm: [read_json(file) for file in of if file.exists()] for arm, of in files.items()}
     return {arm: of for arm, of in runs.items() if of}
 
 
@@ -161,6 +158,18 @@ def octaves_table(runs: dict[str, list[Trial]]) -> Iterator[list[str]]:
         yield [arm, *map(_mean, every)]
 
 
+def rates_table(_: dict[str, list[Trial]]) -> Iterator[list[str]]:
+    """Right answers of every arm with every learning rate, whatever the seed."""
+    yield ["arm", "rate", "seeds", f"{LENGTH} tokens", f"{LENGTHS[-1]:,}, {FAR[0]} back or more"]
+    every = sorted(map(read_json, TRIALS.glob("*.json")), key=lambda trial: trial["seed"])
+    for arm in read_arms():
+        for rate in RATES:
+            of = [trial for trial in every if (trial["arm"], trial["rate"]) == (arm, rate)]
+            seeds = ", ".join(str(trial["seed"]) for trial in of)
+            near = " ".join(f"{share(trial, LENGTH, LOADS):.2f}" for trial in of)
+            yield [arm, f"{rate:g}", seeds, near, " ".join(f"{_far(trial):.2f}" for trial in of)]
+
+
 def pairs_table(runs: dict[str, list[Trial]]) -> Iterator[list[str]]:
     """Differences of right answers between arms, seed by seed."""
     yield ["difference", f"at {LENGTH} tokens", f"at {LENGTHS[-1]:,}, {FAR[0]} tokens back or more"]
@@ -188,9 +197,8 @@ def _mean(values: list[float]) -> str:
 def write_tables() -> None:
     """Write the tables into the page."""
     runs = read_runs()
-    body = "\n\n".join(
-        markdown(table(runs)) for table in (pairs_table, lengths_table, loads_table, octaves_table)
-    )
+    tables = (pairs_table, lengths_table, loads_table, octaves_table, rates_table)
+    body = "\n\n".join(markdown(table(runs)) for table in tables)
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{body}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
