@@ -189,9 +189,9 @@ def _far(trial: Trial) -> float:
 
 def _mean(values: list[float]) -> str:
     """The mean over seeds with Student's 95 % interval."""
-    interval = mean_interval(values)
-    ends = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
-    return f"{sum(values) / len(values):.2f}{ends}"
+    interval = mean_interval(values) or ()
+    mean, *ends = (f"{round(x, 2) + 0.0:.2f}" for x in (sum(values) / len(values), *interval))
+    return f"{mean} ({' to '.join(ends)})" if ends else mean
 
 
 def write_tables() -> None:
