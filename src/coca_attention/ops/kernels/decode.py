@@ -103,7 +103,7 @@ def _parts(
 
     if ROWS == 1:
         highest, weight, weighted = _merged(highest, weight, weighted)
-        weighted = weighted[None, :]
+        weighted = tl.expand_dims(weighted, 0)
 
     head = (batch * KV_HEADS + kv_head) * ROWS + row
     offset = head * splits + split
