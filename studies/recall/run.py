@@ -46,6 +46,10 @@ OCTAVES = [1 << power for power in range(5, LENGTHS[-1].bit_length() - 1)]
 FAR = [octave for octave in OCTAVES if octave >= 4 * LENGTH]
 PAIRS = [("roles-decay", "roles"), ("native", "roles"), ("roles", "rotary")]
 PAIRS += [(arm, "rotary") for arm in ("strict", "magnitude", "pope", "thin")]
+SAME_RATE = [("roles-decay", "roles", 1.5e-3), ("roles-decay", "roles", 6e-3)]
+SAME_RATE += [("native", "roles", 6e-3)]
+"""Pairs that were run with a common rate after the rule's had been, which differ in theirs."""
+_COLUMNS = [f"at {LENGTH} tokens", f"at {LENGTHS[-1]:,}, {FAR[0]} tokens back or more"]
 BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
 Trial = dict[str, Any]
 
@@ -172,15 +176,27 @@ def rates_table(_: dict[str, list[Trial]]) -> Iterator[list[str]]:
 
 def pairs_table(runs: dict[str, list[Trial]]) -> Iterator[list[str]]:
     """Differences of right answers between arms, seed by seed."""
-    yield ["difference", f"at {LENGTH} tokens", f"at {LENGTHS[-1]:,}, {FAR[0]} tokens back or more"]
+    yield ["difference", *_COLUMNS]
     for arm, other in PAIRS:
-        others = {trial["seed"]: trial for trial in runs.get(other, [])}
-        both = [
-            (trial, others[trial["seed"]]) for trial in runs.get(arm, []) if trial["seed"] in others
-        ]
-        if both:
-            near = [share(a, LENGTH, LOADS) - share(b, LENGTH, LOADS) for a, b in both]
-            yield [f"{arm} − {other}", _mean(near), _mean([_far(a) - _far(b) for a, b in both])]
+        yield from _difference(f"{arm} − {other}", runs.get(arm, []), runs.get(other, []))
+
+
+def same_rate_table(_: dict[str, list[Trial]]) -> Iterator[list[str]]:
+    """The same for arms with one learning rate, which need not be their best."""
+    yield ["difference, with one rate", *_COLUMNS]
+    for arm, other, rate in SAME_RATE:
+        files = [[path_of(name, rate, seed) for seed in SEEDS] for name in (arm, other)]
+        found = [[read_json(file) for file in of if file.exists()] for of in files]
+        yield from _difference(f"{arm} − {other}, {rate:g}", *found)
+
+
+def _difference(name: str, runs: list[Trial], others: list[Trial]) -> Iterator[list[str]]:
+    """A row with the differences of runs with the same seed, if there are any."""
+    by_seed = {trial["seed"]: trial for trial in others}
+    both = [(trial, by_seed[trial["seed"]]) for trial in runs if trial["seed"] in by_seed]
+    if both:
+        near = [share(a, LENGTH, LOADS) - share(b, LENGTH, LOADS) for a, b in both]
+        yield [name, _mean(near), _mean([_far(a) - _far(b) for a, b in both])]
 
 
 def _far(trial: Trial) -> float:
@@ -197,7 +213,7 @@ def _mean(values: list[float]) -> str:
 def write_tables() -> None:
     """Write the tables into the page."""
     runs = read_runs()
-    tables = (pairs_table, lengths_table, loads_table, octaves_table, rates_table)
+    tables = [pairs_table, lengths_table, loads_table, octaves_table, rates_table, same_rate_table]
     body = "\n\n".join(markdown(table(runs)) for table in tables)
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{body}\n{END}{rest.partition(END)[2]}", encoding="utf-8")

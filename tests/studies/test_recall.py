@@ -48,6 +48,8 @@ def test_tables_count_what_was_learned_by_length_and_octave(trials, monkeypatch)
     for seed, right in enumerate((1.0, 0.8)):
         write(trials, "strict", 0.003, seed, right)
     write(trials, "strict", 0.006, 1, 0.7)  # another rate is in a table of its own
+    for arm, right in (("native", 0.7), ("roles", 0.9)):
+        write(trials, arm, 0.006, 3, right)
     facts = {"arm": "thin", "rate": 0.003, "seed": 0, "measured": [], "diverged": "step 7"}
     (trials / "thin-0.003-0.json").write_text(json.dumps(facts))
     recall.write_tables()
@@ -57,6 +59,7 @@ def test_tables_count_what_was_learned_by_length_and_octave(trials, monkeypatch)
     assert "| strict − rotary |" not in text and "| thin | 0.003 | 0 of 1 | 0.00 |" in text
     assert "| strict | 1.00 (1.00 to 1.00) | 0.83 (" in text
     assert "| strict | 0.006 | 1, 100 | 0.70 0.60 |" in text
+    assert "| native − roles, 0.006 | -0.20 |" in text and "| native − roles |" not in text
 
 
 def test_arms_have_two_layers_and_about_the_same_size():
