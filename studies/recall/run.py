@@ -4,7 +4,7 @@
     PYTHONPATH=src:. python -m studies.recall.run table  # write the tables of results/recall
 
 Every arm of arms.yaml is trained with each learning rate of `RATES` and seed 100, then with the
-best of them and the other seeds.
+best of them and the other seeds, then pairs of arms with one rate.
 """
 
 import shutil
@@ -73,6 +73,8 @@ def trials() -> Iterator[tuple[str, float, int]]:
     """Arm, learning rate and seed of every trial; those of seeds follow from the rates' files."""
     yield from ((arm, rate, TUNING) for arm in read_arms() for rate in RATES)
     yield from ((arm, best_rate(arm), seed) for seed in SEEDS for arm in read_arms())
+    also = dict.fromkeys((arm, rate) for *pair, rate in SAME_RATE for arm in pair)
+    yield from ((arm, rate, seed) for arm, rate in also for seed in SEEDS)
 
 
 def path_of(arm: str, rate: float, seed: int) -> Path:
@@ -131,9 +133,14 @@ def share(
 
 def read_runs() -> dict[str, list[Trial]]:
     """The trials of every arm with its best learning rate, seed by seed."""
-    files = {arm: [path_of(arm, best_rate(arm), seed) for seed in SEEDS] for arm in read_arms()}
-    runs = {arm: [read_json(file) for file in of if file.exists()] for arm, of in files.items()}
+    runs = {arm: with_rate(arm, best_rate(arm)) for arm in read_arms()}
     return {arm: of for arm, of in runs.items() if of}
+
+
+def with_rate(arm: str, rate: float, seeds: Collection[int] = SEEDS) -> list[Trial]:
+    """The trials of an arm with a learning rate, seed by seed."""
+    files = (path_of(arm, rate, seed) for seed in seeds)
+    return [read_json(file) for file in files if file.exists()]
 
 
 def lengths_table(runs: dict[str, list[Trial]]) -> Iterator[list[str]]:
@@ -164,11 +171,10 @@ def octaves_table(runs: dict[str, list[Trial]]) -> Iterator[list[str]]:
 
 def rates_table(_: dict[str, list[Trial]]) -> Iterator[list[str]]:
     """Right answers of every arm with every learning rate, whatever the seed."""
-    yield ["arm", "rate", "seeds", f"{LENGTH} tokens", f"{LENGTHS[-1]:,}, {FAR[0]} back or more"]
-    every = sorted(map(read_json, TRIALS.glob("*.json")), key=lambda trial: trial["seed"])
+    yield ["arm", "rate", "seeds", *_COLUMNS]
     for arm in read_arms():
         for rate in RATES:
-            of = [trial for trial in every if (trial["arm"], trial["rate"]) == (arm, rate)]
+            of = with_rate(arm, rate, (*SEEDS, TUNING))
             seeds = ", ".join(str(trial["seed"]) for trial in of)
             near = " ".join(f"{share(trial, LENGTH, LOADS):.2f}" for trial in of)
             yield [arm, f"{rate:g}", seeds, near, " ".join(f"{_far(trial):.2f}" for trial in of)]
@@ -185,8 +191,7 @@ def same_rate_table(_: dict[str, list[Trial]]) -> Iterator[list[str]]:
     """The same for arms with one learning rate, which need not be their best."""
     yield ["difference, with one rate", *_COLUMNS]
     for arm, other, rate in SAME_RATE:
-        files = [[path_of(name, rate, seed) for seed in SEEDS] for name in (arm, other)]
-        found = [[read_json(file) for file in of if file.exists()] for of in files]
+        found = with_rate(arm, rate), with_rate(other, rate)
         yield from _difference(f"{arm} − {other}, {rate:g}", *found)
 
 

@@ -38,7 +38,12 @@ OTHERS = {"4,096": (FARTHEST, FARTHEST, None), "256, same documents": (FARTHEST,
 RULE = [("b", "c"), ("b1", "c"), ("b2", "c"), ("g", "f"), ("g1", "f"), ("d", "a"), ("h", "a")]
 """Who has to beat whom."""
 BESIDES = [(arm, "a") for arm in ("b", "b1", "b2", "c", "e", "f", "g", "g1")]
-BESIDES += [(arm, "e") for arm in ("f", "g", "g1")]
+BESIDES += [(arm, "e") for arm in ("f", "g", "g1", "d")]
+
+REPEATED = [(arm, name, other, name) for arm, other in RULE for name in MEASURES]
+REPEATED += [(arm, name, "b", name) for arm in ("b1", "b2") for name in ("near", "far")]
+REPEATED += [("b", "far", "c", "limited")]
+"""Arm, measure, other arm and its measure, compared beyond the first seeds; outside the rule."""
 
 BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
 
@@ -184,6 +189,25 @@ def comparisons_table(compared: list[dict[str, Any]]) -> Iterator[list[str]]:
                    f"{found['correlation']:.2f}", f"yes{again}" if won else ""]  # fmt: skip
 
 
+def repeats_table(runs: Runs) -> Iterator[list[str]]:
+    """Differences in percent over the seeds that repeat wins, and over all."""
+    every = range(SEEDS.start, REPEATS.stop)
+    yield ["comparison", *(f"seeds {seeds[0]} to {seeds[-1]}, %" for seeds in (REPEATS, every))]
+    for arm, measure, other, others in REPEATED:
+        pairs = [(runs.get((arm, seed)), runs.get((other, seed))) for seed in every]
+        differences = [
+            value(one, MEASURES[measure]) - value(two, MEASURES[others])
+            for one, two in pairs
+            if one and two
+        ]
+        if len(differences) == len(every) and all(map(math.isfinite, differences)):
+            cells = [
+                f"{_percent(sum(of) / len(of))} ({_ends(list(mean_interval(of) or ()))})"
+                for of in (differences[len(SEEDS) :], differences)
+            ]
+            yield [f"{arm}, {measure}, against {other}, {others}", *cells]
+
+
 def _percent(nats: float) -> str:
     return f"{100 * math.expm1(nats):+.1f}"
 
@@ -220,6 +244,7 @@ def main(folder: str = TRIALS) -> None:
     sections = {
         "Arms": markdown(arms_table(runs)),
         "Comparisons": markdown(comparisons_table(compared)),
+        "Repetitions": markdown(repeats_table(runs)),
         f"{TIMES} times the steps": markdown(arms_table(longer)),
         "Trials": markdown(trials_table(trials)),
     }

@@ -38,7 +38,9 @@ def test_every_arm_is_trained_with_every_rate_then_with_its_best(trials):
     every = list(recall.trials())
     tuned = [(arm, rate, recall.TUNING) for arm in ARMS for rate in recall.RATES]
     seeds = [(arm, recall.RATES[1], seed) for seed in recall.SEEDS for arm in ARMS]
-    assert every == tuned + seeds
+    again = [("roles-decay", 0.0015), ("roles", 0.0015), ("roles-decay", 0.006), ("roles", 0.006)]
+    again = [(*each, seed) for each in [*again, ("native", 0.006)] for seed in recall.SEEDS]
+    assert every == tuned + seeds + again
 
 
 def test_tables_count_what_was_learned_by_length_and_octave(trials, monkeypatch):

@@ -126,6 +126,10 @@ def test_the_rule_counts_wins_that_are_repeated(tmp_path):
     page = (tmp_path / "README.md").read_text()
     assert page.startswith("Before") and page.endswith("after") and "old" not in page
     assert "| b2 against c | far | -9.5 |" in page and "yes, not repeated" in page
+    row = next(line for line in page.splitlines() if line.startswith("| b, near, against c, near"))
+    again, every = (float(cell.split()[0]) for cell in row.split("|")[2:4])
+    assert again == pytest.approx(0, abs=0.3) and every == pytest.approx(-4.9, abs=0.3)
+    assert "against c, limited" not in page  # not measured here
 
 
 def test_an_arm_that_diverged_once_cannot_win(tmp_path):

@@ -34,9 +34,9 @@ def _parts(
     query, coefficients, value, mask, cos, sin, first, second, sums, largest, total,
     q_batch, q_head, t_batch, t_head, t_row, v_batch, v_head, v_row, m_batch, c_batch,
     scale, keys, tiles, splits, tiles_per_split,
-    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
-    M: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr,  # noqa: N803
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,  # noqa: N803
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    M: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
@@ -55,7 +55,7 @@ def _parts(
 
     t_start = coefficients + batch * t_batch + kv_head * t_head
     v_start = value + batch * v_batch + kv_head * v_head
-    LANES: tl.constexpr = N if ROWS == 1 else M  # noqa: N806
+    LANES: tl.constexpr = N if ROWS == 1 else M
     highest = tl.full([LANES], float("-inf"), tl.float32)
     weight = tl.zeros([LANES], tl.float32)
     weighted = tl.zeros([LANES, COLUMNS], tl.float32)
@@ -116,7 +116,7 @@ def _parts(
 @triton.jit
 def _combine(
     sums, largest, total, output, splits,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, COLUMNS)

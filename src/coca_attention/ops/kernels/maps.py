@@ -16,7 +16,7 @@ HEADS = 8
 
 
 @triton.jit
-def _indices(heads, length, HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr):  # noqa: N803
+def _indices(heads, length, HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr):
     """Indices of a program: batch, row, head (HEADS, 1), pair (1, PAIRS); and their bounds mask."""
     # Offsets into large tensors exceed int32, so indices that are multiplied by strides are int64.
     batch = (tl.program_id(0) // length).to(tl.int64)
@@ -27,7 +27,7 @@ def _indices(heads, length, HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.c
 
 
 @triton.jit
-def _load_tables(first, second, batch, row, pair, c_batch, c_row, HALF: tl.constexpr):  # noqa: N803
+def _load_tables(first, second, batch, row, pair, c_batch, c_row, HALF: tl.constexpr):
     """One row of two tables, such as cos and sin, (1, PAIRS) each."""
     offset = batch * c_batch + row * c_row + pair
     x = tl.load(first + offset, mask=pair < HALF, other=0.0)
@@ -41,7 +41,7 @@ def _load(pointer, mask):
 
 
 @triton.jit
-def _members(pair, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):  # noqa: N803
+def _members(pair, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Offsets of both members of every pair in a head (`split_pairs`)."""
     unrotated: tl.constexpr = (WIDTH - SPAN) // 2
     if INTERLEAVED:
@@ -60,8 +60,8 @@ def _query_map(
     o_batch, o_head, o_row,
     c_batch, c_row,
     heads, length,
-    FORM: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,  # noqa: N803
-    FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
+    FORM: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
+    FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     batch, row, head, pair, mask = _indices(heads, length, WIDTH // 2, HEADS, PAIRS)
     c, s = _load_tables(cos, sin, batch, row, pair, c_batch, c_row, WIDTH // 2)
@@ -94,8 +94,8 @@ def _query_gradient(
     o_batch, o_head, o_row,
     c_batch, c_row,
     heads, length,
-    FORM: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,  # noqa: N803
-    FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
+    FORM: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
+    FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     batch, row, head, pair, mask = _indices(heads, length, WIDTH // 2, HEADS, PAIRS)
     c, s = _load_tables(cos, sin, batch, row, pair, c_batch, c_row, WIDTH // 2)
@@ -134,7 +134,7 @@ def _key_map(
     o_batch, o_head, o_row,
     c_batch, c_row,
     heads, length,
-    HALF: tl.constexpr, FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr, FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     batch, row, head, pair, mask = _indices(heads, length, HALF, HEADS, PAIRS)
     c, s = _load_tables(cos, sin, batch, row, pair, c_batch, c_row, HALF)
@@ -158,7 +158,7 @@ def _key_gradient(
     o_batch, o_head, o_row,
     c_batch, c_row,
     heads, length,
-    HALF: tl.constexpr, FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr, FREE: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     batch, row, head, pair, mask = _indices(heads, length, HALF, HEADS, PAIRS)
     c, s = _load_tables(cos, sin, batch, row, pair, c_batch, c_row, HALF)
