@@ -107,7 +107,7 @@ def query_map(
             parameters = form.initial_parameters(query.shape[1], query.shape[-1] // 2 - free_pairs)
         learned = {name: x.to(cos).unsqueeze(1) for name, x in parameters.items()}
         return _query(*arguments, learned)
-    return _call(_QueryMap, *arguments)
+    return _call(_QueryMap, _TransformableQueryMap, *arguments)
 
 
 def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, free_pairs: int = 0) -> Tensor:
@@ -128,7 +128,7 @@ def key_map(key_coefficients: Tensor, cos: Tensor, sin: Tensor, *, free_pairs: i
     """
     wide = torch.promote_types(key_coefficients.dtype, torch.float32)
     cos, sin = over_all_pairs(cos, sin, key_coefficients.shape[-1] - free_pairs, wide)
-    return _call(_KeyMap, key_coefficients, cos, sin, free_pairs)
+    return _call(_KeyMap, _TransformableKeyMap, key_coefficients, cos, sin, free_pairs)
 
 
 def over_all_pairs(
@@ -146,10 +146,14 @@ def over_all_pairs(
     return cos.to(dtype).unsqueeze(-3), sin.to(dtype).unsqueeze(-3)
 
 
-def _call(function: Any, *arguments: Any) -> Tensor:
+def _call(function: Any, transformable: Any, *arguments: Any) -> Tensor:
     """Call a `Function`; without gradients skip `apply`, which would slow down decoding."""
-    called = function.apply if torch.is_grad_enabled() else function.forward
-    return called(*arguments)
+    if not torch.is_grad_enabled():
+        return transformable.forward(*arguments)
+    # torch.func needs a `setup_context`, with which every `apply` binds the signature of `forward`
+    # again: that takes several times as long as the rest of the call.
+    transforms = torch._C._are_functorch_transforms_active()
+    return (transformable if transforms else function).apply(*arguments)
 
 
 def _query(
@@ -203,25 +207,42 @@ def _query_gradient(
     return join_pairs(first, second, interleaved, span).to(query.dtype)
 
 
+def _effective_query(
+    query: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    form: ScoreForm,
+    interleaved: bool,
+    span: int,
+    free_pairs: int,
+) -> Tensor:
+    """Q' by the kernel where there is one."""
+    if form.kernel is not None and kernels.supports(query):
+        return kernels.maps.query_map(query, cos, sin, form.kernel, interleaved, span, free_pairs)
+    return _query(query, cos, sin, form, interleaved, span, free_pairs, {})
+
+
+def _effective_key(coefficients: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
+    """K' by the kernel where there is one."""
+    if kernels.supports(coefficients):
+        return kernels.maps.key_map(coefficients, cos, sin, free_pairs)
+    wide, tables = coefficients.to(cos.dtype), torch.stack((cos, sin), dim=-2)
+    effective = wide[..., : cos.shape[-1]].unsqueeze(-2) * tables
+    if free_pairs:
+        second = wide[..., cos.shape[-1] :]
+        c, s = cos[..., -free_pairs:], sin[..., -free_pairs:]
+        effective[..., -free_pairs:] += second.unsqueeze(-2) * torch.stack((-s, c), dim=-2)
+    return effective.flatten(-2).to(coefficients.dtype)
+
+
 class _QueryMap(Function):
     @staticmethod
-    def forward(
-        query: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        form: ScoreForm,
-        interleaved: bool,
-        span: int,
-        free_pairs: int,
-    ) -> Tensor:
-        if form.kernel is not None and kernels.supports(query):
-            return kernels.maps.query_map(
-                query, cos, sin, form.kernel, interleaved, span, free_pairs
-            )
-        return _query(query, cos, sin, form, interleaved, span, free_pairs, {})
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _QueryMap.keep(ctx, inputs)
+        return _effective_query(*inputs)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
         query, cos, sin, *ctx.settings = inputs
         ctx.save_for_backward(query, cos, sin)
 
@@ -239,19 +260,12 @@ class _QueryMap(Function):
 
 class _KeyMap(Function):
     @staticmethod
-    def forward(coefficients: Tensor, cos: Tensor, sin: Tensor, free_pairs: int) -> Tensor:
-        if kernels.supports(coefficients):
-            return kernels.maps.key_map(coefficients, cos, sin, free_pairs)
-        wide, tables = coefficients.to(cos.dtype), torch.stack((cos, sin), dim=-2)
-        effective = wide[..., : cos.shape[-1]].unsqueeze(-2) * tables
-        if free_pairs:
-            second = wide[..., cos.shape[-1] :]
-            c, s = cos[..., -free_pairs:], sin[..., -free_pairs:]
-            effective[..., -free_pairs:] += second.unsqueeze(-2) * torch.stack((-s, c), dim=-2)
-        return effective.flatten(-2).to(coefficients.dtype)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _KeyMap.keep(ctx, inputs)
+        return _effective_key(*inputs)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
         _, cos, sin, ctx.free_pairs = inputs
         ctx.save_for_backward(cos, sin)
 
@@ -267,3 +281,13 @@ class _KeyMap(Function):
             f0, f1, c, s = (x[..., -free_pairs:] for x in (g0, g1, cos, sin))
             gradient = torch.cat((gradient, torch.addcmul(f1 * c, f0, s, value=-1)), dim=-1)
         return gradient.to(grad.dtype), None, None, None
+
+
+class _TransformableQueryMap(_QueryMap):
+    forward = staticmethod(_effective_query)
+    setup_context = staticmethod(_QueryMap.keep)
+
+
+class _TransformableKeyMap(_KeyMap):
+    forward = staticmethod(_effective_key)
+    setup_context = staticmethod(_KeyMap.keep)
