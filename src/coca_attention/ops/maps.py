@@ -284,10 +284,14 @@ class _KeyMap(Function):
 
 
 class _TransformableQueryMap(_QueryMap):
-    forward = staticmethod(_effective_query)
-    setup_context = staticmethod(_QueryMap.keep)
+    """The same, as torch.func needs it."""
+
+    forward: Any = staticmethod(_effective_query)
+    setup_context: Any = staticmethod(_QueryMap.keep)
 
 
 class _TransformableKeyMap(_KeyMap):
-    forward = staticmethod(_effective_key)
-    setup_context = staticmethod(_KeyMap.keep)
+    """The same, as torch.func needs it."""
+
+    forward: Any = staticmethod(_effective_key)
+    setup_context: Any = staticmethod(_KeyMap.keep)
