@@ -1,6 +1,7 @@
 """The documentation: its examples run, its commands parse, its site builds."""
 
 import ast
+import functools
 import importlib
 import itertools
 import json
@@ -12,16 +13,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
-from coca_lab.arguments import SettingsParser, read_settings
+from coca_lab.arguments import SettingsParser
 from coca_lab.cli import COMMANDS, main
 from coca_lab.cli.evaluation import task_commands
-from coca_lab.evaluation.perplexity import PerplexitySettings, load_text, tokens_needed
-from coca_lab.intervals import FEW_DOCUMENTS
 from coca_lab.recipe import StageRecipe, WeightedSource, recipe_parser
-from coca_lab.training import load_recipe
-from coca_lab.training.run import load_run_tokenizer
 from conftest import some_text
 from families import vanilla
 
@@ -63,9 +61,8 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(match[1], comments=True) for match in matches]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_code_and_commands_parse(page, monkeypatch):
-    """Commands stop when they have parsed their words, before they do anything."""
+def parses(words: list[str]) -> None:
+    """The command stops when it has parsed its words, before it does anything."""
 
     class Parsed(BaseException):
         pass
@@ -75,7 +72,13 @@ def test_code_and_commands_parse(page, monkeypatch):
         raise Parsed
 
     read = SettingsParser.read
-    monkeypatch.setattr(SettingsParser, "read", stop)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
+        patch.setattr(SettingsParser, "read", stop)
+        assert not main([STAND_INS.get(word, word) for word in words]), words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_and_commands_parse(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     for block in blocks(page, "python"):
         compile(block, str(page), "exec")
@@ -83,8 +86,7 @@ def test_code_and_commands_parse(page, monkeypatch):
         if words[0] == "serve":
             assert not words[1].startswith("-")  # tests/lab/test_serve.py has the rest
         else:
-            with pytest.raises(Parsed):
-                assert not main([STAND_INS.get(word, word) for word in words]), words
+            parses(words)
 
 
 @pytest.fixture
@@ -99,41 +101,53 @@ def workplace(tmp_path, monkeypatch, tokenizer):
     monkeypatch.chdir(tmp_path)
 
 
+def test_the_readme_fits_on_few_screens_and_its_first_sentence_in_one_breath():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    first = " ".join(itertools.takewhile(bool, lines[2:]))
+    assert len(lines) <= 90 and len(first.split()) <= 25
+
+
 def test_the_readmes_python_runs(workplace, capsys):
-    """The second block in a process of its own, which loads what the first one has saved."""
-    converts, loads, operates = blocks(README, "python")
-    exec(converts, {})
+    """What was extended loads in a process of its own, with the import that the page names."""
+    layer, made, extended = blocks(README, "python")
+    exec(layer, {})
+    assert capsys.readouterr().out == "torch.Size([1, 1000, 512])\n"
+    exec(made, {})
+    assert capsys.readouterr().out == "coca_llama\n"
+    exec(extended, {})
     capsys.readouterr()
-    exec(operates, {})
-    assert capsys.readouterr().out == "torch.Size([1, 8, 1000, 64])\n"
+    loads = """import coca_attention.models
+from transformers import pipeline
+print(pipeline("text-generation", "extended")("Once upon", max_new_tokens=9)[0]["generated_text"])
+"""
     loaded = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True)
     assert loaded.returncode == 0, loaded.stderr
-    assert loaded.stdout.startswith("Once upon a time") and len(loaded.stdout) > 20
+    assert loaded.stdout.startswith("Once upon") and len(loaded.stdout) > 12
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_page_of_an_own_model_trains_compiles_and_caches(backend, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    page, names = TUTORIALS / "own-model.md", {}
+    model, trains, generates = blocks(page, "python")
+    assert len([line for line in model.partition("class")[2].splitlines() if line]) <= 15
+    for block in (model, trains, generates):
+        exec(block, names)
+    assert names["loss"] < 3.5  # nats a byte; ln 256 = 5.5 before training
+    torch.testing.assert_close(names["logits"], names["whole"], atol=1e-4, rtol=1e-4)
 
 
 def test_the_readmes_commands_run(workplace, capsys):
-    # Words, and what the test has in their place.
-    smaller = {"stdlib": "books", "0.05": "0.999"}
-    smaller |= dict.fromkeys(("256,1024,4096", "256,1024,2048"), "512,1024")
-    small = ["--model.num-layers=3", "--data.source=books", "--data.passkey-share=0"]
-    found = commands(README)
-    assert {words[0] for words in found} == {"train", "eval", "report"}
-    for words in found:
-        words = [smaller.get(word, word) for word in words]
-        words += [*SMALL_RUN, *small] if words[0] == "train" else []
-        assert main(words) == 0, capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_readmes_perplexity_has_an_interval(tmp_path):
-    """Of the documents that the training leaves out, by its tokenizer, enough are long enough."""
-    (words,) = (words for words in commands(README) if words[:2] == ["eval", "perplexity"])
-    recipe = load_recipe("passkey-1m")
-    settings = read_settings(PerplexitySettings, None, words[3:-2])
-    assert words[-2] == "--output" and settings.held_out == recipe.data.held_out
-    tokenizer = load_run_tokenizer(recipe, tmp_path)
-    documents = load_text(settings, tokenizer, at_least=tokens_needed(settings))
-    assert len(documents) >= FEW_DOCUMENTS
+    """Those of the table: training in small; conversion, export and studies have own tests."""
+    rows = re.findall(r"^\| (?!I want).+? \| (`coca .+?) \|", README.read_text("utf-8"), re.M)
+    assert len(rows) == 4
+    for command in re.findall(r"`coca ([^`]+ [^`]+)`", " ".join(rows)):
+        words = shlex.split(command)
+        parses(words)
+        if words[0] == "train":
+            small = [*SMALL_RUN, "--model.num-layers=3", "--data.source=books"]
+            small += ["--data.passkey-share=0", f"--output={words[1]}"]
+            assert main([*words, *small]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -27,6 +27,26 @@ def test_versions_agree_and_the_changelog_has_a_section_for_this_one():
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
+def test_one_sentence_says_what_it_is():
+    first = " ".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[2:4])
+    assert first.rstrip(".").endswith(PROJECT["description"])
+    for page in ("CITATION.cff", "mkdocs.yml"):
+        assert PROJECT["description"] in (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("source", ["", "https://a.b/c"])
+def test_the_readme_on_package_indexes_has_no_link_within_the_repository(source):
+    pytest.importorskip("hatchling")
+    for_indexes = importlib.import_module("scripts.package_readme").for_indexes
+    text = for_indexes((ROOT / "README.md").read_text(encoding="utf-8"), source)
+    addresses = re.findall(r"\]\(([^)]+)\)|src(?:set)?=\"([^\"]+)", text)
+    assert all("".join(found).startswith("https://") for found in addresses)
+    if source:
+        assert "[results](https://a.b/c/blob/main/results)" in text
+        assert 'src="https://a.b/c/raw/main/docs/images/' in text
+    assert ("<picture>" in text) == bool(source)
+
+
 def test_every_public_name_can_be_imported():
     for name in ("coca_attention", "coca_attention.models", "coca_lab.data", "coca_lab.training"):
         module = importlib.import_module(name)

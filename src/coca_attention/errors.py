@@ -1,8 +1,9 @@
 """Errors that the user can fix, and the words of their messages."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, metadata
 
 
 class UserError(ValueError):
@@ -18,10 +19,20 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"; did you mean {near[0]}?" if near else otherwise
 
 
+def published_at() -> str:
+    """The address of the source: ``Source`` of pyproject.toml's URLs, empty until it has one."""
+    with suppress(PackageNotFoundError):
+        urls = metadata("coca-attention").get_all("Project-URL") or []
+        return dict(url.split(", ", 1) for url in urls).get("Source", "")
+    return ""
+
+
 def install(extra: str = "") -> str:
-    """How to install this package, which no package index has, with an extra: a command line."""
-    tree = f"'PATH/TO/coca-attention[{extra}]'" if extra else "PATH/TO/coca-attention"
-    return f"pip install {tree}  # its source tree"
+    """How to install this package, with an extra: a command line."""
+    extras, source = f"[{extra}]" if extra else "", published_at()
+    if source:
+        return f"pip install 'coca-attention{extras} @ git+{source}'"
+    return f"pip install '.{extras}'  # in a clone of coca-attention"
 
 
 @contextmanager

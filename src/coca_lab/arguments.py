@@ -225,8 +225,10 @@ def find_file(name: str | Path, kind: str) -> Path:
     if Path(name).is_file():
         return Path(name)
     known = shipped(kind) if kind in KINDS else {}
-    if str(name) in known:
-        return known[str(name)]
+    # As in a clone, where recipes/books-5m.yaml is the file of books-5m.
+    here = {str(Path(KINDS[kind], path.name)): path for path in known.values()}
+    if str(name) in known | here:
+        return (known | here)[str(name)]
     other = "; coca recipes lists the project's own" if known else ""
     raise UserError(f"{name}: no such {kind}{did_you_mean(str(name), known, other)}")
 

@@ -14,7 +14,8 @@ from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import AutoTokenizer, PreTrainedModel
 
-from coca_attention.errors import UserError, install
+from coca_attention import __version__
+from coca_attention.errors import UserError, install, published_at
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
@@ -158,6 +159,8 @@ def write_card(
         ours=ours,
         auto=f"AutoModelFor{head}" if head in PIPELINES else "AutoModel",
         install=install(),
+        source_code=published_at(),
+        version=__version__,
         sections=sections or {},
         licenses=[path.name for path in licenses],
         licensed=data.license,

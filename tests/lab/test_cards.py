@@ -6,6 +6,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from coca_attention import __version__
+from coca_attention.errors import install
 from coca_attention.models import Roles
 from coca_attention.testing import logits, some_tokens
 from coca_lab.folders import convert_folder, write_card
@@ -22,6 +24,12 @@ def source(tmp_path, tokenizer):
     (folder / "README.md").write_text(f"---\n{metadata}---\n# The source\n")
     (folder / "LICENSE.txt").write_text("terms")
     return folder
+
+
+class Values(dict):
+    """As `importlib.metadata.metadata` returns, with several values a name."""
+
+    get_all = dict.get
 
 
 def run_python(card):
@@ -47,13 +55,23 @@ def test_a_converted_folder_has_a_card_with_the_terms_of_its_source(source, tmp_
         "turning_pairs 0, temperature 64, decay 1.0, decay_length 8.0",
         "| training length | 64 tokens |",
         "[CoCA](https://arxiv.org/abs/2309.08646), [HWFA](https://kexue.fm/archives/9603), [log n",
-        "pip install PATH/TO/coca-attention  # its source tree\n",
+        f"This needs the package coca-attention, version {__version__} or later.\n",
         "train it further",
     ):
         assert text in card.text, text
     monkeypatch.chdir(tmp_path)
     loaded = run_python(card)["model"]
     assert torch.equal(logits(loaded, some_tokens(loaded)), logits(model, some_tokens(loaded)))
+
+
+def test_a_card_says_where_the_package_is_published(source, tmp_path, monkeypatch):
+    told = {"Project-URL": ["Paper, https://a.b", "Source, https://c.d/e"]}
+    monkeypatch.setattr("coca_attention.errors.metadata", lambda name: Values(told))
+    convert_folder(source, tmp_path / "target", form="strict")
+    text = (tmp_path / "target/README.md").read_text()
+    assert "[coca-attention](https://c.d/e)" in text
+    assert "`pip install 'coca-attention @ git+https://c.d/e'`.\n" in text
+    assert install("ray") == "pip install 'coca-attention[ray] @ git+https://c.d/e'"
 
 
 def test_the_card_of_rotary_attention_does_not_call_it_coca(source, tmp_path):

@@ -51,5 +51,5 @@ def test_the_harness_command_evaluates_and_the_report_reads_its_results(tmp_path
 
 def test_a_missing_harness_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"pip install 'PATH/TO/coca-attention\[harness\]'"):
+    with pytest.raises(SystemExit, match=r"pip install '\.\[harness\]'"):
         lm_eval.main()

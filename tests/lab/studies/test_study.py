@@ -352,6 +352,7 @@ def test_the_projects_files_are_found_by_name(capsys, tmp_path, monkeypatch):
             assert find_file(name, kind) == path and "# Command" in head and "# Needs" in head
             assert len(first_sentence(path)) > 10 and "Needs" not in first_sentence(path)
     assert load_recipe("passkey-1m").training.steps == 2000
+    assert load_recipe("recipes/passkey-1m.yaml") == load_recipe("passkey-1m")  # as in a clone
     Path("passkey-1m").write_text("training: {steps: 7}")
     assert load_recipe("passkey-1m").training.steps == 7  # a file comes first
     assert main(["recipes"]) == 0
