@@ -69,6 +69,8 @@ class Prompt:
 
     ids: list[int]
     facts: dict[str, Any]
+    text: str = ""
+    """What the tokenizer turns into the ids, if they come from one text."""
 
 
 def encoder(tokenizer: Any) -> Encode:
