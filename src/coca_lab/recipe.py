@@ -17,7 +17,8 @@ from coca_attention.errors import UserError, did_you_mean, error_prefix, install
 from coca_attention.ops import FORMS
 from coca_lab.arguments import SettingsParser, checked, read_settings, settings_parser
 from coca_lab.data import SourceSettings
-from coca_lab.data.text import LARGEST_VOCABULARY, NO_DOCUMENTS, SMALLEST_VOCABULARY, TOKENS
+from coca_lab.data.documents import TOKENS
+from coca_lab.data.text import LARGEST_VOCABULARY, NO_DOCUMENTS, SMALLEST_VOCABULARY
 
 # Names of the only source of a recipe without a mixture, of the blocks of `passkey_share`, and of
 # the text that validation reads.

@@ -67,7 +67,7 @@ def run_generate(words: list[str]) -> None:
     if prompt == "-":
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # as in words of the command line
-        prompt = sys.stdin.read().removesuffix("\n")
+        prompt = sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise UserError("the prompt is not valid UTF-8 text")
     model: Any = load_model(path, dtype=settings.dtype, device=settings.device)

@@ -1,17 +1,14 @@
 """From documents to tokens to blocks."""
 
 from coca_lab.data.blocks import BlockDataset
-from coca_lab.data.text import (
+from coca_lab.data.documents import (
     DataError,
     Document,
     SourceSettings,
-    encode_documents,
     held_out,
-    load_tokenizer,
     read_documents,
-    tokenise,
-    train_tokenizer,
 )
+from coca_lab.data.text import encode_documents, load_tokenizer, tokenise, train_tokenizer
 
 __all__ = [
     "BlockDataset",

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from coca_attention.errors import UserError
+from coca_lab.data.documents import DataError
 from coca_lab.data.tasks import encoder, passkey_block, recall_block, recall_vocabulary
-from coca_lab.data.text import DataError, end_of_text
+from coca_lab.data.text import end_of_text
 
 
 class BlockDataset(Dataset):

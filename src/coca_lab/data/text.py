@@ -1,286 +1,41 @@
-"""Text: documents of a source, the tokenizer they train, and their token ids, cached on disk.
+"""Token ids of documents, cached on disk, and the tokenizer that they train."""
 
-A source is a string:
-
-- ``stdlib``: source code and documentation of the running Python: real text without a download;
-- a file, a folder or a glob of ``.txt``, ``.jsonl`` and ``.parquet`` files; texts and JSON lines
-  may be compressed as ``.gz``, ``.xz`` or ``.zst``;
-- ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``: a dataset for `datasets`, streamed;
-- to train on, a ``.npy`` file of token ids.
-"""
-
-import glob
 import hashlib
-import io
 import json
-import lzma
 import os
-import sysconfig
+import re
 import tempfile
-import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coca_attention.errors import UserError
+from coca_lab.data.documents import (
+    TOKENS,
+    DataError,
+    Document,
+    SourceSettings,
+    held_out,
+    source_files,
+)
 from coca_lab.files import check_name, writing
-
-BadLines = Literal["error", "skip"]
-
-TOKENS = ".npy"
-"""Ending of a file of token ids, which training reads in place of text."""
-
-PACKED = (".gz", ".xz", ".zst")
-SUFFIXES = (*(kind + end for kind in (".txt", ".jsonl") for end in ("", *PACKED)), ".parquet")
-
-# Folders of the standard library with tests or tables of numbers, or missing on some systems:
-# without them, the text is nearly the same on every machine with the same Python.
-STDLIB_EXCLUDED = {
-    "__pycache__", "config", "distutils", "encodings", "ensurepip", "idlelib", "lib-dynload",
-    "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo",
-}  # fmt: skip
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000
+LONG_RUN = re.compile(r"(\S{1000}|\s{1000})")
 SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 10_000_000
 """Of a tokenizer that is trained here: the bytes and the end of text; and beyond any use."""
 NO_DOCUMENTS = (
     "has token ids, not documents, so none can be held out: set data.held_out to 0 and, to "
     "validate, validation.source"
 )
-
-
-# Documents
-
-
-class DataError(UserError):
-    """A data source cannot be read or has too little text."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text; ``id`` identifies it in messages and results."""
-
-    id: str
-    text: str
-
-
-@dataclass
-class SourceSettings:
-    """Documents to read."""
-
-    source: str = "stdlib"
-    """stdlib; a file, folder or glob of .txt, .jsonl (also .gz, .xz, .zst) or .parquet; or
-    hf:NAME."""
-    text_field: str = "text"
-    """Field with the text in JSON records, Parquet files and datasets."""
-    bad_lines: BadLines = "error"
-    """How to handle an invalid JSON line: error, or skip with a warning."""
-
-    def documents(self) -> Iterator[Document]:
-        """`read_documents` with these settings."""
-        return read_documents(self.source, text_field=self.text_field, bad_lines=self.bad_lines)
-
-
-def read_documents(
-    source: str, *, text_field: str = "text", bad_lines: BadLines = "error"
-) -> Iterator[Document]:
-    """Documents of a source, in a fixed order, read lazily; arguments as in `SourceSettings`.
-
-    Raises:
-        DataError: If the source does not exist, or a file is empty, binary, truncated or malformed.
-            The message names the file and the line or row.
-    """
-    if source == "stdlib":
-        return _stdlib_documents()
-    if source.startswith("hf:"):
-        return _hub_documents(source, text_field)
-    files = source_files(source)
-    return chain.from_iterable(_file_documents(path, text_field, bad_lines) for path in files)
-
-
-def held_out(document: Document, share: float) -> bool:
-    """Whether a document belongs to the held-out split, a share (0 to 1) of all documents.
-
-    A hash of the text alone decides: the split is the same on every machine, for every path and
-    order, does not change when documents are added, and never separates copies of a text.
-    """
-    digest = hashlib.sha256(document.text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
-
-
-def source_files(source: str) -> list[Path]:
-    """Files of a source, in reading order; DataError if there are none, or not of a known type."""
-    if source == "stdlib":
-        topics = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
-        return [*_stdlib_files(), *([topics] if topics.is_file() else [])]
-    if source.startswith("hf:"):
-        folder = Path(source.removeprefix("hf:").split(":")[0])
-        return sorted(path for path in folder.rglob("*") if path.is_file())
-    path = Path(source).expanduser()
-    if path.is_file() and source.endswith(TOKENS):
-        return [path]
-    matches = list(path.rglob("*")) if path.is_dir() else glob.glob(str(path), recursive=True)
-    files: dict[Path, Path] = {}  # each once, though a link leads back to its folder
-    for match in sorted(map(Path, matches)):
-        if match.name.endswith(SUFFIXES) and not match.is_dir():
-            if not match.is_file():
-                raise DataError(f"{match}: a broken link, a pipe or a device, not a file")
-            files.setdefault(match.parent.resolve() / match.name, match)
-    if files:
-        return list(files.values())
-    reason = "no such file, folder or glob"
-    if path.exists() or matches:
-        reason = "unknown file type" if path.is_file() else "no readable file there"
-    raise DataError(
-        f"{source}: {reason}; known types: .txt and .jsonl, optionally with .gz, .xz or .zst, and "
-        ".parquet. Use hf:NAME for a Hugging Face dataset, stdlib for the text of Python's "
-        "standard library"
-    )
-
-
-def _file_documents(path: Path, text_field: str, bad_lines: BadLines) -> Iterator[Document]:
-    if path.stat().st_size == 0:
-        raise DataError(f"{path}: the file is empty")
-    if path.suffix == TOKENS:
-        raise DataError(f"{path}: has token ids, which training alone reads")
-    name = path.name.removesuffix(path.suffix if path.suffix in PACKED else "")
-    if not name.endswith(".txt"):
-        rows = _lines(path) if name.endswith(".jsonl") else _parquet_rows(path, text_field)
-        yield from _records(path, rows, text_field, bad_lines)
-        return
-    text = "".join(_lines(path))
-    if "\0" in text:
-        raise DataError(f"{path}: has a NUL byte; expected text, not binary data")
-    if not text.strip():
-        raise DataError(f"{path}: the file holds no text")
-    yield Document(str(path), text)
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """Lines of a text file, decompressed and decoded; DataError if it is malformed."""
-    try:
-        # Arrow decompresses .gz and .zst, and unlike zstandard's reader notices truncation.
-        opener: Any = lzma.open if path.suffix == ".xz" else pyarrow.input_stream
-        with opener(str(path)) as stream:
-            yield from io.TextIOWrapper(stream, encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text ({error}); convert or remove the file") from error
-    except (EOFError, lzma.LZMAError, OSError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-
-
-def _parquet_rows(path: Path, text_field: str) -> Iterator[dict[str, Any]]:
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-        needed = [name for name in (text_field, "id") if name in table.schema_arrow.names]
-        for batch in table.iter_batches(1000, columns=needed if text_field in needed else None):
-            yield from batch.to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {error}") from error
-
-
-def _records(
-    path: Path, rows: Iterator[str | dict[str, Any]], text_field: str, bad_lines: BadLines
-) -> Iterator[Document]:
-    """Documents of a file with a record in each of its lines or rows; blank lines do not count."""
-    count = 0
-    for number, row in enumerate(rows, start=1):
-        if isinstance(row, str) and not row.strip():
-            continue
-        try:
-            document = _document(row, text_field, f"{path}:{number}")
-        except DataError as error:
-            if bad_lines == "error":
-                raise DataError(f"{error}; or skip such lines with bad_lines: skip") from error
-            warnings.warn(f"skipped {error}", stacklevel=2)
-        else:
-            count += 1
-            yield document
-    if not count:
-        raise DataError(f"{path}: no document in the file")
-
-
-def _document(record: Any, text_field: str, place: str) -> Document:
-    """The text of a record, with its ``id`` or else its place; DataError if it has none."""
-    if isinstance(record, str):
-        try:
-            record = json.loads(record)
-        except (ValueError, RecursionError) as error:
-            message = f"{place}: not valid JSON ({getattr(error, 'msg', error)})"
-            raise DataError(message) from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: expected a JSON object, got {type(record).__name__}")
-    text = record.get(text_field)
-    if not isinstance(text, str):
-        texts = {name: value for name, value in record.items() if isinstance(value, str)}
-        longest = max(texts, key=lambda name: len(texts[name]), default=None)
-        hint = f": use --text-field {longest} (in a recipe data.text_field)" if longest else ""
-        fields = ", ".join(map(repr, record))
-        raise DataError(f"{place}: no text in field {text_field!r} (fields: {fields}){hint}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{place}: the text is not valid Unicode ({error.reason})") from error
-    name = record.get("id")
-    return Document(place if name is None else str(name), text)
-
-
-def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
-    import datasets  # takes longer to import than everything else here
-
-    parts = source.removeprefix("hf:").split(":")
-    if not parts[0] or len(parts) > 3:
-        raise DataError(f"{source}: expected hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
-    config = parts[1] if len(parts) == 3 else None
-    split = parts[-1] if len(parts) > 1 else "train"
-    number = 0
-    try:
-        for row in datasets.load_dataset(parts[0], config, split=split, streaming=True):
-            yield _document(row, text_field, f"{source}:{number}")
-            number += 1
-    except DataError:
-        raise
-    except Exception as error:  # of any of the readers of `datasets`
-        raise DataError(
-            f"{source}: reading failed after {number} rows: {' '.join(str(error).split())[:300]}; "
-            "check its name, config and split, or the connection"
-        ) from error
-
-
-def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    every = sorted(root.rglob("*.py"))
-    return [p for p in every if STDLIB_EXCLUDED.isdisjoint(p.relative_to(root).parts[:-1])]
-
-
-def _stdlib_documents() -> Iterator[Document]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in _stdlib_files():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue  # a few files have other encodings
-        if text.strip():
-            yield Document(path.relative_to(root).as_posix(), text)
-    try:
-        from pydoc_data.topics import topics  # which some systems do not install
-    except ImportError:
-        return
-    yield from (Document(f"topics/{name}", topics[name]) for name in sorted(topics))
-
-
-# Tokens
 
 
 def train_tokenizer(
@@ -306,7 +61,9 @@ def train_tokenizer(
         show_progress=False,
     )
     some = up_to(TOKENIZER_CHARACTERS, documents)
-    tokenizer.train_from_iterator((document.text for document in some), trainer)
+    # The time grows with the square of the longest unbroken run, so these are trained on in parts.
+    parts = (part for document in some for part in LONG_RUN.split(document.text) if part)
+    tokenizer.train_from_iterator(parts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,

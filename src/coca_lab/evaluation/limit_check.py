@@ -12,7 +12,7 @@ from pydantic import PositiveInt
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import rope_parameters
 from coca_attention.models.conversion import convert
-from coca_lab.data.text import BadLines
+from coca_lab.data.documents import BadLines
 from coca_lab.engine import Engine
 from coca_lab.evaluation.perplexity import (
     TextSettings,

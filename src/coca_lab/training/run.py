@@ -48,12 +48,12 @@ from coca_lab.data.blocks import (
     mixture_order,
     spread_evenly,
 )
+from coca_lab.data.documents import source_files
 from coca_lab.data.tasks import vocabulary_text
 from coca_lab.data.text import (
     TOKENIZER_CHARACTERS,
     cache_folder,
     end_of_text,
-    source_files,
     up_to,
 )
 from coca_lab.environment import describe_environment

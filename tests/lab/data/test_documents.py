@@ -20,6 +20,8 @@ PACKERS = {
     ".xz": lzma.compress,
     ".zst": lambda data: pyarrow.compress(data, codec="zstd", asbytes=True),
 }
+# A frame of one raw block, "hello", whose header asks for a window of 256 MiB (RFC 8878).
+WIDE_FRAME = bytes.fromhex("28b52ffd 00 90 290000") + b"hello"
 
 
 def read(source, **options) -> list[Document]:
@@ -60,15 +62,79 @@ def test_a_hugging_face_dataset_is_streamed(tmp_path):
         read("hf:a:b:c:d")
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    """Windows' editors begin files with one."""
+    for name, content in (("a.jsonl", LINES), ("b.json", LINES), ("c.txt", "Ünicode")):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress("packed".encode("utf-8-sig")))
+    texts = [record["text"] for record in RECORDS]
+    assert [d.text for d in read(tmp_path)] == [*texts, *texts, "Ünicode", "packed"]
+
+
+def test_parquet_columns_of_bytes_are_text(tmp_path):
+    """Some writers leave out Parquet's note that a column is UTF-8."""
+    kinds = pyarrow.binary(), pyarrow.large_binary(), pyarrow.large_string()
+    for number, kind in enumerate(kinds):
+        path = tmp_path / f"{number}.parquet"
+        schema = pyarrow.schema([("id", pyarrow.binary()), ("text", kind)])
+        rows = [{"id": b"a", "text": "zweite Zeile: äöü".encode()}]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
+        assert read(path) == [Document("a", "zweite Zeile: äöü")]
+        with pytest.raises(DataError, match="--text-field text"):
+            read(path, text_field="body")
+    path = tmp_path / "latin.parquet"
+    rows = [{"text": "é".encode("latin-1")}, {"text": b"fine"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(DataError, match=r"latin.parquet:1: the text is not UTF-8"):
+        read(path)
+    with pytest.warns(UserWarning, match="skipped"):
+        assert [d.text for d in read(path, bad_lines="skip")] == ["fine"]
+
+
+@pytest.mark.parametrize(
+    "name", ["c4.00000.json.gz", "dolma.json", "a.ndjson", "A.JSONL", "B.JSONL.GZ", "list.json"]
+)
+def test_records_by_any_name_that_people_give_them(tmp_path, name):
+    content = json.dumps(RECORDS, indent=2) if name == "list.json" else LINES
+    data = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.lower().endswith("gz") else data)
+    assert read(tmp_path / name) == read(tmp_path) == EXPECTED
+
+
 def test_folders_and_globs_are_read_in_order(tmp_path):
     (tmp_path / "deep").mkdir()
-    (tmp_path / "b.txt").write_text("B")
+    (tmp_path / "b.TXT").write_text("B")
     (tmp_path / "deep" / "a.txt").write_text("A")
     (tmp_path / "deep" / "up").symlink_to("..")  # repeats nothing
-    (tmp_path / "notes.md").write_text("left alone")
     assert [d.text for d in read(tmp_path)] == ["B", "A"]
-    assert [d.text for d in read(tmp_path / "*.txt")] == ["B"]
-    assert [d.text for d in read(tmp_path / "**" / "*.txt")] == ["B", "A"]
+    assert [d.text for d in read(tmp_path / "*.TXT")] == ["B"]
+    assert [d.text for d in read(tmp_path / "**" / "*.txt")] == ["A"]
+
+
+def test_a_folder_names_what_it_leaves_out(tmp_path, caplog):
+    """As folders come from the Hub: records beside settings and notes, which are no records."""
+    (tmp_path / "books.jsonl").write_text(LINES)
+    (tmp_path / "more.json").write_text(LINES)
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"splits": {}}, indent=2))
+    (tmp_path / "README.md").write_text("# About")
+    assert read(tmp_path) == EXPECTED * 2
+    (said,) = caplog.messages
+    assert "left out: README.md, dataset_info.json;" in said
+    for number in range(9):
+        (tmp_path / f"z{number}.md").write_text("z")
+    read(tmp_path)
+    assert "z2.md and 6 more" in caplog.messages[-1]
+    caplog.clear()
+    assert len(read(tmp_path / "*.md")) == 10 and not caplog.messages
+
+
+@pytest.mark.parametrize("name", ["notes.md", "code.py", "page.rst", "NOTES", "notes.md.gz"])
+def test_a_file_that_is_named_is_read_as_text(tmp_path, name):
+    data = b"# About\n"
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    assert read(tmp_path / name) == [Document(str(tmp_path / name), "# About\n")]
+    with pytest.raises(DataError, match="no readable file there"):
+        read(tmp_path)
 
 
 def test_the_standard_library_is_real_text_in_a_fixed_order():
@@ -118,13 +184,16 @@ def test_a_broken_line_is_named_and_fatal_or_skipped(tmp_path):
         ("blank.jsonl", b"\n\n", "no document in the file"),
         ("binary.txt", b"abc\0def\n", "NUL byte"),
         ("latin.txt", "é\n".encode("latin-1"), "not UTF-8 text"),
-        ("picture.png", b"\x89PNG", "unknown file type"),
+        ("picture.png", b"\x89PNG", "not UTF-8 text"),
+        ("broken.json", b'[{"text": "x"},', "not valid JSON"),
+        ("latin.jsonl", b'{"text": "\xe9"}', "not UTF-8 text"),
         ("cut.txt.gz", gzip.compress(b"hello" * 999, mtime=0)[:-9], "Truncated compressed stream"),
         ("cut.txt.xz", lzma.compress(b"hello" * 999)[:-9], "ended before the end-of-stream"),
         ("cut.txt.zst", PACKERS[".zst"](os.urandom(2**18).hex().encode())[:-2000], "Truncated"),
         ("false.txt.gz", b"not gzip at all", "cannot be read: zlib inflate failed"),
         ("false.txt.zst", b"not zstd at all", "cannot be read: ZSTD decompress failed"),
-        ("packed.parquet.gz", gzip.compress(b"x", mtime=0), "unknown file type"),
+        ("large.txt.zst", WIDE_FRAME, r"too much memory.*zstd -d --long=31"),
+        ("packed.parquet.gz", gzip.compress(b"x", mtime=0), "not a readable Parquet file"),
     ],
 )
 def test_invalid_files_are_rejected_by_name(tmp_path, name, content, message):

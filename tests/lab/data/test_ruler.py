@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from coca_lab.data import Document, train_tokenizer
+from coca_lab.data import Document, read_documents, train_tokenizer
 from coca_lab.data.ruler import (
     ANSWER_TOKENS,
     NOISE,
@@ -17,7 +17,6 @@ from coca_lab.data.ruler import (
     string_match,
     word_lists,
 )
-from coca_lab.data.text import read_documents
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

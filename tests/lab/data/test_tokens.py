@@ -4,7 +4,9 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +78,19 @@ def test_an_endless_source_is_read_only_as_far_as_needed(tokenizer, monkeypatch)
     assert len(read) <= 64
     monkeypatch.setattr(text_module, "TOKENIZER_CHARACTERS", 20_000)
     assert len(train_tokenizer(endless(), VOCABULARY)) > 257
+
+
+def test_a_tokenizer_learns_from_long_runs_in_time_proportional_to_them():
+    """80,000 letters without a break took 100 times as long as 8,000."""
+    seconds = []
+    for count in (8_000, 80_000):
+        dna = "".join(random.Random(0).choices("ACGT", k=count))
+        text = f"{'a' * count}\n{' ' * count}{dna}"
+        started = time.process_time()
+        trained = train_tokenizer([Document("runs", text)], 300)
+        seconds.append(time.process_time() - started)
+        assert len(trained("a" * 64)["input_ids"]) < 8
+    assert seconds[1] < 30 * max(seconds[0], 0.01)
 
 
 def test_a_tokenizer_is_the_same_whenever_it_is_trained_and_wherever_it_is(tokenizer, tmp_path):
