@@ -79,7 +79,8 @@ def attend_linear_cached(
     output, state = attend_turned(query, key_coefficients, value, turns, state, **settings)
     if cache is not None:
         cache.update_recurrent_state(state.packed().detach(), layer_idx)
-        counted = value.detach()[..., :0]  # keys of no width: they count the tokens
+        # Keys and values of a byte each give the cache a length.
+        counted = torch.zeros_like(value[:, :1, :, :1], dtype=torch.int8)
         cache.update(counted, counted, layer_idx)
     return output
 
@@ -248,7 +249,7 @@ class CoCAAttention(nn.Module):
         dtype = torch.promote_types(projected[0].dtype, torch.float32)
         return attend_linear_cached(
             *projected,
-            linear_turns(self.form, self.rotation, positions, dtype),
+            linear_turns(self.form, self.rotation, positions, dtype, mask),
             cache=cache,
             layer_idx=self.layer_idx,
             mask=mask,

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Cache, DynamicCache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
 
 from coca_attention import CoCAAttention, set_rotary_scaling
+from coca_attention.errors import UserError
 from coca_attention.models import CoCAGPTNeoXConfig, CoCALlamaConfig
+from coca_attention.models.attention import CACHE
 from coca_attention.models.families import FAMILIES
 from coca_attention.ops import Rotation
 from coca_attention.testing import logits, some_tokens
@@ -16,7 +18,8 @@ LINEAR = {"coca_form": "strict", "coca_linear": True}
 
 def make(config_class=CoCALlamaConfig, **fields):
     torch.manual_seed(0)
-    config = config_class(**SIZES | LINEAR | fields)
+    # Mistral has a window unless its configuration says otherwise.
+    config = config_class(**SIZES | LINEAR | {"sliding_window": None} | fields)
     model = AutoModelForCausalLM.from_config(config).eval().double()
     for parameter in model.parameters():  # larger than initial ones, so that attention matters
         parameter.data.mul_(3)
@@ -39,6 +42,69 @@ def test_generation_with_a_state_is_generation_without(config_class, tmp_path):
     assert torch.equal(logits(reloaded(model, tmp_path), prompt), logits(model, prompt))
 
 
+@pytest.mark.parametrize("config_class", UNTYPED, ids=lambda config: config.__name__)
+@pytest.mark.parametrize("kind", ["growing", "static"])
+def test_generation_continues_a_cache(config_class, kind):
+    """From an empty cache and from one of the beginning of the text, padded on the left too."""
+    model, prompt = make(config_class)
+    make_cache = {
+        "growing": lambda: DynamicCache(config=model.config),
+        "static": lambda: StaticCache(config=model.config, max_cache_len=64),
+    }[kind]
+    expected = greedy(model, prompt, use_cache=False)
+    padded, mask = left_padded(prompt, 6)
+    for text, seen in ((prompt, torch.ones_like(prompt)), (padded, mask)):
+        cache = make_cache()
+        assert torch.equal(greedy(model, text, attention_mask=seen, **{CACHE: cache}), expected)
+        cache = make_cache()
+        with torch.no_grad():
+            model(text[:, :-4], attention_mask=seen[:, :-4], **{CACHE: cache})
+        assert int(cache.get_seq_length()) == text.shape[1] - 4
+        assert torch.equal(greedy(model, text, attention_mask=seen, **{CACHE: cache}), expected)
+
+
+def test_padding_between_the_passes_of_a_text_counts_for_nothing():
+    """As in a batch of conversations: the shorter turns are padded."""
+    model, prompt = make()
+    whole = logits(model, prompt)
+    text = torch.cat((prompt[:, :8], prompt.new_full((2, 3), 5), prompt[:, 8:]), 1)
+    seen = torch.ones_like(text)
+    seen[:, 8:11] = 0
+    places = (seen.cumsum(-1) - 1).masked_fill(seen == 0, 0)  # as those of `generate`
+    for edges in ((8, 23), (10, 23), (11, 23), (9, 10, 12, 23)):
+        for given in (None, places):
+            cache, found, start = DynamicCache(config=model.config), [], 0
+            for stop in edges:
+                step = None if given is None else given[:, start:stop]
+                options = {"attention_mask": seen[:, :stop], "position_ids": step}
+                with torch.no_grad():
+                    found.append(model(text[:, start:stop], **{CACHE: cache}, **options).logits)
+                start = stop
+            found = torch.cat(found, 1)[seen.bool()].view_as(whole)
+            torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("config_class", UNTYPED, ids=lambda config: config.__name__)
+def test_what_a_state_cannot_hide_is_refused(config_class):
+    model, prompt = make(config_class)
+    batch, length = prompt.shape
+    dense = torch.ones(length, length, dtype=torch.bool).tril().expand(batch, 1, -1, -1)
+    with pytest.raises(UserError, match=r"attention_mask \(batch, tokens\); got shape"):
+        model(prompt, attention_mask=dense)
+    places = torch.arange(length)[None].expand(batch, -1)
+    assert torch.equal(logits(model, prompt, position_ids=places + 7), logits(model, prompt))
+    with pytest.raises(UserError, match="a row of its own"):
+        model(prompt, position_ids=places % 9)
+    torch.compiler.reset()  # the families have different bases
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(prompt).logits, logits(model, prompt))
+    with pytest.raises(Exception, match="a row of its own"):
+        compiled(prompt, position_ids=places % 9)
+    if "sliding_window" in config_class.__dataclass_fields__:
+        with pytest.raises(Exception, match="set sliding_window=None"):
+            make(config_class, sliding_window=8)
+
+
 def test_the_cache_is_a_state_whatever_the_length():
     model, prompt = make()
     whole = logits(model, prompt)
@@ -48,8 +114,8 @@ def test_the_cache_is_a_state_whatever_the_length():
         torch.testing.assert_close(found, whole[:, : edges[-1]], rtol=0, atol=1e-12)
         # Batch 2 and two key heads: 2 P Dv + P numbers each, with P = 4 and Dv = 8.
         layer = cache.layers[0]
-        size = sum(x.numel() for x in (layer.recurrent_states[0], layer.keys, layer.values))
-        assert size == 2 * 2 * (8 * 8 + 4)
+        assert layer.recurrent_states[0].numel() == 2 * 2 * (8 * 8 + 4)
+        assert layer.keys.nbytes + layer.values.nbytes == 2 * 2 * edges[-1]  # they count tokens
 
 
 def test_attention_sees_the_past_alone_and_has_gradients():

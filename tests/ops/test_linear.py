@@ -63,6 +63,45 @@ def test_padding_counts_for_nothing():
     assert (output[:, :, :5] == 0).all()
 
 
+@pytest.mark.parametrize("form", ["strict", "magnitude"])
+def test_gradients_are_finite_where_a_query_sees_nothing(form):
+    inputs = make(length=70, dtype=torch.float32)
+    inputs[1][:, :, :5] = 0  # as of padding
+    inputs[0][:, :, 9] = 0  # a query without a direction
+    for x in inputs:
+        x.requires_grad_()
+    output, _ = coca_linear_attention(*inputs, form=form)
+    assert (output[:, :, :5] == 0).all() and (output[:, :, 9] == 0).all()
+    gradients = torch.autograd.grad((output - 1).square().sum(), inputs)
+    assert all(x.isfinite().all() and x.any() for x in gradients)
+    assert not gradients[0][:, :, :5].any() and not gradients[2][:, :, :5].any()
+
+
+@pytest.mark.parametrize("form", ["strict", "magnitude"])
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-19, 1e19, 1e30])
+def test_the_size_of_a_query_does_not_matter(form, size):
+    query, t, value = make(length=70, dtype=torch.float32)
+    expected, _ = coca_linear_attention(query.double(), t.double(), value.double(), form=form)
+    scaled = (size * query).requires_grad_()
+    output, _ = coca_linear_attention(scaled, t, value, form=form)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+    query.requires_grad_()
+    whole, _ = coca_linear_attention(query, t, value, form=form)
+    (ours,) = torch.autograd.grad(output.sum(), scaled)
+    (theirs,) = torch.autograd.grad(whole.sum(), query)
+    torch.testing.assert_close(ours * size, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_no_texts_have_no_output():
+    inputs = make(length=10)
+    whole, _ = coca_linear_attention(*inputs)
+    state = None
+    for _ in range(2):
+        output, state = coca_linear_attention(*(x[:0] for x in inputs), state=state)
+        assert output.shape == (0, *whole.shape[1:])
+    assert state.products.shape == (0, 2, 16, 7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_half_precision_is_as_exact_as_its_inputs(dtype):
     query, t, value = (x.to(dtype) for x in make(length=3000))

@@ -36,10 +36,14 @@ def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any
 
 def layer_types(config: Any) -> list[str]:
     """The type of every layer: in a family without types but with a window (Mistral), `LOCAL`."""
-    # Files of other families can name a window, which these ignore.
-    known = getattr(type(config), "__dataclass_fields__", vars(config))
-    kind = LOCAL if "sliding_window" in known and config.sliding_window else GLOBAL
+    kind = LOCAL if own_window(config) else GLOBAL
     return list(getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers)
+
+
+def own_window(config: Any) -> int | None:
+    """``sliding_window``, in tokens; None in families that ignore one in their files."""
+    known = getattr(type(config), "__dataclass_fields__", vars(config))
+    return (config.sliding_window or None) if "sliding_window" in known else None
 
 
 def window_of(config: Any, layer_type: str | None = None) -> int | None:
@@ -169,7 +173,8 @@ class CoCAConfig:
             positions of the real tokens must be consecutive; so they must with any cache if there
             is a ``decay``, which counts distances alike.
         coca_linear: Whether attention is linear (see `coca_attention.ops.linear`), in the forms
-            strict and magnitude: the cache is then one state per layer, whatever the length.
+            strict and magnitude: the cache is then one state per layer, whatever the length, and
+            two bytes a token that count them. Masks are (batch, tokens), and a row is one document.
     """
 
     coca_form: str = "slack"
@@ -220,6 +225,11 @@ class CoCAConfig:
             raise ValueError(
                 "linear attention has no cache of keys and no free pairs: leave out kv_cache and "
                 "coca_free_pairs"
+            )
+        if own_window(self):
+            raise ValueError(
+                "linear attention sees the whole text: set sliding_window=None; got "
+                f"{self.sliding_window}"
             )
         check_linear(get_form(self.coca_form), rotation(self))
 

@@ -15,6 +15,7 @@ from transformers.masking_utils import (
     find_packed_sequence_indices,
 )
 
+from coca_attention.errors import UserError
 from coca_attention.models.attention import CACHE, CollinearAttention
 from coca_attention.models.configuration import (
     GLOBAL,
@@ -107,6 +108,8 @@ class CollinearModel(CollinearPreTrained):
         if position_ids is None and mask is not None:  # scores of slack depend on true positions
             position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         own, linear = has_own_roles(self.config), self.config.coca_linear
+        if linear and attention_mask is None and cache is None and position_ids is not None:
+            _check_one_document(position_ids)  # elsewhere Transformers looks for no documents
         half = self.config.kv_cache == "half" and cache is not None
         placed, caches = self._counts_distances() or half, kwargs.get("use_cache")
         band = None if linear else self._band(tokens, attention_mask, position_ids, cache, caches)
@@ -125,7 +128,7 @@ class CollinearModel(CollinearPreTrained):
             positions,
             band,
             self._roles(tokens, attention_mask, places, given, band) if own else None,
-            self._linear(places, mask) if linear else None,
+            self._linear(tokens, attention_mask, places) if linear else None,
         )
         if band is not None or own or linear:
             # Transformers makes no mask where it gets one.
@@ -184,11 +187,22 @@ class CollinearModel(CollinearPreTrained):
         segments = find_packed_sequence_indices(position_ids.expand(batch, -1))
         return plain if segments is None else Band(segments)
 
-    def _linear(self: Any, position_ids: Tensor, mask: Tensor | None) -> tuple[Turns, Any]:
+    def _linear(
+        self: Any, tokens: Tensor, mask: Any, position_ids: Tensor
+    ) -> tuple[Turns, Tensor | None]:
         """Positions of linear attention, and which of the tokens of this pass are real."""
+        if isinstance(mask, dict):  # that Transformers made for a static cache
+            mask = mask.get("linear_attention")
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dim() != 2:
+                raise UserError(
+                    "linear attention hides a token from all others or from none: pass an "
+                    f"attention_mask (batch, tokens); got shape {tuple(mask.shape)}"
+                )
+            mask = mask[:, -tokens.shape[1] :]
         dtype = torch.promote_types(self.dtype, torch.float32)
-        turns = linear_turns(self.config.coca_form, rotation(self.config), position_ids, dtype)
-        return turns, None if mask is None else mask[:, -position_ids.shape[1] :]
+        settings = self.config.coca_form, rotation(self.config)
+        return linear_turns(*settings, position_ids, dtype, mask), mask
 
     def _roles(
         self: Any, tokens: Tensor, mask: Any, position_ids: Tensor, cache: Any, band: Band | None
@@ -206,6 +220,16 @@ class CollinearModel(CollinearPreTrained):
                 made = make(self.config, like, mask, cache, position_ids)
             found[kind] = made, self.rotary_emb(like, position_ids, kind)
         return found
+
+
+def _check_one_document(position_ids: Tensor) -> None:
+    """Raise UserError if a row has several documents, or is in a graph, which cannot tell."""
+    if compiling() or find_packed_sequence_indices(position_ids) is not None:
+        raise UserError(
+            "linear attention does not keep documents of a row apart, and torch.compile cannot see "
+            "whether there are several: give every document a row of its own, and leave out "
+            "position_ids where positions are 0, 1, 2, ..."
+        )
 
 
 class CollinearHead(CollinearPreTrained):

@@ -48,6 +48,8 @@ class ScoreForm:
         parameters: Learned parameters: maps each name to a function from (heads, pairs) to the
             initial value (heads, ...). `query` receives them as keyword arguments, with a
             dimension for the positions inserted after that of the heads.
+        homogeneous: Whether Q' grows with a power of |q|, so that linear attention, which does not
+            depend on the size of Q', may divide q by it.
         kernel: Name of the form in the Triton kernels; None if it has no kernel, so that PyTorch
             operations compute it.
     """
@@ -58,6 +60,7 @@ class ScoreForm:
     query: Callable[..., Tensor]
     gradient: Callable[..., Pair] | None = None
     parameters: dict[str, Callable[[int, int], Tensor]] = field(default_factory=dict)
+    homogeneous: bool = False
     kernel: str | None = None
 
     def initial_parameters(self, heads: int, pairs: int) -> dict[str, Tensor]:
@@ -146,7 +149,15 @@ register_form(
     ScoreForm("slack", "CoCA-Slack", False, _slack_query, _slack_gradient, kernel="slack")
 )
 register_form(
-    ScoreForm("strict", "CoCA-Strict", True, _strict_query, _strict_gradient, kernel="strict")
+    ScoreForm(
+        "strict",
+        "CoCA-Strict",
+        True,
+        _strict_query,
+        _strict_gradient,
+        homogeneous=True,
+        kernel="strict",
+    )
 )
 register_form(
     ScoreForm(
@@ -155,6 +166,7 @@ register_form(
         True,
         _magnitude_query,
         _magnitude_gradient,
+        homogeneous=True,
         kernel="magnitude",
     )
 )

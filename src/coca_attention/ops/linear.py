@@ -60,12 +60,26 @@ class Turns(NamedTuple):
 
 
 def linear_turns(
-    form: str | ScoreForm, rotation: Rotation, positions: Tensor, dtype: torch.dtype
+    form: str | ScoreForm,
+    rotation: Rotation,
+    positions: Tensor,
+    dtype: torch.dtype,
+    mask: Tensor | None = None,
 ) -> Turns:
-    """`Turns` of positions (T,) or (B, T), the first right after the last token of the state."""
+    """`Turns` of positions (T,) or (B, T), the first right after the last token of the state.
+
+    With a mask (B, T), zero for tokens that nobody sees, first and last are among the others.
+    """
     check_linear(get_form(form), rotation)
-    places = positions - positions[..., :1] + 1
-    back = rotation.angles(places[..., -1:]).to(dtype)
+    if mask is None:
+        places = positions - positions[..., :1] + 1
+        last = places[..., -1:]
+    else:
+        real, positions = mask.bool(), positions.expand(mask.shape)
+        first = positions.gather(-1, real.long().argmax(-1, keepdim=True))
+        places = (positions - first + 1) * real
+        last = places.amax(-1, keepdim=True)
+    back = rotation.angles(last).to(dtype)
     still = rotation.tables(places.new_zeros(1), dtype)
     return Turns(rotation.tables(places, dtype), still, (back.cos(), back.sin()))
 
@@ -144,12 +158,15 @@ def attend_turned(
     """`coca_linear_attention` at the positions of turns, with the settings of `query_map`."""
     dtype, width = turns.still[0].dtype, query.shape[-1]
     wide, coefficients, value = (x.to(dtype) for x in (query, key_coefficients, value))
+    if get_form(settings["form"]).homogeneous:  # |q|² may exceed the range of numbers
+        size = wide.detach().abs().amax(-1, keepdim=True)
+        wide = wide / size.clamp(min=torch.finfo(dtype).tiny)
     if state is None:
         shape = coefficients.shape[:2]
         state = LinearState(
             wide.new_zeros(*shape, width, value.shape[-1]), wide.new_zeros(*shape, width // 2)
         )
-    if query.shape[-2] == 0:
+    if 0 in query.shape:
         return query.new_zeros(*query.shape[:-1], value.shape[-1]), state
     output, state = attend_linear(
         query_map(wide, *turns.tables, **settings),
@@ -197,8 +214,11 @@ def attend_linear(
     output = output.reshape(batch, heads, chunks * size, -1)[:, :, :length]
     totals = features.cumsum(2) + state.coefficients.unsqueeze(2)
     normaliser = (weights.unflatten(1, (kv_heads, groups)) * totals.unsqueeze(2)).sum(-1)
-    normaliser = normaliser.flatten(1, 2).clamp(min=torch.finfo(output.dtype).tiny)
-    return output / normaliser.unsqueeze(-1), LinearState(sums[:, :, -1], totals[:, :, -1])
+    normaliser = normaliser.flatten(1, 2).unsqueeze(-1)
+    some = normaliser > 0
+    # Both branches of `where` must be finite for a finite gradient.
+    output = torch.where(some, output / normaliser.where(some, 1.0), 0.0)
+    return output, LinearState(sums[:, :, -1], totals[:, :, -1])
 
 
 def _check_shapes(query: Tensor, key_coefficients: Tensor, value: Tensor) -> None:
