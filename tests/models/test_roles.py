@@ -176,9 +176,9 @@ def test_local_layers_need_a_window():
     ("fields", "message"),
     [
         ({"layers": "x"}, "letters l and g, got 'x'"),
-        ({"window": 0}, "window must be a whole number from 1, got 0"),
-        ({"window": True}, "window must be a whole number from 1, got True"),
-        ({"window": 5.5}, "window must be a whole number from 1, got 5.5"),
+        ({"window": 0}, "window must be a whole number from 2, got 0"),
+        ({"window": True}, "window must be a whole number from 2, got True"),
+        ({"window": 5.5}, "window must be a whole number from 2, got 5.5"),
         ({"turning_pairs": -1}, "turning_pairs must be a whole number from 0"),
         ({"decay": float("nan")}, "decay must be a finite number from 0, got nan"),
         ({"decay_length": 0.0}, "decay_length must be a finite number above 0, got 0"),

@@ -69,19 +69,74 @@ def attention_of(config: Any) -> str | None:
     return "rope" if getattr(config, "rope_parameters", None) else None
 
 
-def training_length(config: Any) -> int | None:
-    """L, the longest text that a model was trained to read, in tokens; None if it does not say.
+def made_for(config: Any) -> tuple[int | None, str]:
+    """L, the longest text that a model was made to read, in tokens, and what says so.
 
-    With a rotary rule that is the length that training went on to with the rule (Llama 3.1:
-    131,072), not `original_length`.
+    Where a rule has extended a model, that is the length with the rule (Llama 3.1: 131,072), not
+    `original_length`. Public configurations say it in several ways; where they leave it open, the
+    reason begins with "assumed". None if nothing says it.
     """
-    return getattr(config, "max_position_embeddings", None) or original_length(config)
+    longest, rope = getattr(config, "max_position_embeddings", None), rope_parameters(config)
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
+    given = rope.get("original_max_position_embeddings")
+    chunks = getattr(config, "dual_chunk_attention_config", None) or {}
+    if chunks.get("original_max_position_embeddings"):  # Qwen2.5-1M
+        why = "dual_chunk_attention_config; Transformers has no such attention for longer texts"
+        return chunks["original_max_position_embeddings"], why
+    stated = [
+        (value, name)
+        for name in ("max_sequence_length", "model_max_length")  # Vicuna, Command R
+        if isinstance(value := getattr(config, name, None), int) and value >= (longest or 1)
+    ]
+    if longest is None:
+        return max(stated, default=(given, "original_max_position_embeddings"))
+    found = [(longest, "max_position_embeddings")]
+    if kind == "linear" and not stated:
+        found = [_linear_length(longest, factor)]
+    elif kind == "yarn":  # vLLM and SGLang count like this, too
+        of = given or longest
+        found.append((round(factor * of), f"yarn scaling by {factor:g} of {of:,}"))
+    elif kind != "default" and given and given != longest:
+        found = [(longest, f"with {kind} scaling of {given:,}: max_position_embeddings")]
+    return max([*found, *stated], key=lambda pair: pair[0])
+
+
+def _linear_length(longest: int, factor: float) -> tuple[int, str]:
+    """L of a linearly scaled model whose configuration states no more than a number of positions.
+
+    On the Hub that number is the length before scaling (LongAlpaca) or after it (LLaMA-2-7B-32K).
+    No public model was pre-trained on less than 2,048 tokens, so it is the one before if dividing
+    it would say so.
+    """
+    if longest / factor < 2048 <= longest:
+        total = round(longest * factor)
+        return total, f"assumed: linear scaling by {factor:g} of max_position_embeddings"
+    return longest, f"assumed: max_position_embeddings, after linear scaling by {factor:g}"
+
+
+def training_length(config: Any) -> int | None:
+    """L, the longest text that a model was made to read, in tokens, as `made_for` finds it."""
+    return made_for(config)[0]
 
 
 def original_length(config: Any) -> int | None:
     """The length in tokens that a rotary rule scales from; without a rule, the training length."""
-    given = rope_parameters(config).get("original_max_position_embeddings")
-    return given or getattr(config, "max_position_embeddings", None)
+    rope, length = rope_parameters(config), training_length(config)
+    given = rope.get("original_max_position_embeddings")
+    if given is None and length is not None and rope.get("rope_type") == "linear":
+        return round(length / rope["factor"])
+    return given or length
+
+
+def check_is_computed(config: Any) -> None:
+    """Raise UserError if Transformers computes another model than was trained."""
+    ratio = getattr(config, "rope_condense_ratio", None) or 1
+    if ratio != 1:
+        raise UserError(
+            f"config.json has rope_condense_ratio {ratio}, which Transformers ignores, so what it "
+            "loads is another model than was trained: replace the entry by "
+            f'"rope_scaling": {{"type": "linear", "factor": {ratio}}}'
+        )
 
 
 def head_width(config: Any) -> int:
@@ -122,8 +177,8 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
             f"rope_type {rope_type!r} with {' and '.join(unknown)} is not supported; set "
             "attention_factor instead, the factor on cos and sin"
         )
-    trained = rope.get("original_max_position_embeddings") or original_length(config)
     longest = getattr(config, "max_position_embeddings", None)
+    trained = rope.get("original_max_position_embeddings") or longest  # as Transformers reads it
     made = rules[rope_type].from_parameters(rope, trained, longest)
     return Rotation(
         width=int(head_width(config) * rope.get("partial_rotary_factor", 1.0)),
@@ -201,8 +256,11 @@ class CoCAConfig:
         check_width(width)
         check_heads(heads, getattr(self, "num_key_value_heads", None) or heads)
         kinds = sorted(set(getattr(self, "layer_types", None) or {GLOBAL}))
-        if LOCAL in kinds:
-            check_whole(f"sliding_window of {LOCAL} layers", getattr(self, "sliding_window", None))
+        if LOCAL in layer_types(self):
+            # A window of the query alone leaves no cache, which Transformers then never empties.
+            smallest = 1 if self._sees_both_directions else 2
+            window = getattr(self, "sliding_window", None)
+            check_whole(f"sliding_window of {LOCAL} layers", window, smallest)
         if self.coca_linear:
             self._check_linear()
         for layer_type in kinds:
@@ -214,6 +272,17 @@ class CoCAConfig:
                 )
             if turning.max_distance is not None:
                 check_clipped_form(form, width // 2 - free)
+            counts = (turning.temperature, turning.decay, turning.max_distance)
+            if self._sees_both_directions and any(x is not None for x in counts):
+                raise ValueError(
+                    "temperature, decay and max_distance count the tokens before a query, but in "
+                    "an encoder a query sees those after it, too: leave them out"
+                )
+
+    @property
+    def _sees_both_directions(self) -> bool:
+        """Whether this is an encoder, or a decoder that is used as one (EmbeddingGemma)."""
+        return getattr(self, "use_bidirectional_attention", False)
 
     def _check_linear(self: Any) -> None:
         if "layer_types" in type(self).__dataclass_fields__ or set(self.layer_types) != {STATEFUL}:
@@ -256,7 +325,8 @@ class Roles:
     layers: str = "llg"
     """A letter per layer, l (local) or g (global), repeated over all layers."""
     window: int | None = None
-    """Tokens that a local layer sees, the query's own included; by default an eighth of L."""
+    """Tokens that a local layer sees, the query's own included, at least 2; by default an eighth of
+    L."""
     turning_pairs: int | None = 0
     """Rotary pairs that turn in global layers; None for all."""
     temperature: bool = True
@@ -269,7 +339,7 @@ class Roles:
     def __post_init__(self) -> None:
         if not self.layers or set(self.layers) - set("lg"):
             raise UserError(f"layers must consist of the letters l and g, got {self.layers!r}")
-        for name, smallest in (("window", 1), ("turning_pairs", 0)):
+        for name, smallest in (("window", 2), ("turning_pairs", 0)):
             value = getattr(self, name)
             if value is not None:
                 check_whole(name, value, smallest, error=UserError)
@@ -301,7 +371,7 @@ class Roles:
             "coca_free_pairs": {LOCAL: pairs if rotary else 0, GLOBAL: pairs},
             "layer_types": [LETTERS[x] for x in (self.layers * num_layers)[:num_layers]],
             # Some families apply a window in all layers if there is one.
-            "sliding_window": (self.window or max(1, length // 8)) if "l" in self.layers else None,
+            "sliding_window": (self.window or max(2, length // 8)) if "l" in self.layers else None,
             "rope_parameters": rope | rotation_fields(self, length),
         }
         if hasattr(config, "use_sliding_window"):

@@ -1,6 +1,7 @@
 """Converting vanilla models and the authors' checkpoints to the CoCA models of their families."""
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +17,13 @@ from coca_attention.models.configuration import (
     LOCAL_RULE,
     ROTATION_FIELDS,
     Roles,
+    check_is_computed,
     has_own_roles,
     head_width,
     rope_parameters,
     rotation,
     training_length,
+    window_of,
 )
 from coca_attention.models.decoder import (
     CollinearHead,
@@ -32,6 +35,8 @@ from coca_attention.models.families import FAMILIES, Family, supported_families
 from coca_attention.models.projections import AttentionLayout
 from coca_attention.ops import FORMS
 from coca_attention.ops.checks import check_whole
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ class Conversion:
     By default L for rope without roles, and no limit for other forms. Less may find more in longer
     texts, and may lose what is found within L: coca convert --check measures it."""
     length: int | None = None
-    """L, the training length in tokens, for roles and limits; by default max_position_embeddings of
-    the model's configuration."""
+    """L, the training length in tokens, for roles and limits; by default what the model's
+    configuration says (`made_for`)."""
     kv_cache: Literal["full", "half"] = "full"
     """What is kept of earlier tokens: whole keys, or coefficients of half their width."""
 
@@ -120,12 +125,14 @@ def convert(
     """
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
     family, new_class = _find_family(model)
+    check_is_computed(model.config)
     body: Any = model.base_model
     _check_projections(family.layout.modules(body), family.layout)
     old, config = model.config, _new_configuration(family, model.config, wanted)
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
+    _warn_if_unaffected(config)
     replace_attention(body, family.body)
     change_class(model, new_class, config)
     # post_init sets up sharding plans and the like for the new class; keep the weights.
@@ -133,6 +140,18 @@ def convert(
         body.post_init()
         model.post_init()
     return model
+
+
+def _warn_if_unaffected(config: Any) -> None:
+    """Warn if distances are limited that no layer's window reaches."""
+    found, window = rotation(config, GLOBAL), window_of(config)
+    limit, length = found.max_distance, found.temperature
+    if window is not None and limit and length and window <= min(limit + 1, length):
+        log.warning(
+            "Limiting distances to %s tokens changes nothing: every layer sees the last %s tokens.",
+            f"{limit:,}",
+            f"{window:,}",
+        )
 
 
 def _find_family(model: Any) -> tuple[Family, type]:

@@ -36,7 +36,6 @@ from coca_attention.models.configuration import (
     CoCAConfig,
     add_rope_types,
     rope_parameters,
-    rotation,
 )
 from coca_attention.models.decoder import CollinearForCausalLM, CollinearHead, CollinearModel
 from coca_attention.models.projections import AttentionLayout
@@ -202,15 +201,9 @@ def _split_sections(attention: Any, fused: Tensor) -> Sequence[Tensor]:
 class ModernBertFields(CoCAConfig):
     """ModernBERT, an encoder: it has no cache, temperature or decay."""
 
-    def validate_architecture(self: Any) -> None:
-        super().validate_architecture()
-        for kind in set(self.layer_types or ()):
-            found = rotation(self, kind)
-            if any(x is not None for x in (found.temperature, found.decay, found.max_distance)):
-                raise ValueError(
-                    "temperature, decay and max_distance count the tokens before a query, but in "
-                    "an encoder a query sees those after it, too: leave them out"
-                )
+    @property
+    def _sees_both_directions(self) -> bool:
+        return True
 
 
 class ModernBertMixin(CollinearAttention):

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import (
-    original_length,
+    made_for,
     rope_parameters,
     rotation,
     training_length,
@@ -93,14 +93,10 @@ def _check_limits(
 def _print_training_length(model: Any, given: int | None) -> None:
     """Which training length a conversion was for, and why; nothing if it was for none."""
     config = model.config.get_text_config()
-    rope, length, original = rope_parameters(config), given, original_length(config)
-    if "temperature" not in rope:
+    if "temperature" not in rope_parameters(config):
         return
-    why = "--length"
-    if length is None:
-        length, why = training_length(config), "max_position_embeddings; --length sets another"
-        if length != original:
-            why = f"with {rope['rope_type']} scaling of {original:,}: {why}"
+    length, why = made_for(config)
+    length, why = (given, "--length") if given else (length, f"{why}; --length sets another")
     print(f"Training length: {length:,} tokens ({why})")
 
 
