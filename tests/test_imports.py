@@ -22,11 +22,12 @@ LIBRARY = {
     "models": {"ops", "layer", "errors"},
     "testing": set(),
 }
-LOOSE = {"arguments", "engine", "environment", "files", "intervals", "loading"}
+LOOSE = {"arguments", "engine", "environment", "files", "fingerprints", "intervals", "loading"}
 LABORATORY = {
     "__init__": {"cli"},
     **dict.fromkeys(("arguments", "environment", "files", "intervals", "lm_eval"), frozenset()),
     "engine": {"files"},
+    "fingerprints": {"engine", "files"},
     "processes": {"engine"},
     **dict.fromkeys(("loading", "generation", "folders", "data", "report"), LOOSE),
     "recipe": {*LOOSE, "data"},

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -136,15 +136,16 @@ def check_can_be_written(target: Path) -> None:
         pass
 
 
-def keep_other_results(path: Path, field: str, value: Any) -> None:
-    """Move a result file of another measurement, whose ``field`` differs, to a free name."""
+def keep_other_results(path: Path, measured: Collection[str]) -> None:
+    """Move a result file to a free name, unless all its measurements are among those that follow.
+
+    Measurements are the fingerprints of everything that they depend on, in the file's ``measured``.
+    """
     if not path.is_file():
         return
-    try:
-        if json.loads(path.read_text(encoding="utf-8"))[field] == json.loads(json.dumps(value)):
+    with suppress(ValueError, LookupError, TypeError, RecursionError):  # of an earlier version
+        if {*json.loads(path.read_text(encoding="utf-8"))["measured"]} <= {*measured}:
             return
-    except (ValueError, LookupError, TypeError, RecursionError):
-        pass  # of an earlier version, or changed since `check_results`
     number = 1
     while (free := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
@@ -158,6 +159,11 @@ def check_name(name: str) -> None:
     has_parent = path.parent != Path() and path.parent.is_dir()
     if not path.is_dir() and (has_parent or path.is_absolute() or path.is_file()):
         raise UserError(f"{name}: there is no such folder; check the path (here: {Path.cwd()})")
+
+
+def cache_folder() -> Path:
+    """The user's folder for what later commands reuse."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "coca-attention"
 
 
 def check_writable(path: Path) -> None:

@@ -19,6 +19,7 @@ from coca_lab.arguments import SettingsParser, checked, read_settings, settings_
 from coca_lab.data import SourceSettings
 from coca_lab.data.documents import TOKENS
 from coca_lab.data.text import LARGEST_VOCABULARY, NO_DOCUMENTS, SMALLEST_VOCABULARY
+from coca_lab.files import cache_folder
 
 # Names of the only source of a recipe without a mixture, of the blocks of `passkey_share`, and of
 # the text that validation reads.
@@ -220,6 +221,13 @@ class DataRecipe(SourceSettings):
     cache: str | None = "auto"
     """Folder for tokenised text, which later runs reuse; auto means coca-attention in the user's
     cache (XDG_CACHE_HOME, or ~/.cache), null keeps the tokens in memory."""
+
+    @property
+    def token_folder(self) -> Path | None:
+        """The folder of tokenised text; None for memory."""
+        if self.cache == "auto":
+            return cache_folder()
+        return None if self.cache is None else Path(self.cache).expanduser()
 
     @property
     def task_shares(self) -> dict[str, float]:

@@ -252,7 +252,9 @@ def test_continuous_batching_is_refused(kind, scaling, message, monkeypatch):
     # Which keeps keys inside of attention functions.
     monkeypatch.setattr("coca_attention.models.decoder.CACHE", "past_key_values")
     for name in ("limited", "roles with a decay"):
-        with pytest.raises(ValueError, match=r"before Transformers 5\.24 .* a decay or max_distance"):
+        with pytest.raises(
+            ValueError, match=r"before Transformers 5\.24 .* a decay or max_distance"
+        ):
             made(name).init_continuous_batching()
 
 

@@ -12,7 +12,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coca_attention import __version__
 from coca_attention.errors import UserError
 from coca_attention.models import training_length
 from coca_attention.models.configuration import rope_parameters
@@ -127,7 +126,6 @@ def measure_angles(
     for index, document in enumerate(documents):
         key = {
             "task": "angles",
-            "version": __version__,
             "model": model.identity,
             "settings": asdict(settings),
             "document": [index, sha256(document.numpy().tobytes()).hexdigest()],

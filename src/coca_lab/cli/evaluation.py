@@ -1,7 +1,7 @@
 """Commands that evaluate models: one task, an analysis, a suite or a study."""
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -10,11 +10,10 @@ from coca_lab.analysis.task import TASK as ANALYSIS
 from coca_lab.cli import Run, choose
 from coca_lab.cli.console import RAY, Progress, parse, parse_file, print_table
 from coca_lab.engine import Engine, Store
-from coca_lab.environment import describe_environment
 from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation import suite as suites
-from coca_lab.evaluation.task import Cell, ScalingFactor, ScalingKind, fingerprint
-from coca_lab.files import check_results, keep_other_results, write_json
+from coca_lab.evaluation.task import Cell, ScalingFactor, ScalingKind
+from coca_lab.files import check_results
 from coca_lab.report import printed_tables, read_results
 
 WORKERS = (
@@ -79,19 +78,10 @@ def task_command(task: Task, prefix: str) -> Run:
             file = f"{plain}-{loading.scaling}-{task.name}.json"
         output = Path(loading.output or Path("runs", "eval", file))
         check_results(output)
-        identity = fingerprint(path)
         suite = suites.Suite({name: path}, [scaling], dtype=loading.dtype, device=loading.device)
         with Store(output.with_suffix(".values.sqlite")) as store, Progress() as progress:
             engine = Engine(store, progress)
-            cells = suites.evaluate(suite, [(task, settings)], engine)
-            measured = {
-                "model": [name, path, identity, loading.dtype],
-                "scaling": [*scaling.facts.values()],
-                task.name: asdict(settings),
-            }
-            keep_other_results(output, "measured", measured)
-            environment = describe_environment()
-            write_json(output, {"results": cells, "measured": measured, "environment": environment})
+            cells = suites.write_cells(suite, [(task, settings)], engine, output)
             store.remove(engine.used)
         _print_results(cells, output)
 

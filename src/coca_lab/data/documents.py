@@ -30,6 +30,7 @@ import pyarrow
 import pyarrow.parquet
 
 from coca_attention.errors import UserError
+from coca_lab.fingerprints import files_fingerprint, fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,19 @@ def source_files(source: str) -> list[Path]:
         folder = Path(source.removeprefix("hf:").split(":")[0])
         return sorted(path for path in folder.rglob("*") if path.is_file())
     return _find(source)[0]
+
+
+def text_fingerprint(source: str) -> str:
+    """Of the content of a source, wherever it is; a dataset of the Hub is known by its name alone.
+
+    Raises:
+        DataError: If the source does not exist.
+    """
+    files = source_files(source)
+    if not files:
+        return source
+    part = source.split(":")[2:] if source.startswith("hf:") else []
+    return fingerprint([part, files_fingerprint(files)])
 
 
 def _find(source: str) -> tuple[list[Path], list[Path]]:

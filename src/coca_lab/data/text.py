@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -23,9 +22,10 @@ from coca_lab.data.documents import (
     Document,
     SourceSettings,
     held_out,
-    source_files,
+    text_fingerprint,
 )
 from coca_lab.files import check_name, writing
+from coca_lab.fingerprints import fingerprint
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000
@@ -129,13 +129,6 @@ def _token_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
     return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
 
 
-def cache_folder(setting: str | None) -> Path | None:
-    """The folder of the caches: the setting, or the user's for ``auto``; None for no caches."""
-    if setting == "auto":
-        setting = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/coca-attention"
-    return None if setting is None else Path(setting).expanduser()
-
-
 def tokenise(
     source: SourceSettings,
     tokenizer: PreTrainedTokenizerBase,
@@ -148,8 +141,8 @@ def tokenise(
     """The training or the held-out documents as token ids, each followed by the end of text.
 
     With a folder, the tokens are in a file there, which is written once and memory-mapped, so
-    memory does not grow with the text. Its name is a hash of everything that the tokens depend on:
-    the settings, the tokenizer, and names, sizes and times of the source's files. If several
+    memory does not grow with the text. Its name is the fingerprint of everything that the tokens
+    depend on: the settings, the tokenizer, and the text (`text_fingerprint`). If several
     processes need the same text, one writes it and the others wait. A source that ends with .npy
     is a file of token ids: a 1-D array of uint16 or uint32, made with this tokenizer.
 
@@ -176,17 +169,17 @@ def tokenise(
     documents = (d for d in source.documents() if held_out(d, share) == from_held_out)
     if folder is None:
         return np.concatenate([*_token_arrays(documents, tokenizer, max_tokens)])
-    state, dtype = _state(source.source), _token_type(tokenizer)
-    settings = [source.source, source.text_field, source.bad_lines, share, from_held_out]
-    key = f"{settings} {max_tokens} {dtype} {state} {tokenizer_fingerprint(tokenizer)}"
-    path = folder / "tokens" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.bin"
+    text, dtype = text_fingerprint(source.source), _token_type(tokenizer)
+    settings = [source.text_field, source.bad_lines, share, from_held_out, max_tokens]
+    key = fingerprint([text, settings, str(dtype), tokenizer_fingerprint(tokenizer)])
+    path = folder / "tokens" / f"{key[:24]}.bin"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):  # waits for a process that writes the same
             if not path.is_file():
                 with writing(path) as partial:
                     _write(partial, _token_arrays(documents, tokenizer, max_tokens), source.source)
-                    if _state(source.source) != state:
+                    if text_fingerprint(source.source) != text:
                         raise DataError(f"{source.source}: changed while it was being read")
         return np.memmap(path, dtype, mode="r")
     except OSError as error:
@@ -238,9 +231,3 @@ def _write(path: Path, arrays: Iterator[np.ndarray], source: str) -> None:
     with open(path, "wb") as file:
         for tokens in tqdm(arrays, f"tokenising {source}", unit=" documents", disable=None):
             file.write(tokens.data)
-
-
-def _state(source: str) -> list[Any]:
-    """Path, size and times of the files of a source; unlike mtime, ctime cannot be set back."""
-    files = [(os.path.abspath(path), path.stat()) for path in source_files(source)]
-    return [(path, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for path, x in files]

@@ -20,6 +20,7 @@ from coca_lab.evaluation.task import (
     open_model,
 )
 from coca_lab.files import check_results, keep_other_results, write_json
+from coca_lab.fingerprints import fingerprint
 from coca_lab.loading import usable_device
 
 RESULTS_FILE, STORE_FILE = "results.json", "values.sqlite"
@@ -122,29 +123,43 @@ def run_suite(
         if ray is not None:
             resources: Any = {"num_cpus": suite.num_cpus, "num_gpus": suite.num_gpus}
             engine = RayEngine(store, progress, address=ray, **resources)
-        cells = evaluate(
-            suite, [(TASKS[name], settings) for name, settings in suite.tasks.items()], engine
-        )
-    settings = asdict(suite)
-    del settings["num_cpus"], settings["num_gpus"]  # nothing depends on them
-    settings |= settings.pop("tasks")
-    keep_other_results(results, "suite", settings)
-    environment = describe_environment()
-    write_json(results, {"results": cells, "suite": settings, "environment": environment})
+        tasks = [(TASKS[name], settings) for name, settings in suite.tasks.items()]
+        write_cells(suite, tasks, engine, results)
     return results
 
 
-def evaluate(suite: Suite, tasks: Sequence[tuple[Task, Any]], engine: Engine) -> list[Cell]:
-    """The cells of tasks, with their settings, for the models and scalings of a suite."""
-    measurements = []
+def write_cells(
+    suite: Suite, tasks: Sequence[tuple[Task, Any]], engine: Engine, path: Path
+) -> list[Cell]:
+    """Write the result file of tasks, with their settings, for the models of a suite."""
+    cells, measured = evaluate(suite, tasks, engine)
+    settings = asdict(suite) | {task.name: asdict(each) for task, each in tasks}
+    del settings["tasks"]
+    keep_other_results(path, measured)
+    facts = {"measured": measured, "environment": describe_environment()}
+    write_json(path, {"results": cells, "suite": settings, **facts})
+    return cells
+
+
+def evaluate(
+    suite: Suite, tasks: Sequence[tuple[Task, Any]], engine: Engine
+) -> tuple[list[Cell], list[str]]:
+    """The cells of tasks, with their settings, for the models and scalings of a suite.
+
+    Also the fingerprints of the measurements, whose names the cells have.
+    """
+    measurements, measured = [], []
     for model in open_models(suite):
         for number, scaling in enumerate(suite.scalings_of(model.name)):
             for task, settings in tasks:
                 if task.scaled or number == 0:
                     with error_prefix(f"model {model.name}: {task.name}: "):
-                        measurements += task.measurements(model, settings, scaling)
+                        found = task.measurements(model, settings, scaling)
+                    measurements += found
+                    keys = [item.keys for each in found for item in each.items]
+                    measured.append(fingerprint([model.name, keys]))
     try:
-        return finish(measurements, engine)
+        return finish(measurements, engine), measured
     finally:
         free_weights()
 

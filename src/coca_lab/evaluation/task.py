@@ -1,6 +1,5 @@
 """What an evaluation task is: a name, settings, and items of work that become JSON cells."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -9,16 +8,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
-from coca_attention.errors import UserError
 from coca_attention.models import set_rotary_scaling, training_length
 from coca_attention.models.configuration import attention_of, original_length
 from coca_attention.models.scaling import rotary_restored
 from coca_lab.arguments import checked
-from coca_lab.data import load_tokenizer
+from coca_lab.data import SourceSettings, load_tokenizer
+from coca_lab.data.documents import text_fingerprint
 from coca_lab.engine import Engine, Item
-from coca_lab.files import check_name
+from coca_lab.fingerprints import code_fingerprint, model_fingerprint
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
 
 Cell = dict[str, Any]
@@ -36,7 +34,7 @@ class Model:
             meta device, without weights.
         tokenizer: Its tokenizer.
         name: What the results call the model.
-        identity: Identifies the model in keys of values (`fingerprint`); default: its name.
+        identity: What the values of tasks depend on of the model; default: its name.
         path: Folder or name from which processes load the weights; empty: ``module`` has them.
         dtype: Precision of the weights that are loaded.
         device: As for `load_model`.
@@ -58,7 +56,7 @@ class Model:
     def __reduce__(self) -> Any:
         if not self.path:
             return super().__reduce__()
-        return open_model, (self.path, self.name, self.dtype, self.device)
+        return open_model, (self.path, self.name, self.dtype, self.device, self.identity)
 
     def loaded(self) -> PreTrainedModel:
         """The module with its weights; a process keeps those of one model."""
@@ -94,7 +92,11 @@ def free_weights() -> None:
 
 
 def open_model(
-    path: str, name: str | None = None, dtype: str = "float32", device: str | None = None
+    path: str,
+    name: str | None = None,
+    dtype: str = "float32",
+    device: str | None = None,
+    identity: str = "",
 ) -> Model:
     """A model whose weights are loaded when they are needed.
 
@@ -103,35 +105,15 @@ def open_model(
         name: What the results call it; by default the name of its folder.
         dtype: As for `load_model`, and so the device.
         device: See above.
+        identity: As of `Model`; by default the files of the folder by content, and the dtype.
 
     Raises:
         UserError: If it cannot be loaded.
     """
     module, tokenizer = model_without_weights(path, dtype), load_tokenizer(path)
     check_vocabulary(module, tokenizer)
-    name, identity = name or Path(path).name, f"{fingerprint(path)} {dtype}"
-    return Model(module, tokenizer, name, identity, path, dtype, device)
-
-
-def fingerprint(path: str | Path) -> str:
-    """Identifies the files of a folder, or the commit of a name on the Hub that is loaded."""
-    folder = Path(path)
-    if not folder.is_dir():
-        check_name(str(path))
-        try:
-            config = cached_file(str(path), "config.json")
-        except OSError as error:
-            raise UserError(f"{path}: no model could be loaded: {error}") from error
-        return f"{path} {Path(str(config)).parent.name}"
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        if file.suffix in (".safetensors", ".json") and file.is_file():
-            status = file.stat()
-            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
-    config = folder / "config.json"
-    if config.is_file():
-        digest.update(config.read_bytes())
-    return digest.hexdigest()
+    identity = identity or f"{model_fingerprint(path)} {dtype}"
+    return Model(module, tokenizer, name or Path(path).name, identity, path, dtype, device)
 
 
 @dataclass
@@ -172,6 +154,11 @@ class Measurement(NamedTuple):
     items: list[Item]
     cells: Callable[[list[Any], float], list[Cell]]
     """From the values of all keys and the seconds they took to the cells, without weights."""
+
+    def by_code(self, code: str) -> "Measurement":
+        """The same, whose values depend on code of a fingerprint, too."""
+        items = [replace(item, keys=[[code, key] for key in item.keys]) for item in self.items]
+        return self._replace(items=items)
 
 
 def finish(measurements: Sequence[Measurement], engine: Engine) -> list[Cell]:
@@ -214,16 +201,17 @@ class Task:
     def measurements(
         self, model: Model, settings: Any, scaling: RotaryScaling
     ) -> list[Measurement]:
-        """``measure``, or ``evaluate`` as one item."""
+        """``measure``, or ``evaluate`` as one item; keys say everything that values depend on."""
         if self.measure is not None:
-            return self.measure(model, settings, scaling)
+            found = self.measure(model, settings, scaling)
+            return [each.by_code(self.code) for each in found]
         evaluate = self.evaluate
         assert evaluate is not None, f"task {self.name} has neither evaluate nor measure"
         key = {
             "task": self.name,
             "model": model.identity,
             "scaling": [*scaling.facts.values()],
-            "settings": asdict(settings),
+            "settings": settings_key(settings),
         }
 
         def work(_: list[Any]) -> list[list[Cell]]:
@@ -233,7 +221,18 @@ class Task:
             return [{"task": self.name, **cell, **model.facts} for cell in values[0]]
 
         label = f"{model.name} {scaling.kind} {self.name}"
-        return [Measurement([Item([key], work, [None], label=label)], cells)]
+        return [Measurement([Item([key], work, [None], label=label)], cells).by_code(self.code)]
+
+    @property
+    def code(self) -> str:
+        """Fingerprint of the code that measures."""
+        return code_fingerprint(*filter(None, (self.evaluate, self.measure)))
+
+
+def settings_key(settings: Any) -> dict[str, Any]:
+    """What values depend on of the settings of a task: the fields, and the content of the text."""
+    text = text_fingerprint(settings.source) if isinstance(settings, SourceSettings) else None
+    return {**asdict(settings), "text": text}
 
 
 def evaluate(

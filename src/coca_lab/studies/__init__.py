@@ -30,13 +30,16 @@ from coca_lab.evaluation.suite import (
     task_sections,
 )
 from coca_lab.files import check_results, keep_other_results, write_json
+from coca_lab.fingerprints import fingerprint
 from coca_lab.processes import ProcessEngine, listen
 from coca_lab.report import write_report
-from coca_lab.studies.trial import Trial
+from coca_lab.studies.trial import EVALUATION, LOGS, Trial
 from coca_lab.training import Recipe, load_recipe
-from coca_lab.training.run import load_run_tokenizer
+from coca_lab.training.run import TOKENIZER, load_run_tokenizer, tokenizer_key
 
-REPORT_FILE = "report.html"
+REPORT_FILE, TOKENIZERS = "report.html", "tokenizers"
+RESERVED = {RESULTS_FILE, STORE_FILE, REPORT_FILE, TOKENIZERS, LOGS, EVALUATION}
+"""Of the folder of a study, which no model can have."""
 Options = dict[str, Any]
 """Fields of a recipe by dotted names, such as {model.attention: rope}."""
 CONVERT = "convert."
@@ -98,6 +101,8 @@ class Study:
     def trials(self, output: Path) -> list[Trial]:
         """Every model in every size with every seed: seed by seed, so all are soon compared."""
         every = [(name, size) for size in self.sizes or [""] for name in self.models]
+        # A model from elsewhere is one, whatever the sizes.
+        every = dict.fromkeys((n, "" if self._is_ready(n) else size) for n, size in every)
         lists = [self._seeds(name, size, output) for name, size in every]
         trials = [trial for each in zip_longest(*lists) for trial in each if trial is not None]
         if len({trial.folder for trial in trials}) < len(trials):
@@ -105,7 +110,21 @@ class Study:
                 "models and sizes must differ in letters, digits or one of . _ = -, got "
                 + "; ".join(trial.label for trial in trials)
             )
-        return [_from_other(trial, trials) for trial in trials]
+        for trial in trials:
+            if not trial.folder or trial.folder.lower() in RESERVED:
+                raise UserError(
+                    f"a model cannot be called {trial.label!r}, whose folder {trial.folder or '.'} "
+                    "is the study's own: rename it"
+                )
+        return _linked(trials)
+
+    def _is_ready(self, name: str) -> bool:
+        """Whether a model is from elsewhere, as it is or converted."""
+        seen, start = {name}, self.models[name].get("path")
+        while start in self.models and start not in seen:
+            seen.add(start)
+            start = self.models[start].get("path")
+        return start is not None and start not in self.models
 
     def _seeds(self, name: str, size: str, output: Path) -> list[Trial]:
         """A model in a size, seed by seed."""
@@ -123,8 +142,7 @@ class Study:
             else:
                 trial = Trial(name, size, output, suite, recipe=self._recipe(options))
             trials = [trial.with_seed(seed) for seed in seeds]
-        # A model from elsewhere is one, whatever the seeds.
-        return trials[:1] if trial.recipe is None and trial.start not in self.models else trials
+        return trials[:1] if self._is_ready(name) else trials
 
     def _recipe(self, options: Options) -> Recipe:
         """The recipe with the options of a model."""
@@ -158,12 +176,23 @@ def _ready_model(options: Options) -> dict[str, Any]:
     return {"start": options["path"], "conversion": conversion}
 
 
-def _from_other(trial: Trial, trials: Sequence[Trial]) -> Trial:
-    """A trial whose start is another model of the study, by its name, with that model's folder."""
-    others = [t for t in trials if t.name == trial.start != trial.name and t.size == trial.size]
-    if not others:
-        return trial
-    return trial.starting_from(next((t for t in others if t.seed == trial.seed), others[0]))
+def _linked(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials; what starts from another model of the study, by its name, has its folder."""
+    found: dict[str, Trial] = {}
+
+    def link(trial: Trial, before: tuple[str, ...] = ()) -> Trial:
+        if trial.label in before:
+            raise UserError(f"models start from each other: {', '.join(before)}")
+        if trial.label not in found:
+            named = [t for t in trials if t.name == trial.start != trial.name]
+            others = [t for t in named if t.size in (trial.size, "")]
+            if others:
+                other = next((t for t in others if t.seed == trial.seed), others[0])
+                trial = trial.starting_from(link(other, (*before, trial.label)))
+            found[trial.label] = trial
+        return found[trial.label]
+
+    return [link(trial) for trial in trials]
 
 
 def study_parser(shown: Collection[str] = ()) -> SettingsParser:
@@ -218,23 +247,25 @@ def run_study(
     output = Path(output)
     results = output / RESULTS_FILE
     check_results(results)
-    trials = _with_tokenizer(study.trials(output), output)
-    for trial in trials:
-        trial.check_folder()
+    trials = study.trials(output)
     with Store(output / STORE_FILE) as store, _threads(study.num_cpus):
+        trials = _with_tokenizer(trials, output)
+        for trial in trials:
+            trial.check_folder()
         engine = _engine(study, store, len(trials), ray, workers)
         shown, failed = _Shown(trials, store, progress), dict[str, str]()
         listen(shown.tell)
 
         def save(*_: Any) -> None:
-            _write(study, [trial for trial in trials if trial.key in store], store, failed, results)
+            _write(study, trials, store, failed, results)
             shown.tell()
 
         engine.progress = save
         for ready in _rounds(trials):
-            items = [trial.item for trial in ready if trial.after not in failed]
+            lost = [trial for trial in ready if trial.after and trial.after.label in failed]
+            failed |= {trial.label: f"{trial.bases[0]} failed" for trial in lost}
+            items = [trial.item for trial in ready if trial.label not in failed]
             failed |= {item.label: problem(error) for item, error in engine.compute(items)}
-            failed |= {each.label: f"{each.after} failed" for each in ready if each.after in failed}
         save()
     if len(failed) < len(trials):
         write_report([results], output / REPORT_FILE)
@@ -272,37 +303,26 @@ def _engine(
 def _with_tokenizer(trials: Sequence[Trial], output: Path) -> list[Trial]:
     """The trials, with one tokenizer for all models that would train the same one."""
     # Perplexities compare only what is split into the same tokens.
-    alike: dict[str, list[tuple[str, Recipe]]] = {}
+    chosen = []
     for trial in trials:
         if trial.recipe and not (trial.recipe.data.tokenizer or trial.recipe.model.start):
-            data = trial.recipe.data
-            texts = {name: (each.source, each.text_field) for name, each in data.sources.items()}
-            about = (data.held_out, data.vocab_size, data.split_digits, bool(data.passkey_share))
-            alike.setdefault(repr((texts, about)), []).append((trial.label, trial.recipe))
-    folders = {}
-    for number, group in enumerate(alike.values()):
-        folder = output / "tokenizers" / str(number) if number else output
-        load_run_tokenizer(group[0][1], folder)
-        folders |= dict.fromkeys((label for label, _ in group), folder / "tokenizer")
-    return [t.with_tokenizer(folders[t.label]) if t.label in folders else t for t in trials]
+            folder = output / TOKENIZERS / tokenizer_key(trial.recipe)[:16]
+            load_run_tokenizer(trial.recipe, folder)
+            trial = trial.with_tokenizer(folder / TOKENIZER)
+        chosen.append(trial)
+    return chosen
 
 
 def _rounds(trials: Sequence[Trial]) -> Iterator[list[Trial]]:
     """The trials that start from none of the others, then those that start from these, …"""
-    left, done = list(trials), {""}
-    while left:
-        ready = [trial for trial in left if trial.after in done]
-        if not ready:
-            raise UserError(f"models start from each other: {left[0].label}, {left[0].after}")
-        yield ready
-        done |= {trial.label for trial in ready}
-        left = [trial for trial in left if trial.label not in done]
+    for depth in range(1 + max(len(trial.bases) for trial in trials)):
+        yield [trial for trial in trials if len(trial.bases) == depth]
 
 
 def _write(
-    study: Study, finished: Sequence[Trial], store: Store, failed: dict[str, str], path: Path
+    study: Study, trials: Sequence[Trial], store: Store, failed: dict[str, str], path: Path
 ) -> None:
-    values = [(trial, store.get(trial.key)) for trial in finished]
+    values = [(trial, store.get(trial.key)) for trial in trials if trial.key in store]
     content = {
         "results": [cell for _, value in values for cell in value["cells"]],
         "training": [
@@ -312,9 +332,10 @@ def _write(
         ],
         "failures": failed,
         "study": asdict(study),
+        "measured": [fingerprint(trial.key) for trial in trials if trial.key in store],
         "environment": {**describe_environment(), "threads": study.num_cpus},
     }
-    keep_other_results(path, "study", content["study"])
+    keep_other_results(path, [fingerprint(trial.key) for trial in trials])
     write_json(path, content)
 
 

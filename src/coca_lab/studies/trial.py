@@ -1,7 +1,9 @@
 """A trial of a study: a model, trained, converted or as it is, and what is measured of it."""
 
 import re
+import shutil
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,15 +14,20 @@ from coca_attention.models.conversion import Conversion
 from coca_lab.engine import Engine, Item, Store
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.suite import Suite, evaluate
-from coca_lab.evaluation.task import Cell
+from coca_lab.evaluation.task import settings_key
+from coca_lab.files import read_json, write_json
+from coca_lab.fingerprints import fingerprint, model_fingerprint
 from coca_lab.folders import convert_folder
 from coca_lab.processes import log_to, tell
 from coca_lab.recipe import check_same_recipe
 from coca_lab.training import Recipe, is_finished, read_summary, train
-from coca_lab.training.run import RECIPE_FILE, has_begun
+from coca_lab.training.run import RECIPE_FILE, check_finished, has_begun, inputs_of
 
 TRAINING = 0.75
 """Share of the work that is training; the rest is evaluation. For the time left alone."""
+LOGS, EVALUATION = "logs", "evaluation"
+CONVERSION_FILE = "conversion.json"
+"""Of a converted model: what it was made from, and how."""
 
 
 @dataclass(frozen=True)
@@ -35,39 +42,61 @@ class Trial:
     start: str = ""  # the model that it starts from, or that is evaluated
     conversion: Conversion | None = None
     seed: int = 0
-    key: Any = None  # everything that the values depend on, wherever the study is
-    after: str = ""  # label of the trial whose model this one starts from
+    trains_tokenizer: bool = False  # whether its tokenizer is one that the study trains
+    after: "Trial | None" = None  # the one whose model this one starts from
 
     def with_seed(self, seed: int) -> Self:
-        """The trial with a seed and its key."""
-        recipe, suite = self.recipe, self.suite
-        if recipe is not None:
-            recipe = replace(recipe, training=replace(recipe.training, seed=seed))
-        trial = replace(self, recipe=recipe, seed=seed)
-        start = recipe.model.start or "" if recipe else self.start
-        key = {
-            "model": [self.name, self.size, seed],
-            "recipe": recipe and asdict(recipe),
-            "start": start,
-            "conversion": self.conversion and asdict(self.conversion),
-            "tasks": {name: asdict(settings) for name, settings in suite.tasks.items()},
-            "scalings": [asdict(scaling) for scaling in suite.scalings],
-            "dtype": suite.dtype,
-        }
-        return replace(trial, start=start, key=key)
+        """The trial with a seed."""
+        if self.recipe is None:
+            return replace(self, seed=seed)
+        recipe = replace(self.recipe, training=replace(self.recipe.training, seed=seed))
+        return replace(self, recipe=recipe, seed=seed, start=recipe.model.start or "")
 
     def starting_from(self, other: "Trial") -> Self:
         """The trial with the model of another one as its start."""
         start, recipe = str(other.model), self.recipe
         if recipe is not None:
             recipe = replace(recipe, model=replace(recipe.model, start=start))
-        return replace(self, recipe=recipe, start=start, after=other.label)
+        return replace(self, recipe=recipe, start=start, after=other)
 
     def with_tokenizer(self, folder: Path) -> Self:
-        """The trial with a tokenizer that other models have, too."""
+        """The trial with a tokenizer that the study has trained for its recipe."""
         assert self.recipe is not None
         data = replace(self.recipe.data, tokenizer=str(folder))
-        return replace(self, recipe=replace(self.recipe, data=data))
+        recipe = replace(self.recipe, data=data)
+        return replace(self, recipe=recipe, trains_tokenizer=True)
+
+    @property
+    def bases(self) -> list[str]:
+        """Labels of the trials whose model it comes from, the nearest first."""
+        return [self.after.label, *self.after.bases] if self.after else []
+
+    @cached_property
+    def key(self) -> dict[str, Any]:
+        """Everything that the values depend on, wherever the study is."""
+        tasks = self.suite.tasks.items()
+        return {
+            "model": [self.name, self.size, self.seed, self.made],
+            "tasks": {name: [settings_key(each), TASKS[name].code] for name, each in tasks},
+            "scalings": [asdict(scaling) for scaling in self.suite.scalings],
+            "dtype": self.suite.dtype,
+        }
+
+    @cached_property
+    def made(self) -> str:
+        """Fingerprint of everything that the model depends on.
+
+        Of a trained one the recipe, the texts and the start; else the files, and the conversion.
+        """
+        start = self.after.made if self.after else self.start and model_fingerprint(self.start)
+        if self.recipe is None:
+            return fingerprint([start, self.conversion and asdict(self.conversion)])
+        fields, inputs = asdict(self.recipe), inputs_of(self.recipe, start=start)
+        for section, name in (("data", "cache"), ("data", "tokenizer"), ("model", "start")):
+            del fields[section][name]  # they say where it is
+        if self.trains_tokenizer:
+            del inputs["tokenizer"]  # which follows from the recipe and its texts
+        return fingerprint([fields, inputs])
 
     @property
     def of_size(self) -> str:
@@ -110,7 +139,7 @@ class Trial:
         elsewhere = {"data.cache", "training.micro_batch_size"}
         if self.after:
             elsewhere.add("model.start")
-        if self.key["recipe"] and self.key["recipe"]["data"]["tokenizer"] is None:
+        if self.trains_tokenizer:
             elsewhere.add("data.tokenizer")
         return elsewhere
 
@@ -121,31 +150,29 @@ class Trial:
 
     def __call__(self, _: list[Any]) -> list[Any]:
         """Its summary of the training, or None, and its cells."""
-        log_to(self.output / "logs" / f"{self.folder}.log")
+        log_to(self.output / LOGS / f"{self.folder}.log")
         summary = None
         if self.recipe is not None:
             summary = self._train(self.recipe)
-        elif self.conversion is not None and not self.model.is_dir():
-            convert_folder(self.start, self.model, self.conversion)
+        elif self.conversion is not None:
+            self._convert(self.conversion)
 
         def show(line: str, done: int, total: int) -> None:
             share = done / max(total, 1)
             tell(self.label, f"evaluated {100 * share:.0f} %", TRAINING + (1 - TRAINING) * share)
 
         suite = replace(self.suite, models={self.name: str(self.model)})
-        with Store(self.output / "evaluation" / f"{self.folder}.sqlite") as store:
+        with Store(self.output / EVALUATION / f"{self.folder}.sqlite") as store:
             tasks = [(TASKS[task], settings) for task, settings in suite.tasks.items()]
-            cells = evaluate(suite, tasks, Engine(store, show))
-        return [{"training": summary, "cells": [self._placed(cell, summary) for cell in cells]}]
-
-    def _placed(self, cell: Cell, summary: dict[str, Any] | None) -> Cell:
-        """A cell with its place in the study."""
+            cells, _ = evaluate(suite, tasks, Engine(store, show))
         parameters = summary["parameters"] if summary else None
-        place = {"training_seed": self.seed, "size": self.size}
-        return {**cell, **place, "parameters": parameters}
+        place = {"training_seed": self.seed, "size": self.size, "parameters": parameters}
+        return [{"training": summary, "cells": [{**cell, **place} for cell in cells]}]
 
     def _train(self, recipe: Recipe) -> dict[str, Any]:
         """Train unless it is done; by smaller parts of a batch where memory does not suffice."""
+        if is_finished(self.model):
+            check_finished(recipe, self.model, self.may_change)
         while not is_finished(self.model):
             try:
                 steps = [Steps(self.label)]
@@ -157,6 +184,17 @@ class Trial:
                 training = replace(training, micro_batch_size=training.micro_batch_size // 2)
                 recipe = replace(recipe, training=training)
         return read_summary(self.model)
+
+    def _convert(self, conversion: Conversion) -> None:
+        """Convert, again where the start or the options have changed; nothing else is replaced."""
+        record, made = self.model / CONVERSION_FILE, asdict(conversion)
+        made["start"] = model_fingerprint(self.start)
+        if record.is_file():
+            if read_json(record) == made:
+                return
+            shutil.rmtree(self.model)
+        convert_folder(self.start, self.model, conversion)
+        write_json(record, made)
 
 
 class Steps(TrainerCallback):

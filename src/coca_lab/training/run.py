@@ -48,16 +48,16 @@ from coca_lab.data.blocks import (
     mixture_order,
     spread_evenly,
 )
-from coca_lab.data.documents import source_files
+from coca_lab.data.documents import source_files, text_fingerprint
 from coca_lab.data.tasks import vocabulary_text
 from coca_lab.data.text import (
     TOKENIZER_CHARACTERS,
-    cache_folder,
     end_of_text,
     up_to,
 )
 from coca_lab.environment import describe_environment
 from coca_lab.files import check_writable, hold, read_json, write_json, write_text, writing
+from coca_lab.fingerprints import fingerprint, model_fingerprint
 from coca_lab.folders import write_card
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 from coca_lab.recipe import (
@@ -82,7 +82,7 @@ RECIPE_FILE = "recipe.yaml"
 SUMMARY_FILE, STAGE_FILE = "training.json", "stage.json"
 # While a process trains.
 LOCK_FILE = ".lock"
-TEXT_FILE, START_FILE = "text.json", "start.json"
+TEXT_FILE, START_FILE, INPUTS_FILE = "text.json", "start.json", "inputs.json"
 TOKENIZER = "tokenizer"
 """Folder of a newly trained tokenizer."""
 
@@ -101,22 +101,22 @@ def train(
         output: Folder of the run. At the end it holds the model, the tokenizer, the recipe with
             all defaults, and ``training.json`` (curves, tokens, seconds, recipe, versions,
             hardware, stages).
-        may_change: Fields of the recipe, such as ``data.source``, that may differ from those of an
-            unfinished run in the folder. The text is compared in any case.
+        may_change: Fields of the recipe, such as ``data.source``, that may differ from those of
+            the run in the folder. What they name is compared by content in any case.
         callbacks: Further Trainer callbacks.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: If the folder holds a run of another recipe or is in use, or the data cannot be
-            used.
+        UserError: If the folder holds a run of another recipe, text or start or is in use, or the
+            data cannot be used.
         TrainingDiverged: If the loss or a weight is no longer finite.
     """
     output = Path(output)
     recipe.check()
     if is_finished(output):
-        check_same_recipe(recipe, output / RECIPE_FILE)
+        check_finished(recipe, output, may_change)
         return output
     state = PartialState(cpu=not torch.accelerator.is_available())
     dtype = resolve(recipe, output)
@@ -143,6 +143,61 @@ def train(
 def is_finished(output: str | Path) -> bool:
     """Whether a run folder holds a fully trained model."""
     return (Path(output) / SUMMARY_FILE).is_file()
+
+
+def check_finished(recipe: Recipe, output: Path, may_change: Collection[str] = ()) -> None:
+    """Raise UserError if a finished run had another recipe, text, tokenizer, start or teacher."""
+    check_same_recipe(recipe, output / RECIPE_FILE, may_change)
+    inputs = inputs_of(recipe)
+    known = check_same_inputs(inputs, output)
+    # A dataset of the Hub has a name alone, and a run of an earlier version no record.
+    unknown = [name for name, each in inputs.items() if not known or each.startswith("hf:")]
+    if unknown:
+        names = ", ".join(unknown)
+        log.warning("%s is finished; not known is whether this changed since: %s", output, names)
+
+
+def inputs_of(recipe: Recipe, start: str = "") -> dict[str, str]:
+    """Fingerprints of the texts and models that a recipe names, by what they are.
+
+    That of the start may be given, for one that is yet to be trained.
+    """
+    data, model, read = recipe.data, recipe.model, dict[str, str]()
+    for name, _, each in texts(recipe):
+        read.setdefault(each.source, "training text" if name == TEXT else f"{name} text")
+    inputs = {name: text_fingerprint(source) for source, name in read.items()}
+    for name, path in (("tokenizer", data.tokenizer), ("teacher", model.teacher)):
+        if path is not None:
+            inputs[name] = model_fingerprint(path)
+    if model.start is not None:
+        inputs["start"] = start or model_fingerprint(model.start)
+    return inputs
+
+
+def tokenizer_key(recipe: Recipe) -> str:
+    """Fingerprint of everything that a newly trained tokenizer depends on."""
+    data = recipe.data
+    sources = [
+        [text_fingerprint(x.source), x.text_field, x.bad_lines, getattr(x, "weight", 1.0)]
+        for x in data.sources.values()
+    ]
+    about = [data.held_out, data.vocab_size, data.split_digits, bool(data.passkey_share)]
+    return fingerprint([sources, about])
+
+
+def check_same_inputs(inputs: dict[str, str], output: Path) -> bool:
+    """Raise UserError if `inputs_of` a recipe differ from the run's; False if it has no record."""
+    path = output / INPUTS_FILE
+    if not path.is_file():
+        return False
+    before = read_json(path)
+    changed = [f"the {name}" for name in inputs if inputs[name] != before.get(name)]
+    if changed:
+        raise UserError(
+            f"{output}: {' and '.join(changed)} has changed since this run was started: restore "
+            "it, remove the folder to train again, or choose another --output"
+        )
+    return True
 
 
 def read_summary(output: str | Path) -> dict[str, Any]:
@@ -179,12 +234,14 @@ def claim(recipe: Recipe, output: Path, may_change: Collection[str]) -> Iterator
     with hold(output / LOCK_FILE):
         if has_begun(output):
             check_same_recipe(recipe, output / RECIPE_FILE, {"model.dtype", *may_change})
+            check_same_inputs(inputs_of(recipe), output)
         else:
             # A start that failed, for example for lack of text, has left nothing to resume.
             for name in (TEXT_FILE, START_FILE):
                 (output / name).unlink(missing_ok=True)
             for name in (TOKENIZER, "checkpoints", "stages", "logs"):
                 shutil.rmtree(output / name, ignore_errors=True)
+            write_json(output / INPUTS_FILE, inputs_of(recipe))
         write_text(output / RECIPE_FILE, as_yaml(recipe))
         yield
 
@@ -317,7 +374,7 @@ def _read_texts(
                 share=0.0 if has_source else data.held_out,
                 from_held_out=name == VALIDATION and not has_source,
                 max_tokens=most,
-                folder=cache_folder(data.cache),
+                folder=data.token_folder,
             )
             end = end_of_text(tokenizer) if data.separate_documents else None
             blocks[name] = BlockDataset(tokens[name], data.block_length, end=end)

@@ -24,7 +24,9 @@ from coca_lab.data import (
     tokenise,
     train_tokenizer,
 )
-from coca_lab.data.text import cache_folder, tokenizer_fingerprint
+from coca_lab.data.text import tokenizer_fingerprint
+from coca_lab.files import cache_folder
+from coca_lab.recipe import DataRecipe
 from conftest import VOCABULARY, some_text
 
 FORK = multiprocessing.get_context("fork")
@@ -230,11 +232,12 @@ def test_a_dataset_of_hugging_face_is_streamed_into_the_cache_offline(tokenizer,
 
 
 def test_the_default_place_follows_xdg(monkeypatch, tmp_path):
-    assert cache_folder(None) is None
-    assert cache_folder("here") == Path("here")
+    assert DataRecipe(cache=None).token_folder is None
+    assert DataRecipe(cache="here").token_folder == Path("here")
+    assert DataRecipe().token_folder == cache_folder()
     for setting, base in ((str(tmp_path), tmp_path), ("", Path.home() / ".cache")):
         monkeypatch.setenv("XDG_CACHE_HOME", setting)
-        assert cache_folder("auto") == base / "coca-attention"
+        assert cache_folder() == base / "coca-attention"
 
 
 def test_a_file_of_token_ids_is_read_in_place_of_text(tmp_path, tokenizer):

@@ -11,7 +11,8 @@ from coca_lab.cli import main
 from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, Model, RotaryScaling, Task
 from coca_lab.evaluation.suite import register_task
-from coca_lab.evaluation.task import fingerprint, finish
+from coca_lab.evaluation.task import finish
+from coca_lab.fingerprints import model_fingerprint
 from conftest import tiny_model
 
 
@@ -107,7 +108,7 @@ def test_an_updated_repository_of_the_hub_is_another_model(tmp_path, monkeypatch
         (cache / "snapshots" / commit).mkdir(parents=True)
         (cache / "snapshots" / commit / "config.json").write_text("{}")
         (cache / "refs" / "main").write_text(commit)
-        found.append(fingerprint("owner/name"))
+        found.append(model_fingerprint("owner/name"))
     assert found == [f"owner/name {commit * 40}" for commit in "ab"]
     with pytest.raises(ValueError, match=r"no/where: .* connect"):
-        fingerprint("no/where")
+        model_fingerprint("no/where")

@@ -168,8 +168,9 @@ def test_named_fields_of_a_run_may_change_but_not_its_text(output, text_folder, 
     assert is_finished(again(both))
     assert load_recipe(output / "recipe.yaml").data.source == str(moved)
     assert read_summary(output)["recipe"]["training"]["micro_batch_size"] == 4
+    assert again(both, data__source=text_folder) == output
     with pytest.raises(UserError, match=r"another recipe \(different: data.source\)"):
-        again(both, data__source=text_folder)
+        again(both[1:], data__source=text_folder)
 
 
 # Signals
