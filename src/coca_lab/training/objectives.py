@@ -72,10 +72,11 @@ def _shape(config: Any, objective: Objective) -> dict[str, int]:
 
 
 def relative_distance(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error divided by the variance of the targets; 1 is as bad as a constant."""
-    targets = targets.float()
-    variance = targets.var().clamp_min(torch.finfo(torch.float32).tiny)
-    return F.mse_loss(outputs.float(), targets) / variance
+    """Squared error of texts (B, T, …) by each one's variance, on average; 1 is a constant's."""
+    # By the variance of a micro-batch, its size would change what is learned.
+    outputs, targets = outputs.float().flatten(1), targets.float().flatten(1)
+    variance = targets.var(1).clamp_min(torch.finfo(torch.float32).tiny)
+    return (F.mse_loss(outputs, targets, reduction="none").mean(1) / variance).mean()
 
 
 def prediction_distance(logits: Tensor, targets: Tensor) -> Tensor:

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from coca_attention.errors import UserError
+from coca_attention.testing import difference
+from coca_lab.cli import main
 from coca_lab.training.objectives import (
     HIDDEN_WEIGHT,
     prediction_distance,
@@ -12,6 +15,7 @@ from coca_lab.training.objectives import (
     teacher_loss,
 )
 from families import FAMILIES, collinear, vanilla
+from runs import write_recipe
 
 
 def batch(model, length=12):
@@ -91,8 +95,9 @@ def test_attention_is_matched_before_the_output_projection(family):
         with torch.no_grad():
             model(batch(student)["input_ids"])
     pairs = zip(before[student], before[teacher], strict=True)
+    pairs = [text for both in pairs for text in zip(*both, strict=True)]
     expected = [((ours - theirs) ** 2).mean() / theirs.var() for ours, theirs in pairs]
-    assert len(expected) == 2
+    assert len(expected) == 2 * 2
     assert value == pytest.approx(torch.stack(expected).mean().item(), rel=1e-5)
 
 
@@ -133,6 +138,20 @@ def test_the_distances_are_what_they_are_called():
     assert relative_distance(3 * logits, 3 * targets).item() == pytest.approx(
         relative_distance(logits, targets).item(), rel=1e-5
     )
+
+
+@pytest.mark.parametrize("objective", ["next_token", "attention", "logits", "hidden_states"])
+def test_the_size_of_micro_batches_changes_no_result(objective, base, text_folder, tmp_path):
+    stage = {"name": "only", "train": "qt", "objective": objective}
+    weights = []
+    for size in (1, 4):
+        path = write_recipe(base, text_folder, tmp_path / f"{size}.yaml", [stage])
+        path.write_text(
+            path.read_text().replace("micro_batch_size: 2", f"micro_batch_size: {size}")
+        )
+        assert main(["train", str(path), "--output", str(tmp_path / str(size))]) == 0
+        weights.append(load_file(tmp_path / str(size) / "model.safetensors"))
+    assert all(difference(ours, weights[0][name]) < 1e-5 for name, ours in weights[1].items())
 
 
 @pytest.mark.parametrize(
