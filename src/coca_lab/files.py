@@ -196,8 +196,9 @@ def check_results(path: Path) -> None:
     check_output(path, "result file", is_one)
 
 
-# In the messages of PyTorch's file writer, which reports a full disk as a RuntimeError.
-WRITER = "inline_container|PytorchStreamWriter|iostream error"
+# In the messages of PyTorch's file writer, which reports a full disk as a RuntimeError, and of
+# NumPy's, whose OSError has no number.
+WRITER = r"inline_container|PytorchStreamWriter|iostream error|\d+ requested and \d+ written"
 RESUMABLE = "free disk space, then run the same command again; what is done is kept"
 """What `known_problem` advises where a later start can go on."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

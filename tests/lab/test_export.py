@@ -1,55 +1,37 @@
-"""Layers with roles as GraniteSWA: the same logits without this package, and in llama.cpp."""
+"""Layers with roles as GraniteSWA: the same logits without this package, and in a GGUF file."""
 
 import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteSWAForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
+)
 
+import coca_lab.export
 from coca_attention import convert
 from coca_attention.errors import UserError
-from coca_attention.models import Roles
+from coca_attention.models import Roles, set_rotary_scaling
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
-from coca_lab.data import Document, train_tokenizer
 from coca_lab.export import as_native, fold_context
+from coca_lab.files import known_problem
 from coca_lab.loading import load_model
-from commands import post
-from conftest import some_text
 from families import vanilla
-
-LENGTH = 64
-ROLES = Roles("llg", window=6, temperature=False, decay=0.0)
+from natives import KINDS, LENGTH, ROLES, VOCABULARY, exported, made, roles, saved
 
 
-def roles(**changes):
-    """A Llama with roles whose vocabulary is that of the folder's tokenizer."""
-    llama = vanilla("Llama", num_hidden_layers=3, vocab_size=300, **changes)
-    return convert(llama, "rope", roles=ROLES)
-
-
-@pytest.fixture(scope="module", params=["roles", "roles with biases", "granite with sinks"])
+@pytest.fixture(scope="module", params=KINDS)
 def folder(request, tmp_path_factory):
-    """A model's folder with a tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    biased = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
-    model = roles(**(biased if "biases" in request.param else {}))
-    if "granite" in request.param:
-        model = as_native(model)
-        for layer in model.model.layers:
-            torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
-    model.save_pretrained(folder)
-    text = some_text(3000) + " 12345 ünï,  '' \n\n\t don't 7"
-    train_tokenizer([Document("a", text)], 300, split_digits=True).save_pretrained(folder)
-    return folder
-
-
-def exported(folder, target, *options):
-    assert main(["export", str(folder), str(target), *options]) == 0
-    return target
+    return saved(made(request.param), tmp_path_factory.mktemp("model"))
 
 
 def test_folder_computes_the_same_by_transformers_own_class(folder, tmp_path):
@@ -161,46 +143,108 @@ def test_file_has_settings_tensors_and_tokenizer(native):
     assert len(tensors) == expected
 
 
-@pytest.fixture(scope="module")
-def llama_cpp(native):
-    """The model in llama.cpp, and in Transformers."""
-    pytest.importorskip("xllamacpp", reason="llama.cpp as its authors publish it")
-    from studies.native.llama_cpp import serve
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 1e-2)])
+def test_llama_cpp_reads_what_was_written(folder, tmp_path, dtype, bound, monkeypatch):
+    """The error that the command measured."""
+    pytest.importorskip("gguf")
+    measured = {}
+    check = coca_lab.export._check_difference
 
-    model = AutoModelForCausalLM.from_pretrained(native).eval()
-    return serve(native / "native.gguf", 1024), model, AutoTokenizer.from_pretrained(native)
+    def remembered(what, error, bound):
+        measured[what] = error
+        check(what, error, bound)
 
-
-def test_llama_cpp_computes_the_same(llama_cpp):
-    from studies.native.llama_cpp import complete, log_probabilities
-
-    server, model, tokenizer = llama_cpp
-    compared = 0
-    for length in (5, 6, 7, 40, 100, 600):
-        (ids,) = some_tokens(model, batch=1, length=length).tolist()
-        found = log_probabilities(server, ids, 300)
-        if found is not None:
-            expected = logits(model, torch.tensor([ids]))[0, -1].log_softmax(-1)
-            assert difference(found, expected) < 1e-3
-            compared += 1
-        answer = complete(server, ids, 20)
-        read = logits(model, torch.tensor([ids + answer]))[0, length - 1 : -1]
-        read[:, tokenizer.eos_token_id] = -torch.inf  # ignored
-        chosen = read.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        assert len(answer) == 20
-        assert (read.max(1).values - chosen).max() < 1e-3 * read.max()
-    assert compared >= 2
+    monkeypatch.setattr("coca_lab.export._check_difference", remembered)
+    exported(folder, tmp_path / "native", "--gguf", "--dtype", dtype)
+    assert 0 < measured["llama.cpp"] < bound and 0 <= measured["the folder"] < 1e-4
 
 
-def test_llama_cpp_splits_text_alike(llama_cpp):
-    server, _, tokenizer = llama_cpp
-    texts = [
-        "alpha1 beta23  gamma\n\n\tdelta 2024.",
-        "don't I'll x=-1.5e-3; ünïcödé ½ ² ١٢٣ 漢字 🙂 ",
-        some_text(50),
-        tokenizer.eos_token + "a" + tokenizer.eos_token,
-    ]
-    for text in texts:
-        address = f"{server.listening_address}/tokenize"
-        found = post(address, content=text, parse_special=True)["tokens"]
-        assert found == tokenizer(text).input_ids, text
+def granite(**changes):
+    model = made("granite with sinks")
+    return GraniteSWAForCausalLM(GraniteSWAConfig(**model.config.to_dict() | changes))
+
+
+def scaled_linearly():
+    model = vanilla("Llama", num_hidden_layers=3, vocab_size=VOCABULARY)
+    set_rotary_scaling(model, "linear", factor=4.0)
+    model = convert(model, "rope", roles=ROLES)
+    set_rotary_scaling(model, "none")
+    return model
+
+
+def rotated_in_part():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    return roles(rope_parameters=rope)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (scaled_linearly, [], "linear scaling in local layers"),
+        (rotated_in_part, [], "partial rotary embedding"),
+        (lambda: roles(hidden_act="gelu"), ["--gguf"], "hidden_act 'gelu'"),
+        (lambda: granite(hidden_act="relu"), ["--gguf"], "hidden_act 'relu'"),
+        (lambda: granite(layer_types=["full_attention"] * 3), ["--gguf"], "no layer with a window"),
+        (lambda: granite(layer_rope_theta=[0, 0, 0]), ["--gguf"], "no rotary layer"),
+    ],
+)
+def test_what_would_change_the_function_is_refused(model, options, reason, tmp_path, capsys):
+    if options:
+        pytest.importorskip("gguf")
+    source = saved(model(), tmp_path / "model")
+    assert main(["export", str(source), str(tmp_path / "native"), *options]) == 2
+    assert reason in capsys.readouterr().err and not (tmp_path / "native").exists()
+
+
+def test_activations_that_transformers_has_are_exported_without_a_file(tmp_path):
+    source = saved(roles(hidden_act="gelu"), tmp_path / "model")
+    assert exported(source, tmp_path / "native").is_dir()
+
+
+def test_a_vocabulary_without_merges_is_refused(tmp_path, capsys):
+    pytest.importorskip("gguf")
+    source = saved(roles(), tmp_path / "model")
+    state = json.loads((source / "tokenizer.json").read_text())
+    state["model"]["merges"] = []
+    (source / "tokenizer.json").write_text(json.dumps(state))
+    assert main(["export", str(source), str(tmp_path / "native"), "--gguf"]) == 2
+    assert "without merges" in capsys.readouterr().err and not (tmp_path / "native").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "what"),
+    [("coca_lab.export.as_native", [], "the folder"), ("_interleaved", ["--gguf"], "llama.cpp")],
+)
+def test_faults_in_what_is_written_are_found(fault, options, what, tmp_path, capsys, monkeypatch):
+    """Queries that are 1 % off; rows of projections in the wrong order."""
+    if options:
+        pytest.importorskip("gguf")
+        fault = f"coca_lab.export.gguf_file.{fault}"
+
+    def off(model):
+        native = as_native(model)
+        for layer in native.model.layers:
+            layer.self_attn.q_proj.weight.data *= 1.01
+        return native
+
+    source = saved(roles(), tmp_path / "model")
+    monkeypatch.setattr(fault, (lambda weight, heads: weight) if options else off)
+    assert main(["export", str(source), str(tmp_path / "native"), *options]) == 2
+    assert f"{what} does not compute what the source does" in capsys.readouterr().err
+    assert not (tmp_path / "native").exists()
+
+
+def test_rounding_does_not_reach_the_frequencies_of_rotations():
+    native = as_native(roles().bfloat16())
+    exact = as_native(roles())
+    ours, theirs = (dict(m.named_buffers()) for m in (native, exact))
+    assert ours.keys() == theirs.keys() and ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert native.dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_full_disk_while_a_file_is_written_is_named():
+    with open("/dev/full", "wb") as full, pytest.raises(OSError) as caught:
+        np.zeros(100_000).tofile(full)
+    assert "free disk space" in known_problem(caught.value)

@@ -2,8 +2,10 @@
 
 A model with a window in local layers and no positions in global ones, without temperature and
 decay, computes the same as GraniteSWA. vLLM and SGLang read its folder, llama.cpp a GGUF file.
+What was written is read again, and its logits are compared with those of the source.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GraniteSWAConfig, GraniteSWAForCausalLM, PreTrainedModel
 
 from coca_attention.errors import UserError
@@ -22,15 +25,25 @@ from coca_attention.models.configuration import (
     head_width,
     layer_types,
     rope_parameters,
+    rotation,
 )
+from coca_attention.testing import difference, logits, some_tokens
+from coca_lab.data import load_tokenizer
 from coca_lab.evaluation.windows import TokenDocument, score_documents, shared_first_target
-from coca_lab.export.gguf_file import check_tokenizer, write_gguf
+from coca_lab.export.gguf_file import check_settings, check_tokenizer, write_gguf
+from coca_lab.export.llama_cpp import log_probabilities, serve
 from coca_lab.folders import new_folder, write_card, writing_model
 from coca_lab.intervals import perplexity
 from coca_lab.loading import load_model
 
 NO_SINK = -1e4
 """Score of a sink that nothing attends to; finite in float16. GraniteSWA's initial 0 is not."""
+READ, LAST = 4096, 256
+"""Most tokens of the text that is read to compare a source with what was written, and of how many
+of them, the last ones, the logits are compared."""
+ROUND_OFF, HALF_ROUND_OFF = 1e-3, 3e-2
+"""Largest difference of logits by round-off, as a share of the largest one: in float32, and in an
+engine that computes in a half precision."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +73,16 @@ def as_native(model: PreTrainedModel) -> GraniteSWAForCausalLM:
     # `head_dim` is read by the model, but no declared field of the configuration.
     same: dict[str, Any] = {name: getattr(config, name) for name in names}
     same["head_dim"] = head_width(config)
-    native: Any = GraniteSWAForCausalLM(
+    # Made in the dtype, not turned into it, which would round the frequencies of rotations.
+    native: Any = GraniteSWAForCausalLM._from_config(
         GraniteSWAConfig(
             **same,
             attention_multiplier=head_width(config) ** -0.5,
             layer_types=kinds,
             layer_rope_theta=[base if kind == LOCAL else 0 for kind in kinds],
             rope_parameters={"rope_type": "default", "rope_theta": base},
-        )
+        ),
+        dtype=model.dtype,
     )
     weights = {name.replace(".t_proj.", ".k_proj."): w for name, w in model.state_dict().items()}
     for index in range(len(kinds)):
@@ -75,7 +90,7 @@ def as_native(model: PreTrainedModel) -> GraniteSWAForCausalLM:
         weights[f"model.layers.{index}.self_attn.sinks"] = sinks
     native.load_state_dict(weights)
     use_fused_attention(native)
-    return native.to(model.dtype).eval()
+    return native.eval()
 
 
 def _check_supported(model: PreTrainedModel) -> None:
@@ -86,7 +101,7 @@ def _check_supported(model: PreTrainedModel) -> None:
             f"be exported; this is a {type(model).__name__} with layers of type "
             f"{', '.join(sorted(set(layer_types(config))))}"
         )
-    rope = rope_parameters(config)
+    rope, local = rope_parameters(config), rotation(config, LOCAL)
     reasons = {
         f"{attention_of(config)} attention in local layers (model.attention: rope)": (
             attention_of(config) != "rope"
@@ -98,6 +113,8 @@ def _check_supported(model: PreTrainedModel) -> None:
         "max_distance": rope.get("max_distance") is not None,
         "positions in global layers (model.turning_pairs: 0)": rope.get("turning_pairs") != 0,
         f"{rope['rope_type']} scaling": rope["rope_type"] != "default",
+        f"{local.rule.kind} scaling in local layers": local.rule.kind != "none",
+        "partial rotary embedding in local layers": local.width != head_width(config),
     }
     for what, present in reasons.items():
         if present:
@@ -105,7 +122,7 @@ def _check_supported(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def fold_context(model: GraniteSWAForCausalLM, context: int) -> float:
+def fold_context(model: PreTrainedModel, context: int) -> float:
     """Multiply the scores of global layers by ln(N + 1) / ln(L + 1), the factor, in the weights."""
     # L is the model's `max_position_embeddings`, which becomes the context N.
     config: Any = model.config
@@ -113,7 +130,7 @@ def fold_context(model: GraniteSWAForCausalLM, context: int) -> float:
     if context < length:
         raise UserError(f"--context must be at least the training length, {length}; got {context}")
     factor = math.log(context + 1) / math.log(length + 1)
-    layers: Any = model.model.layers
+    layers: Any = model.base_model.layers
     for layer, kind in zip(layers, config.layer_types, strict=True):
         if kind == GLOBAL:
             for weight in layer.self_attn.q_proj.parameters():
@@ -131,28 +148,81 @@ def export_native(
     dtype: str = "auto",
     documents: Sequence[TokenDocument] = (),
 ) -> tuple[GraniteSWAForCausalLM, Cost | None]:
-    """Write a model with layers with roles as a folder of a GraniteSWA; what its context costs."""
+    """Write a model with layers with roles as a folder of a GraniteSWA; what its context costs.
+
+    Args:
+        source: The folder of the model.
+        target: The new folder.
+        context: N of `fold_context`; None leaves the scores as they are.
+        gguf: Whether to write a file for llama.cpp, too.
+        dtype: Precision of the weights; ``auto`` keeps it.
+        documents: Texts on which the cost of the context is measured; without them it is None.
+
+    Raises:
+        UserError: If GraniteSWA or llama.cpp cannot compute the same, or the logits of what was
+            written differ from those of the source by more than round-off. Nothing is then left.
+    """
     target = new_folder(source, target)
     if gguf:
         check_tokenizer(source)
-    model, cost = as_native(load_model(source, dtype=dtype, device="cpu")), None
-    config: Any = model.config
+    model = load_model(source, dtype=dtype, device="cpu")
+    native, cost = as_native(model), None
+    config: Any = native.config
     length: int = config.max_position_embeddings
+    if gguf:
+        check_settings(config)
     if context is not None:
         before = _scores(model, documents, length)
-        fold_context(model, context)
+        for each in {id(x): x for x in (model, native)}.values():  # often one and the same
+            fold_context(each, context)
         if documents:
             after = _scores(model, documents, length)
             tokens = sum(score.tokens for score in after)
             cost = Cost(length, perplexity(before), perplexity(after), tokens)
     # Read by llama.cpp's converter, which does not know `layer_rope_theta`.
     config.no_rope_layers = [int(bool(theta)) for theta in config.layer_rope_theta]
-    with writing_model(model, source, target) as folder:
+    exact = model if model.dtype == torch.float32 else copy.deepcopy(model).float()
+    with writing_model(native, source, target) as folder:
         sections = _card_sections(target.name, length, context, gguf)
         write_card(folder, config, name=target.name, source=source, sections=sections)
+        file = folder / f"{target.name}.gguf"
         if gguf:
-            write_gguf(model, source, folder / f"{target.name}.gguf")
-    return model, cost
+            write_gguf(native, source, file)
+        written: Any = load_model(folder, dtype="float32", device="cpu")
+        tokens = min(length, 2 * config.sliding_window, READ)
+        ids = some_tokens(written, batch=1, length=tokens)
+        _check_difference("the folder", _error(written, exact, ids), ROUND_OFF)
+        if gguf:
+            bound = ROUND_OFF if native.dtype == torch.float32 else HALF_ROUND_OFF
+            _check_difference("llama.cpp", _error_in_llama_cpp(file, source, written, ids), bound)
+    return native, cost
+
+
+def _error(written: PreTrainedModel, model: PreTrainedModel, ids: Tensor) -> float:
+    ours, theirs = (logits(each, ids, logits_to_keep=LAST) for each in (written, model))
+    return difference(ours, theirs)
+
+
+def _error_in_llama_cpp(file: Path, source: str | Path, model: Any, ids: Tensor) -> float:
+    letter, errors = load_tokenizer(source)("a").input_ids[-1], []
+    server = serve(file, ids.shape[1] + 1)
+    for length in (ids.shape[1] // 3 + 1, ids.shape[1]):
+        expected = logits(model, ids[:, :length], logits_to_keep=1)[0, -1]
+        found = log_probabilities(server, ids[0, :length].tolist(), len(expected), letter)
+        said = ~found.isnan()
+        error = (found - expected.log_softmax(-1))[said].abs().max() / expected.abs().max()
+        errors.append(error.item())
+    return max(errors)
+
+
+def _check_difference(what: str, error: float, bound: float) -> None:
+    """Raise UserError unless an error, of logits as a share of the largest, is within a bound."""
+    if not error < bound:  # nor NaN
+        raise UserError(
+            f"{what} does not compute what the source does: logits differ by {error:.1e} of the "
+            f"largest, and round-off is at most {bound:.0e}. Nothing was written; please report it "
+            "with the source's config.json"
+        )
 
 
 def _scores(model: Any, documents: Sequence[TokenDocument], length: int) -> list[Any]:

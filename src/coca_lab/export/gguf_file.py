@@ -16,6 +16,7 @@ from transformers import GraniteSWAForCausalLM
 from coca_attention.errors import UserError, install
 from coca_attention.models.configuration import LOCAL
 from coca_lab.data import load_tokenizer
+from coca_lab.export.llama_cpp import package
 
 ARCHITECTURE = "granite_swa"
 PRE_TOKENIZERS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
@@ -27,8 +28,6 @@ def write_gguf(model: GraniteSWAForCausalLM, source: str | Path, path: Path) -> 
     """Write a model and its tokenizer: matrices in the model's dtype, vectors in float32."""
     gguf = _package()
     config: Any = model.config
-    if len({theta for theta in config.layer_rope_theta if theta}) > 1:
-        raise UserError("llama.cpp has one rotary base for all layers; layer_rope_theta has more")
     writer = gguf.GGUFWriter(path, ARCHITECTURE)
     writer.add_name(path.stem)
     _add_settings(writer, config)
@@ -40,9 +39,24 @@ def write_gguf(model: GraniteSWAForCausalLM, source: str | Path, path: Path) -> 
     writer.close()
 
 
+def check_settings(config: Any) -> None:
+    """Raise UserError if llama.cpp computes, or loads, something else than a GraniteSWA has."""
+    bases = {theta for theta in config.layer_rope_theta if theta}
+    reasons = {
+        f"hidden_act {config.hidden_act!r} (only silu)": config.hidden_act != "silu",
+        "several rotary bases in layer_rope_theta": len(bases) > 1,
+        "no rotary layer": not bases,
+        "no layer with a window": LOCAL not in config.layer_types,
+    }
+    for what, present in reasons.items():
+        if present:
+            raise UserError(f"llama.cpp cannot run a GraniteSWA with {what}: export without --gguf")
+
+
 def check_tokenizer(source: str | Path) -> None:
-    """Raise UserError unless the package gguf is there, and llama.cpp has the tokenizer."""
+    """Raise UserError unless llama.cpp and the package gguf are there, and it has the tokenizer."""
     _package()
+    package()
     _pre_tokenizer(load_tokenizer(source))
 
 
@@ -55,7 +69,7 @@ def _package() -> Any:
 
 def _add_settings(writer: Any, config: Any) -> None:
     local = [kind == LOCAL for kind in config.layer_types]
-    (base,) = {theta for theta in config.layer_rope_theta if theta} or {10000.0}
+    (base,) = {theta for theta in config.layer_rope_theta if theta}
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -151,6 +165,8 @@ def _pre_tokenizer(tokenizer: Any) -> str:
     )
     name = PRE_TOKENIZERS.get(tuple(step.get("type") for step in steps))
     plain = plain and model.get("type") == "BPE" and not model.get("byte_fallback")
+    if plain and not model.get("merges"):
+        raise UserError("llama.cpp cannot load a vocabulary without merges: export without --gguf")
     if name is None or not plain or state.get("normalizer") is not None:
         raise UserError(
             "--gguf takes byte-level BPE tokenizers with GPT-2's splits, such as coca train makes: "

@@ -1,0 +1,46 @@
+"""Models that `coca export` takes, in folders with tokenizers."""
+
+import torch
+
+from coca_attention import convert
+from coca_attention.models import Roles
+from coca_lab.cli import main
+from coca_lab.data import Document, train_tokenizer
+from coca_lab.export import as_native
+from conftest import some_text
+from families import vanilla
+
+LENGTH, VOCABULARY = 64, 300
+ROLES = Roles("llg", window=6, temperature=False, decay=0.0)
+KINDS = ["roles", "roles with biases", "granite with sinks"]
+
+
+def roles(**changes):
+    """A Llama with roles whose vocabulary is that of the folder's tokenizer."""
+    llama = vanilla("Llama", num_hidden_layers=3, vocab_size=VOCABULARY, **changes)
+    return convert(llama, "rope", roles=ROLES)
+
+
+def made(kind: str):
+    """One of `KINDS`."""
+    biased = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    model = roles(**(biased if "biases" in kind else {}))
+    if "granite" in kind:
+        model = as_native(model)
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    return model
+
+
+def saved(model, folder):
+    """The folder of a model with a tokenizer."""
+    model.save_pretrained(folder)
+    text = some_text(3000) + " 12345 ünï,  '' \n\n\t don't 7"
+    tokenizer = train_tokenizer([Document("a", text)], VOCABULARY, split_digits=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def exported(folder, target, *options):
+    assert main(["export", str(folder), str(target), *options]) == 0
+    return target
