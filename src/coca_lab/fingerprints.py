@@ -143,4 +143,5 @@ def _package_code(extensions: str) -> str:
 
 
 def _sources(root: Path) -> list[Path]:
-    return [root] if root.is_file() else sorted(root.rglob("*.py"))
+    every = [root] if root.is_file() else sorted(root.rglob("*"))
+    return [path for path in every if path.is_file() and path.suffix != ".pyc"]

@@ -17,6 +17,7 @@ import io
 import json
 import logging
 import lzma
+import os
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -320,9 +321,11 @@ def _hub_documents(source: str, text_field: str) -> Iterator[Document]:
 
 
 def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    every = sorted(root.rglob("*.py"))
-    return [p for p in every if STDLIB_EXCLUDED.isdisjoint(p.relative_to(root).parts[:-1])]
+    found = []
+    for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        folders[:] = [name for name in folders if name not in STDLIB_EXCLUDED]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)
 
 
 def _stdlib_documents() -> Iterator[Document]:

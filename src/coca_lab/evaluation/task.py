@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
+from uuid import uuid4
 
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,7 +35,7 @@ class Model:
             meta device, without weights.
         tokenizer: Its tokenizer.
         name: What the results call the model.
-        identity: What the values of tasks depend on of the model; default: its name.
+        identity: What the values of tasks depend on of the model; by default like no other.
         path: Folder or name from which processes load the weights; empty: ``module`` has them.
         dtype: Precision of the weights that are loaded.
         device: As for `load_model`.
@@ -44,14 +45,11 @@ class Model:
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str = "model"
-    identity: str = ""
+    identity: str = field(default_factory=lambda: uuid4().hex)
     path: str = ""
     dtype: str = "float32"
     device: str | None = None
     texts: dict[str, Any] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        self.identity = self.identity or self.name
 
     def __reduce__(self) -> Any:
         if not self.path:

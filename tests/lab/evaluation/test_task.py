@@ -93,6 +93,19 @@ def test_what_is_kept_is_shown_under_the_name_of_the_model(tokenizer):
     assert [(c["model"], c["tokens"]) for c in cells("a") + cells("b")] == [("a", 1), ("b", 1)]
 
 
+def test_a_model_in_memory_has_no_values_of_another(tokenizer, tmp_path):
+    task, engine = Task("toy", "", LengthSettings, evaluate_bias), Engine()
+    found = []
+    for seed in (0, 1):
+        model = Model(tiny_model("rope", seed=seed), tokenizer, "same name")
+        found += finish(task.measurements(model, LengthSettings(), RotaryScaling()), engine)
+    assert found[0]["weight"] != found[1]["weight"]
+
+
+def evaluate_bias(model, settings, scaling):
+    return [{"weight": float(next(model.module.parameters()).flatten()[0])}]
+
+
 def test_names_that_are_taken_are_refused():
     for name in ("perplexity", "models", "suite", "tasks"):
         with pytest.raises(ValueError, match=f"named '{name}'"):
