@@ -1,6 +1,6 @@
-// Code, tables and pictures that scroll can be reached with the keyboard.
+// Code and tables that scroll can be reached with the keyboard.
 document$.subscribe(() => {
-  for (const part of document.querySelectorAll("pre > code, .md-typeset__scrollwrap, picture")) {
+  for (const part of document.querySelectorAll("pre > code, .md-typeset__scrollwrap")) {
     part.tabIndex = 0;
   }
 });
@@ -9,7 +9,8 @@ document$.subscribe(() => {
 function matchPictures() {
   const dark = document.body.dataset.mdColorScheme === "slate";
   for (const source of document.querySelectorAll("picture > source")) {
-    source.media = dark ? "all" : "not all";
+    const narrow = source.srcset.includes("narrow") ? "(max-width: 40em)" : "all";
+    source.media = dark === source.srcset.includes("dark") ? narrow : "not all";
   }
 }
 document$.subscribe(matchPictures);

@@ -130,7 +130,7 @@ def _anomaly_section(cells: Sequence[Cell], drawn: bool) -> Section:
         for index, (length, share) in enumerate(reversed(shares.items())):
             line = {"line": f"{cell['model']}, {length:,} tokens", "x": share.index}
             look = {"colour": cell["model"], "dash": DASHES[index % len(DASHES)], "mark": "line"}
-            look["legend"] = "first" if length == max(shares) else "spare"
+            look["first"] = length == max(shares)
             lines.append(pd.DataFrame(line | {"y": 100 * share} | look))
     text = (
         "A (query, key) pair is anomalous in a rotary pair if Θ > π and the key is nearer than "

@@ -51,7 +51,7 @@ def every_cell(cells: Sequence[Cell], size: str, value: str, interval: str = "")
             "colour": cell["model"],
             "dash": "2 3" if last else DASHES.get(kind, "6 3"),
             "mark": "line" if last else "both",
-            "legend": "none" if last else "first" if kind == "none" else "spare",
+            "first": kind == "none",
             "cell": cell,
         }
         rows += [row | {"x": x} for x in (sizes if last else [cell[size]])]
@@ -99,9 +99,9 @@ def length_chart(
         x,
         y,
         ticks=lengths_of(frame),
-        log_y=None if top else True,
+        log_y=not top,
         top=top,
-        mark=(trained, "training length") if trained else None,
+        mark=(trained, "training context") if trained else None,
         bars=bars,
     )
 
@@ -134,12 +134,12 @@ def training_length(frame: Frame) -> int | None:
 
 
 def at_tokens(frame: Frame, size: int) -> str:
-    """``At 512 tokens (4 × the training length)``, if all models share one."""
+    """``At 512 tokens (4 × the training context)``, if all models share one."""
     trained = training_length(frame)
     if not trained:
         return f"At {size:,} tokens"
     factor = "" if size == trained else f"{size / trained:g} × "
-    return f"At {size:,} tokens ({factor}the training length)"
+    return f"At {size:,} tokens ({factor}the training context)"
 
 
 def best_of_models(frame: Frame, size: int, sign: int) -> Frame:

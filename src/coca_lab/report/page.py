@@ -1,6 +1,7 @@
 """The report page: one self-contained HTML file."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -8,13 +9,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import vl_convert
 import yaml
 from jinja2 import Environment, StrictUndefined
 
 from coca_attention.errors import UserError
 from coca_lab.files import check_output, write_text
-from coca_lab.report.charts import COLOURS, DARK, Palette, static_svg
+from coca_lab.report.charts import METHODS, NARROW, WIDE, Chart, Palette, static_svg
 from coca_lab.report.results import (
     all_cells,
     naming_files,
@@ -30,6 +30,24 @@ MARK = "--page: #fff; --text: #1b1b1b;"
 """In the style of every page, those of earlier versions included."""
 OPEN = 6
 """Charts shown at first; what comes after them is folded away."""
+GLOSSARY = {  # words in names of models, scalings or forms, and what a reader needs to know
+    "Roles": (
+        ["Roles", "roles"],
+        "local layers with a short window, then one that sees all, without positions",
+    ),
+    "Native": (
+        ["Native", "native"],
+        "roles without temperature and decay, an architecture of Transformers and llama.cpp",
+    ),
+    "RoFormer": (["RoFormer"], "rotary positions (RoPE)"),
+    "Slack, strict": (["slack", "strict"], "CoCA by the paper’s Eq. 10 and Eq. 9"),
+    "Last n tokens only": (["attend-last"], "the text before them is left out"),
+    "NTK, YaRN, PI": (
+        ["ntk", "yarn", "linear", "dynamic"],
+        "frequencies rescaled by the factor in brackets, without training",
+    ),
+}
+"""Of the names that pages of this project have."""
 
 
 def write_report(
@@ -74,16 +92,16 @@ def build_report(
     shown = [_shown(section, number, palette) for number, section in enumerate(sections, 1)]
     drawn = [number for number, section in enumerate(sections) if section.chart]
     fold = drawn[OPEN] if len(drawn) > OPEN else len(sections)
-    library = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
+    _, light, dark = zip(*METHODS, strict=True)
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
         title=title or _of_study(contents) or _title(tasks, runs),
-        palettes={"light": COLOURS, "dark": DARK},
+        palettes={"light": light, "dark": dark},
+        words=glossary(tasks),
         groups=[f"{capital(c)}: {_members(group)}" for _, group, c in groups_of(tasks) if c],
         first=shown[:fold],
         more=shown[fold:],
-        library=library.replace("</script", "<\\/script") if drawn else "",
         recipes={
             run["name"]: yaml.safe_dump(run["recipe"], sort_keys=False)
             for run in runs
@@ -118,18 +136,35 @@ def page_sections(tasks: Tasks, runs: Sequence[Run], paper: bool) -> list[Sectio
     return sorted(sections, key=lambda section: section not in drawn[:1])
 
 
+def glossary(tasks: Tasks) -> dict[str, str]:
+    """What the names on the page mean, of those that have a meaning here."""
+    cells = [cell for groups in tasks.values() for group in groups for cell in group]
+    names = " ".join(dict.fromkeys(cell.get("model", "") for cell in cells))
+    said = " ".join(dict.fromkeys(f"{c.get('scaling')} {c.get('attention')}" for c in cells))
+    return {
+        name: text
+        for name, (words, text) in GLOSSARY.items()
+        if any(re.search(rf"\b{word}", f"{names} {said}") for word in words)
+    }
+
+
 def _shown(section: Section, number: int, palette: Palette) -> dict[str, Any]:
-    """The section; its chart in words, as a picture and as JSON for scripts; its table as CSV."""
+    """The section, its pictures, and its table as CSV."""
     table = f"data:text/csv;charset=utf-8,{quote(section.csv())}" if section.rows else ""
-    shown = {"section": section, "words": "", "svg": "", "specification": "", "csv": table}
-    if section.chart is None:
-        return shown
-    specification = section.chart.specification(palette)
-    return shown | {
-        "words": f"{section.title}. {section.chart.words()}",
-        "svg": static_svg(specification, f"s{number}"),
-        # "</script>" in the name of a model must not end the element.
-        "specification": json.dumps(specification, ensure_ascii=False).replace("<", "\\u003c"),
+    shown: dict[str, Any] = {"section": section, "first": None, "more": None, "csv": table}
+    if chart := section.chart:
+        shown["first"] = _drawn(section.title, chart, f"s{number}", palette)
+        if chart.everything:
+            shown["more"] = _drawn(section.title, chart.everything, f"m{number}", palette)
+    return shown
+
+
+def _drawn(title: str, chart: Chart, prefix: str, palette: Palette) -> dict[str, str]:
+    """A chart in words, and as pictures for wide and narrow pages."""
+    return {
+        "words": f"{title}. {chart.words()}",
+        "wide": static_svg(chart.specification(palette, WIDE), f"{prefix}w"),
+        "narrow": static_svg(chart.specification(palette, NARROW), f"{prefix}n"),
     }
 
 

@@ -32,7 +32,6 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
     """By window, paired differences, positions, copies, and the forms."""
     frame = by_length(cells, "window", "perplexity", "ci95")
     plain, muted, several = without_short(frame), short_rows(frame), frame["line"].nunique() > 1
-    dotted = " (dotted: the last ones only)" if muted else ""
     lowest = frame.groupby("x")["y"].min().map(number)
 
     def entry(row: Any) -> Entry:
@@ -43,16 +42,16 @@ def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
         Section(
             "Perplexity against the length read at once",
             _lead(plain, lengths_of(plain)[-1]) if len(plain) else "",
-            " ".join(perplexity_findings(frame)),
+            far_text_helps(frame),
             # Without bars: paired differences have far narrower intervals.
             length_chart(
                 frame,
-                f"window: tokens read at once{dotted}",
+                "tokens read at once",
                 "perplexity (lower is better)",
                 bars=False,
             ),
             *length_table(frame, "perplexity at", entry),
-            _note(cells, several=several),
+            _note(cells),
             muted=muted,
         ),
         *_differences(plain),
@@ -71,28 +70,19 @@ def perplexity_facts(cell: Cell) -> dict[str, Any]:
     return facts
 
 
-def perplexity_findings(frame: Frame) -> list[str]:
-    """Who is lowest in short and long windows, and which models gain from the longest one."""
+def far_text_helps(frame: Frame) -> str:
+    """Which models gain from the longest window, where the last tokens alone were read, too."""
     plain, short = without_short(frame), frame[frame["scaling"] == SHORT]
-    if plain.empty:
-        return []
-    lengths = lengths_of(plain)
-    leads = [_lead(plain, length) for length in dict.fromkeys((lengths[0], lengths[-1]))]
-    improved, at = [], f"At {lengths[-1]:,} tokens"
-    for last in short[short["x"] == lengths[-1]].itertuples():
-        better = plain["line"][
-            (plain["model"] == last.model) & (plain["x"] == lengths[-1]) & (plain["y"] < last.y)
-        ]
-        if len(better):
-            improved.append(
-                f"{at} the perplexity of {enumeration(better.tolist())} is lower than with the "
-                f"last {last.cell['window']} tokens only."
-            )
-    none = (
-        f"{at} no model has a lower perplexity than with its last tokens only: none of them "
-        "benefits from the longest window yet."
+    if plain.empty or short.empty:
+        return ""
+    longest = lengths_of(plain)[-1]
+    alone = short[short["x"] == longest].groupby("model")["y"].min()
+    far = plain[plain["x"] == longest]
+    names = far["line"][far["y"] < far["model"].map(alone)].tolist()
+    who = enumeration(names or ["no model"])
+    return (
+        f"At {longest:,} tokens the perplexity of {who} is lower than with its last tokens alone."
     )
-    return leads + (improved or [none] * bool(len(short)))
 
 
 def _lead(plain: Frame, window: int) -> str:
@@ -106,38 +96,18 @@ def _lead(plain: Frame, window: int) -> str:
     return f"{where} {line} has the lowest perplexity, {number(lowest)}."
 
 
-def _note(cells: Sequence[Cell], *, several: bool) -> str:
-    """How to read the table, and what was scored."""
+def _note(cells: Sequence[Cell]) -> str:
+    """What was scored, and of how many documents the intervals are."""
     plain = [cell for cell in cells if cell["scaling"] != SHORT]
     targets, strides, tokens = (
         sorted({cell[name] for cell in plain}) for name in ("targets", "stride", "tokens")
     )
-    ids = [str(document["id"]) for document in cells[0]["documents"]]
-    named = "" if ids[0].isdigit() else f" ({', '.join(ids[:3])}{', …' if len(ids) > 3 else ''})"
-    sentences = [
-        "Bold: the lowest of a column." if several else "",
-        f"Below each figure its 95 % interval over documents. Targets: {enumeration(targets)}; "
-        f"stride: {span(strides, ',')} tokens; tokens scored at every window: {span(tokens, ',')}; "
-        f"documents: {len(ids)}{named}.",
-    ]
-    if targets == ["shared"] and len(strides) == 1:
-        stride, window = strides[0], min(cell["window"] for cell in plain)
-        sentences.append(
-            f"Windows move by {stride:,} tokens: a target in column W has W − {stride - 1:,} to W "
-            f"tokens before it, at {window:,} tokens {window - stride + 1:,} to {window:,}."
-        )
-    if len(plain) < len(cells):
-        sentences.append(
-            "A row “last n tokens only” shows the perplexity of the model without any text before "
-            "these: long windows are useful only if they improve on it."
-        )
     count = min(len(cell["documents"]) for cell in cells)
-    if count < FEW_DOCUMENTS:
-        sentences.append(
-            f"{count} document{'s' * (count > 1)}: intervals are rough below {FEW_DOCUMENTS}, "
-            "where one unusual document counts for much."
-        )
-    return " ".join(filter(None, sentences))
+    few = f", fewer than {FEW_DOCUMENTS}: intervals are rough" if count < FEW_DOCUMENTS else ""
+    return (
+        f"Small: 95 % intervals over documents ({count}{few}). Targets: {enumeration(targets)}; "
+        f"stride: {span(strides, ',')} tokens; tokens scored at every window: {span(tokens, ',')}."
+    )
 
 
 def _differences(plain: Frame) -> list[Section]:
@@ -164,7 +134,7 @@ def _differences(plain: Frame) -> list[Section]:
             "intervals, and not those of the perplexities, say which differences are real.",
             LineChart(
                 others,
-                "window: tokens read at once",
+                "tokens read at once",
                 f"perplexity, as a multiple of that of {name}",
                 ticks=lengths_of(others),
                 log_y=True,

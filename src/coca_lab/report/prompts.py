@@ -106,37 +106,24 @@ def _accuracy(row: Any) -> Entry:
 
 
 def _sample_sections(frame: Frame) -> list[Section]:
-    """The layouts of the paper's Figures 4 and 5, and the depth in the prompt."""
+    """The layout of the paper's Figure 5."""
+    trained = training_length(frame)
+    if not trained:
+        return []
     samples: Frame = pd.DataFrame(
-        {"line": row.line, "length": row.x, **record}
-        for row in frame[["line", "x", "cell"]].itertuples()
+        {"line": row.line, **record}
+        for row in frame[["line", "cell"]].itertuples()
         for record in row.cell["samples"]
     )
-    distances, sections = samples["distance"], []
-    if trained := training_length(frame):
-        text = (
-            "The layout of the paper’s Figure 4: keys within and beyond the training length, "
-            "counted from the end of the prompt."
-        )
-        near = distances <= trained
-        for where, some in (("at most", samples[near]), ("more than", samples[~near])):
-            if len(some):
-                lengths = some["length"].astype("category").cat.rename_categories("{:,}".format)
-                title = f"Passkeys {where} {trained:,} tokens from the end"
-                sections.append(_shares(title, text, some, lengths, LENGTH))
-        text = (
-            "The layout of the paper’s Figure 5: all prompt lengths together, by the number of "
-            "tokens between the key and the end of the prompt."
-        )
-        edges = distance_edges(distances.max(), trained)
-        names = [f"{low + 1:,} to {high:,}" for low, high in pairwise(edges)]
-        ranges = pd.cut(distances, edges, labels=names)
-        title = "Passkeys found, by distance"
-        sections.append(_shares(title, text, samples, ranges, "distance in tokens"))
-    quarters = ["first quarter", "second", "third", "last quarter"]
-    depths = pd.cut(samples["depth"], [0, 0.25, 0.5, 0.75, math.inf], right=False, labels=quarters)
-    title, text = "Passkeys found, by depth", "All prompt lengths together."
-    return [*sections, _shares(title, text, samples, depths, "depth in the prompt")]
+    edges = distance_edges(samples["distance"].max(), trained)
+    names = [f"{low + 1:,} to {high:,}" for low, high in pairwise(edges)]
+    ranges = pd.cut(samples["distance"], edges, labels=names)
+    text = (
+        "The layout of the paper’s Figure 5: all prompt lengths together, by the number of tokens "
+        "between the key and the end of the prompt."
+    )
+    title = "Passkeys found, by distance"
+    return [_shares(title, text, samples, ranges, "distance in tokens")]
 
 
 def _shares(title: str, text: str, samples: Frame, columns: Any, of: str) -> Section:

@@ -63,11 +63,16 @@ def study_sections(cells: Sequence[Cell]) -> list[Section]:
     return sections
 
 
-def _by_length(title: str, figure: Figure, cells: Sequence[Cell]) -> Section:
-    """Means over seeds with their ranges, against the length."""
+def seed_means(cells: Sequence[Cell], figure: Figure) -> Frame:
+    """Rows as of `every_cell`, of means over seeds, with ``low`` and ``high`` their range."""
     runs = every_cell(cells, figure.length, figure.value)
     means = runs.drop_duplicates(["line", "x"]).drop(columns=["y", "low", "high"])
-    means = means.join(runs.groupby(["line", "x"])["y"].agg(**OVER_SEEDS), on=["line", "x"])
+    return means.join(runs.groupby(["line", "x"])["y"].agg(**OVER_SEEDS), on=["line", "x"])
+
+
+def _by_length(title: str, figure: Figure, cells: Sequence[Cell]) -> Section:
+    """Means over seeds with their ranges, against the length."""
+    means = seed_means(cells, figure)
     better = " (lower is better)" if not figure.top else ""
     seeds = len({cell["training_seed"] for cell in cells})
     return Section(

@@ -1,11 +1,7 @@
 """Cells of small result files, and what their pages hold."""
 
-import json
-import re
 from collections import Counter
 from html.parser import HTMLParser
-
-import vl_convert
 
 from coca_lab.report.results import all_cells
 
@@ -110,12 +106,7 @@ class Page(HTMLParser):
         self.references: list[str] = []
         self.found: Counter[str] = Counter()
         self.text = ""
-        self.specifications = [
-            json.loads(found)
-            for found in re.findall(r'<script type="application/json">(.*?)</script>', html, re.S)
-        ]
-        self.own = html.replace(vl_convert.javascript_bundle(), "")
-        self.feed(self.own)
+        self.feed(html)
 
     def handle_starttag(self, tag, attrs):
         self.found.update([tag, *(name for name, _ in attrs)])

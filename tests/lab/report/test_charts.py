@@ -1,11 +1,14 @@
-"""What charts show at first: axes, legends, lines that cover others."""
+"""What charts show: axes, labels, which lines, colours; and that published results have one."""
 
+import math
+import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from coca_lab.report import LineChart, read_results
+from coca_lab.report.charts import GAP, METHODS, NARROW, WIDE, method_of, spread, static_svg
 from coca_lab.report.page import page_sections, tasks_and_runs
 
 RESULTS = Path(__file__).parents[3] / "results"
@@ -15,50 +18,82 @@ def points(name, y, **more):
     return pd.DataFrame({"line": name, "x": [2**i for i in range(len(y))], "y": y, **more})
 
 
-def encoding(*lines, **options):
-    made = LineChart(pd.concat(lines), "x", "y", **options).specification({})
-    return made["layer"][0]["encoding"]
+def chart(*lines, **options):
+    return LineChart(pd.concat(lines), "x", "y", **options)
+
+
+def domain(*lines, **options):
+    made = chart(*lines, **options).specification({})
+    return made["layer"][0]["encoding"]["y"]["scale"]["domain"]
 
 
 @pytest.mark.parametrize("log_y", [True, False])
-def test_the_axis_of_one_model_is_wide_enough_that_noise_is_no_trend(log_y):
-    """A line from 251.1 to 251.75 fills 2 % of the axis, not all of it."""
-    flat = points("a", [251.1, 251.75, 251.4])
-    low, high = encoding(flat, log_y=log_y)["y"]["scale"]["domain"]
-    assert low < 240 and high > 265
-    compared = encoding(flat, points("b", [250.0, 251.0, 252.0]), log_y=log_y)
-    assert "domain" not in compared["y"]["scale"]
-    assert "domain" not in encoding(points("a", [100.0, 130.0]), log_y=log_y)["y"]["scale"]
+def test_an_axis_is_wide_enough_that_noise_is_no_trend(log_y):
+    """81.6, 81.0 and 81.3 would draw a deep V."""
+    flat = points("a", [81.6, 81.0, 81.3])
+    for low, high in (domain(flat, log_y=log_y), domain(flat, points("b", [82.0] * 3))):
+        assert low < 81.3 / 1.149 and high > 81.3 * 1.149
+    low, high = domain(points("a", [10.0, 100.0]), log_y=log_y)
+    assert low < 10 < 100 < high < 110
 
 
-def test_a_legend_has_at_most_eight_names_and_the_others_come_on_demand():
-    models = [points(f"m{i}", [i, i + 0.5]) for i in range(5)]
-    scaled = [points(f"m{i} + NTK", [9, 9], colour=f"m{i}", legend="spare") for i in range(5)]
-    last = [points(f"m{i}, last", [5, 5], colour=f"m{i}", legend="none") for i in range(5)]
-
-    def shown(*lines):
-        made = LineChart(pd.concat(lines), "x", "y").specification({})
-        drawn = {p["line"] for rows in made["datasets"].values() for p in rows if p["first"]}
-        names = made["layer"][0]["encoding"]["color"]["legend"]["values"]
-        return names, drawn - set(names), made["usermeta"]["hidden"]
-
-    names = [f"m{i}" for i in range(5)]
-    beside = {f"m{i}, last" for i in range(5)}
-    assert shown(*models, *scaled[:3], *last) == (
-        [*names, *(f"m{i} + NTK" for i in range(3))], beside, 0
-    )  # fmt: skip
-    assert shown(*models, *scaled, *last) == (names, beside, 5)
-    assert shown(*(points(f"m{i}", [i, i]) for i in range(12))) == (
-        [f"m{i}" for i in range(8)], set(), 4
-    )  # fmt: skip
+def test_names_stand_beside_the_ends_of_their_lines_and_apart():
+    places = {"a": 50.0, "b": 52.0, "c": 299.0, "d": 299.0}
+    found = spread(places, 300)
+    assert found["a"] == 50 and found["b"] == 50 + GAP and found["d"] == 300
+    assert all(b - a >= GAP for a, b in zip(found.values(), [*found.values()][1:], strict=False))
+    made = chart(points("up", [1.0, 2.0]), points("flat", [1.0, 1.0])).specification({})
+    (up, flat) = made["layer"][-2:]
+    if "flat" in str(made["datasets"][up["data"]["name"]]):
+        up, flat = flat, up
+    assert up["encoding"]["y"]["value"] < flat["encoding"]["y"]["value"]
 
 
-def test_a_line_under_another_is_wider_than_it():
-    """Two models that find every passkey are both to be seen."""
-    covered, over = points("a", [1.0, 1.0, 1.0]), points("b", [1.0, 1.0, 0.999])
-    scale = encoding(covered, over, points("c", [1.0, 0.5, 0.0]))["strokeWidth"]["scale"]
-    widths = dict(zip(scale["domain"], scale["range"], strict=True))
-    assert widths["a"] > widths["b"] == widths["c"]
+def test_many_lines_are_first_one_of_every_method_and_then_all():
+    models = [points(f"Roles, {i}", [i, i + 0.5]) for i in range(7)]
+    others = [points(name, [1.0, 2.0]) for name in ("RoFormer", "ALiBi")]
+    scaled = points("RoFormer + NTK", [9, 9], colour="RoFormer", first=False)
+    few = chart(*others, scaled)
+    assert "NTK" not in few.words() and "NTK" in few.everything.words()
+    assert chart(*others).everything is None
+    many = chart(*models, *others)
+    assert re.findall(r"(\w[\w, ]*): ", many.words()) == ["Roles, 0", "RoFormer", "ALiBi"]
+    assert len(re.findall("Roles", many.everything.words())) == 7
+
+
+def test_a_method_has_one_colour_in_every_chart():
+    palette = {}
+    chart(points("RoFormer", [1, 2]), points("x", [1, 2])).specification(palette)
+    chart(points("Roles, rotary", [1, 2]), points("Native", [1, 2])).specification(palette)
+    assert palette["RoFormer"] == (method_of("RoPE"), 0)
+    assert palette["Roles, rotary"] == (0, 0) and palette["Native"] == (0, 1)  # dashed
+    assert METHODS[palette["x"][0]][0] == ()
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_colours_differ_enough_from_the_page_to_be_read(place):
+    """WCAG's contrast of 4.5 for text, as the lines' names are."""
+
+    def light(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.05 + sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    page = light(("", "#ffffff", "#16181c")[place])
+    for method in METHODS:
+        ratio = light(method[place]) / page
+        assert max(ratio, 1 / ratio) >= 4.5, method
+
+
+def test_pictures_fit_wide_and_narrow_pages_and_say_their_values():
+    made = chart(points("a & <b>", [1.0, math.inf, 3.0], low=0.5, high=4.0), ticks=[1, 2, 4])
+    for width in (WIDE, NARROW):
+        svg = static_svg(made.specification({}, width), f"s{width}")
+        assert float(re.search(r'width="([\d.]+)"', svg)[1]) <= width + 10
+        assert re.findall("<title>(.*?)</title>", svg) == [
+            f"a &amp; &lt;b&gt;: {y} at {x} (0.5 to 4)" for x, y in ((1, 1), (4, 3))
+        ]
+        assert "role=" not in svg
 
 
 @pytest.mark.parametrize("folder", sorted(p for p in RESULTS.iterdir() if any(p.glob("*.json"))))

@@ -1,10 +1,6 @@
-"""What the report says of hand-made results: every sentence, table and line, in sections.txt.
-
-After a change that is meant: ``python tests/lab/report/test_sections.py > …/sections.txt``.
-"""
+"""What the report says of hand-made results."""
 
 import math
-from pathlib import Path
 
 import pytest
 from result_cells import CELLS, lines, needles, passkey, perplexity, read, study, training
@@ -148,38 +144,106 @@ def seeds(cells: list[dict]) -> list[Section]:
     return study_sections(cells)
 
 
-def written(section: Section) -> str:
-    """A section in plain text: ** bold, ~ a muted row, () smaller lines."""
-    table = []
-    for number, row in enumerate([section.header, *section.rows] if section.rows else [], -1):
-        cells = []
-        for cell in row:
-            small = f" ({cell.small})" if getattr(cell, "small", "") else ""
-            cells.append(f"{'**' * getattr(cell, 'bold', False)}{cell}{small}")
-        table.append("~" * (number in section.muted) + " | ".join(cells))
-    where = "" if section.printed or not section.rows else " (on the page alone)"
-    chart = section.chart.words() if section.chart else ""
-    parts = [f"## {section.title}{where}", section.lead, section.text, chart, *table, section.note]
-    return "\n".join(filter(None, parts))
+MAKERS = (
+    (perplexity_sections, PERPLEXITY), (passkey_sections, PASSKEYS),
+    (needle_sections, NEEDLES), (seeds, STUDIES), (training_sections, RUNS),
+)  # fmt: skip
 
 
-def everything() -> str:
-    parts = []
-    for sections, cases in (
-        (perplexity_sections, PERPLEXITY), (passkey_sections, PASSKEYS),
-        (needle_sections, NEEDLES), (seeds, STUDIES), (training_sections, RUNS),
-    ):  # fmt: skip
-        for name, cells in cases.items():
-            parts.append(f"# {sections.__name__}: {name}")
-            parts += map(
-                written, sections(read(*cells) if sections != training_sections else cells)
-            )
-    return "\n\n".join(parts) + "\n"
+@pytest.fixture(scope="module")
+def made() -> dict[str, dict[str, Section]]:
+    """The sections of every case, by their titles."""
+    return {
+        f"{make.__name__}: {name}": {
+            section.title: section
+            for section in make(cells if make is training_sections else read(*cells))
+        }
+        for make, cases in MAKERS
+        for name, cells in cases.items()
+    }
 
 
-def test_sections_say_what_was_measured():
-    expected = Path(__file__).with_name("sections.txt").read_text(encoding="utf-8")
-    assert everything().split("\n") == expected.split("\n")
+def text(row) -> list[str]:
+    return [
+        f"{entry} ({entry.small})" if getattr(entry, "small", "") else f"{entry}" for entry in row
+    ]
+
+
+LEADS = {  # of the first section, by hand
+    "perplexity_sections: none gains from the longest window": "At 128 tokens (2 × the training "
+    "context) CoCA-Slack has the lowest perplexity, 54.00.",
+    "perplexity_sections: no training length": "At 64 tokens a has a perplexity of 40.00.",
+    "perplexity_sections: infinite": "At 64 tokens (the training context) no model has a finite "
+    "perplexity.",
+    "perplexity_sections: alike as shown": "At 64 tokens (the training context) a has the lowest "
+    "perplexity, 40.00.",
+    "passkey_sections: forms": "At 4,096 tokens (8 × the training context) CoCA-Slack + NTK (4) "
+    "finds 70% of the passkeys, the most.",
+    "passkey_sections: none beyond 4,096 tokens": "At 4,096 tokens (8 × the training context) "
+    "ALiBi finds 80% of the passkeys, the most.",
+    "passkey_sections: as many": "At 4,096 tokens (8 × the training context) a and b find 40% of "
+    "the passkeys, the most.",
+    "passkey_sections: none": "No passkey was found at any length.",
+    "needle_sections: not found": "Needles, single: nothing was found at any length.",
+    "seeds: seeds": "Perplexity: at 4,096 tokens CoCA-Strict has 44.5, the others 81.0.",
+    "seeds: as many": "Share of passkeys found: at 512 tokens a and c have 1.00, the others 0.50.",
+    "training_sections: recovered": "Lowest validation perplexity at the end: 99, of 99.0.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEADS)
+def test_the_first_section_names_the_finding(made, case):
+    assert next(iter(made[case].values())).lead == LEADS[case]
+
+
+def test_far_text_helps_where_its_perplexity_is_below_that_of_the_last_tokens(made):
+    title = "Perplexity against the length read at once"
+    none, one = (made[f"perplexity_sections: {name}"][title].text for name in list(PERPLEXITY)[:2])
+    assert none.endswith("of no model is lower than with its last tokens alone.")
+    assert one.startswith("At 128 tokens the perplexity of CoCA-Slack is lower")
+    assert made["perplexity_sections: infinite"][title].text == ""
+
+
+def test_tables_by_hand(made):
+    """A row of every kind of table."""
+    keys = made["passkey_sections: forms"]
+    found = keys["Passkeys found, by prompt length"]
+    assert text(found.header) == ["passkeys found at", "512 (1 ×)", "4,096 (8 ×)"]
+    assert text(found.rows[2]) == ["CoCA-Slack + NTK (4)", "–", "0.70 (7 of 10; 0.10–0.90)"]
+    away = keys["Passkeys found, by distance"]
+    assert text(away.header)[1:3] == ["1 to 512", "513 to 1,024"]
+    assert text(away.rows[0])[1] == "0.82 (9/11; 0.52–0.95)"
+    forms = keys["Strict minus slack: passkeys found"]
+    assert text(forms.rows[1]) == ["CoCA-Strict, no scaling", "–", "−0.30"]
+    ((ranges,),) = [
+        [table]
+        for name, table in made["perplexity_sections: positions"].items()
+        if "window" in name
+    ][-1:]
+    assert ranges.header[0] == "tokens read before" and not ranges.printed
+    sizes = made["seeds: sizes"]
+    cost, far, *_ = sizes.values()
+    assert text(cost.rows[0])[:2] == ["CoCA-Strict", "1.098 (1.095 to 1.100)"]
+    # The ratio falls with the square root of the size, from 1 at 4M: 0.989 √(4 / 350).
+    assert far.rows[1][4].text == "-0.500" and far.rows[1][5].text == "0.106"
+    assert text(made["seeds: seeds"]["Perplexity"].rows[0])[2] == "81.0 (80.0 to 82.0)"
+    assert made["seeds: seeds"]["Perplexity"].muted == [2]
+    assert "RoFormer" not in str(made["seeds: without the control"]["Perplexity, 1M"].rows)
+
+
+def test_training_says_when_a_run_has_recovered(made):
+    """101.5 at 2,000 tokens undid what came before."""
+    title = "Validation perplexity in training"
+    rows = [row[3:] for row in made["training_sections: recovered"][title].rows]
+    assert rows == [
+        ["100.40", "+0.40%", "3,000", "4,000"], ["100.90", "+0.90%", "3,000", "never"],
+        ["101.50", "+1.50%", "never", "never"], ["99.00", "−1.00%", "3,000", "4,000"],
+    ]  # fmt: skip
+    scratch = made["training_sections: from scratch"][title]
+    assert scratch.rows == [["converted", "–", "300.00", "100.40", "–", "–", "–"]]
+    assert made["training_sections: none"] == {}
+    kinds = ["Training", "Training: logits", "Training: attention", "Runs"]
+    assert [*made["training_sections: of several objectives"]][1:] == kinds
 
 
 def test_paired_figures_by_hand():
@@ -238,7 +302,3 @@ def test_one_seed_and_other_tasks_are_no_study():
     assert one == SEEDS[:2]
     gather_seeds(both := [dict(cell) for cell in (SEEDS[0] | {"task": "other"}, *SEEDS)])
     assert [cell["task"] for cell in both] == ["other", *["study"] * len(SEEDS)]
-
-
-if __name__ == "__main__":
-    print(everything(), end="")
