@@ -245,6 +245,7 @@ FAMILIES: list[Family] = [
         config_mixin=Phi3Fields,
     ),
     Family(transformers.GraniteForCausalLM),
+    Family(transformers.OlmoForCausalLM),
     Family(transformers.Olmo2ForCausalLM, layout=AttentionLayout(norm_spans_heads=True)),
     GPT_NEOX,
     Family(

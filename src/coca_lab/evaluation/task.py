@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.models import set_rotary_scaling, training_length
 from coca_attention.models.configuration import attention_of, original_length
+from coca_attention.models.folding import fold_temperature, global_queries
 from coca_attention.models.scaling import rotary_restored
 from coca_lab.arguments import checked
 from coca_lab.data import SourceSettings, load_tokenizer
@@ -22,7 +23,7 @@ from coca_lab.loading import check_vocabulary, load_model, model_without_weights
 
 Cell = dict[str, Any]
 """One result: plain JSON values."""
-ScalingKind = Literal["none", "linear", "ntk", "dynamic", "yarn"]
+ScalingKind = Literal["none", "linear", "ntk", "dynamic", "yarn", "fold"]
 ScalingFactor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
@@ -116,10 +117,11 @@ def open_model(
 
 @dataclass
 class RotaryScaling:
-    """A rotary scaling that a model is evaluated with."""
+    """How a model is changed for longer texts while it is evaluated: mostly a rotary scaling."""
 
     kind: ScalingKind = "none"
-    """none is the model as it was saved; ntk computes the base from each window or prompt."""
+    """none is the model as it was saved; ntk computes the base from each window or prompt; fold
+    scales the queries of layers with a global role for texts of factor x the training length."""
     factor: ScalingFactor = 4.0
     """Factor of the scaling."""
 
@@ -133,8 +135,8 @@ class RotaryScaling:
     def applied(self, module: PreTrainedModel, length: int) -> Iterator[dict[str, Any] | None]:
         """Scale a model for texts of a length in tokens; yields the rotary parameters in effect."""
         config = module.config.get_text_config()
-        with rotary_restored(module):
-            if self.kind != "none":
+        with folded(module, self.factor if self.kind == "fold" else None), rotary_restored(module):
+            if self.kind not in ("none", "fold"):
                 # The base of ntk is computed from the length of each text, with what is generated.
                 target = max(length, original_length(config) or 0) if self.kind == "ntk" else None
                 set_rotary_scaling(module, self.kind, factor=self.factor, length=target)
@@ -144,6 +146,21 @@ class RotaryScaling:
         """The rotary parameters for texts of a length; UserError if it cannot be applied."""
         with self.applied(module, length) as parameters:
             return parameters
+
+
+@contextmanager
+def folded(module: PreTrainedModel, factor: float | None) -> Iterator[None]:
+    """Inside, a temperature for a multiple of the training length is folded into the queries."""
+    weights = [] if factor is None else [w for q in global_queries(module) for w in q.parameters()]
+    kept = [weight.detach().clone() for weight in weights]
+    if factor is not None:
+        length: Any = module.config.get_text_config().max_position_embeddings
+        fold_temperature(module, round(factor * length))
+    try:
+        yield
+    finally:
+        for weight, before in zip(weights, kept, strict=True):
+            weight.data.copy_(before)
 
 
 class Measurement(NamedTuple):

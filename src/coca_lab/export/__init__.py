@@ -6,7 +6,6 @@ What was written is read again, and its logits are compared with those of the so
 """
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from coca_attention.models.configuration import (
     rope_parameters,
     rotation,
 )
+from coca_attention.models.folding import fold_temperature
 from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.data import load_tokenizer
 from coca_lab.evaluation.windows import TokenDocument, score_documents, shared_first_target
@@ -121,21 +121,10 @@ def _check_supported(model: PreTrainedModel) -> None:
             raise UserError(f"GraniteSWA, and so other engines, cannot compute {what}")
 
 
-@torch.no_grad()
 def fold_context(model: PreTrainedModel, context: int) -> float:
-    """Multiply the scores of global layers by ln(N + 1) / ln(L + 1), the factor, in the weights."""
-    # L is the model's `max_position_embeddings`, which becomes the context N.
-    config: Any = model.config
-    length: int = config.max_position_embeddings
-    if context < length:
-        raise UserError(f"--context must be at least the training length, {length}; got {context}")
-    factor = math.log(context + 1) / math.log(length + 1)
-    layers: Any = model.base_model.layers
-    for layer, kind in zip(layers, config.layer_types, strict=True):
-        if kind == GLOBAL:
-            for weight in layer.self_attn.q_proj.parameters():
-                weight.mul_(factor)
-    config.max_position_embeddings = context
+    """Fold a temperature for N tokens, which become the model's length; returns the factor."""
+    factor = fold_temperature(model, context)
+    model.config.max_position_embeddings = context
     return factor
 
 
