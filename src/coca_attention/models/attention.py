@@ -25,7 +25,7 @@ from coca_attention.models.layer_pass import Pass
 from coca_attention.models.projections import AttentionLayout, head_norm, replace_key_projection
 from coca_attention.models.rotary import Angles
 from coca_attention.ops import key_map, query_map, score_scale
-from coca_attention.ops.attention import hidden_by
+from coca_attention.ops.sight import hidden_by
 
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
 """What Transformers' decoders and their layers call the cache: cache from 5.24 on."""

@@ -19,12 +19,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from coca_attention.models.configuration import free_pairs, rope_parameters, rotation, window_of
 from coca_attention.models.rotary import Angles
 from coca_attention.ops import attend, attend_half, key_frames, key_map, tile_length
-from coca_attention.ops.attention import with_bias
 from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map, side_by_side
 from coca_attention.ops.decoding import KeyFrames, attend_half_at
 from coca_attention.ops.linear import Turns
 from coca_attention.ops.opaque import compiling
 from coca_attention.ops.positions import Decay
+from coca_attention.ops.sight import with_bias
 
 
 @torch.library.custom_op("coca_attention::materialized", mutates_args=())

@@ -6,7 +6,7 @@ Dv value width.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from coca_attention.ops.checks import check_heads
 from coca_attention.ops.opaque import compiling, opaque
-from coca_attention.ops.parts import Part, attend_parts, has_windows, of_one_width
+from coca_attention.ops.parts import Part, attend_parts, has_windows, in_autocast, of_one_width
 from coca_attention.ops.positions import Decay
+from coca_attention.ops.sight import Sight, causal_mask, same_segment, with_bias
 
 # Queries processed at once if a mask must be materialized: the mask of one block has
 # QUERY_BLOCK * S entries, so memory stays linear in S.
@@ -76,81 +77,74 @@ def attend(
             the mask has another shape, or the window is not positive or not causal.
         TypeError: If the mask is neither boolean nor floating.
     """
-    queries, keys, value_width = query.shape[-2], key.shape[-2], value.shape[-1]
     _check_inputs(query, value, attention_mask, is_causal, window)
+    queries, keys, value_width = query.shape[-2], key.shape[-2], value.shape[-1]
     if queries == 0:
         return query.new_zeros(*query.shape[:-1], value_width)
     scale = math.pow(query.shape[-1], -0.5) if scale is None else scale
     window = window if window is not None and window < keys else None
-    hidden = attention_mask is not None or segments is not None or bias is not None
-    masked = hidden or (is_causal and queries > 1 and (queries < keys or window is not None))
-    if is_causal and masked and sinks is None and can_be_opaque(queries, attention_mask, dropout):
+    sight = Sight(queries, keys, attention_mask, segments, is_causal, window, query.device)
+    path = _path(query, value, sight, dropout, bias, sinks)
+    if path in ("operator", "flash"):
+        query, key, value = in_autocast(query, key, value)
+    if path == "operator":
         places = (None, None) if positions is None else positions
         decay = None if bias is None else [*bias]
-        query, key, value = in_autocast(query, key, value)
         return _attend(query, key, value, attention_mask, segments, *places, window, scale, decay)
     if window is not None and bias is None:
-        sighted = slice(max(keys - queries - window + 1, 0), None)
-        key, value = key[..., sighted, :], value[..., sighted, :]
-        attention_mask = _cut_mask(attention_mask, slice(None), sighted)
-        segments = None if segments is None else segments[:, sighted]
-        keys = key.shape[-2]
-        window = window if window < keys else None  # one query sees all that are left
-    if is_causal and queries > 1 and not hidden and not dropout and (masked or sinks is not None):
-        tensors = in_autocast(query, key, value)
-        if has_windows(*tensors):
-            query, key, value = tensors
-            part = Part(slice(0, queries), slice(0, keys), "lower", window=window)
-            return attend_parts([part], (query, key, query, key, value), scale, sinks)
-    sink_key = None
-    if sinks is not None:
-        query, key, sink_key = _add_sink(query, key, sinks, scale)
-    query, key, value = of_one_width(query, key, value)
-    grouped = False  # the comparison itself is not a bool under dynamic shapes
-    if key.shape[-3] != query.shape[-3]:
-        grouped = _fuses_grouped_heads(query, masked)
-        if not grouped:
-            repeats = query.shape[-3] // key.shape[-3]
-            key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
-    kernel = _Kernel(scale, dropout, grouped, sink_key)
-    if not masked or not (is_causal or segments is not None or bias is not None):
-        if is_causal and queries > 1:  # no argument: under dynamic shapes it is not a bool
-            return kernel(query, key, value, None, True)[..., :value_width]
-        return kernel(query, key, value, attention_mask)[..., :value_width]
-    sight = Sight(queries, keys, attention_mask, segments, is_causal, window, query.device)
-    if bias is not None:
-        output = _attend_decay(kernel, query, key, value, sight, bias, positions)
-    elif window is not None and attention_mask is None:
-        output = _attend_window(kernel, query, key, value, sight, window)
+        seen, sight = sight.among_seen()
+        key, value = key[..., seen, :], value[..., seen, :]
+    if path == "flash":
+        part = Part(slice(0, queries), slice(0, sight.keys), "lower", window=sight.window)
+        return attend_parts([part], (query, key, query, key, value), scale, sinks)
+    masked = path not in ("plain", "square") or sight.mask is not None
+    kernel, *tensors = _kernel_of(query, key, value, masked, scale, dropout, sinks)
+    if path == "plain":
+        output = kernel(*tensors, sight.mask)
+    elif path == "square":
+        output = kernel(*tensors, None, True)
+    elif bias is not None:  # decay
+        output = _attend_decay(kernel, *tensors, sight, bias, positions)
+    elif path == "window":
+        output = _attend_window(kernel, *tensors, sight)
     else:
-        output = _attend_in_blocks(kernel, query, key, value, sight)
-    return output[..., :value_width]
+        output = _attend_in_blocks(kernel, *tensors, sight)
+    return output if output.shape[-1] == value_width else output[..., :value_width]
 
 
-class Sight(NamedTuple):
-    """Which keys every query sees, from the arguments of `attend`."""
+Path = Literal["plain", "square", "flash", "operator", "decay", "window", "blocks"]
 
-    queries: int
-    keys: int
-    mask: Tensor | None
-    segments: Tensor | None
-    is_causal: bool
-    window: int | None
-    device: torch.device
 
-    def of(self, start: int, stop: int) -> tuple[slice, Tensor | None]:
-        """Keys among which are all that queries start … stop - 1 see, and the mask for them."""
-        past = self.keys - self.queries
-        last = past + stop if self.is_causal else self.keys
-        first = 0 if self.window is None else max(0, past + start - self.window + 1)
-        seen = slice(first, last)
-        mask = _cut_mask(self.mask, slice(start, stop), seen)
-        if self.segments is not None:
-            rows = self.segments[:, past + start : past + stop]
-            mask = _same_segment(mask, rows, self.segments[:, seen])
-        if self.is_causal:
-            mask = _causal_mask(mask, stop - start, last - first, self.device, self.window)
-        return seen, mask
+def _path(
+    query: Tensor,
+    value: Tensor,
+    sight: Sight,
+    dropout: float,
+    bias: Decay | None,
+    sinks: Tensor | None,
+) -> Path:
+    """How `attend` computes: ``plain`` and ``square`` are one call of PyTorch's function.
+
+    ``square`` is causal attention to all keys; ``flash`` one call of FlashAttention, which has
+    windows and sinks; ``operator`` is `attend` in a graph; the others are in blocks of queries.
+    """
+    # Under dynamic shapes comparisons of sizes are no bools: they are asked for, never kept.
+    only_masked = sight.segments is None and bias is None
+    unmasked = only_masked and sight.mask is None
+    if (only_masked and not sight.is_causal) or (unmasked and sight.queries == 1):
+        return "plain"
+    flash = unmasked and not dropout and has_windows(query, value)
+    if unmasked and sight.queries == sight.keys and sight.window is None:
+        return "flash" if sinks is not None and flash else "square"
+    if sight.is_causal and sinks is None and can_be_opaque(sight.queries, sight.mask, dropout):
+        return "operator"
+    if flash:
+        return "flash"
+    if bias is not None:
+        return "decay"
+    if sight.window is not None and sight.mask is None and sight.queries > 1:
+        return "window"
+    return "blocks"
 
 
 class _Kernel(NamedTuple):
@@ -177,6 +171,29 @@ class _Kernel(NamedTuple):
             enable_gqa=self.grouped,
         )
         return output if self.sink_key is None or not causal else output[..., 1:, :]
+
+
+def _kernel_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masked: bool,
+    scale: float,
+    dropout: float,
+    sinks: Tensor | None,
+) -> tuple[_Kernel, Tensor, Tensor, Tensor]:
+    """The kernel, and query, key and value in the shapes that it takes in linear memory."""
+    sink_key = None
+    if sinks is not None:
+        query, key, sink_key = _add_sink(query, key, sinks, scale)
+    query, key, value = of_one_width(query, key, value)
+    grouped = False
+    if key.shape[-3] != query.shape[-3]:
+        grouped = _fuses_grouped_heads(query, masked)
+        if not grouped:
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
+    return _Kernel(scale, dropout, grouped, sink_key), query, key, value
 
 
 @opaque(differentiable=3)
@@ -215,14 +232,6 @@ def can_be_opaque(queries: int, mask: Tensor | None, dropout: float) -> bool:
     # query has no blocks, and is faster in the graph.
     learned = mask is not None and mask.requires_grad
     return queries > 1 and compiling() and not dropout and not learned
-
-
-def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype of an enclosing autocast, which compiled graphs do not apply to operators."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
 def _add_sink(
@@ -292,59 +301,6 @@ def _fuses_grouped_heads(query: Tensor, masked: bool) -> bool:
     return query.device.type == "cpu" or (
         not masked and query.dtype in (torch.float16, torch.bfloat16)
     )
-
-
-def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
-    """The additive mask of a boolean or additive mask, or none, and a bias."""
-    if mask is None:
-        return bias
-    if mask.dtype == torch.bool:
-        return torch.where(mask, bias, float("-inf"))
-    return mask + bias
-
-
-def hidden_by(mask: Tensor) -> Tensor:
-    """Where a mask hides a key.
-
-    Additive masks hide by -inf or by the lowest number of their dtype, and that of float16 is not
-    low enough for scores in float32.
-    """
-    if mask.dtype == torch.bool:
-        return ~mask
-    return mask <= torch.finfo(mask.dtype).min / 2
-
-
-def restricted(mask: Tensor | None, visible: Tensor) -> Tensor:
-    """A mask, or none, that also hides all that is not visible."""
-    if mask is None:
-        return visible
-    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -math.inf)
-
-
-def _same_segment(mask: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
-    """A mask of queries (B, t) that see keys (B, s) of their own segment alone."""
-    return restricted(mask, (queries.unsqueeze(-1) == keys.unsqueeze(-2)).unsqueeze(1))
-
-
-def _cut_mask(mask: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
-    """Part of a mask, whose last two dimensions may have length 1."""
-    if mask is None:
-        return None
-    if mask.shape[-2] != 1:
-        mask = mask[..., rows, :]
-    return mask if mask.shape[-1] == 1 else mask[..., columns]
-
-
-def _causal_mask(
-    mask: Tensor | None, queries: int, keys: int, device: torch.device, window: int | None = None
-) -> Tensor:
-    """Mask for the last queries of so many keys, combined with causality and a window."""
-    row = torch.arange(keys - queries, keys, device=device).unsqueeze(-1)
-    column = torch.arange(keys, device=device)
-    visible = column <= row
-    if window is not None:
-        visible &= column > row - window
-    return restricted(mask, visible)
 
 
 def in_blocks(
@@ -444,13 +400,14 @@ def _attend_distances(
 
 
 def _attend_window(
-    kernel: _Kernel, query: Tensor, key: Tensor, value: Tensor, sight: Sight, window: int
+    kernel: _Kernel, query: Tensor, key: Tensor, value: Tensor, sight: Sight
 ) -> Tensor:
-    """Causal attention over window < S < T + window keys, with blocks in the batch dimension."""
+    """Causal attention over W < S < T + W keys, with blocks in the batch dimension."""
     # Every block sees its own keys and the keys of a window before it, so all blocks have one mask.
     # The first queries, before which there are fewer keys, are attended separately, together with
     # those that do not fill a block.
-    queries, past = sight.queries, sight.keys - sight.queries
+    queries, past, window = sight.queries, sight.keys - sight.queries, sight.window
+    assert window is not None
     block = max(WINDOW_BLOCK, window // 4)
     first = min(window - past + (queries - window + past) % block, queries)
     head, query = query.split((first, queries - first), dim=-2)
@@ -471,8 +428,8 @@ def _attend_window(
         mask = None
         if sight.segments is not None:
             segments = sight.segments[:, start:].unfold(-1, width, block).flatten(0, 1)
-            mask = _same_segment(mask, segments[:, window:], segments)
-        mask = _causal_mask(mask, block, width, sight.device, window)
+            mask = same_segment(mask, segments[:, window:], segments)
+        mask = causal_mask(mask, block, width, sight.device, window)
         output = kernel(rows, key, value, mask)
         outputs.append(output.unflatten(0, (len(query), blocks)).transpose(1, 2).flatten(2, 3))
     return torch.cat(outputs, dim=-2)

@@ -13,15 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coca_attention.ops.attention import (
-    Sight,
-    attend,
-    can_be_opaque,
-    hidden_by,
-    in_autocast,
-    in_blocks,
-    restricted,
-)
+from coca_attention.ops.attention import attend, can_be_opaque, in_blocks
 from coca_attention.ops.decoding import weighted_values
 from coca_attention.ops.forms import ScoreForm
 from coca_attention.ops.opaque import opaque
@@ -30,7 +22,9 @@ from coca_attention.ops.parts import (
     can_attend_parts,
     document_parts,
     has_windows,
+    in_autocast,
 )
+from coca_attention.ops.sight import Sight, hidden_by, restricted
 
 
 class Clipping(NamedTuple):

@@ -86,6 +86,19 @@ def _shift(span: slice, by: int) -> slice:
     return slice(span.start + by, span.stop + by)
 
 
+def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast gives them to an attention function: graphs and operators of ours it skips."""
+    dtype = _autocast_dtype(tensors[0])
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
 def can_attend_parts(*tensors: Tensor) -> bool:
     """Whether a kernel returns logarithmic sums for query, key and value, outside of a graph."""
     on_cpu = tensors[0].device.type == "cpu"
@@ -99,7 +112,7 @@ def has_windows(*tensors: Tensor) -> bool:
         query.is_cuda
         and query.numel() > 0
         and not torch.compiler.is_compiling()
-        and query.dtype in (torch.float16, torch.bfloat16)
+        and _autocast_dtype(query) in (torch.float16, torch.bfloat16)
         and width % 8 == 0
         and width <= FLASH_WIDTH
         and torch.version.hip is None
@@ -124,9 +137,10 @@ def attend_parts(
 def of_one_width(*tensors: Tensor) -> list[Tensor]:
     """The same with columns of zeros, which change neither the scores nor the output."""
     # With unequal widths PyTorch falls back to a kernel that materializes the score matrix.
-    width = max(x.shape[-1] for x in tensors)
-    # Padding by nothing is a copy.
-    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
+    widths = [x.shape[-1] for x in tensors]
+    if len(set(widths)) == 1:  # padding by nothing is a copy
+        return list(tensors)
+    return [F.pad(x, (0, max(widths) - n)) for x, n in zip(tensors, widths, strict=True)]
 
 
 class _Parts(torch.autograd.Function):
