@@ -98,17 +98,17 @@ def attend(
         part = Part(slice(0, queries), slice(0, sight.keys), "lower", window=sight.window)
         return attend_parts([part], (query, key, query, key, value), scale, sinks)
     masked = path not in ("plain", "square") or sight.mask is not None
-    kernel, *tensors = _kernel_of(query, key, value, masked, scale, dropout, sinks)
+    kernel, query, key, value = _kernel_of(query, key, value, masked, scale, dropout, sinks)
     if path == "plain":
-        output = kernel(*tensors, sight.mask)
+        output = kernel(query, key, value, sight.mask)
     elif path == "square":
-        output = kernel(*tensors, None, True)
+        output = kernel(query, key, value, None, True)
     elif bias is not None:  # decay
-        output = _attend_decay(kernel, *tensors, sight, bias, positions)
+        output = _attend_decay(kernel, query, key, value, sight, bias, positions)
     elif path == "window":
-        output = _attend_window(kernel, *tensors, sight)
+        output = _attend_window(kernel, query, key, value, sight)
     else:
-        output = _attend_in_blocks(kernel, *tensors, sight)
+        output = _attend_in_blocks(kernel, query, key, value, sight)
     return output if output.shape[-1] == value_width else output[..., :value_width]
 
 
