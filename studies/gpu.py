@@ -1,0 +1,117 @@
+"""A quarter of an hour on a GPU: prepared runs, side by side, that end in time and resume.
+
+    PYTHONPATH=src:. python -m studies.gpu far --model FOLDER --books BOOKS.jsonl.xz
+    PYTHONPATH=src:. python -m studies.gpu retrieval
+    PYTHONPATH=src:. python -m studies.gpu pretrained --books 'BOOKS/*.jsonl.xz'
+    PYTHONPATH=src:. python -m studies.gpu paper --books 'BOOKS/*.jsonl.xz'
+
+Every run writes what is finished as it goes, so the same command continues; after the minutes all
+runs are interrupted. ``--dry-run`` does the same at a hundredth of the size, on any machine.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+READ = "studies/smollm2/run.py {what} {model} {books} --longest 131072 --device cuda"
+STUDY = "-m coca_lab.cli study {name} --output {output}/{name}"
+QUARTERS = {
+    "far": [
+        READ + " --count 30 --lengths 8192,16384,32768,65536 --dtype bfloat16"
+        " --output {output}/perplexity.jsonl",
+        READ + " --count 30 --lengths 8192 --methods base,rerope --output {output}/float32.jsonl",
+        READ + " --count 50 --lengths 8192,16384,32768 --methods yarn,rerope --dtype bfloat16"
+        " --output {output}/ruler-1.jsonl",
+        READ + " --count 50 --lengths 8192,16384,32768 --methods dynamic,base --dtype bfloat16"
+        " --output {output}/ruler-2.jsonl",
+    ],
+    "retrieval": [STUDY + " --workers 14"],
+    "pretrained": [STUDY + " --text {books} --workers 4"],
+    "paper": [STUDY + " --text {books} --workers 4"],
+}
+"""The commands of Python that run side by side; {what} is the task in the name of their output."""
+NAMES = {"paper": "paper-125m"}
+STEPS = "--training.steps 4 --validation.every 2 --passkey.samples 2"
+DRY = {
+    "far": "--longest 2048 --device cpu --count 1 --lengths 1024,2048 --tasks niah_single_1 "
+    "--methods base,rerope",
+    "retrieval": f"{STEPS} --workers 2 --passkey.lengths 256 --perplexity.max-documents 1",
+    "pretrained": f"{STEPS} --workers 2 --passkey.lengths 256 --perplexity.max-documents 1",
+    "paper": f"{STEPS} --workers 2 --passkey.lengths 512 --perplexity.max-documents 1",
+}
+"""What a dry run adds to every command; the last of two equal options counts."""
+GRACE = 20.0
+"""Seconds in which interrupted runs save."""
+
+
+def commands(options: argparse.Namespace) -> list[list[str]]:
+    """The words of every run of a quarter."""
+    found = []
+    for text in QUARTERS[options.quarter]:
+        what = "ruler" if "ruler" in text else "perplexity"
+        name = NAMES.get(options.quarter, options.quarter)
+        words = text.format(
+            what=what,
+            name=name,
+            model=shlex.quote(str(options.model)),
+            books=shlex.quote(str(options.books)),
+            output=options.output,
+        )
+        found.append(shlex.split(words + (f" {DRY[options.quarter]}" if options.dry_run else "")))
+    return found
+
+
+def run(every: Sequence[Sequence[str]], folder: Path, seconds: float) -> list[int | None]:
+    """The exit codes of commands that run side by side; None for one that was interrupted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if torch.cuda.is_available():  # small models share the GPU through NVIDIA's MPS
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False)
+    end, started = time.monotonic() + seconds, []
+    for number, words in enumerate(every):
+        log = open(folder / f"log-{number}.txt", "a")  # noqa: SIM115 (the process has it)
+        command = [sys.executable, *words]
+        started.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+    codes: list[int | None] = []
+    for process in started:
+        try:
+            codes.append(process.wait(max(0.0, end - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            codes.append(None)
+            process.send_signal(signal.SIGINT)
+    for process in started:
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return codes
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a quarter; 1 if one of its runs failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("quarter", choices=QUARTERS)
+    parser.add_argument("--model", default="smollm2", help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--books", default="books", help="text; for far a .jsonl.xz")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu"))
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--dry-run", action="store_true", help="at a hundredth of the size")
+    options = parser.parse_args(words)
+    every = commands(options)
+    codes = run(every, options.output, 60 * options.minutes)
+    for words, code in zip(every, codes, strict=True):
+        ended = "interrupted; the same command continues" if code is None else f"exit code {code}"
+        print(f"{shlex.join(words)}: {ended}")
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

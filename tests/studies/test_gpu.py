@@ -1,0 +1,42 @@
+"""The prepared runs on a GPU, at a hundredth of their size."""
+
+import json
+import lzma
+import subprocess
+
+import pytest
+
+from conftest import tiny_model
+from studies.gpu import main
+
+
+def test_far_reads_and_asks_with_every_command(tokenizer, tmp_path, capsys):
+    model_folder = tmp_path / "model"
+    tiny_model("llama-rope").save_pretrained(model_folder)
+    tokenizer.save_pretrained(model_folder)
+    books, output = tmp_path / "books.jsonl.xz", tmp_path / "out"
+    with lzma.open(books, "wt") as file:
+        text = "In the beginning there were words, and then more words. " * 2000
+        file.write(json.dumps({"id": "one", "text": text}) + "\n")
+    words = ["far", "--model", str(model_folder), "--books", str(books), "--output", str(output)]
+    assert main([*words, "--dry-run", "--minutes", "4"]) == 0, (output / "log-0.txt").read_text()
+    lines = [json.loads(line) for line in (output / "perplexity.jsonl").read_text().splitlines()]
+    assert [(x["method"], x["length"]) for x in lines] == [
+        ("base", 1024), ("rerope", 1024), ("base", 2048), ("rerope", 2048),
+    ]  # fmt: skip
+    assert all(0 < x["nats"] < 100 for x in lines)
+    asked = [json.loads(line) for line in (output / "ruler-1.jsonl").read_text().splitlines()]
+    assert all(0 <= score <= 1 for x in asked for score in x["scores"]) and asked
+    assert "exit code 0" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quarter", ["retrieval", "paper"])
+def test_a_quarter_ends_in_time_with_what_is_finished(quarter, tmp_path):
+    books = tmp_path / "books.txt"
+    books.write_text("Words and words, and other words besides. " * 60_000)
+    words = [quarter, "--books", str(books), "--output", str(tmp_path), "--dry-run"]
+    assert main([*words, "--minutes", "2.5"]) == 0, (tmp_path / "log-0.txt").read_text()[-2000:]
+    results = json.loads(next(tmp_path.glob("*/results.json")).read_text())
+    assert results["training"] and not results["failures"]
+    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).returncode == 1
