@@ -1,7 +1,4 @@
-"""Hook of MkDocs: the references of the commands and of the recipe are made from the code.
-
-Where a page has the line ``<!-- commands -->`` or ``<!-- recipe -->``, its content is put.
-"""
+"""The references of the commands and of the recipe, as `scripts/reference.py` writes them."""
 
 import html
 from argparse import SUPPRESS, Action, ArgumentParser
@@ -18,15 +15,6 @@ from coca_lab.recipe import Recipe
 
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 UNLIMITED = 2**40  # stands for no upper limit
-
-
-def on_page_markdown(markdown: str, **_) -> str:
-    """Put the references in the places of their names."""
-    for name, make in {"commands": commands, "recipe": recipe}.items():
-        place = f"<!-- {name} -->"
-        if place in markdown:
-            markdown = markdown.replace(place, make())
-    return markdown
 
 
 def commands() -> str:

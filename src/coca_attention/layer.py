@@ -25,6 +25,8 @@ from coca_attention.ops import (
 from coca_attention.ops.checks import check_heads, check_positions, check_whole, check_width
 from coca_attention.ops.linear import Turns, attend_turned, check_linear, linear_turns
 
+__all__ = ["CoCAAttention"]
+
 
 def project_collinear(
     attention: Any,

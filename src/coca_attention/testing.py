@@ -21,6 +21,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
+__all__ = [
+    "CHECKS",
+    "assert_consistent",
+    "decoded_logits",
+    "difference",
+    "logits",
+    "measure_consistency",
+    "some_tokens",
+]
+
 Check = Callable[[PreTrainedModel, Tensor], float]
 
 
