@@ -224,7 +224,8 @@ def test_every_integration_links_to_its_tests():
     for row in rows:
         *_, works = row.strip("| ").split("|")
         linked = re.match(r" \[.+\]\((\.\./tests/[\w/]+\.py)\)", works)
-        assert linked and (page.parent / linked[1]).is_file(), row
+        there = linked is not None and (page.parent / linked[1]).is_file()
+        assert there or works.strip() == "read, not run", row
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What the trials say: the rule of results/verdict/README.md, its intervals and what it reports besides.
+"""What the trials say: the rule of results/verdict, its intervals and what is reported besides.
 
     python -m studies.verdict.rule     # writes the tables of results/verdict/README.md
 

@@ -1,4 +1,4 @@
-"""The verdict on collinearity: results/verdict/README.md says what is compared, and how it is decided.
+"""The verdict on collinearity: results/verdict says what is compared, and how it is decided.
 
 A trial is an ordinary recipe, trained and evaluated in a process of its own, and one JSON file.
 What has a file is not run again, so the study resumes wherever the files are.
