@@ -9,6 +9,8 @@ import numpy as np
 
 LARGEST_EXPONENT = 700.0
 """exp of more overflows float64."""
+NORMAL = 1.959963984540054
+"""97.5 % quantile of the normal distribution."""
 FEW_DOCUMENTS = 10
 """With fewer, no interval is reliable: one unusual document may be missing from the sample."""
 
@@ -61,14 +63,21 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     return mean - half, mean + half
 
 
-def wilson_interval(hits: int, trials: int) -> tuple[float, float] | None:
-    """Wilson's 95 % score interval of a share, near 0 and 1 too; None without trials."""
-    from scipy.stats import binomtest
+def wilson_interval(hits: float, trials: int) -> tuple[float, float] | None:
+    """Wilson's 95 % score interval of a share, near 0 and 1 too; None without trials.
 
+    ``hits`` may be a sum of scores from 0 to 1, which vary at most as much as hits and misses do.
+    """
     if trials == 0:
         return None
-    interval = binomtest(hits, trials).proportion_ci(method="wilson")
-    return float(interval.low), float(interval.high)
+    return _wilson_end(hits / trials, trials), 1 - _wilson_end(1 - hits / trials, trials)
+
+
+def _wilson_end(share: float, trials: int) -> float:
+    """The lower end of Wilson's interval."""
+    z = NORMAL**2 / trials
+    half = NORMAL * math.sqrt((share * (1 - share) + z / 4) / trials)
+    return max(share + z / 2 - half, 0.0) / (1 + z)
 
 
 @dataclass(frozen=True)

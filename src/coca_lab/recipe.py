@@ -280,10 +280,11 @@ class ValidationRecipe:
     passkeys: NonNegativeInt = 0
     """Passkeys to ask for at every measurement and length. It is done as by coca eval passkey."""
     needles: NonNegativeInt = 0
-    """Prompts with one fact, and as many with four of which one is asked for, at every measurement
-    and length, as coca eval needles does."""
+    """Prompts of RULER's niah_single_1, and as many of niah_multikey_2, at every measurement and
+    length. It is done as by coca eval ruler."""
     lengths: list[Count] = field(default_factory=list)
-    """Tokens of the prompts with passkeys and needles; by default data.block_length."""
+    """Tokens of the prompts with passkeys and needles, needles with the answer; by default
+    data.block_length."""
 
     def check(self) -> None:
         """Raise UserError if settings contradict each other."""

@@ -229,7 +229,7 @@ CASES = {
     "prompt": (task("passkey", "--lengths", "3"), "too short"),
     "negative prompt": (task("passkey", "--lengths=-3"), "lengths.0: Input should be greater"),
     "long prompt": (task("passkey", "--lengths", str(10**8)), "lengths.0: Input should be less"),
-    "prompt's seed": (task("needles", "--seed=-1"), "seed: Input should be greater"),
+    "prompt's seed": (task("ruler", "--seed=-1"), "seed: Input should be greater"),
     "temperature": (generate("x", "--temperature", ".nan"), "temperature: Input should be less"),
     "cold": (generate("x", "--temperature", "1e-40"), "temperature must be 0, or at least"),
     "seed of draws": (generate("x", "--seed", str(2**70)), "seed: Input should be less than"),

@@ -13,8 +13,9 @@ tokenizer turns into exactly so many tokens, so it can be sent to a server as it
 import math
 import re
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from itertools import pairwise
@@ -24,7 +25,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from coca_attention.errors import UserError, error_prefix
-from coca_lab.data.tasks import Encode, Prompt, leading_special_tokens
+from coca_lab.data.tasks import Encode, Prompt, check_reproduced, leading_special_tokens
 
 RulerTask = Literal[
     "niah_single_1", "niah_single_2", "niah_single_3",
@@ -158,7 +159,7 @@ def ask_for_ruler(
         drawn = [seed, RULER_TASKS.index(task), length, index]
         with error_prefix(f"{task}: "):
             draft = _draft(task, length, drawn, encode, filler)
-            _check_reproduced(tokenizer, draft.expected)
+            check_reproduced(tokenizer, draft.expected)
             before, after = opening + draft.before, draft.after + closing + draft.prefix
             text, ids = fit(encode, draft, before, after, length - ANSWER_TOKENS[task])
         prompts.append(Prompt(ids, {"index": index, "expected": draft.expected}, text))
@@ -222,27 +223,20 @@ def fit(
 
 
 def _rests(encode: Encode, draft: Draft, before: str, units: int, tokens: int) -> list[str]:
-    """Ends of `Draft.rest`, repeated, that seem to take so many tokens, fewest characters first."""
+    """Ends of `Draft.rest`, repeated, that seem to take so many tokens."""
     if tokens <= 0:
         return [""] if tokens == 0 else []
     around = before[-100:], draft.haystack(units)[:100]  # what is farther away changes little
     alone = len(encode("".join(around)))
-    repeated = draft.rest * (1 + 10 * tokens // len(draft.rest))
-    found = []
-    for size in range(1, min(len(repeated), 10 * tokens) + 1):
-        rest = repeated[-size:]
-        if len(encode(rest.join(around))) - alone == tokens:
-            found.append(rest)
-    return found[:10]
+    repeated = draft.rest * (2 + 10 * tokens // len(draft.rest))
 
+    def count(size: int) -> int:
+        return len(encode(repeated[-size:].join(around))) - alone
 
-def _check_reproduced(tokenizer: Any, expected: list[str]) -> None:
-    text = " ".join(expected)
-    written = str(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    if string_match(written, expected) < 1:
-        raise UserError(
-            f"the tokenizer turns {text!r} into {written!r}, so no answer could be correct"
-        )
+    # Of about so many tokens, since a character more can also take a token less.
+    size = bisect_left(range(1, len(repeated)), tokens, key=count) + 1
+    sizes = range(max(1, size - 8), size + 16)
+    return [repeated[-size:] for size in sizes if count(size) == tokens]
 
 
 def _draft(task: str, length: int, drawn: list[int], encode: Encode, filler: str) -> Draft:
@@ -271,18 +265,17 @@ def needles(kind: Needles, generator: np.random.Generator, filler: str) -> Draft
     ]
     asked = generator.choice(kind.keys, kind.queries, replace=False).tolist()
     expected = [value for index in asked for value in values[index]]
-    others = int(generator.integers(2**32))
-    if kind.haystack == "text":
-        places = generator.choice(DEPTHS, len(facts), replace=False).tolist()
-    else:
-        places = generator.random(len(facts)).tolist()
+    depths = generator.choice(DEPTHS, len(facts), replace=False)
+    drawn = int(generator.integers(2**32))
 
     def haystack(units: int) -> str:
         if kind.haystack == "text":
-            return " ".join(_inserted(sentences(filler, units), facts, places))
-        lines = [NOISE] * units
+            some = sentences(filler, units)
+            return " ".join(_inserted(some, facts, (depths * len(some)).astype(int)))
+        again, lines = np.random.default_rng(drawn), [NOISE] * units
+        places = again.choice(units, len(facts), replace=False)
         if kind.haystack == "needles":
-            lines = _other_needles(kind, units, others, keys)
+            lines = _other_needles(kind, units, again, keys)
         return "\n".join(_inserted(lines, facts, places))
 
     templates, what = NIAH, kind.value
@@ -315,17 +308,18 @@ def _singular(texts: Sequence[str]) -> list[str]:
     return [t.replace("Some", "A").replace("are all", "is").replace("are", "is") for t in texts]
 
 
-def _inserted(units: Sequence[str], added: Sequence[str], places: Sequence[float]) -> list[str]:
-    """Units with others after shares of them."""
+def _inserted(units: Sequence[str], added: Sequence[str], places: np.ndarray) -> list[str]:
+    """Units with others before the units at places."""
     result = [*units]
-    for place, each in sorted(zip(places, added, strict=True), reverse=True):
-        result.insert(int(place * len(units)), each)
+    for place, each in sorted(zip(places.tolist(), added, strict=True), reverse=True):
+        result.insert(place, each)
     return result
 
 
-def _other_needles(kind: Needles, count: int, seed: int, keys: Sequence[str]) -> list[str]:
+def _other_needles(
+    kind: Needles, count: int, generator: np.random.Generator, keys: Sequence[str]
+) -> list[str]:
     """Needles about other keys."""
-    generator = np.random.default_rng(seed)
     lines: list[str] = []
     while len(lines) < count:
         (key,), (value,) = _draw(generator, kind.key, 1), _draw(generator, kind.value, 1)
@@ -368,7 +362,7 @@ def variable_tracking(generator: np.random.Generator, encode: Encode) -> Draft:
     lines = VARIABLES + max(0, (EXAMPLE_TOKENS - least) // line)
     draft = _chain(generator, 5)
     shown = f"{_written(example, lines)} {' '.join(example.expected)}\n\n"
-    return Draft(shown + draft.before, draft.haystack, draft.after, draft.prefix, draft.expected)
+    return replace(draft, before=shown + draft.before)
 
 
 def _written(draft: Draft, units: int) -> str:
@@ -377,15 +371,16 @@ def _written(draft: Draft, units: int) -> str:
 
 def _chain(generator: np.random.Generator, letters: int) -> Draft:
     names = _coined(generator, VARIABLES, ascii_uppercase, letters)
-    value, places = str(generator.integers(10_000, 99_999)), sorted(generator.random(VARIABLES))
+    value, drawn = str(generator.integers(10_000, 99_999)), int(generator.integers(2**32))
     lines = [f"VAR {names[0]} = {value}"]
     lines += [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
 
     def haystack(units: int) -> str:
-        return "\n".join(_inserted([NOISE] * units, lines, places))
+        places = np.random.default_rng(drawn).choice(units, VARIABLES, replace=False)
+        return "\n".join(_inserted([NOISE] * units, lines, np.sort(places)))
 
     before, after, prefix = (each.format(value=value, count=VARIABLES) for each in TRACKING)
-    return Draft(before, haystack, after, prefix, names)
+    return Draft(before, haystack, after, prefix, names, fewest=VARIABLES)
 
 
 def _coined(generator: np.random.Generator, count: int, alphabet: str, letters: int) -> list[str]:

@@ -8,7 +8,7 @@ from coca_lab.evaluation import perplexity, retrieval
 from coca_lab.evaluation.task import Cell, Model, RotaryScaling, Task, evaluate, open_model
 
 TASKS: dict[str, Task] = {
-    task.name: task for task in (perplexity.TASK, retrieval.PASSKEYS, retrieval.NEEDLES)
+    task.name: task for task in (perplexity.TASK, retrieval.PASSKEYS, retrieval.RULER)
 }
 """Tasks by name: ``coca eval NAME`` and the sections of a suite."""
 

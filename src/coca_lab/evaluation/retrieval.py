@@ -1,12 +1,13 @@
-"""What a model finds in its text: passkeys, needles, and pairs of associative recall.
+"""What a model finds in its text: passkeys, RULER's tasks, and pairs of associative recall.
 
 docs/evaluation.md describes the tasks.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from statistics import fmean
 from typing import Annotated, Any
 
@@ -14,16 +15,17 @@ import numpy as np
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from coca_lab.data.tasks import (
-    NAMES,
-    Kind,
-    Prompt,
-    ask_for_needles,
-    ask_for_passkeys,
-    is_hit,
-    r_precision,
-    recall_text,
+from coca_lab.data import SourceSettings
+from coca_lab.data.ruler import (
+    ANSWER_TOKENS,
+    NEEDLES,
+    NOISE,
+    RULER_TASKS,
+    RulerTask,
+    ask_for_ruler,
+    string_match,
 )
+from coca_lab.data.tasks import Prompt, ask_for_passkeys, is_hit, recall_text
 from coca_lab.engine import Item
 from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
 from coca_lab.generation import greedy_answers
@@ -43,8 +45,6 @@ class PromptSettings:
     """Prompts per length."""
     seed: NonNegativeInt = 0
     """Random seed of the prompts."""
-    max_new_tokens: PositiveInt = 64
-    """Maximum number of tokens in an answer."""
     batch_tokens: PositiveInt = 16384
     """Prompt tokens per batch; a batch has at least one prompt."""
     use_cache: bool = True
@@ -55,17 +55,17 @@ def measure_prompts(
     model: Model,
     settings: PromptSettings,
     scaling: RotaryScaling,
-    about: dict[str, Any],
+    about: Cell,
     make: Callable[[Sequence[int]], list[Prompt]],
     score: Callable[[str, Prompt], Cell],
     statistics: Callable[[list[Cell]], Cell],
 ) -> Measurement:
     """The prompts of one kind and length, a batch an item, and their cell with its ``samples``."""
-    make([0])  # UserError if it does not fit
-    about, length = {**about, "max_new_tokens": settings.max_new_tokens}, about["length"]
-    read = length + settings.max_new_tokens
+    length = len(make([0])[0].ids)  # UserError if it does not fit
+    most = about["max_new_tokens"]
+    read = length + most
     key = {**about, "model": model.identity, **scaling.facts}
-    label = f"{model.name} {scaling.kind} {about.get('kind', about['task'])} {length}"
+    label = f"{model.name} {scaling.kind} {about.get('kind', about['task'])} {about['length']}"
     size = max(1, settings.batch_tokens // length)
 
     def answer(indices: list[int]) -> list[Cell]:
@@ -75,7 +75,7 @@ def measure_prompts(
                 module,
                 model.tokenizer,
                 torch.tensor([prompt.ids for prompt in prompts]),
-                max_new_tokens=settings.max_new_tokens,
+                max_new_tokens=most,
                 use_cache=settings.use_cache,
             )
         return [
@@ -87,7 +87,7 @@ def measure_prompts(
     for start in range(0, settings.samples, size):
         indices = range(start, min(start + size, settings.samples))
         # A generated token takes about as long as four that are read.
-        cost = len(indices) * (length + 4 * settings.max_new_tokens)
+        cost = len(indices) * (length + 4 * most)
         keys = [[key, index] for index in indices]
         items.append(Item(keys, answer, indices, cost, label=label))
 
@@ -109,6 +109,8 @@ def measure_prompts(
 class PasskeySettings(PromptSettings):
     """Which passkey prompts to use (CoCA paper, App. B.1)."""
 
+    max_new_tokens: PositiveInt = 64
+    """Maximum number of tokens in an answer."""
     depths: PositiveInt | None = None
     """Number of evenly spaced depths that the keys cycle through; by default depths are random."""
 
@@ -118,12 +120,13 @@ def measure_passkeys(
 ) -> list[Measurement]:
     """Share of keys found at every prompt length: a cell each, with the record of every sample."""
     same: Any = {"seed": settings.seed, "depths": settings.depths}
+    about = {"task": "passkey", **same, "max_new_tokens": settings.max_new_tokens}
     return [
         measure_prompts(
             model,
             settings,
             scaling,
-            {"task": "passkey", "length": length, **same},
+            {**about, "length": length},
             partial(ask_for_passkeys, model.tokenizer, length, **same),
             lambda answer, prompt: {"hit": is_hit(answer, prompt.facts["key"])},
             _share_found,
@@ -146,50 +149,76 @@ PASSKEYS = Task(
 
 
 @dataclass
-class NeedleSettings(PromptSettings):
-    """Which needle prompts to use."""
+class RulerSettings(SourceSettings, PromptSettings):
+    """Which prompts of RULER's tasks to use.
 
-    kinds: Annotated[list[Kind], Field(min_length=1)] = field(
-        default_factory=lambda: ["single", "multi-key", "multi-value", "variables"]
+    The source is the text that needles are hidden in where RULER has essays.
+    """
+
+    lengths: Lengths = field(default_factory=lambda: [4096, 8192])
+    """Tokens of prompt and answer together."""
+    kinds: Annotated[list[RulerTask], Field(min_length=1)] = field(
+        default_factory=lambda: [*RULER_TASKS]
     )
-    """single, multi-key, multi-value, variables; docs/evaluation.md describes them."""
+    """RULER's names of tasks; docs/evaluation.md describes them."""
     samples: PositiveInt = 50
-    """Prompts per kind and length."""
-    count: Annotated[int, Field(ge=1, le=len(NAMES))] = 4
-    """Facts in a prompt, or variables of a chain, for every kind except single."""
+    """Prompts per task and length."""
+    chat: bool = False
+    """Whether prompts are in the tokenizer's chat template; by default they are plain text."""
 
 
-def measure_needles(
-    model: Model, settings: NeedleSettings, scaling: RotaryScaling
+def measure_ruler(
+    model: Model, settings: RulerSettings, scaling: RotaryScaling
 ) -> list[Measurement]:
-    """Mean `r_precision` and share of complete answers: a cell for every kind and length."""
-    same: Any = {"count": settings.count, "seed": settings.seed}
-    return [
-        measure_prompts(
-            model,
-            settings,
-            scaling,
-            {"task": "needles", "metric": "R-precision", "kind": kind, "length": length, **same},
-            partial(ask_for_needles, model.tokenizer, kind, length, **same),
-            lambda answer, prompt: {"recall": r_precision(answer, prompt.facts["expected"])},
-            _mean_recall,
+    """Mean share of what is expected: a cell for every task and length."""
+    words: list[str] = []
+    if any(_has_text(task) for task in settings.kinds):
+        words = read_words(model, settings, max(settings.lengths))
+    measurements = []
+    for task, length in product(settings.kinds, settings.lengths):
+        # Not more words than tokens, so that a prompt does not depend on the other lengths.
+        filler = " ".join(words[:length]) if _has_text(task) else NOISE
+        about: Cell = {"task": "ruler", "kind": task, "length": length, "chat": settings.chat}
+        about |= {"seed": settings.seed, "max_new_tokens": ANSWER_TOKENS[task]}
+        about["filler"] = hashlib.sha256(filler.encode()).hexdigest()[:16]
+        same: Any = {"seed": settings.seed, "filler": filler, "chat": settings.chat}
+        measurements.append(
+            measure_prompts(
+                model,
+                settings,
+                scaling,
+                about,
+                partial(ask_for_ruler, model.tokenizer, task, length, **same),
+                lambda answer, prompt: {"score": string_match(answer, prompt.facts["expected"])},
+                _mean_score,
+            )
         )
-        for kind, length in product(settings.kinds, settings.lengths)
-    ]
+    return measurements
 
 
-def _mean_recall(records: list[Cell]) -> Cell:
-    recalls = [record["recall"] for record in records]
-    full, trials = recalls.count(1.0), len(recalls)
-    shares = {"recall": fmean(recalls), "full": full / trials}
-    return {**shares, "wilson95": wilson_interval(full, trials)}
+def _has_text(task: RulerTask) -> bool:
+    return task in NEEDLES and NEEDLES[task].haystack == "text"
 
 
-NEEDLES = Task(
-    "needles",
-    "Needles of RULER's kinds: one or several facts in a long prompt, and chains of variables.",
-    NeedleSettings,
-    measure=measure_needles,
+def read_words(model: Model, source: SourceSettings, count: int) -> list[str]:
+    """The first words of a source, all of them if it has fewer."""
+    name = f"{count} words of {source.source} {source.text_field} {source.bad_lines}"
+    if name not in model.texts:
+        words = (word for document in source.documents() for word in document.text.split())
+        model.texts[name] = [*islice(words, count)]
+    return model.texts[name]
+
+
+def _mean_score(records: list[Cell]) -> Cell:
+    scores = [record["score"] for record in records]
+    return {"score": fmean(scores), "wilson95": wilson_interval(sum(scores), len(scores))}
+
+
+RULER = Task(
+    "ruler",
+    "RULER's synthetic tasks: needles, variable tracking, common and frequent words, at any length",
+    RulerSettings,
+    measure=measure_ruler,
 )
 
 

@@ -1,8 +1,9 @@
-"""Passkeys and needles in the report, passkeys in the layouts of the paper."""
+"""Passkeys, in the layouts of the paper, and RULER's tasks in the report."""
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,26 +18,25 @@ from coca_lab.report.lengths import (
     length_chart,
     length_table,
     lengths_of,
+    line_label,
     strict_minus_slack,
     training_length,
 )
 from coca_lab.report.results import Cell, grouped
-from coca_lab.report.section import Entry, Section, enumeration, span
+from coca_lab.report.section import Entry, Section, enumeration
 
 LENGTH = "prompt length in tokens"
-METRICS = {
-    "R-precision": "Mean share of the requested facts among as many that the answer gives first",
-    "recall": "Mean share of the requested facts anywhere in the answer, among whatever others",
-}
+KEPT = 0.85
+"""The share of its score that a model keeps up to a length."""
 
 
 def prompt_facts(cell: Cell) -> dict[Any, Any]:
     """What the figures of prompts depend on; the tokenizer shows in the distances."""
     named = ("key", "expected", "depth", "depths", "distance", "distances")
-    about = ("seed", "depths", "count", "max_new_tokens", "metric")
+    about = ("seed", "depths", "max_new_tokens", "chat")
     facts = {name: cell[name] for name in about if name in cell}
     prompts = [[sample.get(name) for name in named] for sample in cell.get("samples", [])]
-    return {**facts, (cell.get("kind"), cell.get("length")): prompts}
+    return {**facts, (cell.get("kind"), cell.get("length")): [cell.get("filler"), *prompts]}
 
 
 def passkey_sections(cells: Sequence[Cell]) -> list[Section]:
@@ -60,24 +60,58 @@ def passkey_sections(cells: Sequence[Cell]) -> list[Section]:
     return [section, *_sample_sections(frame), *strict_minus_slack(frame, title, LENGTH)]
 
 
-def needle_sections(cells: Sequence[Cell]) -> list[Section]:
-    """A chart and a table for every kind of needle; a sentence where none was found."""
-    sections, metric = [], cells[0]["metric"]
-    for kind, of_kind in grouped(cells, lambda cell: cell["kind"]).items():
-        frame = by_length(of_kind, "length", "recall")
-        lead, last = _finding(frame, f"of the facts ({kind})")
-        prompts = span((len(cell["samples"]) for cell in frame["cell"]), "")
-        sections.append(
-            Section(
-                f"Needles: {kind}",
-                lead or f"Needles, {kind}: nothing was found at any length.",
-                "",
-                length_chart(frame, LENGTH, f"mean {metric}", top=1.0) if last else None,
-                *length_table(frame, f"{kind}: {metric} at", lambda row: f"{row.y:.2f}"),
-                f"{METRICS[metric]}, {prompts} prompts each.",
-            )
-        )
-    return sections
+def ruler_sections(cells: Sequence[Cell]) -> list[Section]:
+    """The mean score over the tasks that all have, against the length; and every task's."""
+    groups = grouped(cells, lambda cell: (line_label(cell), cell["length"])).values()
+    shared = set.intersection(*({cell["kind"] for cell in group} for group in groups))
+    tasks = [kind for kind in dict.fromkeys(cell["kind"] for cell in cells) if kind in shared]
+    if not tasks:
+        return []
+    means = []
+    for group in groups:
+        scores = [x["score"] for c in group if c["kind"] in shared for x in c["samples"]]
+        interval = wilson_interval(sum(scores), len(scores))
+        means.append({**group[0], "score": fmean(scores), "wilson95": interval})
+    frame = by_length(means, "length", "score", "wilson95")
+    lead, last = _finding(frame, "of what RULER’s tasks ask for")
+    header, rows = length_table(
+        frame, f"mean of {len(tasks)} task{'s' * (len(tasks) > 1)} at", _score
+    )
+    lines = [frame[frame["line"] == line] for line in frame["line"].unique()]
+    header = [*header, f"keeps {KEPT:.0%} up to"]
+    rows = [[*row, _kept(line)] for row, line in zip(rows, lines, strict=True)]
+    for task in tasks:
+        of_task = by_length([c for c in cells if c["kind"] == task], "length", "score", "wilson95")
+        for name, *entries in length_table(of_task, "", _score)[1]:
+            rows.append([f"{name}: {task}", *entries, ""])
+    chat = "in the chat template" if cells[0]["chat"] else "as plain text"
+    section = Section(
+        "RULER",
+        lead or "Nothing that RULER’s tasks ask for was found at any length.",
+        "",
+        length_chart(frame, "tokens of prompt and answer", "mean score", top=1.0) if last else None,
+        header,
+        rows,
+        f"Mean share of the expected strings in the answers, prompts {chat}. Small: Wilson’s 95 % "
+        f"interval over prompts. {KEPT:.0%} of the score at the training context, or if it was not "
+        "measured at the longest length below it, else at the shortest.",
+    )
+    return [section]
+
+
+def _score(row: Any) -> Entry:
+    return Entry(f"{row.y:.2f}", f"{row.low:.2f}–{row.high:.2f}")
+
+
+def _kept(line: Frame) -> str:
+    """The longest length up to which a model keeps `KEPT` of its score at its training length."""
+    scores, trained = dict(zip(line["x"], line["y"], strict=True)), training_length(line)
+    lengths = sorted(scores)
+    first = max([n for n in lengths if trained and n <= trained], default=lengths[0])
+    least = KEPT * scores[first]
+    beyond = takewhile(lambda n: scores[n] >= least, [n for n in lengths if n >= first])
+    last = [*beyond][-1]
+    return "–" if not least else f"≥ {last:,}" if last == lengths[-1] else f"{last:,}"
 
 
 def distance_edges(longest: int, trained: int) -> list[int]:

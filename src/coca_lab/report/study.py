@@ -34,7 +34,7 @@ class Figure:
 FIGURES = {
     "perplexity": Figure("window", "perplexity", "perplexity", ".1f"),
     "passkey": Figure("length", "accuracy", "share of passkeys found", ".2f", 1),
-    "needles": Figure("length", "recall", "share of needles found", ".2f", 1),
+    "ruler": Figure("length", "score", "RULER score", ".2f", 1),
 }
 OVER_SEEDS = {"y": "mean", "low": "min", "high": "max", "seeds": "count"}
 FAR = {350_000_000: "350M", 7_000_000_000: "7B"}

@@ -9,7 +9,7 @@ import yaml
 from coca_lab.report.angles import angle_sections
 from coca_lab.report.bench import bench_facts, bench_sections
 from coca_lab.report.perplexity import perplexity_facts, perplexity_sections
-from coca_lab.report.prompts import needle_sections, passkey_sections, prompt_facts
+from coca_lab.report.prompts import passkey_sections, prompt_facts, ruler_sections
 from coca_lab.report.results import Cell, Facts, all_cells, comparable
 from coca_lab.report.section import Section
 from coca_lab.report.study import gather_seeds, study_sections
@@ -94,7 +94,7 @@ REPORTS: dict[str, TaskReport] = {
         perplexity_sections, "Perplexity against context length", perplexity_facts
     ),
     "passkey": TaskReport(passkey_sections, "Passkey retrieval", prompt_facts, "prompts"),
-    "needles": TaskReport(needle_sections, "Needles", prompt_facts, "prompts"),
+    "ruler": TaskReport(ruler_sections, "RULER", prompt_facts, "prompts"),
     "harness": TaskReport(
         harness_sections, "Short context", _facts("limit", "harness"), "questions"
     ),

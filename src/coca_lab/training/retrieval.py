@@ -1,9 +1,10 @@
 """What a model finds in a prompt, measured next to perplexity during training.
 
-Prompts and scoring are those of ``coca eval passkey`` and ``coca eval needles``, with a seed of
-their own.
+Prompts and scoring are those of ``coca eval passkey`` and ``coca eval ruler``, with a seed of their
+own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -14,14 +15,16 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import error_prefix
-from coca_lab.data.tasks import Kind, Prompt, ask_for_needles, ask_for_passkeys, share_found
+from coca_lab.data.ruler import ANSWER_TOKENS, RulerTask, ask_for_ruler, string_match
+from coca_lab.data.tasks import Prompt, ask_for_passkeys, is_hit
 from coca_lab.generation import greedy_answers
 from coca_lab.recipe import Recipe
 
 SEED = 7177  # unlike the evaluations', so that what was chosen by validation can be measured
-KINDS: tuple[Kind, ...] = ("single", "multi-key")
+NEEDLES: tuple[RulerTask, ...] = ("niah_single_1", "niah_multikey_2")
+"""One fact among filler, and one of many; neither needs a text."""
 ANSWER = 32
-"""Tokens of an answer at most."""
+"""Tokens of a passkey's answer at most."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Questions:
     what: str  # such as passkeys
     length: int
     prompts: list[Prompt]
+    score: Callable[[str, Prompt], float]
+    answer: int  # tokens at most
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,11 @@ class Retrieval:
                     model,
                     self.tokenizer,
                     torch.tensor([prompts[index].ids for index in part]),
-                    max_new_tokens=ANSWER,
+                    max_new_tokens=questions.answer,
                     together=state.num_processes > 1,
                 )
                 for index, answer in zip(part, answers, strict=True):
-                    scores[index] = share_found(answer, prompts[index])
+                    scores[index] = questions.score(answer, prompts[index])
         return fmean(dict(gather_object([*scores.items()])).values())
 
 
@@ -82,10 +87,22 @@ def load_retrieval(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Retrie
         if passkeys:
             with error_prefix("validation.passkeys: "):
                 prompts = ask_for_passkeys(tokenizer, length, passkeys, seed=SEED)
-            questions[f"passkey_{length}"] = Questions("passkeys", length, prompts)
-        for kind in KINDS if needles else ():
+            questions[f"passkey_{length}"] = Questions(
+                "passkeys", length, prompts, _has_passkey, ANSWER
+            )
+        for task in NEEDLES if needles else ():
             with error_prefix("validation.needles: "):
-                prompts = ask_for_needles(tokenizer, kind, length, needles, seed=SEED)
-            questions[f"{kind}_{length}"] = Questions(f"{kind} needles", length, prompts)
+                prompts = ask_for_ruler(tokenizer, task, length, needles, seed=SEED)
+            questions[f"{task}_{length}"] = Questions(
+                task, length, prompts, _has_expected, ANSWER_TOKENS[task]
+            )
     tokens = recipe.training.micro_batch_size * block
     return Retrieval(tokenizer, questions, tokens) if questions else None
+
+
+def _has_passkey(answer: str, prompt: Prompt) -> float:
+    return float(is_hit(answer, prompt.facts["key"]))
+
+
+def _has_expected(answer: str, prompt: Prompt) -> float:
+    return string_match(answer, prompt.facts["expected"])

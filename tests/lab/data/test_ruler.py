@@ -1,13 +1,19 @@
 """RULER's tasks: their wording, their exact lengths, and their scores."""
 
+import json
 import re
+import string
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from coca_attention.errors import UserError
 from coca_lab.data import Document, read_documents, train_tokenizer
 from coca_lab.data.ruler import (
     ANSWER_TOKENS,
@@ -17,6 +23,9 @@ from coca_lab.data.ruler import (
     string_match,
     word_lists,
 )
+from coca_lab.evaluation import Model, RotaryScaling, evaluate
+from coca_lab.evaluation.retrieval import RULER, RulerSettings
+from conftest import tiny_model
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -28,10 +37,13 @@ NAMES = ["bytes", "byte-level", "byte-level, chat", "sentencepiece", "sentencepi
 
 @pytest.fixture(scope="module")
 def texts():
-    prose = [
-        document.text for document, _ in zip(read_documents("stdlib"), range(20), strict=False)
+    prose = [document.text for document, _ in zip(read_documents("stdlib"), range(3), strict=False)]
+    return [
+        *prose,
+        " ".join(word for words in word_lists() for word in words),
+        NOISE * 20,
+        string.printable,
     ]
-    return [*prose, " ".join(word for words in word_lists() for word in words), NOISE * 20]
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +111,58 @@ def test_prompts_have_exactly_the_length_asked_for(tokenizers, filler, task, nam
         assert string_match(prompt.text, prompt.facts["expected"]) == 1
 
 
+def solved(task: str, prompt: str) -> list[str]:
+    """What a reader answers who knows how the tasks are made."""
+    if task.startswith("niah"):
+        facts = re.findall(r"One of the special magic \w+ for (\S+) is: (\S+)\.", prompt)
+        asked = re.search(r"What .* special magic \w+ for (.*) mentioned in", prompt)[1]
+        keys = re.split(r", and |, ", asked)
+        return [value for key in keys for name, value in facts if name == key]
+    if task == "vt":
+        value = re.findall(r"are assigned the value (\d+), they are: $", prompt)[0]
+        found = re.findall(rf"VAR (\w+) = {value}\n", prompt)
+        for name, other in re.findall(r"VAR (\w+) = VAR (\w+) ", prompt):
+            found += [name] * (other in found)
+        return found
+    if task == "cwe":
+        listed = prompt.rpartition("Below is")[2].partition("\nQuestion")[0]
+        counts = Counter(re.findall(r"\d+\. (\S+)", listed))
+        return [word for word, _ in counts.most_common(10)]
+    coded = prompt.partition("coded words. ")[2].partition("\nQuestion")[0]
+    counts = Counter(word for word in coded.split() if word.strip("."))
+    return [word for word, _ in counts.most_common(3)]
+
+
+@pytest.mark.parametrize("task", RULER_TASKS)
+def test_what_is_expected_can_be_read_and_nothing_else_is_as_right(tokenizers, filler, task):
+    for length in (2500, 4500):
+        prompts = ask_for_ruler(tokenizers["byte-level"], task, length, range(4), filler=filler)
+        for prompt in prompts:
+            assert sorted(solved(task, prompt.text)) == sorted(prompt.facts["expected"])
+            assert string_match(" ".join(solved(task, prompt.text)), prompt.facts["expected"]) == 1
+        first, *others = [prompt.facts["expected"] for prompt in prompts]
+        assert all(string_match(" ".join(other), first) < 0.4 for other in others)
+
+
+def goldens(tokenizer) -> str:
+    """The first prompt of every task, nearly as short as can be, in tokens that are bytes."""
+    text, parts = "One two three. Four five six! Seven eight? ", []
+    for task in RULER_TASKS:
+        with pytest.raises(UserError, match="tokens more") as caught:
+            ask_for_ruler(tokenizer, task, 100, [0], filler=text)
+        length = 230 + int(re.search(r"take (\d+) tokens more", str(caught.value))[1])
+        (prompt,) = ask_for_ruler(tokenizer, task, length, [0], filler=text)
+        expected = ", ".join(prompt.facts["expected"])
+        parts.append(f"# {task}, {length} tokens; expected: {expected}\n{prompt.text}|\n")
+    return "\n".join(parts)
+
+
+def test_prompts_read_like_rulers(tokenizers):
+    """They were compared with the templates and the code of RULER by hand; | is their end."""
+    written = Path(__file__).with_name("ruler.txt").read_text(encoding="utf-8")
+    assert goldens(tokenizers["bytes"]) == written
+
+
 def test_a_score_is_the_share_of_the_expected_strings_in_an_answer():
     assert string_match(" 1234567.", ["1234567"]) == 1
     assert string_match("ABCDE, fghij and XYZ", ["abcde", "FGHIJ", "KLMNO", "PQRST"]) == 0.5
@@ -122,3 +186,51 @@ def test_no_word_is_in_another_one():
     assert len(words) > 2000 and max(Counter(words).values()) == 1
     text = "\n".join(words)
     assert [word for word in words if len(re.findall(word, text)) > 1] == []
+
+
+class Reader(LlamaForCausalLM):
+    """A model that answers what `solved` finds in its prompt, or with random tokens."""
+
+    tokenizer, task, guesses = None, "", False
+
+    def forward(self, input_ids=None, **kwargs):
+        logits = torch.zeros(len(input_ids), 1, len(self.tokenizer))
+        for row, ids in enumerate(input_ids.tolist()):
+            if self.guesses:
+                logits[row, 0, torch.randint(1, len(self.tokenizer), ())] = 1.0
+                continue
+            start = self.asked - ANSWER_TOKENS[self.task]
+            said, prompt = self.tokenizer.decode(ids[start:]), self.tokenizer.decode(ids[:start])
+            left = (" " + " ".join(solved(self.task, prompt)))[len(said) :]
+            logits[row, 0, self.tokenizer(left)["input_ids"][0] if left else 0] = 1.0
+        return CausalLMOutputWithPast(logits=logits)
+
+
+@pytest.mark.parametrize(("guesses", "score"), [(False, 1.0), (True, 0.0)])
+def test_a_reader_has_every_point_and_a_guess_none(tokenizers, text_folder, guesses, score):
+    torch.manual_seed(0)
+    tokenizer = tokenizers["byte-level"]
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=1,
+                         num_attention_heads=1, intermediate_size=8, eos_token_id=0)  # fmt: skip
+    model = Reader(config).eval()
+    model.tokenizer, model.guesses, model.asked = tokenizer, guesses, 3000
+    for model.task in RULER_TASKS:
+        wanted = RulerSettings([3000], kinds=[model.task], samples=2, source=str(text_folder),
+                               use_cache=False)  # fmt: skip
+        (cell,) = evaluate(RULER, Model(model, tokenizer), wanted)
+        assert (cell["task"], cell["kind"], cell["length"]) == ("ruler", model.task, 3000)
+        assert cell["score"] == score, cell["samples"]
+        assert [len(cell["samples"]), cell["samples"][0]["index"]] == [2, 0]
+        json.dumps(cell, allow_nan=False)
+
+
+def test_a_prompt_does_not_depend_on_the_other_lengths(tokenizers, text_folder):
+    model = tiny_model("llama-rope")
+    model.resize_token_embeddings(len(tokenizers["byte-level"]))
+    model = Model(model, tokenizers["byte-level"])
+    same = {"kinds": ["niah_multikey_1"], "samples": 1, "source": str(text_folder)}
+    (alone,), both = (
+        [measured.items[0].keys for measured in RULER.measure(model, wanted, RotaryScaling())]
+        for wanted in (RulerSettings([1500], **same), RulerSettings([3000, 1500], **same))
+    )
+    assert alone == both[1] != both[0]

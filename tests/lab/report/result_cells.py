@@ -3,6 +3,7 @@
 from collections import Counter
 from html.parser import HTMLParser
 
+from coca_lab.intervals import wilson_interval
 from coca_lab.report.results import all_cells
 
 ATTENTION = {"CoCA-Slack": "slack", "CoCA-Strict": "strict"}
@@ -41,9 +42,13 @@ def passkey(model, length, hits, scaling="none", factor=None, trained=512):
     }  # fmt: skip
 
 
-def needles(model: str, recall: float, metric: str = "R-precision") -> dict:
-    about = {"task": "needles", "kind": "single", "length": 512, "scaling": "none", "samples": [{}]}
-    return about | {"model": model, "recall": recall, "metric": metric, "training_length": 64}
+def ruler(model: str, kind: str, length: int, *scores: float, trained: int = 512) -> dict:
+    samples = [{"index": i, "expected": [f"{i}"], "score": score} for i, score in enumerate(scores)]
+    return {
+        "task": "ruler", "model": model, "kind": kind, "length": length, "scaling": "none",
+        "chat": False, "training_length": trained, "samples": samples,
+        "score": sum(scores) / len(scores), "wilson95": wilson_interval(sum(scores), len(scores)),
+    }  # fmt: skip
 
 
 def study(model: str, seed: int, size: float, near: float, far: float) -> list[dict]:

@@ -11,9 +11,9 @@ from result_cells import (
     TRAINING,
     Page,
     bench,
-    needles,
     passkey,
     perplexity,
+    ruler,
 )
 
 from coca_lab.report import Entry, Section, build_report, printed_tables, write_report
@@ -88,13 +88,18 @@ def test_headings_name_what_was_measured_the_models_and_the_finding(undrawn):
     assert "<h1>Benchmarks</h1>" in build_report([{"results": [bench(1.0)]}])
     study = [{"results": CELLS, "study": {"title": "Four sizes"}}, {"results": [bench(1.0)]}]
     assert "<h1>Four sizes</h1>" in build_report(study)
-    every = [perplexity("a", 64, 2.0), passkey("a", 64, 2), needles("a", 0.5), bench(1, 8)]
+    every = [
+        perplexity("a", 64, 2.0),
+        passkey("a", 64, 2),
+        ruler("a", "vt", 512, 0.0, 1.0),
+        bench(1, 8),
+    ]
     page = build_report([{"results": [*every, bench(2, 16)], "training": [TRAINING]}])
     headings = re.findall(r'<p class="kicker">.*</p>\s*<h2>(.*)</h2>', page)
     assert headings == [
         "At 64 tokens (the training context) a has a perplexity of 2.00.",
         "At 64 tokens (0.125 × the training context) a finds 20% of the passkeys.",
-        "At 512 tokens (8 × the training context) a finds 50% of the facts (single).",
+        "At 512 tokens (the training context) a finds 50% of what RULER’s tasks ask for.",
         "X, 16 tokens: b 2 MB; a 2 MB.",
         "Lowest training loss at the end: 4, of RoFormer.",
     ]
@@ -261,7 +266,13 @@ def test_names_are_shown_as_they_are(undrawn):
 def test_a_long_page_is_folded_and_every_table_is_there_as_csv(undrawn):
     validation = [{"step": step, "perplexity": 9.0} for step in (0, 10)]
     run = TRAINING | {"validation": validation}
-    cells = [*CELLS, passkey("a", 64, 2), needles("a", 0.5), bench(1, 8), bench(2, 16)]
+    cells = [
+        *CELLS,
+        passkey("a", 64, 2),
+        ruler("a", "vt", 512, 0.0, 1.0),
+        bench(1, 8),
+        bench(2, 16),
+    ]
     page = build_report([{"results": cells, "training": [run]}])
     first, more = page.split('<details class="more"><summary>', 1)
     assert first.count('<p class="kicker">') == OPEN and "figures and tables</summary>" in more

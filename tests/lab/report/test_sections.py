@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from result_cells import CELLS, lines, needles, passkey, perplexity, read, study, training
+from result_cells import CELLS, lines, passkey, perplexity, read, ruler, study, training
 
 from coca_lab.report import Section, printed_tables
 from coca_lab.report.perplexity import perplexity_sections
-from coca_lab.report.prompts import distance_edges, needle_sections, passkey_sections
+from coca_lab.report.prompts import distance_edges, passkey_sections, ruler_sections
 from coca_lab.report.study import gather_seeds, study_sections
 from coca_lab.report.tasks import paper_sections
 from coca_lab.report.training import training_sections
@@ -86,7 +86,23 @@ PASSKEYS = {
     "as many": [passkey(model, 4096, hits) for model, hits in (("a", 4), ("b", 4), ("c", 0))],
     "none": [passkey("a", 512, 0)],
 }  # fmt: skip
-NEEDLES = {"found": [needles("A", 0.5)], "not found": [needles("A", 0.0)]}
+RULER = {
+    # a keeps 0.45 of 0.5 at 1,024 tokens; b, 0.3 of 0.5. Only a was asked for words beyond.
+    "two models": [
+        *(ruler("a", kind, length, *scores) for length, kinds in {
+            256: {"vt": (1.0, 1.0), "cwe": (0.8, 0.4)},
+            512: {"vt": (0.5, 0.5), "cwe": (0.8, 0.2)},
+            1024: {"vt": (0.5, 0.4), "cwe": (0.6, 0.3)},
+            2048: {"vt": (0.0, 0.0), "cwe": (0.0, 0.0)},
+        }.items() for kind, scores in kinds.items()),
+        ruler("a", "fwe", 256, 1.0, 1.0),
+        *(ruler("b", kind, n, *scores) for n, scores in {
+            512: (0.5, 0.5), 1024: (0.4, 0.2), 2048: (0.9, 0.9)
+        }.items() for kind in ("vt", "cwe")),
+    ],
+    "to the end": [ruler("a", "vt", n, 0.9, 1.0, trained=128) for n in (256, 512)],
+    "one prompt, none found": [ruler("a", "vt", 512, 0.0)],
+}  # fmt: skip
 # CoCA costs about 10 % at every size; its ratio falls with the square root of the size.
 SIZES = [
     cell
@@ -146,7 +162,7 @@ def seeds(cells: list[dict]) -> list[Section]:
 
 MAKERS = (
     (perplexity_sections, PERPLEXITY), (passkey_sections, PASSKEYS),
-    (needle_sections, NEEDLES), (seeds, STUDIES), (training_sections, RUNS),
+    (ruler_sections, RULER), (seeds, STUDIES), (training_sections, RUNS),
 )  # fmt: skip
 
 
@@ -184,7 +200,10 @@ LEADS = {  # of the first section, by hand
     "passkey_sections: as many": "At 4,096 tokens (8 × the training context) a and b find 40% of "
     "the passkeys, the most.",
     "passkey_sections: none": "No passkey was found at any length.",
-    "needle_sections: not found": "Needles, single: nothing was found at any length.",
+    "ruler_sections: two models": "At 2,048 tokens (4 × the training context) b finds 90% of what "
+    "RULER’s tasks ask for, the most.",
+    "ruler_sections: one prompt, none found": "Nothing that RULER’s tasks ask for was found at any "
+    "length.",
     "seeds: seeds": "Perplexity: at 4,096 tokens CoCA-Strict has 44.5, the others 81.0.",
     "seeds: as many": "Share of passkeys found: at 512 tokens a and c have 1.00, the others 0.50.",
     "training_sections: recovered": "Lowest validation perplexity at the end: 99, of 99.0.",
@@ -229,6 +248,27 @@ def test_tables_by_hand(made):
     assert text(made["seeds: seeds"]["Perplexity"].rows[0])[2] == "81.0 (80.0 to 82.0)"
     assert made["seeds: seeds"]["Perplexity"].muted == [2]
     assert "RoFormer" not in str(made["seeds: without the control"]["Perplexity, 1M"].rows)
+
+
+def test_rulers_tasks_by_hand(made):
+    """Means over the tasks that all models have, and the length that keeps 85 % of the score."""
+    table = made["ruler_sections: two models"]["RULER"]
+    assert text(table.header) == [
+        "mean of 2 tasks at", "256 (0.5 ×)", "512 (1 ×)", "1,024 (2 ×)", "2,048 (4 ×)",
+        "keeps 85% up to",
+    ]  # fmt: skip
+    rows = {row[0]: text(row[1:]) for row in table.rows}
+    assert [*rows] == ["a", "b", "a: vt", "b: vt", "a: cwe", "b: cwe"]
+    # 1.0, 1.0, 0.8 and 0.4: the mean is 0.8, and Wilson's interval that of four prompts.
+    assert rows["a"][0] == "0.80 (0.34–0.97)" and [x[:4] for x in rows["a"][1:4]] == [
+        "0.50", "0.45", "0.00"
+    ]  # fmt: skip
+    assert rows["a"][4] == "1,024"  # 0.45 of 0.5 is 90 %, 0.0 is not
+    assert rows["b"][0] == "–" and rows["b"][4] == "512"  # 0.3, whatever comes behind
+    assert rows["a: cwe"] == ["0.60 (0.13–0.94)", "0.50 (0.09–0.91)", "0.45 (0.08–0.89)",
+                              "0.00 (0.00–0.66)", ""]  # fmt: skip
+    assert made["ruler_sections: to the end"]["RULER"].rows[0][-1] == "≥ 512"
+    assert made["ruler_sections: one prompt, none found"]["RULER"].rows[0][-1] == "–"
 
 
 def test_training_says_when_a_run_has_recovered(made):
@@ -289,12 +329,14 @@ def test_the_papers_figures_are_shown_where_they_compare_or_are_asked_for():
 def test_the_terminal_has_the_tables_of_the_figures_alone():
     ((header, rows),) = printed_tables(PROMPTS)
     assert header == ["passkeys found at", "512", "4,096"] and len(rows) == 4
-    # Early results counted what stands anywhere in an answer.
-    cells = [needles("A", 0.5, "recall"), needles("B", 0.25)]
-    assert {table[0][0]: table[1] for table in printed_tables(cells)} == {
-        "single: recall at (prompts 1)": [["A", "0.50"]],
-        "single: R-precision at (prompts 2)": [["B", "0.25"]],
-    }
+    # Prompts around another text are not compared.
+    cells = [
+        ruler("A", "vt", 512, 0.5) | {"filler": "x"},
+        ruler("B", "vt", 512, 1.0) | {"filler": "y"},
+    ]
+    assert [table[0][0] for table in printed_tables(cells)] == [
+        "mean of 1 task at (prompts 1)", "mean of 1 task at (prompts 2)",
+    ]  # fmt: skip
 
 
 def test_one_seed_and_other_tasks_are_no_study():

@@ -84,13 +84,14 @@ def test_processes_share_the_prompts(learned, monkeypatch, processes):
 
 
 def test_needles_and_lengths(tokenizer):
-    retrieval = load_retrieval(asked(needles=2, lengths="[400, 500]"), tokenizer)
+    retrieval = load_retrieval(asked(needles=2, lengths="[700]"), tokenizer)
     assert isinstance(retrieval, Retrieval)
     sizes = {n: [len(p.ids) for p in asked.prompts] for n, asked in retrieval.questions.items()}
-    assert sizes == {f"{kind}_{n}": [n, n] for n in (400, 500) for kind in ("single", "multi-key")}
+    tasks = ("niah_single_1", "niah_multikey_2")
+    assert sizes == {f"{task}_700": [700 - 128] * 2 for task in tasks}
     assert retrieval.shares(tiny_model("strict")) == dict.fromkeys(sizes, 0.0)
-    described = retrieval.describe()
-    assert described["multi-key_500"] == {"what": "multi-key needles", "length": 500, "prompts": 2}
+    described = retrieval.describe()["niah_multikey_2_700"]
+    assert described == {"what": "niah_multikey_2", "length": 700, "prompts": 2}
     assert load_retrieval(asked(), tokenizer) is None
 
 
