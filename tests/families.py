@@ -17,25 +17,46 @@ SIZES = {
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 WINDOWED = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_local_experts": 4}
+MANY_EXPERTS = EXPERTS | {"num_experts": 4, "num_local_experts": None}
 # Name in the table: model_type, settings that differ from SIZES.
 FAMILIES = {
     "Llama": ("llama", {}),
     "Mistral": ("mistral", {"sliding_window": 8}),
+    "Mixtral": ("mixtral", EXPERTS),
     "Qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "layer_types": WINDOWED}),
+    "Qwen2 MoE": ("qwen2_moe", MANY_EXPERTS | {"shared_expert_intermediate_size": 16}),
     "Qwen3": ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": WINDOWED}),
+    "Qwen3 MoE": ("qwen3_moe", MANY_EXPERTS),
+    "Gemma": ("gemma", {}),
     "Gemma 3": (
         "gemma3_text",
         {"sliding_window": 8, "layer_types": WINDOWED, "query_pre_attn_scalar": 8},
     ),
+    "Phi": ("phi", {"partial_rotary_factor": 0.5}),
     "Phi-3": (
         "phi3",
         {"partial_rotary_factor": 0.5, "sliding_window": 8, "original_max_position_embeddings": 64},
     ),
     "Granite": ("granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.25}),
+    "Granite MoE": ("granitemoe", EXPERTS | {"attention_multiplier": 0.25}),
+    "OLMo": ("olmo", {}),
     "OLMo 2": ("olmo2", {}),
+    "OLMo 3": ("olmo3", {"sliding_window": 8, "layer_types": WINDOWED}),
+    "OLMoE": ("olmoe", MANY_EXPERTS),
     "GPT-NeoX": ("gpt_neox", {"rotary_pct": 0.5, "num_key_value_heads": None, "head_dim": None}),
     "Cohere": ("cohere", {"use_qk_norm": True}),
+    "GLM": ("glm", {}),
     "GLM-4": ("glm4", {}),
+    "Helium": ("helium", {}),
+    "ERNIE 4.5": ("ernie4_5", {}),
+    "Apertus": ("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "Arcee": ("arcee", {}),
+    "Seed-OSS": ("seed_oss", {"attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "StarCoder 2": (
+        "starcoder2",
+        {"sliding_window": 8, "residual_dropout": 0.0, "initializer_range": 0.03},
+    ),
 }
 ENCODERS = {
     "ModernBERT": (
@@ -62,6 +83,8 @@ def vanilla(family: str, seed: int = 0, *, auto=AutoModelForCausalLM, **changes)
     """A small random model whose attention is far from uniform."""
     torch.manual_seed(seed)
     model = auto.from_config(configuration(family, **changes)).eval()
+    if "experts" in str(model):
+        model.set_experts_implementation("batched_mm")  # others know no float64
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # Weights of norms differ from 1 too, so that swapped norms are detected.
@@ -97,7 +120,8 @@ def made(name: str):
 def reloaded(model, folder, auto=AutoModelForCausalLM):
     """The model, saved and loaded again."""
     model.save_pretrained(folder)
-    return auto.from_pretrained(folder).to(model.dtype).eval()
+    kept = {"experts_implementation": model.config._experts_implementation}  # is not saved
+    return auto.from_pretrained(folder, **kept).to(model.dtype).eval()
 
 
 def assert_reloads(model, folder):

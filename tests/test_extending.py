@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import ArceeConfig, ArceeForCausalLM, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CwmConfig, CwmForCausalLM
 
 import oracle
 import runs
@@ -128,11 +128,11 @@ def test_the_task_is_a_command_a_section_of_suites_and_of_the_report(phase, tmp_
 
 def test_the_family_is_converted_saved_and_loaded(tmp_path):
     torch.manual_seed(0)
-    model = ArceeForCausalLM(ArceeConfig(**SIZES)).eval()
+    model = CwmForCausalLM(CwmConfig(**SIZES)).eval()
     ids = some_tokens(model)
     before = logits(model, ids)
     assert difference(logits(convert(model, free_pairs=4), ids), before) < 1e-5  # all of them
-    assert type(assert_reloads(model, tmp_path)).__name__ == "CoCAArceeForCausalLM"
+    assert type(assert_reloads(model, tmp_path)).__name__ == "CoCACwmForCausalLM"
 
 
 def test_processes_of_a_command_know_what_was_added(extensions, monkeypatch):

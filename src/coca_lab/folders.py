@@ -26,7 +26,7 @@ from coca_attention.models.configuration import (
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_lab.files import check_can_be_written, known_problem, writing
-from coca_lab.loading import load_model, no_progress_bars
+from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 
 UNTRAINED = "The conversion changed what the model computes: train it further before you use it."
 CARD = "README.md"
@@ -76,8 +76,9 @@ def convert_folder(
         model = load_original(source, dtype=None if dtype == "auto" else getattr(torch, dtype))
         model.config.kv_cache = wanted.kv_cache
     else:
-        model = load_model(source, dtype=dtype, device="cpu", any_head=True)
-        model = convert(model, wanted)
+        # What is refused is refused before its weights are read.
+        convert(model_without_weights(source, any_head=True), wanted)
+        model = convert(load_model(source, dtype=dtype, device="cpu", any_head=True), wanted)
     sections = {"Limit of distances": report}
     if wanted.changes_function and not from_original:
         sections["Training"] = UNTRAINED

@@ -60,7 +60,8 @@ def load_model(
         device = accelerator.type if accelerator is not None else "cpu"
     device_map: Any = "auto" if device == "auto" else usable_device(device)
     with _naming(path), no_progress_bars():
-        auto = _auto_class(path) if any_head else AutoModelForCausalLM
+        _, auto = _config_and_class(path, any_head)
+        _check_safetensors(path)
         loaded: Any = auto.from_pretrained(
             path,
             device_map=device_map,
@@ -96,11 +97,10 @@ def model_without_weights(
     """A model on the meta device, to find out in a moment whether it can be loaded and used."""
     path = str(path)
     with _naming(path):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config, auto = _config_and_class(path, any_head)
         for file in sorted(Path(path).glob("*.safetensors")):
             with safe_open(file, "pt"):  # checks the size
                 pass
-        auto = _auto_class(path) if any_head else AutoModelForCausalLM
         with torch.device("meta"):
             model: Any = auto.from_config(config, trust_remote_code=False)
     kind = config.dtype if dtype == "auto" else getattr(torch, dtype)
@@ -134,7 +134,7 @@ def _naming(path: str) -> Iterator[None]:
         raise UserError(
             f"{path}: a weight file is damaged or truncated ({error}); copy or save it again"
         ) from error
-    except (torch.OutOfMemoryError, MemoryError):
+    except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
         if "trust_remote_code" in str(error):  # which Transformers advises to set
@@ -146,11 +146,32 @@ def _naming(path: str) -> Iterator[None]:
         raise UserError(f"{path}: no model could be loaded: {_brief(error)}") from error
 
 
-def _auto_class(path: str) -> Any:
-    """The Auto class of the head that a folder's configuration names."""
+def _config_and_class(path: str, any_head: bool) -> tuple[Any, Any]:
+    """A folder's configuration, and the Auto class of a language model, or of the head it names."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    task = (config.architectures or [""])[0].partition("For")[2]
-    return getattr(transformers, f"AutoModelFor{task}", AutoModelForCausalLM)
+    task = (config.architectures or [""])[0].partition("For")[2] if any_head else ""
+    auto = getattr(transformers, f"AutoModelFor{task}", AutoModelForCausalLM)
+    if type(config) not in auto._model_mapping:
+        parts = config.get_text_config() is not config
+        hint = (
+            ": it has one. Load it in Python, where convert(model.get_decoder()) converts its "
+            "language model in place"
+        )
+        raise UserError(
+            f"{path}: {config.model_type} is not a language model{hint if parts else ''}"
+        )
+    return config, auto
+
+
+def _check_safetensors(path: str) -> None:
+    """Raise UserError if a folder has its weights in another format alone."""
+    folder = Path(path)
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"{path}: its weights are .bin files, which can contain code and are not read: write "
+            f"them as safetensors, by AutoModelForCausalLM.from_pretrained({path!r})"
+            ".save_pretrained(FOLDER) in Python, and copy its tokenizer"
+        )
 
 
 def _brief(error: Exception) -> str:

@@ -8,13 +8,13 @@ import accelerate
 import peft
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     CLIPVisionConfig,
-    GPT2Config,
-    LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -26,19 +26,18 @@ from coca_attention import convert
 from coca_attention.errors import UserError
 from coca_attention.models import Conversion, Roles
 from coca_attention.models.decoder import CollinearModel
+from coca_attention.models.families import decoders
 from coca_attention.testing import logits, some_tokens
 from coca_lab import folders
 from coca_lab.cli import main
 from coca_lab.folders import convert_folder
 from commands import run
-from families import FAMILIES, SIZES, reloaded, vanilla
+from families import FAMILIES, SIZES, configuration, reloaded, vanilla
 
 
 def test_an_unsupported_model_lists_the_families():
-    model = AutoModelForCausalLM.from_config(
-        GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9, bos_token_id=0, eos_token_id=0)
-    )
-    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot be converted") as caught:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("stablelm", **SIZES))
+    with pytest.raises(ValueError, match="StableLmForCausalLM cannot be converted") as caught:
         convert(model)
     assert all(name in str(caught.value) for name, _ in FAMILIES.values())
     with pytest.raises(ValueError, match=r"expected a model of Transformers, got Linear.*CoCAAtt"):
@@ -63,6 +62,38 @@ REFUSED = [
     ("Llama", {"form": "rope", "length": 8, "max_distance": 9}, "length of 8 tokens, got 9"),
     ("Llama", {"form": "slack", "length": 8}, "is for roles and limits of distances, got 8"),
 ]
+
+
+OBSTACLES = [
+    ("gpt2", {}, "has no rotary positions"),
+    (
+        "falcon",
+        {"alibi": True, "head_dim": None},
+        "has biases in place of rotary",
+    ),
+    ("gemma2", {"attn_logit_softcapping": 50.0}, r"caps its attention scores \(attn_logit_soft"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "caps its attention scores"),
+    ("olmo", {"clip_qkv": 8.0}, r"clips queries, keys and values \(clip_qkv\)"),
+    ("phi", {"qk_layernorm": True}, "applies layer norms to queries and keys"),
+    ("deepseek_v2", {"kv_lora_rank": 8}, "computes keys from a latent vector"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "has layers without positions"),
+    ("cohere2", {}, "has layers without positions"),
+    ("gpt_oss", {"num_local_experts": 4}, "has sinks, learned scores for attending to nothing"),
+    ("granite_swa", {}, "has sinks"),
+    ("lfm2", {"layer_types": ["conv", "full_attention"]}, "has layers of other types than atten"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "reason"), OBSTACLES, ids=[x[0] for x in OBSTACLES])
+def test_what_an_attention_does_beyond_a_coca_model_is_named(kind, fields, reason):
+    sizes = {name: x for name, x in (SIZES | fields).items() if x is not None}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    with pytest.raises(UserError, match=f"{type(model).__name__} cannot be converted: it {reason}"):
+        convert(model)
+    if kind in decoders():
+        with pytest.raises(StrictDataclassError, match=reason):
+            decoders()[kind].config(**sizes)
 
 
 @pytest.mark.parametrize(("family", "arguments", "message"), REFUSED)
@@ -151,15 +182,19 @@ def test_a_decoder_without_head_is_converted():
     assert torch.equal(body(ids).last_hidden_state, expected)
 
 
-def test_the_language_model_of_a_llava_is_converted(tmp_path):
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])  # and experts have other names on disk
+def test_the_language_model_of_a_llava_is_converted(family, tmp_path, capsys):
     torch.manual_seed(0)
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     config = LlavaConfig(
-        text_config=LlamaConfig(**SIZES),
+        text_config=configuration(family),
         vision_config=CLIPVisionConfig(**vision, num_hidden_layers=2, image_size=28, patch_size=14),
         image_token_id=5,
     )
-    model = LlavaForConditionalGeneration(config).eval()
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "vanilla")
+    model = LlavaForConditionalGeneration.from_pretrained(tmp_path / "vanilla")
+    assert main(["convert", str(tmp_path / "vanilla"), str(tmp_path / "target")]) == 2
+    assert "llava is not a language model: it has one." in capsys.readouterr().err
     with pytest.raises(UserError, match=r"convert\(model.get_decoder\(\)\) converts its language"):
         convert(model)
     model.config.text_config = convert(model.get_decoder(), "strict", kv_cache="half").config

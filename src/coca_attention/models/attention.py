@@ -159,7 +159,9 @@ class CollinearAttention(nn.Module):
     def _projected(self: Any, output: Tensor, hidden_states: Tensor) -> Tensor:
         """(B, T, H, D), or (B * T, H * D) from a serving engine, to (B, T, hidden)."""
         output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return self.get_submodule(self.layout.output_name)(output)
+        output = self.get_submodule(self.layout.output_name)(output)
+        dropout = getattr(self, "residual_dropout", 0.0)  # of Starcoder 2 and Seed-OSS
+        return F.dropout(output, dropout, self.training) if dropout else output
 
     def _cached(
         self: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]

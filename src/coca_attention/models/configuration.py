@@ -23,6 +23,15 @@ ROTATION_FIELDS = {"turning_pairs": "turning"} | {
 """Our additions to ``rope_parameters``, and the fields of a `Rotation` that they are."""
 LOCAL_RULE = "local"
 """Our addition to ``rope_parameters``: those of local layers that keep a rule of the original."""
+UNSUPPORTED = {
+    "alibi": "has biases in place of rotary positions",
+    "attn_logit_softcapping": "caps its attention scores",
+    "clip_qkv": "clips queries, keys and values",
+    "qk_layernorm": "applies layer norms to queries and keys",
+    "kv_lora_rank": "computes keys from a latent vector",
+    "num_kv_shared_layers": "uses the keys of a layer in others",
+}
+"""Fields of configurations by which attention does something that a CoCA model's does not."""
 LETTERS = {"l": LOCAL, "g": GLOBAL}
 
 
@@ -145,6 +154,12 @@ def head_width(config: Any) -> int:
     return given or config.hidden_size // config.num_attention_heads
 
 
+def unsupported(config: Any) -> str | None:
+    """What a model's attention does beyond a CoCA model's, None if its fields name nothing."""
+    set_fields = (name for name in UNSUPPORTED if getattr(config, name, None))
+    return next((f"{UNSUPPORTED[name]} ({name})" for name in set_fields), None)
+
+
 def has_own_roles(config: Any) -> bool:
     """Whether a CoCA model gives local and global layers masks and rotations of their own."""
     kinds, rope = getattr(config, "layer_types", None) or (), rope_parameters(config)
@@ -252,6 +267,8 @@ class CoCAConfig:
         parents = super()
         if hasattr(parents, "validate_architecture"):
             parents.validate_architecture()  # pyright: ignore[reportAttributeAccessIssue]
+        if unsupported(self):
+            raise ValueError(f"a CoCA model cannot do what this one does: it {unsupported(self)}")
         form, width, heads = get_form(self.coca_form), head_width(self), self.num_attention_heads
         check_width(width)
         check_heads(heads, getattr(self, "num_key_value_heads", None) or heads)

@@ -14,6 +14,7 @@ from transformers import GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedModel, 
 from coca_attention.errors import UserError, did_you_mean
 from coca_attention.models.configuration import (
     GLOBAL,
+    LOCAL,
     LOCAL_RULE,
     ROTATION_FIELDS,
     Roles,
@@ -23,6 +24,7 @@ from coca_attention.models.configuration import (
     rope_parameters,
     rotation,
     training_length,
+    unsupported,
     window_of,
 )
 from coca_attention.models.decoder import (
@@ -37,6 +39,9 @@ from coca_attention.ops import FORMS
 from coca_attention.ops.checks import check_whole
 
 log = logging.getLogger(__name__)
+
+WITHOUT_POSITIONS = ("cohere2", "exaone4")
+"""Model types whose layers with full attention have no positions, which no field says."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,9 @@ def _find_family(model: Any) -> tuple[Family, type]:
         raise UserError(
             "weights created under torch.inference_mode() cannot be trained: convert outside of it"
         )
+    obstacle = _obstacle(model)
+    if obstacle is not None:
+        raise UserError(f"{name} cannot be converted: it {obstacle}")
     for family in FAMILIES:
         for _, vanilla, made in family.classes:
             if type(model) is vanilla:
@@ -182,6 +190,25 @@ def _find_family(model: Any) -> tuple[Family, type]:
     raise UserError(
         f"{name} cannot be converted: supported are the models of {supported_families(model)}{hint}"
     )
+
+
+def _obstacle(model: Any) -> str | None:
+    """Why a model's attention cannot be converted; None if nothing but its family is unknown."""
+    config = model.config.get_text_config()
+    skips = 0 in (getattr(config, "no_rope_layers", None) or ())
+    kinds = getattr(config, "layer_types", None) or ()
+    found = {
+        unsupported(config): True,
+        "has no rotary positions": not any(
+            getattr(config, name, None) for name in ("rope_parameters", "rotary_dim")
+        ),
+        "has layers without positions": skips or config.model_type in WITHOUT_POSITIONS,
+        "has layers of other types than attention": set(kinds) - {LOCAL, GLOBAL},
+        "has sinks, learned scores for attending to nothing": any(
+            name.endswith(".sinks") for name, _ in model.named_parameters()
+        ),
+    }
+    return next((what for what, present in found.items() if what and present), None)
 
 
 def _check_projections(modules: list[Any], layout: AttentionLayout) -> None:
@@ -221,6 +248,7 @@ def _new_configuration(family: Family, old: Any, wanted: Conversion) -> Any:
         kept = {name: x for name, x in rope.items() if name not in ROTATION_FIELDS}
         config.rope_parameters[LOCAL_RULE] = kept
     config._attn_implementation = old._attn_implementation
+    config._experts_implementation = old._experts_implementation
     config.name_or_path = old.name_or_path
     return config
 

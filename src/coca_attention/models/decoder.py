@@ -44,6 +44,9 @@ def change_class(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
     # Transformers sets up class attributes when an instance is created, so create an empty one.
     PreTrainedModel.__init__(cls.__new__(cls), config)
     model.__class__ = cls
+    # Names of the files that it was loaded from, by which Transformers would save it: those of
+    # another class, and in files of a related format (EXAONE) of another family.
+    vars(model).pop("_weight_conversions", None)
 
 
 def check_mixing(config: Any, where: str, *, distances: bool) -> None:

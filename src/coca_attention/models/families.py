@@ -24,6 +24,10 @@ from transformers import (
     Phi3Config,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -233,26 +237,43 @@ GPT_NEOX = Family(
     config_mixin=GPTNeoXFields,
     attention_mixin=GPTNeoXMixin,
 )
+SPANNING = AttentionLayout(norm_spans_heads=True)
+INTERLEAVED = AttentionLayout(interleaved=True)
 FAMILIES: list[Family] = [
     LLAMA,
     Family(transformers.MistralForCausalLM),
+    Family(transformers.MixtralForCausalLM),
     Family(transformers.Qwen2ForCausalLM),
+    Family(transformers.Qwen2MoeForCausalLM),
     Family(transformers.Qwen3ForCausalLM),
+    Family(transformers.Qwen3MoeForCausalLM),
+    Family(transformers.GemmaForCausalLM),
     Family(transformers.Gemma3ForCausalLM, layout=AttentionLayout(norm_offset=1.0)),
+    Family(transformers.PhiForCausalLM, layout=AttentionLayout(output_name="dense")),
     Family(
         transformers.Phi3ForCausalLM,
         layout=AttentionLayout(fused_name="qkv_proj", split_fused=_split_sections),
         config_mixin=Phi3Fields,
     ),
     Family(transformers.GraniteForCausalLM),
+    Family(transformers.GraniteMoeForCausalLM),
     Family(transformers.OlmoForCausalLM),
-    Family(transformers.Olmo2ForCausalLM, layout=AttentionLayout(norm_spans_heads=True)),
+    Family(transformers.Olmo2ForCausalLM, layout=SPANNING),
+    Family(transformers.Olmo3ForCausalLM, layout=SPANNING),
+    Family(transformers.OlmoeForCausalLM, layout=SPANNING),
     GPT_NEOX,
     Family(
         transformers.CohereForCausalLM,
         layout=AttentionLayout(interleaved=True, interleaved_tables=True),
     ),
-    Family(transformers.Glm4ForCausalLM, layout=AttentionLayout(interleaved=True)),
+    Family(transformers.GlmForCausalLM, layout=INTERLEAVED),
+    Family(transformers.Glm4ForCausalLM, layout=INTERLEAVED),
+    Family(transformers.HeliumForCausalLM, layout=INTERLEAVED),
+    Family(transformers.Ernie4_5ForCausalLM, layout=INTERLEAVED),
+    Family(transformers.ApertusForCausalLM),
+    Family(transformers.ArceeForCausalLM),
+    Family(transformers.SeedOssForCausalLM),
+    Family(transformers.Starcoder2ForCausalLM),
     Family(
         transformers.ModernBertForMaskedLM,
         layout=AttentionLayout(
@@ -311,4 +332,8 @@ def register_family(family: Family) -> list[type]:
     """Make a family known to `convert`, and its CoCA classes to Transformers; all classes."""
     if family not in FAMILIES:
         FAMILIES.append(family)
+    # On disk, tensors of some families (with experts) have other names than in their classes.
+    names = get_checkpoint_conversion_mapping(family.vanilla.config_class.model_type)
+    if names is not None:
+        register_checkpoint_conversion_mapping(family.config.model_type, names, overwrite=True)
     return register(family.config, [(auto, made) for auto, _, made in family.classes])

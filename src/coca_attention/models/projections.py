@@ -101,14 +101,14 @@ def replace_key_projection(attention: Any) -> None:
     if getattr(attention, "k_norm", None) is not None:
         # If the two members are independent, pair means of normalised keys are 1/√2 as large as
         # the keys, but the T norm scales them to 1: divide its weight by √2.
-        offset = layout.norm_offset
-        weight = fold_heads(attention, attention.k_norm.weight.detach() + offset)
+        # Free pairs keep theirs: a small weight would not survive + 1 - 1.
+        old, offset = attention.k_norm.weight, layout.norm_offset
+        weight = fold_heads(attention, old.detach().double())
         pairs, free = attention.head_dim // 2, attention.free_pairs
-        weight.unflatten(-1, (-1, pairs + free))[..., : pairs - free].div_(2**0.5)
+        turning = weight.unflatten(-1, (-1, pairs + free))[..., : pairs - free]
+        turning.add_(offset).div_(2**0.5).sub_(offset)
         attention.t_norm = copy.deepcopy(attention.k_norm)
-        attention.t_norm.weight = nn.Parameter(
-            weight - offset, requires_grad=attention.k_norm.weight.requires_grad
-        )
+        attention.t_norm.weight = nn.Parameter(weight.to(old.dtype), old.requires_grad)
         del attention.k_norm
     learned = initial_form_parameters(attention)
     if learned:

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -200,6 +207,18 @@ class RecipeTrainer(Trainer):
         if not torch.isfinite(loss).all():
             raise self._diverged(f"the loss is {loss.item()}")
         return loss
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        # Trainer reads checkpoints by the names of the model's class, but a family's files can have
+        # others (untied GPT-NeoX, experts).
+        model: Any = self.accelerator.unwrap_model(self.model)
+        if isinstance(model, PreTrainedModel):  # others are PEFT's, which save adapters alone
+            save = partial(model.save_pretrained, save_original_format=False)
+            vars(model)["save_pretrained"] = save
+        try:
+            super()._save(*args, **kwargs)
+        finally:
+            vars(model).pop("save_pretrained", None)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         folder = Path(str(self.args.output_dir))

@@ -74,7 +74,7 @@ def test_every_layer_learns_from_the_teachers_own_input(family):
 def test_attention_is_matched_before_the_output_projection(family):
     """The loss from the definition: each layer called by hand with the teacher's input."""
     teacher, student = vanilla(family), collinear(family)
-    names = {"GPT-NeoX": ("attention", "dense")}.get(family, ("self_attn", "o_proj"))
+    layout = student.base_model.attention_class.layout
     inputs, before = [], {teacher: [], student: []}
 
     def watch(module, args, kwargs):
@@ -87,9 +87,9 @@ def test_attention_is_matched_before_the_output_projection(family):
     student.eval()
     for model, hook in ((teacher, watch), (student, replace)):
         for layer in model.base_model.layers:
-            attention = getattr(layer, names[0])
+            attention = getattr(layer, layout.module_name)
             attention.register_forward_pre_hook(hook, with_kwargs=True)
-            getattr(attention, names[1]).register_forward_pre_hook(
+            getattr(attention, layout.output_name).register_forward_pre_hook(
                 lambda module, args, seen=before[model]: seen.append(args[0])
             )
         with torch.no_grad():
