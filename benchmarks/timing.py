@@ -6,11 +6,12 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from coca_lab.environment import peak_growth
 
 QUARTILES = (0.25, 0.5, 0.75)
 
@@ -81,25 +82,7 @@ def peak_megabytes(device: str, make: Callable[..., Callable[[], Any]], *argumen
     """Peak memory of one run above its inputs, in MB; on a CPU that of a new process, on Linux."""
     if device == "cpu":
         return _process().submit(_resident_growth, make, *arguments).result()
-    run = make(*arguments)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
-
-
-def resident_growth(run: Callable[[], Any]) -> float:
-    """Growth of the largest resident size of this process while something runs, in MB."""
-    Path("/proc/self/clear_refs").write_text("5")  # the largest so far is the present one
-    before = _resident("VmRSS")
-    run()
-    return _resident("VmHWM") - before
-
-
-def _resident(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(field))
+    return peak_growth(make(*arguments), device)
 
 
 def _process() -> ProcessPoolExecutor:
@@ -120,4 +103,4 @@ def _run() -> float:
 
 
 def _resident_growth(make: Callable[..., Callable[[], Any]], *arguments: Any) -> float:
-    return resident_growth(make(*arguments))
+    return peak_growth(make(*arguments))

@@ -5,8 +5,8 @@
 - `coca_attention.models`: ``coca_*`` models for Transformers. Importing it registers them with the
   Auto classes.
 
-This package imports torch alone; `convert`, `load_original` and `set_rotary_scaling` import
-`coca_attention.models`, and with it Transformers, when they are first used.
+This package imports torch alone; `convert`, `extend_context`, `load_original` and
+`set_rotary_scaling` import `coca_attention.models`, and with it Transformers, when first used.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from coca_attention.ops import (
 )
 
 if TYPE_CHECKING:
-    from coca_attention.models import convert, load_original, set_rotary_scaling
+    from coca_attention.models import convert, extend_context, load_original, set_rotary_scaling
 
 __version__ = "0.2.0.dev0"
 
@@ -32,6 +32,7 @@ __all__ = [
     "ScoreForm",
     "coca_attention",
     "convert",
+    "extend_context",
     "fold",
     "load_original",
     "register_form",
@@ -41,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("convert", "load_original", "set_rotary_scaling"):
+    if name in ("convert", "extend_context", "load_original", "set_rotary_scaling"):
         from coca_attention import models
 
         return getattr(models, name)

@@ -25,6 +25,7 @@ from coca_attention.models.configuration import (
     training_length,
 )
 from coca_attention.models.conversion import Conversion, convert, load_original
+from coca_attention.models.extension import extend_context, extended_lengths
 from coca_lab.files import check_can_be_written, known_problem, writing
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 
@@ -47,6 +48,7 @@ METHODS = {
     "temperature": "[log n scaling](https://kexue.fm/archives/8823)",
     "decay": "[KERPLE](https://arxiv.org/abs/2205.09921)",
     "max_distance": "[ReRoPE](https://github.com/bojone/rerope)",
+    "yarn": "[YaRN](https://arxiv.org/abs/2309.00071)",
 }
 """By score form or rotary parameter, where its idea is from (docs/related-work.md)."""
 
@@ -58,12 +60,11 @@ def convert_folder(
     *,
     from_original: bool = False,
     dtype: str = "auto",
-    report: str = "",
     **settings: Any,
 ) -> PreTrainedModel:
     """`convert` or `load_original` from folder to folder, with tokenizer and card.
 
-    ``settings`` are fields of `Conversion`; ``report`` says in Markdown how a limit was chosen.
+    ``settings`` are fields of `Conversion`.
     """
     target = new_folder(source, target)
     wanted = replace(form if isinstance(form, Conversion) else Conversion(form), **settings)
@@ -79,10 +80,33 @@ def convert_folder(
         # What is refused is refused before its weights are read.
         convert(model_without_weights(source, any_head=True), wanted)
         model = convert(load_model(source, dtype=dtype, device="cpu", any_head=True), wanted)
-    sections = {"Limit of distances": report}
-    if wanted.changes_function and not from_original:
-        sections["Training"] = UNTRAINED
+    changed = wanted.changes_function and not from_original
+    sections = {"Training": UNTRAINED} if changed else {}
     with writing_model(model, source, target) as folder:
+        write_card(folder, model.config, name=target.name, source=source, sections=sections)
+    return model
+
+
+def extend_folder(
+    source: str | Path,
+    target: str | Path,
+    method: Any = "limited",
+    *,
+    dtype: str = "auto",
+    report: str = "",
+    **lengths: int | None,
+) -> PreTrainedModel:
+    """`extend_context` from folder to folder, with tokenizer and card.
+
+    ``lengths`` are its arguments; ``report`` says in Markdown how the method was chosen.
+    """
+    target = new_folder(source, target)
+    model: Any = load_model(source, dtype=dtype, device="cpu", any_head=True)
+    length, to = extended_lengths(model.config, lengths.get("to"), lengths.get("length"))
+    extend_context(model, method, **lengths)
+    said = f"By method {method}, without training, for texts of {to:,} tokens; L = {length:,}."
+    sections = {"Context extension": f"{said}\n\n{report}".strip()}
+    with writing_model(model, source, target, longest=to) as folder:
         write_card(folder, model.config, name=target.name, source=source, sections=sections)
     return model
 
@@ -101,8 +125,11 @@ def new_folder(source: str | Path, target: str | Path) -> Path:
 
 
 @contextmanager
-def writing_model(model: Any, source: str | Path, target: Path) -> Iterator[Path]:
-    """A temporary folder with the model and its tokenizer, which becomes the target on leaving."""
+def writing_model(model: Any, source: str | Path, target: Path, longest: int = 0) -> Iterator[Path]:
+    """A temporary folder with the model and its tokenizer, which becomes the target on leaving.
+
+    The tokenizer is said to take texts of ``longest`` tokens, if it said fewer.
+    """
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise UserError(f"{source}: {name} has values that are not finite: it is damaged")
@@ -115,6 +142,7 @@ def writing_model(model: Any, source: str | Path, target: Path) -> Iterator[Path
             except (OSError, ValueError, KeyError):
                 tokenizer = None  # a model without a tokenizer
             if tokenizer is not None:
+                tokenizer.model_max_length = max(tokenizer.model_max_length, longest)
                 tokenizer.save_pretrained(partial)
             yield partial
     except UserError:
@@ -148,7 +176,11 @@ def write_card(
     for path in licenses:
         shutil.copyfile(path, folder / path.name)
     rope = rope_parameters(config)
-    used = {attention_of(config), *(name for name, value in rope.items() if value is not None)}
+    used = {
+        attention_of(config),
+        rope.get("rope_type"),
+        *(name for name, value in rope.items() if value is not None),
+    }
     methods = ", ".join(dict.fromkeys(METHODS[method] for method in METHODS if method in used))
     ModelCard.from_template(
         data,

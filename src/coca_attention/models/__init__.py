@@ -16,6 +16,7 @@ from coca_attention.models.alibi import (
 )
 from coca_attention.models.configuration import Roles, add_rope_types, training_length
 from coca_attention.models.conversion import Conversion, convert, load_original
+from coca_attention.models.extension import extend_context
 from coca_attention.models.families import FAMILIES, GPT_NEOX, LLAMA, register, register_family
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.sinks import SINKS, sink_attention, sink_mask, use_fused_attention
@@ -57,6 +58,7 @@ __all__ = [
     "Conversion",
     "Roles",
     "convert",
+    "extend_context",
     "load_original",
     "register_models",
     "set_rotary_scaling",

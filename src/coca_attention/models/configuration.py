@@ -97,6 +97,8 @@ def made_for(config: Any) -> tuple[int | None, str]:
         for name in ("max_sequence_length", "model_max_length")  # Vicuna, Command R
         if isinstance(value := getattr(config, name, None), int) and value >= (longest or 1)
     ]
+    if rope.get("max_distance") and rope.get("temperature"):
+        return rope["temperature"], "what limits of distances were set for"
     if longest is None:
         return max(stated, default=(given, "original_max_position_embeddings"))
     found = [(longest, "max_position_embeddings")]

@@ -26,7 +26,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "eval": ("evaluation", "Evaluate a model on one task, or models on a suite of them."),
         "analyze": ("evaluation", "Measure angles of queries and keys, or where attention goes."),
     },
-    "convert and serve": {
+    "extend, convert and serve": {
+        "extend": ("models", "Let a model read longer texts, without training."),
         "convert": ("models", "Turn a vanilla model's folder into the CoCA model of its family."),
         "export": ("models", "Write a model with layers with roles for vLLM, SGLang or llama.cpp."),
         "generate": ("generate", "Continue a prompt with a causal language model."),

@@ -1,7 +1,9 @@
-"""Commands that turn models into others: convert and export."""
+"""Commands that turn models into others: extend, convert and export."""
 
 import logging
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -13,20 +15,23 @@ from coca_attention.models.configuration import (
     rotation,
     training_length,
 )
-from coca_attention.models.conversion import Conversion, convert
+from coca_attention.models.conversion import Conversion
+from coca_attention.models.extension import METHODS, Method, extend_context, extended_lengths
+from coca_attention.ops import FORMS
 from coca_lab.cli.console import Progress, parse, print_table
 from coca_lab.data import load_tokenizer
-from coca_lab.engine import Engine
-from coca_lab.evaluation.limit_check import LimitCheck, LimitCheckSettings, check_limits
+from coca_lab.engine import Engine, Store
+from coca_lab.evaluation.extension import Candidate, Check, CheckSettings, check_extensions
 from coca_lab.evaluation.perplexity import TextSettings, load_text
 from coca_lab.evaluation.task import free_weights, open_model
 from coca_lab.export import export_native
-from coca_lab.folders import convert_folder, new_folder
+from coca_lab.folders import convert_folder, extend_folder, new_folder
 from coca_lab.loading import model_without_weights
 
 log = logging.getLogger(__name__)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass
@@ -41,70 +46,124 @@ class FolderSettings:
 
 def run_convert(words: list[str]) -> None:
     """Turn a vanilla model's folder into the CoCA model of its family, to be trained on."""
-    path, target, wanted, folder, check = parse(
-        "coca convert",
-        run_convert,
-        words,
-        [Conversion, FolderSettings, LimitCheckSettings],
-        ["model", "target"],
+    path, target, wanted, folder = parse(
+        "coca convert", run_convert, words, [Conversion, FolderSettings], ["model", "target"]
     )
-    chooses = wanted.form == "rope" and wanted.roles is None and wanted.max_distance is None
-    if check.check and (not chooses or folder.from_original):
+    if not folder.from_original and not any(re.match("--form(=|$)", word) for word in words):
         raise UserError(
-            "--check measures which limit of distances loses nothing: it is for --form rope "
-            "without --roles, --max-distance and --from-original"
+            f"--form is missing: one of {', '.join(FORMS)}, or with --roles.layers rope; to extend "
+            "a model's context without training use coca extend MODEL TARGET"
         )
-    report = ""
-    if check.check:
-        measured = _check_limits(path, target, wanted, folder.dtype, check)
-        wanted = replace(wanted, max_distance=measured.chosen.max_distance)
-        report = measured.markdown()
-    model = convert_folder(path, target, wanted, **vars(folder), report=report)
+    model = convert_folder(path, target, wanted, **vars(folder))
     note = "; another function than before: train it on"
     if not wanted.changes_function:
         limit = rotation(model.config.get_text_config()).max_distance
         note = f"; the same as before up to {limit:,} tokens"
+        log.warning("coca convert --form rope is now coca extend, and this word of it will go.")
     print(
         f"{target}: {model.config.model_type}, {wanted.form}, {model.num_parameters():,} parameters"
         f"{'' if folder.from_original else note}"
     )
-    _print_training_length(model, wanted.length)
+    if "temperature" in rope_parameters(model.config.get_text_config()):
+        _print_training_length(model.config, wanted.length)
 
 
-def _check_limits(
-    path: str, target: str, wanted: Conversion, dtype: str, check: LimitCheckSettings
-) -> LimitCheck:
-    """Measure the model with some limits of distances, and print the table."""
-    # What could be refused after the measurements is refused before.
-    new_folder(path, target)
-    planned = convert(model_without_weights(path, any_head=True), wanted)
-    length = rotation(planned.config.get_text_config()).max_distance
-    assert length is not None  # it is just limited
-    model = open_model(path, "base", dtype=dtype).with_weights()
-    with Progress() as progress:
-        report = check_limits(model, check, Engine(progress=progress), length=length)
-    free_weights()  # which are converted now
-    print_table(*report.table())
-    if report.warning:
-        log.warning("%s", report.warning)
-    return report
-
-
-def _print_training_length(model: Any, given: int | None) -> None:
-    """Which training length a conversion was for, and why; nothing if it was for none."""
-    config = model.config.get_text_config()
-    if "temperature" not in rope_parameters(config):
-        return
-    length, why = made_for(config)
+def _print_training_length(config: Any, given: int | None) -> None:
+    """Which training length a command assumed, and why."""
+    length, why = made_for(config.get_text_config())
     length, why = (given, "--length") if given else (length, f"{why}; --length sets another")
     print(f"Training length: {length:,} tokens ({why})")
+
+
+@dataclass
+class ExtendSettings:
+    """How the context is extended."""
+
+    to: Count | None = None
+    """The longest text in tokens that the model is to read; by default four times L."""
+    method: Literal["auto", Method] = "auto"
+    """limited: distances beyond W score as if W (ReRoPE with log n), which changes nothing in texts
+    of up to W tokens; yarn, dynamic and ntk change rotations. auto takes the best by --check, and
+    without it limited."""
+    max_distance: Count | None = None
+    """W, for limited; by default L, or the best by --check."""
+    length: Count | None = None
+    """L, the length that the model was made for; by default what its configuration says."""
+    dtype: Dtype = "auto"
+    """Precision of the weights, to measure and to write; auto keeps it."""
+
+
+def run_extend(words: list[str]) -> None:
+    """Let a model read longer texts, without training, by the method that its text shows best."""
+    path, target, wanted, check = parse(
+        "coca extend", run_extend, words, [ExtendSettings, CheckSettings], ["model", "target"]
+    )
+    new_folder(path, target)
+    if wanted.max_distance and wanted.method != "limited":
+        raise UserError("--max-distance is for --method limited")
+    config = model_without_weights(path).config
+    length, to = extended_lengths(config, wanted.to, wanted.length)
+    _print_training_length(config, wanted.length)
+    chosen, report = Candidate(wanted.method, wanted.max_distance), ""
+    if wanted.method == "auto":
+        chosen = Candidate("limited")
+    if check.check:
+        measured = _check(path, target, wanted, check, length, to)
+        chosen, report = measured.chosen.candidate, measured.markdown()
+    model = extend_folder(
+        path,
+        target,
+        chosen.method,
+        to=to,
+        length=length,
+        max_distance=chosen.max_distance,
+        dtype=wanted.dtype,
+        report=report,
+    )
+    print(
+        f"{target}: {model.config.model_type}, {chosen.label}, for texts of {to:,} tokens; runs in "
+        f"{chosen.engines}"
+    )
+
+
+def _check(
+    path: str, target: str, wanted: ExtendSettings, check: CheckSettings, length: int, to: int
+) -> Check:
+    """Measure the methods that are possible, and print the tables."""
+    methods = []
+    for method in METHODS if wanted.method == "auto" else (wanted.method,):
+        try:
+            extend_context(model_without_weights(path), method, to=to, length=length)
+            methods.append(method)
+        except UserError as error:
+            if wanted.method != "auto":
+                raise
+            log.warning("%s is left out: %s", method, error)
+    store, settings = Path(f"{target}.values.sqlite"), {"length": length, "to": to}
+    with Store(store) as values, Progress() as progress:
+        model, engine = open_model(path, dtype=wanted.dtype), Engine(values, progress)
+        found = check_extensions(
+            model.with_weights(),
+            check,
+            engine,
+            methods=methods,
+            max_distance=wanted.max_distance,
+            **settings,
+        )
+        values.remove(engine.used)
+    free_weights()  # which are extended now
+    for table in found.tables():
+        print_table(*table)
+    for warning in found.warnings:
+        log.warning("%s", warning)
+    return found
 
 
 @dataclass
 class ExportSettings:
     """What is written."""
 
-    context: Annotated[int, Field(ge=1)] | None = None
+    context: Count | None = None
     """N, the tokens among which the model is to find something: scores of global layers are
     multiplied by ln(N + 1) / ln(L + 1), for L the training length. By default they stay."""
     gguf: bool = False
