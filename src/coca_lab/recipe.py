@@ -102,7 +102,7 @@ class ModelRecipe:
     max_distance: Count | None = None
     """Keys farther back than this many tokens are scored as if this far back, and a temperature
     makes no query smaller: what a rotary start says of texts up to this long does not change. Less
-    than its training length may lose passkeys within it, which coca convert --check measures. Not
+    than its training length may lose passkeys within it, which coca extend --check measures. Not
     with layers or a decay. By default no limit."""
     linear: bool = False
     """Whether attention is linear: a state in place of a cache, for strict and magnitude."""

@@ -121,7 +121,8 @@ def report(content):
 
 
 def convert(*words, make=lambda p: p.model):
-    return lambda p: ["convert", make(p), p.new(), *words]
+    form = () if {"--form", "--from-original"} & {*words} else ("--form", "slack")
+    return lambda p: ["convert", make(p), p.new(), *form, *words]
 
 
 def resumed(**files):
@@ -274,9 +275,9 @@ CASES = {
                              "config.json is there and no result file"),
     "angles over a list": (lambda p: ["analyze", p.model, "--output", p.file("[]", ".json")],
                            "is there and no result file"),
-    "full target": (lambda p: ["convert", p.model, p.run], "exists and is not empty"),
+    "full target": (lambda p: ["extend", p.model, p.run], "exists and is not empty"),
     # Of two mistakes, the one that is told is the one that was looked for first.
-    "target": (lambda p: ["convert", p.new(), "/proc/x"], "/proc/x cannot be written"),
+    "target": (lambda p: ["extend", p.new(), "/proc/x"], "/proc/x cannot be written"),
     "target of an export": (lambda p: ["export", p.new(), "/proc/x"], "/proc/x cannot be written"),
     "form to convert to": (convert("--form", "stric", make=lambda p: p.copy(
         "llama-rope", model_safetensors=b"")), "did you mean strict?"),

@@ -263,7 +263,8 @@ def test_a_failed_conversion_writes_nothing(words, message, tmp_path, capsys, mo
     vanilla("Llama").save_pretrained("source")
     vanilla("Llama").config.save_pretrained("bare")
     before = sorted(tmp_path.rglob("*"))
-    code, _, error = run(capsys, "convert", *words)
+    form = [] if "--from-original" in words else ["--form", "slack"]
+    code, _, error = run(capsys, "convert", *words, *form)
     assert code == 2 and message in error
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -298,11 +299,11 @@ def test_a_kill_while_writing_leaves_no_model(tmp_path):
     if child == 0:
         torch.set_num_threads(1)
         modeling_utils.safe_save_file = half
-        main(["convert", str(source), str(target)])
+        main(["convert", str(source), str(target), "--form", "slack"])
         os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert not target.exists()
-    assert main(["convert", str(source), str(target)]) == 0
+    assert main(["convert", str(source), str(target), "--form", "slack"]) == 0
     AutoModelForCausalLM.from_pretrained(target)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
 

@@ -66,7 +66,7 @@ class Conversion:
     """W: in layers that see the whole text, keys farther back than W tokens are scored as if W
     back, and queries beyond the training length L grow with the logarithm of the tokens they see.
     By default L for rope without roles, and no limit for other forms. Less may find more in longer
-    texts, and may lose what is found within L: coca convert --check measures it."""
+    texts, and may lose what is found within L: coca extend --check measures it."""
     length: int | None = None
     """L, the training length in tokens, for roles and limits; by default what the model's
     configuration says (`made_for`)."""

@@ -65,7 +65,7 @@ def run_convert(words: list[str]) -> None:
         f"{'' if folder.from_original else note}"
     )
     if "temperature" in rope_parameters(model.config.get_text_config()):
-        _print_training_length(model.config, wanted.length)
+        _print_training_length(model_without_weights(path, any_head=True).config, wanted.length)
 
 
 def _print_training_length(config: Any, given: int | None) -> None:
