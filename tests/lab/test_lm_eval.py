@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from coca_lab import lm_eval
+from coca_lab.folders import extend_folder
 from coca_lab.report import printed_tables, read_results
 
 TASK = """
@@ -24,15 +25,13 @@ metric_list: [{{metric: acc}}]
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
-def test_the_harness_command_evaluates_and_the_report_reads_its_results(tmp_path, model_folder):
+def evaluate(tmp_path, question, arguments="pretrained=model"):
+    """Run the harness in a folder with ``model``, on two questions."""
     data = tmp_path / "questions.jsonl"
-    data.write_text('{"question": "alpha1", "choices": [" beta2", " gamma3"]}\n' * 2)
-    (tmp_path / "tasks").mkdir()
+    data.write_text(f'{{"question": "{question}", "choices": [" beta2", " gamma3"]}}\n' * 2)
+    (tmp_path / "tasks").mkdir(exist_ok=True)
     (tmp_path / "tasks/tiny.yaml").write_text(TASK.format(data=data))
-    shutil.copytree(model_folder, tmp_path / "model")
-    words = "run --model hf --model_args pretrained=model,dtype=float32 --device cpu "
+    words = f"run --model hf --model_args {arguments},dtype=float32 --device cpu "
     words += "--include_path tasks --tasks tiny_choice --output_path scores"
     done = subprocess.run(
         [sys.executable, "-m", "coca_lab.lm_eval", *words.split()],
@@ -42,11 +41,32 @@ def test_the_harness_command_evaluates_and_the_report_reads_its_results(tmp_path
         env={"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
+def test_the_harness_command_evaluates_and_the_report_reads_its_results(tmp_path, model_folder):
+    shutil.copytree(model_folder, tmp_path / "model")
+    done = evaluate(tmp_path, "alpha1")
     assert "tiny_choice" in done.stdout
     (file,) = tmp_path.glob("scores/*/results_*.json")
     accuracy = json.loads(file.read_text())["results"]["tiny_choice"]["acc,none"]
     ((header, rows),) = printed_tables(read_results([file.parent])[0]["results"])
     assert header == ["model", "tiny_choice: acc"] and rows == [["model", f"{accuracy:.4g}"]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is an extra")
+def test_the_harness_reads_what_a_model_was_extended_to(tmp_path, model_folder):
+    shutil.copytree(model_folder, tmp_path / "model")
+    extend_folder(model_folder, tmp_path / "extended", "yarn", to=256)
+    question, cut = "alpha1 beta2 gamma3 " * 5, "Truncating"
+    said = evaluate(tmp_path, question).stderr
+    assert cut in said and "max_length=TOKENS" in said
+    assert cut not in evaluate(tmp_path, question, "pretrained=extended").stderr
+    said = evaluate(tmp_path, question, "pretrained=model,max_length=256").stderr
+    assert cut not in said and "max_length=TOKENS" not in said
 
 
 def test_a_missing_harness_says_what_to_install(monkeypatch):

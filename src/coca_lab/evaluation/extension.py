@@ -277,11 +277,11 @@ def check_extensions(
                 _cost(named, documents[0].tokens[: lengths[-1]]),
             ]
             *cells, cost = finish(measurements, engine)
-        found = {n: (results[0].scores[n], results[0].hits[n]) for n in known}
+        scores = {n: results[0].scores[n] for n in known}
+        hits = {n: results[0].hits[n] for n in known}
         for n, read, answers in zip(left, cells, cells[len(left) :], strict=False):
-            scores = [*map(DocumentScore.of, read["documents"])]
-            found[n] = scores, sum(sample["hit"] for sample in answers["samples"])
-        scores, hits = ({n: found[n][i] for n in lengths} for i in range(2))
+            scores[n] = [*map(DocumentScore.of, read["documents"])]
+            hits[n] = sum(sample["hit"] for sample in answers["samples"])
         results.append(Measured(candidate, scores, hits, *cost["cost"]))
     tokens = sum(score.tokens for score in results[0].scores[length])
     about = (
