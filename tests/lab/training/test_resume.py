@@ -18,7 +18,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback, modeling_utils
+from transformers import AutoModelForCausalLM, TrainerCallback, modeling_utils
 
 from coca_attention.errors import UserError
 from coca_lab.training import (
@@ -93,6 +93,35 @@ def test_a_run_resumes_from_its_last_complete_checkpoint(
     assert len(warnings) == bool(warning) and all(warning in line for line in warnings)
     assert "missing keys" not in caplog.text  # of tied weights, by Transformers
     assert last_checkpoint(output / "nowhere") is None
+
+
+EXPERTS = "{num_experts_per_tok: 2, moe_intermediate_size: 16, num_local_experts: 4, %s}"
+
+
+@pytest.mark.parametrize(
+    ("body", "attention"),
+    [
+        ("gpt_neox", "own"),
+        ("mixtral", "own"),
+        pytest.param("mixtral", "strict", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "own", marks=pytest.mark.slow),
+        pytest.param("granitemoe", "own", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_whose_names_on_disk_are_others_are_resumed(text_folder, tmp_path, body, attention):
+    """Untied heads of GPT-NeoX and experts: Trainer reads a checkpoint by the class's names."""
+    options = EXPERTS % ("num_experts: 4" if body == "qwen3_moe" else "")
+    changes = {"model__options": options} if body != "gpt_neox" else {}
+    words = {"model__body": body, "model__attention": attention, "model__tie_embeddings": False}
+    wanted = recipe(text_folder, **words, **changes)
+    whole = train(wanted, tmp_path / "whole")
+    resumed = unfinished(whole, tmp_path / "resumed")
+    train(wanted, resumed)
+    assert_the_same(resumed, whole)
+    model, info = AutoModelForCausalLM.from_pretrained(whole, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    names = set(load_file(whole / "model.safetensors"))
+    assert names != set(model.state_dict())  # those of the Hub
 
 
 @pytest.mark.parametrize(
