@@ -215,6 +215,9 @@ def known_problem(error: BaseException) -> str | None:
             f"there is not enough memory ({text or 'MemoryError'}): use smaller batches, shorter "
             "texts or a smaller model"
         )
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        bad = error.object[max(error.start - 20, 0) : error.end + 20]
+        return f"{bad!r}: not UTF-8; rename the file or folder"
     number = error.errno if isinstance(error, OSError) else None
     if found := re.search(r"os error (\d+)", text):  # Rust's wording
         number = int(found[1])

@@ -1,5 +1,6 @@
 """Model folders that commands write whole or not at all: model, tokenizer and card, README.md."""
 
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,9 +30,11 @@ from coca_attention.models.extension import extend_context, extended_lengths
 from coca_lab.files import check_can_be_written, known_problem, writing
 from coca_lab.loading import load_model, model_without_weights, no_progress_bars
 
+log = logging.getLogger(__name__)
+
 UNTRAINED = "The conversion changed what the model computes: train it further before you use it."
 CARD = "README.md"
-LICENSES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+LICENSES = ("LICENSE*", "LICENSES/*", "NOTICE*", "USE_POLICY*")
 PIPELINES = {
     "CausalLM": "text-generation",
     "MaskedLM": "fill-mask",
@@ -172,9 +175,7 @@ def write_card(
         tags=["coca-attention"] if ours else None,
         **_inherited(source, theirs),
     )
-    licenses = [path for pattern in LICENSES for path in (theirs.glob(pattern) if theirs else ())]
-    for path in licenses:
-        shutil.copyfile(path, folder / path.name)
+    licenses = copy_licenses(theirs, folder) if theirs else []
     rope = rope_parameters(config)
     used = {
         attention_of(config),
@@ -195,9 +196,42 @@ def write_card(
         source_code=published_at(),
         version=__version__,
         sections=sections or {},
-        licenses=[path.name for path in licenses],
+        licenses=licenses,
         licensed=data.license,
     ).save(folder / CARD)
+
+
+def copy_licenses(source: Path, folder: Path) -> list[str]:
+    """Copy the terms of a model into another folder; the names of the copies.
+
+    What cannot be read, and what a link brings in from elsewhere on the machine, is left out with a
+    warning: the folder may be published.
+    """
+    found = {path for pattern in LICENSES for path in source.glob(pattern) if not path.is_dir()}
+    names = []
+    for path in sorted(found):
+        name = path.relative_to(source).as_posix()
+        try:
+            name.encode()  # which the card could not say
+            if not _belongs_to(source, path):
+                raise UserError("a link out of the model's folder")
+            if not path.is_file():
+                raise UserError("not a file")
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
+        except (UserError, OSError, UnicodeEncodeError) as error:
+            log.warning("%s is not copied: %s", path, known_problem(error) or error)
+            continue
+        names.append(name)
+    return names
+
+
+def _belongs_to(source: Path, path: Path) -> bool:
+    """Whether a file is in a model's folder, or in the Hub's cache, whose files are links."""
+    homes = [source.resolve()]
+    if source.resolve().parent.name == "snapshots":
+        homes.append(source.resolve().parents[1] / "blobs")
+    return any(path.resolve().is_relative_to(home) for home in homes)
 
 
 def facts(config: Any) -> dict[str, str]:
@@ -231,7 +265,7 @@ def facts(config: Any) -> dict[str, str]:
 def _inherited(source: str | Path | None, theirs: Path | None) -> dict[str, Any]:
     """Metadata from the card of the source; its name if it is one of the Hub."""
     data: dict[str, Any] = {}
-    if theirs is not None and (theirs / CARD).is_file():
+    if theirs and (theirs / CARD).is_file() and _belongs_to(theirs, theirs / CARD):
         with suppress(OSError, ValueError, TypeError, yaml.YAMLError):  # none to be read
             text = (theirs / CARD).read_text(encoding="utf-8", errors="replace")
             data = ModelCard(text, ignore_metadata_errors=True).data.to_dict()

@@ -49,6 +49,10 @@ class Place:
                 file.write_bytes(content)
         return str(path)
 
+    def named(self, source: str) -> Path:
+        """A copy whose name is not UTF-8."""
+        return shutil.copytree(self.folder / source, self.new("\udce9"))
+
     def configured(self, source: str, **fields) -> str:
         """A copy with other fields in its configuration."""
         content = json.loads((self.folder / source / "config.json").read_text()) | fields
@@ -234,8 +238,14 @@ CASES = {
     "temperature": (generate("x", "--temperature", ".nan"), "temperature: Input should be less"),
     "cold": (generate("x", "--temperature", "1e-40"), "temperature must be 0, or at least"),
     "seed of draws": (generate("x", "--seed", str(2**70)), "seed: Input should be less than"),
-    "bytes": (generate("\udcff"), "not valid UTF-8"),
+    "bytes": (generate("\udcff"), "not UTF-8"),
     "empty prompt": (generate(""), "the prompt has no tokens"),
+    # Names in another encoding, which no card, result or page can say.
+    "name of a model": (perplexity(make=lambda p: p.named("llama-rope")), "not UTF-8"),
+    "name of a target": (lambda p: ["convert", p.model, p.new("\udce9")], "not UTF-8"),
+    "name of a run": (lambda p: ["train", p.recipe(), "--output", p.new("\udce9")], "not UTF-8"),
+    "name in results": (perplexity("--name", "\udce9"), "not UTF-8"),
+    "name of a page": (lambda p: ["report", p.run, "--output", p.new("\udce9.html")], "not UTF-8"),
     # Suites.
     "missing model": (suite(models={"a": "/nowhere/b"}), "model a: /nowhere/b: there is no"),
     "number": (suite(models={5: "x"}), "models.5: Input should be a valid string"),

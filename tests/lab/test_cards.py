@@ -1,6 +1,8 @@
 """README.md of the folders that commands write, in the Hub's format."""
 
+import os
 import re
+import shutil
 
 import pytest
 import torch
@@ -91,6 +93,38 @@ def test_a_run_has_a_card(base, staged, monkeypatch):
     assert "coca" not in theirs.lower().replace(base.name, "")
     monkeypatch.chdir(folder.parent)
     assert type(run_python(card)["model"]).__name__ == "CoCALlamaForCausalLM"
+
+
+def test_terms_are_copied_from_the_model_and_from_nowhere_else(source, tmp_path, caplog):
+    """A folder of the REUSE layout, with what else may be there, and as in the Hub's cache."""
+    secret = tmp_path / "secret"
+    secret.write_text("a key")
+    (source / "LICENSES").mkdir()
+    (source / "LICENSES/MIT.txt").write_text("MIT")
+    (source / "LICENSES/deep").mkdir()
+    (source / "LICENSE").symlink_to(secret)
+    (source / "LICENSE-2").symlink_to("LICENSE.txt")
+    (source / "NOTICE.txt").symlink_to("nowhere")
+    (source / os.fsdecode(b"NOTICE-\xe9")).write_text("a name of another encoding")
+    os.mkfifo(source / "NOTICE")
+    cache = tmp_path / "models--a--b"
+    (cache / "snapshots").mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    shutil.move(source / "config.json", cache / "blobs/0")
+    shutil.move(source / "LICENSE.txt", cache / "blobs/1")
+    (source / "config.json").symlink_to("../../blobs/0")
+    (source / "LICENSE.txt").symlink_to("../../blobs/1")
+    snapshot = shutil.move(source, cache / "snapshots/abc")
+    convert_folder(snapshot, tmp_path / "target", form="strict")
+    terms = {"LICENSE-2": "terms", "LICENSE.txt": "terms", "LICENSES/MIT.txt": "MIT"}
+    copied = [path for path in (tmp_path / "target").rglob("*") if not path.is_dir()]
+    copied = {path.relative_to(tmp_path / "target").as_posix(): path for path in copied}
+    found = {name: path for name, path in copied.items() if name.startswith(("LICENSE", "NOTICE"))}
+    assert {name: path.read_text() for name, path in found.items()} == terms
+    assert not any(path.is_symlink() for path in copied.values())
+    assert ", ".join(terms) in (tmp_path / "target/README.md").read_text()
+    said = [text for text in caplog.messages if "is not copied" in text]
+    assert len(said) == 4 and sum("a link out of the model's folder" in each for each in said) == 1
 
 
 @pytest.mark.parametrize(

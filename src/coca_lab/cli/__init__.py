@@ -87,6 +87,8 @@ def _explain(error: Exception) -> int:
 
 def _run(words: list[str]) -> None:
     """Run the command that the words name, or print what there is."""
+    for word in words:
+        word.encode()  # names of another encoding: no card, result or page could say them
     if words[:1] == ["--version"]:
         from coca_attention import __version__
 

@@ -212,7 +212,8 @@ def _lines(path: Path) -> Iterator[str]:
         # Arrow decompresses .gz and .zst, and unlike zstandard's reader notices truncation.
         unpacking = partial(pyarrow.input_stream, compression=packing)
         opener: Any = lzma.open if packing == "xz" else unpacking
-        with opener(str(path)) as stream:
+        # Opened here: Arrow takes UTF-8 names alone.
+        with open(path, "rb") as file, opener(file) as stream:
             yield from io.TextIOWrapper(stream, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text ({error}); convert or remove the file") from error
@@ -237,10 +238,11 @@ def _json_rows(path: Path) -> Iterator[Any]:
 
 def _parquet_rows(path: Path, text_field: str) -> Iterator[dict[str, Any]]:
     try:
-        table = pyarrow.parquet.ParquetFile(path)
-        needed = [name for name in (text_field, "id") if name in table.schema_arrow.names]
-        for batch in table.iter_batches(1000, columns=needed if text_field in needed else None):
-            yield from batch.to_pylist()
+        with open(path, "rb") as file:  # Arrow takes UTF-8 names alone
+            table = pyarrow.parquet.ParquetFile(file)
+            needed = [name for name in (text_field, "id") if name in table.schema_arrow.names]
+            for batch in table.iter_batches(1000, columns=needed if text_field in needed else None):
+                yield from batch.to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 

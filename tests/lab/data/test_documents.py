@@ -216,3 +216,13 @@ def test_missing_sources_and_what_is_no_file_are_rejected(tmp_path):
         make(folder / "b.txt")
         with pytest.raises(DataError, match=r"b.txt: a broken link, a pipe or a device"):
             read(folder)
+
+
+def test_names_that_are_not_utf8_are_read(tmp_path):
+    """Archives from Windows unpack to such names on Linux."""
+    for name, content in ((b"\xe9.jsonl", LINES), (b"\xe9.txt", "text")):
+        (tmp_path / os.fsdecode(name)).write_text(content)
+    table = pyarrow.Table.from_pylist(RECORDS)
+    with open(tmp_path / os.fsdecode(b"\xe9.parquet"), "wb") as file:
+        pyarrow.parquet.write_table(table, file)
+    assert [d.text for d in read(tmp_path)] == [*[d.text for d in EXPECTED] * 2, "text"]
