@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -37,6 +38,7 @@ from coca_lab.loading import no_progress_bars
 from coca_lab.recipe import TrainingRecipe, refuse
 from coca_lab.training.callbacks import LogLastStep, shown
 from coca_lab.training.checkpoints import (
+    STATE_FILE,
     catch_read_errors,
     catch_write_errors,
     last_checkpoint,
@@ -44,6 +46,9 @@ from coca_lab.training.checkpoints import (
 )
 from coca_lab.training.objectives import Loss
 from coca_lab.training.retrieval import Retrieval
+
+UNLOGGED = "unlogged"
+"""In the state of a checkpoint, the losses that `RecipeTrainer.log` has yet to log."""
 
 
 class TrainingDiverged(UserError):
@@ -152,6 +157,7 @@ class RecipeTrainer(Trainer):
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
+        self.unlogged: Any = 0.0  # the sum of the losses since the last that was logged
         for default in (ProgressCallback, PrinterCallback):
             self.remove_callback(default)
         if self.train_dataset is not None:
@@ -186,6 +192,14 @@ class RecipeTrainer(Trainer):
         if not model.training:
             # Validation always measures the next-token loss, as a mean over the batch.
             kwargs.pop("num_items_in_batch", None)
+            if not (inputs["shift_labels"] != -100).any():
+                raise UserError(
+                    "a block of the validation text has no token to predict: its documents are "
+                    "empty; remove them, or set data.separate_documents to false"
+                )
+        elif (targets := kwargs.get("num_items_in_batch")) is not None:
+            # Without any target, as between empty documents, the loss is 0 and not 0 / 0.
+            kwargs["num_items_in_batch"] = torch.as_tensor(targets).clamp_min(1)
         if self.loss is None or not model.training:
             return super().compute_loss(model, inputs, *args, **kwargs)
         return self.loss(model, inputs)
@@ -206,6 +220,7 @@ class RecipeTrainer(Trainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss).all():
             raise self._diverged(f"the loss is {loss.item()}")
+        self.unlogged += loss
         return loss
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
@@ -220,10 +235,26 @@ class RecipeTrainer(Trainer):
         finally:
             vars(model).pop("save_pretrained", None)
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        # Trainer's own mean begins anew where a run resumes.
+        if "loss" in logs:
+            before = next((e["step"] for e in self.state.log_history[::-1] if "loss" in e), 0)
+            logs["loss"] = self._sum_of_losses() / (self.state.global_step - before)
+            self.unlogged = 0.0
+        super().log(logs, *args, **kwargs)
+
+    def _sum_of_losses(self) -> float:
+        """The losses since the last that was logged, a mean over the processes."""
+        losses: Any = torch.as_tensor(self.unlogged, device=self.args.device)
+        gathered: Any = self.accelerator.gather(losses)
+        return gathered.mean().item()
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         folder = Path(str(self.args.output_dir))
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._check_finite()
+        kept: Any = self.state.stateful_callbacks
+        kept[UNLOGGED] = self._sum_of_losses()
         with catch_write_errors(folder, self.describe_saved):
             if self.is_world_process_zero():
                 # What is left of it was incomplete or damaged.
@@ -301,6 +332,9 @@ class RecipeTrainer(Trainer):
             return
         with catch_read_errors(Path(checkpoint)):
             super()._load_optimizer_and_scheduler(checkpoint)
+            state = TrainerState.load_from_json(str(Path(checkpoint) / STATE_FILE))
+            kept: Any = state.stateful_callbacks
+            self.unlogged = (kept or {}).get(UNLOGGED, 0.0)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with catch_read_errors(Path(checkpoint or "")):

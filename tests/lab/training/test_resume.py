@@ -17,7 +17,7 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback, modeling_utils
 
 from coca_attention.errors import UserError
@@ -33,7 +33,7 @@ from coca_lab.training import (
 )
 from commands import run
 from conftest import some_text
-from runs import AtStep, assert_the_same, recipe, unfinished, write_recipe
+from runs import TEACHER, AtStep, assert_the_same, recipe, unfinished, write_recipe
 
 
 class Record(TrainerCallback):
@@ -171,7 +171,40 @@ def test_files_are_on_the_disk_before_another_checkpoint_goes(output, text_folde
     assert [path.name for path in newest.parent.iterdir()] == [newest.name]
 
 
-# Text and settings of a run that resumes
+def test_a_curve_is_the_same_wherever_a_run_was_interrupted(text_folder, tmp_path):
+    """Losses that were not yet logged when the checkpoint was written are in it."""
+    settings = recipe(text_folder, training__log_every=5)
+    whole = train(settings, tmp_path / "whole")
+    resumed = train(settings, unfinished(whole, tmp_path / "resumed"))
+    assert [entry["step"] for entry in read_summary(whole)["curve"]] == [1, 5, 10, 12]
+    assert_the_same(resumed, whole)
+
+
+# Text, models and settings of a run that resumes
+
+
+@pytest.mark.parametrize("field", ["start", "teacher"])
+def test_a_model_that_was_replaced_is_not_mixed_with_what_was_read_before(
+    base, text_folder, tmp_path, field
+):
+    def killed(model):
+        raise KeyboardInterrupt
+
+    read = tmp_path / "read"
+    shutil.copytree(base, read)
+    models = {"start": base, field: read}
+    path = write_recipe(base, text_folder, tmp_path / "r.yaml", TEACHER)
+    settings = load_recipe(path, [f"--model.{name}={models[name]}" for name in models])
+    output = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        train(settings, output, callbacks=[AtStep(3, killed)])
+    weights = load_file(read / "model.safetensors")
+    changed = {name: weight * 1.5 for name, weight in weights.items()}
+    save_file(changed, read / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="has changed since this run was started"):
+        train(settings, output)
+    shutil.copyfile(base / "model.safetensors", read / "model.safetensors")
+    assert is_finished(train(settings, output))
 
 
 def test_named_fields_of_a_run_may_change_but_not_its_text(output, text_folder, tmp_path):

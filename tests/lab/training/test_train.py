@@ -1,6 +1,7 @@
 """Training: the result, validation, precision, the folder, and what is refused beforehand."""
 
 import io
+import json
 import re
 import sys
 
@@ -198,3 +199,17 @@ def test_what_trainer_refuses_is_one_line(trained, text_folder, tmp_path):
     asked = recipe(text_folder, data__tokenizer=trained, training__report_to="[bogus]")
     with pytest.raises(UserError, match="rejects these settings: bogus is not supported"):
         train(asked, tmp_path / "run")
+
+
+def test_blocks_without_a_target_teach_nothing_and_cannot_be_validated_on(tmp_path):
+    """Empty documents that are kept apart: nothing follows the end of a text."""
+    path = tmp_path / "empty.jsonl"
+    lines = [{"text": ""}] * 2000 + [{"text": "alpha beta gamma " * 40}]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    options = {"data__separate_documents": "true", "data__held_out": 0.0}
+    settings = recipe(path, **options, validation__every="null", training__log_every=1)
+    losses = [entry["loss"] for entry in read_summary(train(settings, tmp_path / "run"))["curve"]]
+    assert 0.0 in losses and max(losses) > 1
+    settings = recipe(path, **options, validation__source=str(path))
+    with pytest.raises(UserError, match="no token to predict: its documents are empty"):
+        train(settings, tmp_path / "validated")
