@@ -6,6 +6,7 @@ A file is the user's, or one of the project's own recipes, studies and suites by
 import ast
 import inspect
 import json
+import re
 import textwrap
 from argparse import SUPPRESS, ArgumentParser, HelpFormatter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ class SettingsParser(ArgumentParser):
     def add_settings(self, theclass: Any, prefix: str = "", title: str = "") -> None:
         """Add the fields of a dataclass, those of nested ones as ``section.field``."""
         docs, types = field_docs(theclass), get_type_hints(theclass)
-        group = self.add_argument_group((title or theclass.__doc__).partition(".")[0])
+        group = self.add_argument_group(first_sentence(title or theclass.__doc__ or ""))
         for item in fields(theclass):
             name, kind, text = prefix + item.name, types[item.name], docs.get(item.name, "")
             if nested := [one for one in _members(kind) if is_dataclass(one)]:
@@ -69,7 +70,7 @@ class SettingsParser(ArgumentParser):
 
     def _help(self, name: str, text: str, default: Any) -> str:
         if self.shown:
-            text = text.partition(". ")[0] if name in self.shown else SUPPRESS
+            text = first_sentence(text) if name in self.shown else SUPPRESS
         if text != SUPPRESS and default not in (MISSING, None, False, ""):
             text = f"{text.rstrip('.')} (default: {default})"
         return text.replace("%", "%%")
@@ -169,20 +170,28 @@ def put(changes: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any
 
 
 def checked(theclass: type[Settings], values: Any, prefix: str = "") -> Settings:
-    """An instance of a dataclass from nested values; UserError with the first error."""
+    """An instance of a dataclass from nested values; UserError with every field that is wrong."""
     fields_of: Any = dict[str, theclass]  # pyright: ignore[reportInvalidTypeForm]
     adapter = TypeAdapter(fields_of, config=ConfigDict(extra="forbid"))
     try:
         return adapter.validate_python({"": values})[""]
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
+        problems = error.errors(include_url=False)
+    # Of a field with several types, every one of them has a problem: the first is enough.
+    first = {problem["loc"][1:3]: problem for problem in reversed(problems)}
+    said = [_problem(theclass, problem, prefix) for problem in reversed(first.values())]
+    cause = problems[0].get("ctx", {}).get("error")
+    raise UserError("; ".join(said)) from cause
+
+
+def _problem(theclass: type, problem: Any, prefix: str) -> str:
+    """What pydantic says of one field, in the words of the user."""
     name = prefix + ".".join(str(part) for part in problem["loc"][1:] if part != "[key]")
-    cause = problem.get("ctx", {}).get("error")
-    text = f"{problem['msg']}, got {problem['input']!r}"
+    text = problem.get("ctx", {}).get("error") or f"{problem['msg']}, got {problem['input']!r}"
     if problem["type"] == "unexpected_keyword_argument":
         known = [prefix + field for field in settings_parser(theclass, "").types]
         text = f"there is no such field{did_you_mean(name, known)}"
-    raise UserError(f"{name}: {cause or text}") from cause
+    return f"{name}: {text}" if name else str(text)
 
 
 class _Loader(yaml.SafeLoader):
@@ -244,6 +253,12 @@ def read_yaml(path: str | Path, kind: str) -> dict[str, Any]:
         there = "an empty file" if content is None else repr(content)
         raise UserError(f"{path}: a {kind} has sections with fields and values; got {there}")
     return content
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a text without its full stop; a full stop in brackets ends none."""
+    found = re.match(r"(?:\([^)]*\)|.)*?(?=\.(?:\s|$)|$)", " ".join(text.split()))
+    return found[0] if found else text
 
 
 @cache

@@ -8,14 +8,20 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
 from coca_attention.errors import UserError
 
 log = logging.getLogger(__name__)
+
+PATIENCE = 10.0
+"""Seconds in which the Hub has to answer."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -157,8 +163,30 @@ def check_name(name: str) -> None:
     """Raise UserError for a folder that is not there, before its name is looked up on the Hub."""
     path = Path(name)
     has_parent = path.parent != Path() and path.parent.is_dir()
-    if not path.is_dir() and (has_parent or path.is_absolute() or path.is_file()):
+    if path.is_dir():
+        return
+    if has_parent or path.is_absolute() or path.is_file():
         raise UserError(f"{name}: there is no such folder; check the path (here: {Path.cwd()})")
+    check_hub(name)
+
+
+@cache
+def check_hub(name: str) -> None:
+    """Raise UserError for a name that is neither in the cache nor on the Hub, without retries."""
+    try:
+        if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        HfApi().model_info(name, timeout=PATIENCE)
+    except HFValidationError:
+        return  # which is told by what loads the model
+    except Exception as error:  # of the HTTP client, too, which is another in every version
+        text = " ".join(str(error).split())[:200]
+        why = f"the Hub does not answer ({text})"
+        if isinstance(error, RepositoryNotFoundError):
+            why = "the Hub has no such model, or it is private"
+        raise UserError(
+            f"{name}: there is no such folder here ({Path.cwd()}), and {why}"
+        ) from error
 
 
 def cache_folder() -> Path:

@@ -143,7 +143,10 @@ def writing_model(model: Any, source: str | Path, target: Path, longest: int = 0
             try:
                 tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
             except (OSError, ValueError, KeyError):
-                tokenizer = None  # a model without a tokenizer
+                tokenizer = None
+                log.warning(
+                    "%s has no tokenizer that can be loaded, so %s has none", source, target
+                )
             if tokenizer is not None:
                 tokenizer.model_max_length = max(tokenizer.model_max_length, longest)
                 tokenizer.save_pretrained(partial)

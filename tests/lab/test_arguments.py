@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from coca_attention.errors import UserError
-from coca_lab.arguments import read_settings, settings_parser
+from coca_lab.arguments import first_sentence, read_settings, settings_parser
 
 
 @dataclass
@@ -72,6 +72,25 @@ def test_help_has_hyphens_and_the_docstrings_of_the_fields():
     text = settings_parser(Settings, "coca x", SECTIONS).format_help()
     assert "--part.batch-size INT" in text and "Texts at once (default: 4)" in text
     assert "A task:" in text and "kind: Its kind." in text and "--skip-short  " in text
+
+
+def test_every_mistake_is_told_at_once(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("part: {size: 0, batch_size: x}\nwindows: [a]\nskip_short: 7\n")
+    with pytest.raises(UserError) as error:
+        read(path)
+    told = str(error.value)
+    for name in ("part.size: there is", "part.batch_size: Input", "windows.0: ", "skip_short: "):
+        assert told.count(name) == 1, told
+
+
+def test_a_sentence_ends_at_its_own_full_stop():
+    for text, first in (
+        ("Passkeys (CoCA paper, App. B.1). More.", "Passkeys (CoCA paper, App. B.1)"),
+        ("By default runs/NAME\n  for NAME.yaml. More", "By default runs/NAME for NAME.yaml"),
+        ("No stop", "No stop"), ("(Unclosed. x", "(Unclosed"),
+    ):  # fmt: skip
+        assert first_sentence(text) == first
 
 
 def test_short_help_has_the_fields_that_are_named_and_a_sentence_of_each():

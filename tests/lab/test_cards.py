@@ -66,6 +66,13 @@ def test_a_converted_folder_has_a_card_with_the_terms_of_its_source(source, tmp_
     assert torch.equal(logits(loaded, some_tokens(loaded)), logits(model, some_tokens(loaded)))
 
 
+def test_a_folder_without_a_tokenizer_is_copied_with_a_warning(source, tmp_path, caplog):
+    for path in source.glob("tokenizer*"):
+        path.unlink()
+    convert_folder(source, tmp_path / "target", form="strict")
+    assert any("no tokenizer can be loaded" in text for text in caplog.messages)
+
+
 def test_a_card_says_where_the_package_is_published(source, tmp_path, monkeypatch):
     told = {"Project-URL": ["Paper, https://a.b", "Source, https://c.d/e"]}
     monkeypatch.setattr("coca_attention.errors.metadata", lambda name: Values(told))

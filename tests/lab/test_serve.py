@@ -1,12 +1,15 @@
 """``coca serve``: Transformers' server with the models of this package."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
@@ -17,7 +20,8 @@ from commands import post, run
 
 
 @pytest.mark.slow
-def test_a_served_model_answers_as_it_does_alone(model_folder, tmp_path, tokenizer):
+@pytest.mark.parametrize("batching", [[], ["--continuous-batching"]])
+def test_a_served_model_answers_as_it_does_alone(model_folder, tmp_path, tokenizer, batching):
     pytest.importorskip("uvicorn", reason="Transformers' server is an extra")
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -27,7 +31,7 @@ def test_a_served_model_answers_as_it_does_alone(model_folder, tmp_path, tokeniz
     mask = torch.ones_like(ids)
     alone = model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
     log = tmp_path / "log"
-    words = ["serve", str(model_folder), "--port", port, "--device", "cpu"]
+    words = ["serve", str(model_folder), "--port", port, "--device", "cpu", *batching]
     with open(log, "w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "coca_lab.cli", *words],
@@ -48,22 +52,44 @@ def test_a_served_model_answers_as_it_does_alone(model_folder, tmp_path, tokeniz
         # A stream keeps back what is not yet a whole character.
         wanted = tokenizer.decode(alone[0, ids.shape[1] :], skip_special_tokens=True)
         assert text.rstrip("�") == wanted.rstrip("�") != ""
-        process.send_signal(signal.SIGINT)
+        drawn = {
+            post(f"{address}/v1/completions", **asked, temperature=2.0)["choices"][0]["text"]
+            for _ in range(4)
+        }
+        assert len(drawn) > 1 or batching  # whose first request sets it for all
+        chat = {"model": str(model_folder), "messages": [{"role": "user", "content": "alpha1"}]}
+        for path, request, code, reason in (
+            ("completions", asked | {"max_tokens": 0}, 400, "max_tokens must be a positive"),
+            ("completions", asked | {"max_tokens": -5}, 400, "max_tokens must be a positive"),
+            ("completions", asked | {"prompt": ""}, 400, "the prompt is empty"),
+            ("completions", asked | {"prompt": "\ud800"}, 400, "half a surrogate pair"),
+            ("completions", asked | {"prompt": "a b " * 999}, 400, "fit into the context"),
+            ("completions", asked | {"prompt": "a" * 2_000_000}, 413, "longer than"),
+            ("completions", asked | {"temperature": -1}, 400, "temperature must be"),
+            ("chat/completions", chat, 400, "chat template"),
+            ("chat/completions", chat | {"messages": [{"role": "user"}]}, 400, ""),
+        ):
+            with pytest.raises(HTTPError) as refused:
+                post(f"{address}/v1/{path}", **request)
+            said = refused.value.read().decode()
+            assert refused.value.code == code and reason in said, said
+        peak = int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1])
+        assert peak < 4_000_000  # kB, of which torch and Transformers take most
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
+        assert time.monotonic() - started < 10
         assert "Traceback" not in log.read_text()
     finally:
         process.kill()
         process.wait()
 
 
-def test_the_servers_own_errors_are_passed_on(capsys, monkeypatch, model_folder, tmp_path):
+def test_what_cannot_be_served_is_one_line(capsys, monkeypatch, model_folder, tmp_path):
     code, _, err = run(capsys, "serve", tmp_path / "nowhere")
     assert code == 2 and "there is no such folder" in err
-    with pytest.raises(SystemExit) as stop:
-        run(capsys, "serve", model_folder, "--nonsense")
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert "No such option" in said and "coca serve" in said
-    monkeypatch.setattr("transformers.cli.serve.is_serve_available", lambda: False)
+    code, _, err = run(capsys, "serve", model_folder, "--nonsense")
+    assert code == 2 and "unrecognized arguments: --nonsense" in err
+    monkeypatch.setattr("coca_lab.cli.serve.is_serve_available", lambda: False)
     code, _, err = run(capsys, "serve", model_folder)
-    assert code == 2 and "pip install transformers[serving]" in err
+    assert code == 2 and "[serve]" in err

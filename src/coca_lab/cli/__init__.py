@@ -5,11 +5,21 @@ Whatever is imported from the library imports torch, and so not before it is nee
 
 import io
 import logging
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+
+EVALUATIONS = {
+    "perplexity": "Perplexity of a Transformers causal language model under sliding windows.",
+    "passkey": "Passkey retrieval: does a model find five digits hidden in a long prompt?",
+    "ruler": "RULER's synthetic tasks: needles, variable tracking, common and frequent words, at "
+    "any length",
+    "suite": "Evaluate models x scalings x tasks from one YAML; resumes when restarted.",
+}
+"""The commands behind ``coca eval``, with their lines of help, which thus come at once."""
 
 Run = Callable[[list[str]], None]
 """A command: takes the words behind its name."""
@@ -31,7 +41,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "convert": ("models", "Turn a vanilla model's folder into the CoCA model of its family."),
         "export": ("models", "Write a model with layers with roles for vLLM, SGLang or llama.cpp."),
         "generate": ("generate", "Continue a prompt with a causal language model."),
-        "serve": ("generate", "Serve models behind an interface like OpenAI's."),
+        "serve": ("serve", "Serve models behind an interface like OpenAI's."),
     },
     "look": {
         "report": ("look", "Turn result files, or folders of runs, into one page."),
@@ -97,7 +107,10 @@ def _run(words: list[str]) -> None:
     name = choose(
         "coca", words, {g: {n: s for n, (_, s) in t.items()} for g, t in COMMANDS.items()}
     )
-    if name is not None:
+    help_alone = name == "eval" and set(words[1:]) <= {"-h", "--help"}
+    if help_alone and "COCA_IMPORT" not in os.environ:  # which may register others
+        choose("coca eval", [], {"tasks": EVALUATIONS})
+    elif name is not None:
         from coca_lab.engine import import_extensions
 
         import_extensions()

@@ -1,4 +1,4 @@
-"""Commands that let a model speak: generate and serve."""
+"""The command generate: a model continues a prompt."""
 
 import io
 import sys
@@ -12,7 +12,6 @@ from coca_attention.errors import UserError
 from coca_lab.cli.console import parse
 from coca_lab.data import load_tokenizer
 from coca_lab.evaluation import RotaryScaling
-from coca_lab.files import check_name
 from coca_lab.generation import FiniteScores
 from coca_lab.loading import check_vocabulary, load_model
 
@@ -104,17 +103,3 @@ def run_generate(words: list[str]) -> None:
         )
     if not streams:
         print(tokenizer.decode(ids[before if settings.chat else 0 :], skip_special_tokens=True))
-
-
-def run_serve(words: list[str]) -> None:
-    """Serve a model over HTTP, with the interface of OpenAI's, by ``transformers serve``."""
-    from transformers.cli.transformers import app
-
-    import coca_attention.models  # noqa: F401 (registers the models)
-
-    if words and not words[0].startswith("-"):
-        check_name(words[0])
-    try:
-        app(["serve", *words], prog_name="coca")
-    except (ImportError, OSError, ValueError) as error:
-        raise UserError(f"nothing can be served: {error}") from error

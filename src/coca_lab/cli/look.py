@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from coca_attention.errors import UserError
 from coca_lab.cli.console import parse
 from coca_lab.environment import describe_environment
 from coca_lab.folders import facts
@@ -29,15 +28,7 @@ class ReportSettings:
 def run_report(words: list[str]) -> None:
     """Turn result files, or folders of runs, suites and studies, into one self-contained page."""
     paths, settings = parse("coca report", run_report, words, [ReportSettings], ["results+"])
-    try:
-        page = write_report(paths, **vars(settings))
-    except UserError:
-        raise
-    except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
-        raise UserError(
-            f"{', '.join(paths)}: a result is damaged, or not of this program "
-            f"({type(error).__name__}: {error})"
-        ) from error
+    page = write_report(paths, **vars(settings))
     print(f"Report: {page}")
 
 

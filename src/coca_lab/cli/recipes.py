@@ -1,9 +1,11 @@
 """Commands of recipes: list them, print one, and train a model from one."""
 
+import shutil
+import textwrap
 from pathlib import Path
 
 from coca_attention.errors import UserError, did_you_mean
-from coca_lab.arguments import KINDS, shipped
+from coca_lab.arguments import KINDS, first_sentence, shipped
 from coca_lab.cli.console import parse, parse_file
 from coca_lab.recipe import load_recipe, recipe_parser
 
@@ -20,16 +22,20 @@ SHOWN = (
     "training.learning_rate", "training.precision", "training.seed", "training.save_every",
 )  # fmt: skip
 """Fields of a recipe in the short help."""
+NAMES = 29
+"""Columns for the names in the list."""
 
 
 def run_recipes(words: list[str]) -> None:
     """List the project's recipes, studies and suites, or print one to change it."""
     (name,) = parse("coca recipes", run_recipes, words, [], ["recipe?"])
     if name is None:
+        width = shutil.get_terminal_size().columns
         for kind, folder in KINDS.items():
             print(f"{folder} ({COMMANDS[kind]}):")
             for each, path in shipped(kind).items():
-                print(f"  {each:<29} {first_sentence(path)}")
+                line = f"  {each:<{NAMES}} {purpose(path)}"
+                print(textwrap.fill(line, width, subsequent_indent=" " * (NAMES + 3)))
         return
     kind, _, rest = name.rpartition("/")
     for each, folder in KINDS.items():
@@ -40,11 +46,10 @@ def run_recipes(words: list[str]) -> None:
     raise UserError(f"no recipe, study or suite is called {name}{did_you_mean(rest, known)}")
 
 
-def first_sentence(path: Path) -> str:
+def purpose(path: Path) -> str:
     """What the head of a file says first, in one line."""
     lines = path.read_text(encoding="utf-8").partition("\n#\n")[0].splitlines()
-    words = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
-    return words.partition(". ")[0].rstrip(".")
+    return first_sentence(" ".join(line.lstrip("# ") for line in lines if line.startswith("#")))
 
 
 def run_train(words: list[str]) -> None:

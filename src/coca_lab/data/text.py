@@ -27,6 +27,8 @@ from coca_lab.data.documents import (
 from coca_lab.files import check_name, writing
 from coca_lab.fingerprints import fingerprint
 
+TOKENIZER_FILES = ("*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken")
+"""Patterns of the names that files of a tokenizer have."""
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 100_000_000
 LONG_RUN = re.compile(r"(\S{1000}|\s{1000})")
@@ -88,7 +90,12 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # a damaged file raises a plain Exception, among others
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if Path(path).is_dir() and not any(map(Path(path).glob, TOKENIZER_FILES)):
+            raise UserError(
+                f"{path}: the folder has no tokenizer: copy tokenizer.json and "
+                "tokenizer_config.json from the model that it was made from"
+            ) from error
+        reason = " ".join((str(error).strip() or type(error).__name__).split())[:300]
         raise UserError(f"{path}: no tokenizer could be loaded: {reason}") from error
 
 

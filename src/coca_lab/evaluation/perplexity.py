@@ -265,7 +265,7 @@ def _measure_cell(model: Model, reading: Reading) -> Measurement:
     lengths = [len(document.tokens) for document in reading.documents]
     windows = windows_of(lengths, reading.window, reading.stride, reading.first)
     costs = [window.inputs for _, window in windows]
-    label = f"{model.name} {reading.kind} {reading.window}"
+    label = f"{model.name} {reading.kind} {reading.window:,}"
     items = [
         Item([[key, *each]], work, [each], sum(costs[slice(*each)]), label) for each in cut(costs)
     ]

@@ -65,7 +65,8 @@ def measure_prompts(
     most = about["max_new_tokens"]
     read = length + most
     key = {**about, "model": model.identity, **scaling.facts}
-    label = f"{model.name} {scaling.kind} {about.get('kind', about['task'])} {about['length']}"
+    kind = about.get("kind", about["task"])
+    label = " ".join((model.name, *scaling.words, kind, f"{about['length']:,}"))
     size = max(1, settings.batch_tokens // length)
 
     def answer(indices: list[int]) -> list[Cell]:

@@ -131,6 +131,11 @@ class RotaryScaling:
         factor = None if self.kind == "none" else float(self.factor)
         return {"scaling": self.kind, "factor": factor}
 
+    @property
+    def words(self) -> list[str]:
+        """What a line of progress says about it: nothing without scaling."""
+        return [] if self.kind == "none" else [self.kind]
+
     @contextmanager
     def applied(self, module: PreTrainedModel, length: int) -> Iterator[dict[str, Any] | None]:
         """Scale a model for texts of a length in tokens; yields the rotary parameters in effect."""
@@ -235,7 +240,7 @@ class Task:
         def cells(values: list[list[Cell]], seconds: float) -> list[Cell]:
             return [{"task": self.name, **cell, **model.facts} for cell in values[0]]
 
-        label = f"{model.name} {scaling.kind} {self.name}"
+        label = " ".join((model.name, *scaling.words, self.name))
         return [Measurement([Item([key], work, [None], label=label)], cells).by_code(self.code)]
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coca_attention.errors import UserError
+from coca_lab.report.schema import HarnessFile, ResultFile, check_cells, check_part
 
 IN_FOLDERS = ("training.json", "results.json")
 """Of a run; of a suite or a study. Read first, and an error if damaged."""
@@ -58,7 +59,7 @@ def _files(path: Path) -> list[Path]:
 
 def _is_result_file(file: Path) -> bool:
     with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_bytes())
         return isinstance(content, dict) and bool(KINDS & set(content))
     return False
 
@@ -69,7 +70,8 @@ def _refuse(number: str) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        # Bytes, which may begin with a byte order mark.
+        content = json.loads(path.read_bytes(), parse_constant=_refuse)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -80,14 +82,14 @@ def _read(path: Path) -> dict[str, Any]:
             "a curve (training.json of a run)"
         )
     if "lm_eval_version" in content:
+        check_part(HarnessFile, content, path)
         content = {"results": _harness_cells(content)}
-    cells = content.get("results", [])
-    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
-        raise UserError(f"{path}: not a result file: results must be a list of objects")
     if "curve" in content:
         # A copy of a run's training.json takes the run's name from the name of the file.
         name = path.resolve().parent.name if path.name == "training.json" else path.stem
         content = {**content, "training": [{"name": name, **content}]}
+    check_part(ResultFile, content, path)
+    check_cells(content.get("results", []), path)
     return {**content, "file": str(path)}
 
 

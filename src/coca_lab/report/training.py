@@ -17,6 +17,8 @@ UNITS = {
 TOKENS = "tokens trained on (millions)"
 # A converted model has recovered at 1 % and 0.5 % more perplexity than its start.
 NEAR = (0.01, 0.005)
+DRAWN = 1_000
+"""Points of a line at most: a picture shows no more."""
 Run = dict[str, Any]
 
 
@@ -58,7 +60,15 @@ def _losses(entries: Frame, title: str, unit: str) -> list[Section]:
         return []
     points = _drawn(entries, "loss")
     lead = _best("Lowest training loss at the end", points, "min")
-    return [Section(title, lead, chart=LineChart(points, TOKENS, unit, log_y=False))]
+    chart = LineChart(_thinned(points), TOKENS, unit, log_y=False)
+    return [Section(title, lead, chart=chart)]
+
+
+def _thinned(points: Frame) -> Frame:
+    """At most `DRAWN` points of every line, at equal distances, and always the last."""
+    lines = points.groupby("line")["x"]
+    left = lines.cumcount(ascending=False)
+    return points[left % -(-lines.transform("size") // DRAWN) == 0]
 
 
 def _validation(runs: Sequence[Run]) -> list[Section]:
@@ -81,7 +91,7 @@ def _validation(runs: Sequence[Run]) -> list[Section]:
             "Perplexity of held-out text, in blocks of the training length. The first value, from "
             "before the training, is in the table.",
             LineChart(
-                pd.concat([points, *levels]),
+                pd.concat([_thinned(points), *levels]),
                 TOKENS,
                 "validation perplexity (lower is better)",
                 log_y=True,
@@ -132,7 +142,7 @@ def _retrieval(runs: Sequence[Run]) -> list[Section]:
     lead, chart = "No passkey or needle was found in training.", None
     if points["y"].any():
         lead = _best("Largest share found at the end", points, "max")
-        chart = LineChart(points, TOKENS, "share found", top=1.0)
+        chart = LineChart(_thinned(points), TOKENS, "share found", top=1.0)
     text = "Share of passkeys and needles found in prompts of so many tokens."
     header = ["run", "its start", "first", "last"]
     return [Section("Retrieval in training", lead, text, chart, header, rows)]

@@ -91,7 +91,8 @@ class Lines(TrainerCallback):
 
     def __init__(self, retrieval: Retrieval | None) -> None:
         self.retrieval = retrieval
-        self.loss = self.validation = ""
+        self.loss = ""
+        self.validation: tuple[int, str] | None = None  # the step, and what was measured
         self.first: tuple[int, float] | None = None  # a step, and when it was done
         self.due = math.inf
 
@@ -111,15 +112,18 @@ class Lines(TrainerCallback):
             self.loss = f"loss {float(logs['loss']):.3f}"
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.validation = describe(kwargs["metrics"], self.retrieval)
+        self.validation = state.global_step, describe(kwargs["metrics"], self.retrieval)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._say(state)
 
     def _say(self, state: Any, *more: str) -> None:
         if state.is_world_process_zero:
-            where = f"step {state.global_step:,} of {state.max_steps:,}"
-            log.info("%s", ", ".join(filter(None, (where, self.loss, self.validation, *more))))
+            parts = [f"step {state.global_step:,} of {state.max_steps:,}", self.loss]
+            if self.validation is not None:
+                step, measured = self.validation
+                parts.append(measured if step == state.global_step else f"at {step:,} {measured}")
+            log.info("%s", ", ".join(filter(None, (*parts, *more))))
 
 
 class StopOnSignal(TrainerCallback):

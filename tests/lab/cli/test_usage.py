@@ -18,13 +18,16 @@ def test_the_overview_lists_every_command_in_groups(capsys):
         for name, (_, line) in table.items():
             assert f"  {name} " in out and line in out
             assert load(name).__doc__
-    assert "perplexity" in run(capsys, "eval", "--help")[1]
+    shown = run(capsys, "eval", "--help")[1]
+    for name, command in evaluation.task_commands().items():
+        line = (command.__doc__ or "").splitlines()[0]
+        assert f"  {name:<12} {line}\n" in shown
     assert run(capsys, "--version")[1].startswith("coca 0.")
 
 
 def test_the_overview_imports_no_command():
     program = (
-        "import sys; from coca_lab.cli import main; main(['--help']); "
+        "import sys; from coca_lab.cli import main; main(['--help']); main(['eval', '-h']); "
         "print([m for m in sys.modules if m.split('.')[0] in ('pydantic', 'torch', "
         "'rich') or m.startswith('coca_lab.cli.')])"
     )
@@ -39,7 +42,7 @@ def test_without_the_extra_one_line_says_what_to_install():
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
-    assert "pydantic" in ended.stderr and "coca-attention[lab]" in ended.stderr
+    assert "pydantic" in ended.stderr and "[lab]" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -118,3 +121,26 @@ def test_a_terminal_without_unicode_gets_help_all_the_same(monkeypatch):
         main(["train", "-h"])
     sys.stdout.flush()
     assert b"--training.steps" in written.getvalue() and b"\\u" in written.getvalue()
+
+
+def test_the_list_of_recipes_fits_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run(capsys, "recipes")[1]
+    assert max(map(len, out.splitlines())) <= 80
+    assert "passkey-1m" in out
+
+
+def test_a_name_that_is_no_folder_is_looked_up_once(capsys, monkeypatch):
+    """Transformers tries again for 23 seconds where the Hub does not answer."""
+    asked = []
+
+    def unreachable(self, name, **options):
+        asked.append(name)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    for words in (["eval", "passkey", "nosuchmodel"], ["serve", "nosuch"], ["info", "nosuch-2"]):
+        code, _, err = run(capsys, *words)
+        assert code == 2 and "there is no such folder here" in err and "no route" in err
+    assert asked == ["nosuchmodel", "nosuch", "nosuch-2"]

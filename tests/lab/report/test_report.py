@@ -1,8 +1,12 @@
 """The report page from result files."""
 
 import json
+import random
 import re
+from contextlib import suppress
+from pathlib import Path
 
+import numpy as np
 import pytest
 from result_cells import (
     CELLS,
@@ -14,12 +18,16 @@ from result_cells import (
     passkey,
     perplexity,
     ruler,
+    study,
+    training,
 )
 
+from coca_attention.errors import UserError
 from coca_lab.report import Entry, Section, build_report, printed_tables, write_report
 from coca_lab.report.page import OPEN
 from coca_lab.report.results import all_cells, read_results
 from coca_lab.report.tasks import by_task
+from coca_lab.report.training import DRAWN, training_sections
 
 
 @pytest.fixture(scope="module")
@@ -281,3 +289,60 @@ def test_a_long_page_is_folded_and_every_table_is_there_as_csv(undrawn):
     rows = [["a, b", Entry("1.00", "0.5 to 2")], ["c", "–"]]
     section = Section("t", header=["model", Entry("64", "1 ×")], rows=rows)
     assert section.csv() == 'model,64,1 ×\n"a, b",1.00,0.5 to 2\nc,–,\n'
+
+
+def places(value, path=()):
+    """Where the values of nested lists and objects are."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, inner in items:
+        yield (*path, name)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*path, name))
+
+
+def mutated(content, draw):
+    """A copy in which one or two values are others, are missing, or stand twice."""
+    content = json.loads(json.dumps(content))
+    for _ in range(draw.choice((1, 1, 2))):
+        *path, last = draw.choice([*places(content)])
+        inner = content
+        for name in path:
+            inner = inner[name]
+        what = draw.random()
+        if what < 0.3:
+            del inner[last]
+        elif what < 0.4 and isinstance(inner, list):
+            inner.append(inner[last])
+        else:
+            inner[last] = draw.choice([None, -1, 0, 1.5, "x", "", [], {}, True, 1e308, 10**400])
+    return content
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_result_is_named_or_drawn(tmp_path, undrawn, seed):
+    """Nothing but UserErrors, whatever the content of a file: checked as it is read."""
+    results = Path(__file__).parents[3] / "results"
+    angles = json.loads((results / "analysis/CoCA-Magnitude.json").read_text())
+    run = {**training(), "retrieval": {"p": {"what": "passkeys", "length": 64}}}
+    run["validation"] = [{"step": 1, "perplexity": 9.0, "retrieval": {"p": 0.5}}]
+    seeds = [cell for n in (0, 1) for name in "ab" for cell in study(name, n, 5, 40.0, 100.0)]
+    harness = {"lm_eval_version": "0.4", "model_name": "a/b", "results": {"x": {"acc,none": 0.5}}}
+    bad = [CONTENT, {"results": seeds}, {"results": [passkey("a", 64, 2)]}, harness, run, angles]
+    bad.append({"results": [bench(1.0), bench(2.0, 16)]})
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(mutated(bad[seed % len(bad)], random.Random(seed))))
+    with suppress(UserError):
+        build_report(read_results([path]))
+
+
+def test_a_long_curve_is_thinned(tmp_path, undrawn):
+    """400,000 losses made a page of 43 MB."""
+    curve = [{"step": step, "loss": 1 / step} for step in range(1, 20_001)]
+    run = {**TRAINING, "steps": 20_000, "tokens": 10**6, "curve": curve}
+    (section, _) = training_sections([run])
+    points = section.chart.points
+    assert len(points) == DRAWN and points["y"].iloc[-1] == 1 / 20_000
+    assert np.all(np.diff(points["step"]) == 20)
+    path = tmp_path / "training.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(run).encode())  # as Windows' editors save it
+    assert len(build_report(read_results([path]))) < 300_000

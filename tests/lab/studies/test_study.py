@@ -18,7 +18,7 @@ import yaml
 from coca_attention.errors import UserError
 from coca_lab.arguments import KINDS, find_file, shipped
 from coca_lab.cli import main
-from coca_lab.cli.recipes import first_sentence
+from coca_lab.cli.recipes import purpose
 from coca_lab.evaluation.suite import load_suite
 from coca_lab.files import hold
 from coca_lab.studies import load_study, run_study
@@ -350,7 +350,7 @@ def test_the_projects_files_are_found_by_name(capsys, tmp_path, monkeypatch):
         for name, path in shipped(kind).items():
             head = path.read_text(encoding="utf-8")
             assert find_file(name, kind) == path and "# Command" in head and "# Needs" in head
-            assert len(first_sentence(path)) > 10 and "Needs" not in first_sentence(path)
+            assert len(purpose(path)) > 10 and "Needs" not in purpose(path)
     assert load_recipe("passkey-1m").training.steps == 2000
     assert load_recipe("recipes/passkey-1m.yaml") == load_recipe("passkey-1m")  # as in a clone
     Path("passkey-1m").write_text("training: {steps: 7}")

@@ -38,6 +38,20 @@ def test_the_first_line_says_when_a_training_ends_and_others_follow_every_minute
     assert last == "step 1,000 of 1,000, loss 0.010"
 
 
+def test_a_measurement_is_shown_with_its_step(caplog):
+    """And not as if it were that of the line's own step."""
+    caplog.set_level(logging.INFO, "coca_lab")
+    lines, state = Lines(None), SimpleNamespace(max_steps=9, is_world_process_zero=True)
+    state.global_step = 4
+    lines.on_evaluate(None, state, None, metrics={"eval_loss": 1.0})
+    lines.on_train_end(None, state, None)
+    state.global_step = 9
+    lines.on_train_end(None, state, None)
+    now, later = caplog.messages
+    assert now == "step 4 of 9, validation perplexity 2.72"
+    assert later == "step 9 of 9, at 4 validation perplexity 2.72"
+
+
 def test_a_resumed_training_counts_its_own_steps(shown):
     first, *_ = shown(steps=100, seconds=10.0, before=90)
     assert first.startswith("step 92 of 100, loss 0.110, 0:01:20 left, until ")

@@ -1,0 +1,209 @@
+"""The command serve: Transformers' server with bounds, and reasons for what it refuses."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.utils.import_utils import is_serve_available
+
+import coca_attention.models  # noqa: F401 (registers the models)
+from coca_attention.errors import UserError, install
+from coca_lab.cli.console import parse
+from coca_lab.loading import model_without_weights
+
+Count = Annotated[int, Field(ge=1)]
+PAGE = 32
+"""Tokens of a page of the cache of continuous batching."""
+LETTERS = 16
+"""Bytes of a request a token at most, besides `OTHERS`."""
+OTHERS = 65_536
+"""Bytes for the other fields of a request."""
+GRACE = 5
+"""Seconds in which requests may end after a signal."""
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
+
+@dataclass
+class ServeSettings:
+    """How the model is served."""
+
+    host: str = "localhost"
+    """Address to listen at."""
+    port: Annotated[int, Field(ge=1, le=65_535)] = 8000
+    """Port to listen at."""
+    context: Count | None = None
+    """Tokens of a prompt and its answer at most; by default the model's training length, which
+    those with limited distances or roles may exceed."""
+    continuous_batching: bool = False
+    """Answer several requests at once."""
+    requests: Count = 16
+    """With continuous batching, requests of the whole context that the cache has room for."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the weights; auto keeps it."""
+    device: str = "auto"
+    """cpu, cuda, …; auto is the accelerator where there is one."""
+    seed: int | None = None
+    """Seed of the draws."""
+
+
+def run_serve(words: list[str]) -> None:
+    """Serve a model over HTTP, with the interface of OpenAI's, by Transformers' server."""
+    path, settings = parse("coca serve", run_serve, words, [ServeSettings], ["model"])
+    if not is_serve_available():
+        raise UserError(f"the server's packages are not installed: {install('serve')}")
+    import uvicorn  # an optional package
+
+    config: Any = model_without_weights(path, "auto").config.get_text_config()
+    context = settings.context or getattr(config, "max_position_embeddings", None)
+    if context is None:
+        raise UserError(f"{path} has no training length: set --context")
+    server = uvicorn.Config(
+        make_app(path, context, settings),
+        host=settings.host,
+        port=settings.port,
+        timeout_graceful_shutdown=GRACE,
+    )
+    uvicorn.Server(server).run()
+
+
+def make_app(path: str, context: int, settings: ServeSettings) -> Any:
+    """Transformers' application for one model, which answers 400 with the reason."""
+    from fastapi.responses import JSONResponse
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
+    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving.response import ResponseHandler
+    from transformers.cli.serving.server import build_server
+    from transformers.cli.serving.systemone import SystemOneHandler
+    from transformers.cli.serving.transcription import TranscriptionHandler
+    from transformers.cli.serving.utils import GenerationState, set_torch_seed
+
+    if settings.seed is not None:
+        set_torch_seed(settings.seed)
+    batching = ContinuousBatchingConfig(
+        page_size=PAGE,
+        num_blocks=settings.requests * math.ceil(context / PAGE),
+        max_batch_tokens=max(context, PAGE),
+    )
+    models = ModelManager(
+        device=settings.device,
+        dtype=settings.dtype,
+        continuous_batching=settings.continuous_batching,
+        force_model=path,
+    )
+    state = GenerationState(
+        continuous_batching=settings.continuous_batching,
+        cb_config=batching if settings.continuous_batching else None,
+    )
+
+    def bounded(handler: type) -> Any:
+        name = f"Bounded{handler.__name__}"
+        kind: Any = type(name, (_Bounded, handler), {"context": context})
+        return kind(models, state)
+
+    app = build_server(
+        models,
+        bounded(ChatCompletionHandler),
+        completion_handler=bounded(CompletionHandler),
+        response_handler=bounded(ResponseHandler),
+        transcription_handler=TranscriptionHandler(models, state),
+        systemone_handler=SystemOneHandler(models, state),
+        generation_state=state,
+    )
+
+    async def refuse(_: Any, error: Exception) -> Any:
+        return JSONResponse({"error": " ".join(str(error).split())}, status_code=400)
+
+    for kind in (ValueError, TypeError, KeyError):  # no chat template, for one
+        app.add_exception_handler(kind, refuse)
+    app.add_middleware(_SmallBodies, most=OTHERS + LETTERS * context)
+    return app
+
+
+class _Bounded:
+    """What handlers of Transformers' server check before they answer; the context in tokens."""
+
+    context: int
+
+    async def handle_request(self: Any, body: Any, request_id: str) -> Any:
+        """As the handler's; ValueError for what no model can answer."""
+        check_request(body)
+        return await super().handle_request(body, request_id)  # pyright: ignore
+
+    def _build_generation_config(self: Any, body: Any, *args: Any, **kwargs: Any) -> Any:
+        config = super()._build_generation_config(body, *args, **kwargs)  # pyright: ignore
+        if body.get("temperature"):
+            config.do_sample = True  # which a temperature alone does not set
+        return config
+
+    def _streaming(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._fit(*args)
+        return super()._streaming(*args, **kwargs)  # pyright: ignore
+
+    async def _non_streaming(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._fit(*args)
+        return await super()._non_streaming(*args, **kwargs)  # pyright: ignore
+
+    def _fit(self, *args: Any) -> None:
+        """Shorten the answer to what is left of the context; ValueError if nothing is."""
+        config = next(each for each in args if isinstance(each, GenerationConfig))
+        inputs = next(each for each in args if isinstance(each, Mapping) and "input_ids" in each)
+        ids = inputs["input_ids"]
+        count = len(ids) if isinstance(ids, list) else ids.shape[-1]
+        if not 0 < count < self.context:
+            raise ValueError(
+                f"the prompt has {count:,} tokens; 1 to {self.context - 1:,} fit into the context, "
+                "which coca serve --context sets"
+            )
+        config.max_new_tokens = min(config.max_new_tokens, self.context - count)
+
+
+def check_request(body: Mapping[str, Any]) -> None:
+    """Raise ValueError, with the reason, for a request that no model can answer."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("the request has half a surrogate pair, which is no text") from error
+    if body.get("prompt") == "" or body.get("messages") == [] or body.get("input") in ("", []):
+        raise ValueError("the prompt is empty: give some text to continue")
+    for name in LIMITS:
+        count = body.get(name)
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ValueError(f"{name} must be a positive integer, got {count!r}")
+    for name, most in (("temperature", 1e3), ("top_p", 1)):
+        value = body.get(name)
+        if value is not None and not (isinstance(value, int | float) and 0 <= value <= most):
+            raise ValueError(f"{name} must be a number from 0 to {most:g}, got {value!r}")
+
+
+class _SmallBodies:
+    """ASGI middleware that reads no request of more bytes than ``most``."""
+
+    def __init__(self, app: Any, most: int) -> None:
+        self.app, self.most = app, most
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        from fastapi.responses import JSONResponse
+
+        parts, size, more = list[bytes](), 0, True
+        while more and size <= self.most:
+            message = await receive()
+            parts.append(message.get("body", b""))
+            size, more = size + len(parts[-1]), message.get("more_body", False)
+        if size > self.most:
+            text = f"the request is longer than the {self.most:,} bytes that fit into the context"
+            await JSONResponse({"error": text}, status_code=413)(scope, receive, send)
+            return
+        whole = iter([{"type": "http.request", "body": b"".join(parts), "more_body": False}])
+
+        async def replay() -> Any:
+            return next(whole, None) or await receive()
+
+        await self.app(scope, replay, send)
