@@ -80,8 +80,8 @@ def test_the_trained_model_finds_passkeys_64_times_farther(tmp_path):
     server = serve(target / "native.gguf", CONTEXT)
     for prompt in ask_for_passkeys(tokenizer, 256, range(20), seed=1):
         assert_greedy(model, server, prompt.ids, 20, tokenizer.eos_token_id)
-    for length in (256, 4096, CONTEXT - ANSWER - 2):
-        prompts = ask_for_passkeys(tokenizer, length, range(20))
+    for length, count in ((256, 20), (4096, 10), (CONTEXT - ANSWER - 2, 5)):
+        prompts = ask_for_passkeys(tokenizer, length, range(count))
         answers = [tokenizer.decode(complete(server, x.ids, ANSWER)) for x in prompts]
         hits = sum(is_hit(a, x.facts["key"]) for a, x in zip(answers, prompts, strict=True))
-        assert hits >= 19, f"{hits} of 20 at {length:,} tokens"
+        assert hits >= count - 1, f"{hits} of {count} at {length:,} tokens"

@@ -1,0 +1,98 @@
+"""vLLM's server with streamed clients, and with the trained native model's passkeys."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+from transformers import AutoTokenizer
+
+from coca_attention import convert
+from coca_attention.models import Roles
+from coca_lab.data.tasks import ask_for_passkeys, is_hit
+from commands import post
+from families import vanilla
+from natives import VOCABULARY, exported, saved
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / "build" / "engines" / "bin" / "python"
+TRAINED = ROOT / "runs" / "native-1m"
+CONTEXT, ANSWER, CLIENTS = 16384, 32, 16
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-engines"),
+]
+
+
+@contextmanager
+def serving(folder, log, *options):
+    """The address of `vllm serve`, once it answers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT / "src"), "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+    # What `vllm serve` runs, which the package vllm-cpu does not have: it looks for one named vllm.
+    words = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+    words += ["--port", port, "--dtype", "float32", *options]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [str(word) for word in words], stdout=output, stderr=output, env=environment
+        )
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
+    try:
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            try:
+                with urlopen(f"{address}/health"):
+                    break
+            except URLError:
+                time.sleep(0.5)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def test_streamed_clients_get_the_same_text_alone_and_at_once(tmp_path):
+    model = vanilla(
+        "Llama", vocab_size=VOCABULARY, hidden_size=128, head_dim=32, max_position_embeddings=1024
+    )
+    roles = Roles("lg", window=16, decay=0.0)
+    folder = saved(convert(model, "rope", roles=roles), tmp_path / "model")
+    options = ["--model-impl", "transformers", "--max-num-seqs", 8]
+    with serving(folder, tmp_path / "log", *options) as address:
+        words = ["scripts/serve_clients.py", folder, "--url", address, "--clients", CLIENTS]
+        done = subprocess.run(
+            [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True
+        )
+    assert f"the same text {CLIENTS} times" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not TRAINED.is_dir(), reason="needs coca train recipes/native-1m.yaml")
+def test_the_trained_model_finds_passkeys_64_times_farther(tmp_path):
+    folder = exported(TRAINED, tmp_path / "native", "--context", str(CONTEXT))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = ask_for_passkeys(tokenizer, CONTEXT - ANSWER - 2, range(5))
+    options = {"max_tokens": ANSWER, "temperature": 0, "model": str(folder)}
+    with serving(folder, tmp_path / "log", "--max-num-seqs", 8) as address:
+        ask = partial(post, f"{address}/v1/completions", **options)
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = [*pool.map(lambda prompt: ask(prompt=prompt.ids), prompts)]
+        print(f"{len(prompts)} prompts in {time.perf_counter() - started:.0f} s")
+    log = (tmp_path / "log").read_text()
+    assert "GraniteSWAForCausalLM" in log and "Transformers modeling backend" not in log
+    texts = [answer["choices"][0]["text"] for answer in answers]
+    hits = [is_hit(text, x.facts["key"]) for text, x in zip(texts, prompts, strict=True)]
+    assert sum(hits) >= 4, f"{sum(hits)} of 5"
