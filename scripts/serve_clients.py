@@ -16,6 +16,7 @@ def ask(url: str, model: str, tokens: int, client: int) -> str:
     """The text that a client is streamed; every client has a prompt of another length."""
     prompt = "import os\n" * (3 + client)
     body = {"model": model, "prompt": prompt, "max_tokens": tokens, "stream": True}
+    body |= {"temperature": 0}  # greedy, in vLLM too
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request) as lines:

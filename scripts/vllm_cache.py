@@ -52,6 +52,7 @@ def main() -> None:
             folder,
             dtype="float32",
             skip_tokenizer_init=True,
+            enforce_eager=True,
             max_model_len=options.length + ANSWER,
             max_num_seqs=options.requests,
             enable_prefix_caching=False,

