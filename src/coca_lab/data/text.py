@@ -90,7 +90,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # a damaged file raises a plain Exception, among others
-        if Path(path).is_dir() and not any(map(Path(path).glob, TOKENIZER_FILES)):
+        folder = Path(path)
+        if folder.is_dir() and not any(any(folder.glob(each)) for each in TOKENIZER_FILES):
             raise UserError(
                 f"{path}: the folder has no tokenizer: copy tokenizer.json and "
                 "tokenizer_config.json from the model that it was made from"
