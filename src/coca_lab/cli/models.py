@@ -120,10 +120,16 @@ def run_extend(words: list[str]) -> None:
         dtype=wanted.dtype,
         report=report,
     )
+    _values(target).unlink(missing_ok=True)
     print(
         f"{target}: {model.config.model_type}, {chosen.label}, for texts of {to:,} tokens; runs in "
         f"{chosen.engines}"
     )
+
+
+def _values(target: str) -> Path:
+    """Where measurements are kept until the folder is written."""
+    return Path(target).resolve().with_name(f"{Path(target).resolve().name}.values.sqlite")
 
 
 def _check(
@@ -139,8 +145,8 @@ def _check(
             if wanted.method != "auto":
                 raise
             log.warning("%s is left out: %s", method, error)
-    store, settings = Path(f"{target}.values.sqlite"), {"length": length, "to": to}
-    with Store(store) as values, Progress() as progress:
+    settings = {"length": length, "to": to}
+    with Store(_values(target)) as values, Progress() as progress:
         model, engine = open_model(path, dtype=wanted.dtype), Engine(values, progress)
         found = check_extensions(
             model.with_weights(),
@@ -150,7 +156,6 @@ def _check(
             max_distance=wanted.max_distance,
             **settings,
         )
-        values.remove(engine.used)
     free_weights()  # which are extended now
     for table in found.tables():
         print_table(*table)

@@ -179,6 +179,19 @@ def test_an_interrupted_check_goes_on(source, tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.glob("*.sqlite*"))
 
 
+def test_what_was_measured_is_kept_until_the_folder_is_written(source, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    words = extend(source, tmp_path / "target", "--check-documents", 1, "--method", "yarn")
+    with monkeypatch.context() as patch:
+        patch.setattr("coca_lab.cli.models.extend_folder", full)
+        assert main(words) == 2
+    assert list(tmp_path.glob("target.values.sqlite"))
+    monkeypatch.setattr("coca_lab.evaluation.perplexity._tallies", full)
+    assert main(words) == 0 and not list(tmp_path.glob("*.sqlite*"))
+
+
 @pytest.mark.parametrize("method", ["yarn", "dynamic", "ntk", "limited"])
 def test_a_method_can_be_named(method, source, tmp_path, capsys):
     code, said, _ = run(
