@@ -32,6 +32,8 @@ METHODS = (  # words in a name, its colour on light pages and on dark ones
     ((), "#35618e", "#8fb6dd"),
 )
 """A method has one colour in every figure; names without one take those that are free."""
+LIMITED = 6
+"""The place of limited distances, which a model of another method may have been given."""
 DASHES = ("1 0", "6 3", "2 3", "9 3 2 3")
 """Of lines without dashes of their own, by how many names of a page have the same colour."""
 LEAST = 0.15
@@ -365,8 +367,8 @@ def _records(points: Frame, chart: LineChart) -> list[dict[str, Any]]:
 
 def method_of(name: str) -> int | None:
     """The place in `METHODS` of the method that a name speaks of, None if it has none."""
-    places = (i for i, (words, *_) in enumerate(METHODS) if any(w in name.lower() for w in words))
-    return next(places, None)
+    places = [i for i, (words, *_) in enumerate(METHODS) if any(w in name.lower() for w in words)]
+    return LIMITED if LIMITED in places else next(iter(places), None)
 
 
 def _look(name: str, dash: str, palette: Palette) -> tuple[str, list[int]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from coca_attention.errors import UserError
 from coca_lab.report.schema import HarnessFile, ResultFile, check_cells, check_part
+from coca_lab.report.trials import read_trials, trial_files
 
 IN_FOLDERS = ("training.json", "results.json")
 """Of a run; of a suite or a study. Read first, and an error if damaged."""
@@ -36,8 +37,19 @@ def read_results(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
     Raises:
         UserError: If a file is missing, is not JSON, or has no results.
     """
-    files = {file.resolve(): file for path in paths for file in _files(Path(path))}
-    return [_read(file) for file in files.values()]
+    paths = [Path(path) for path in paths]
+    trials = {path: [] if any(path.glob("*.json")) else trial_files(path) for path in paths}
+    files = {f.resolve(): f for path in paths if not trials[path] for f in _files(path)}
+    studies = [(path, of) for path, of in trials.items() if of]
+    return [_read(file) for file in files.values()] + [_read_study(*each) for each in studies]
+
+
+def _read_study(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
+    """The trials of a folder."""
+    try:
+        return {**read_trials(files), "file": str(folder)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder}: a file of its trials cannot be read: {error!r}") from error
 
 
 def _files(path: Path) -> list[Path]:

@@ -34,6 +34,7 @@ class Figure:
 FIGURES = {
     "perplexity": Figure("window", "perplexity", "perplexity", ".1f"),
     "passkey": Figure("length", "accuracy", "share of passkeys found", ".2f", 1),
+    "recall": Figure("length", "share", "share of questions answered", ".2f", 1),
     "ruler": Figure("length", "score", "RULER score", ".2f", 1),
 }
 OVER_SEEDS = {"y": "mean", "low": "min", "high": "max", "seeds": "count"}

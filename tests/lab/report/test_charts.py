@@ -96,8 +96,30 @@ def test_pictures_fit_wide_and_narrow_pages_and_say_their_values():
         assert "role=" not in svg
 
 
-@pytest.mark.parametrize("folder", sorted(p for p in RESULTS.iterdir() if any(p.glob("*.json"))))
+@pytest.mark.parametrize(
+    "folder",
+    sorted(
+        p
+        for p in RESULTS.iterdir()
+        if any([*p.glob("*.json"), *p.glob("trials/*"), *p.glob("*.jsonl")])
+    ),
+)
 def test_a_published_study_shows_a_chart_and_its_finding_first(folder):
     sections = page_sections(*tasks_and_runs(read_results([folder])), False)
     assert sections[0].chart and sections[0].lead
     assert not any(section.chart and not section.lead for section in sections)
+
+
+def test_trials_of_a_study_are_read_with_words_for_their_letters():
+    """Means over seeds, as results/verdict has them, without the runs that chose a rate."""
+    tasks, _ = tasks_and_runs(read_results([RESULTS / "verdict"]))
+    section, *_ = page_sections(tasks, [], False)
+    means = section.chart.points.set_index(["line", "x"])
+    assert means.loc[("PoPE", 256), "seeds"] == 10
+    assert means.loc[("CoCA-Strict", 1024), "y"] == pytest.approx(32.9, abs=0.2)
+    assert means.loc[("rotary", 1024), "y"] == pytest.approx(103, abs=2)
+    assert means.loc[("rotary, limited distances", 1024), "y"] == pytest.approx(24.6, abs=0.1)
+    recall = page_sections(*tasks_and_runs(read_results([RESULTS / "recall"])), False)[0]
+    assert recall.title == "Share of questions answered" and "roles" in recall.lead
+    smol = page_sections(*tasks_and_runs(read_results([RESULTS / "smollm2"])), False)[0]
+    assert {"dynamic NTK", "YaRN", "limited distances"} <= set(smol.chart.points["line"])
