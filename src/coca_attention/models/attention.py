@@ -126,17 +126,20 @@ class CollinearAttention(nn.Module):
             coefficients, value = self._cached(cache, coefficients, value, kwargs)
         layer = layer.within_limits(coefficients.shape[-2])
         query = self.map_query(projected, layer.angles, layer.angles.cos, layer.angles.sin)
-        output, weights = None, None
-        if half:
-            output, weights = layer.attend_coefficients(projected, query, coefficients, value)
-        if output is not None:
+        path, weights = layer.path(query, coefficients if half else None), None
+        if path == "far":
+            output, weights = layer.attend_far(projected, query, coefficients, value)
             return self._projected(output, hidden_states), weights
+        if path == "half":
+            output = layer.attend_half(query, coefficients, value)
+            return self._projected(output, hidden_states), None
         tables = layer.key_tables(coefficients.shape[-2])
         key = key_map(coefficients, *tables, free_pairs=self.free_pairs)
         if not half:
             key, value = self._cached(cache, key, value, kwargs)
-        output = layer.attend_keys(query, key, value)
-        if output is None:
+        if path == "blocks":
+            output = layer.attend_keys(query, key, value)
+        else:
             mask, bias = layer.mask_and_bias(query, key.shape[-2])
             # Here, because vLLM looks for the call and its scaling in the source of `forward`.
             attention = ALL_ATTENTION_FUNCTIONS.get_interface(

@@ -174,6 +174,12 @@ def has_own_roles(config: Any) -> bool:
     return differ or "layer_types" not in type(config).__dataclass_fields__
 
 
+def counts_distances(config: Any) -> bool:
+    """Whether scores depend on distances beside the angles: a decay, or limited distances."""
+    rope = rope_parameters(config)
+    return bool(rope.get("decay")) or rope.get("max_distance") is not None
+
+
 def rotation(config: Any, layer_type: str | None = None) -> Rotation:
     """The rotation described by ``rope_parameters``; ValueError if one is out of range."""
     rope = rope_parameters(config, layer_type)

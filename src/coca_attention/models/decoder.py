@@ -20,11 +20,12 @@ from coca_attention.models.attention import CACHE, CollinearAttention
 from coca_attention.models.configuration import (
     GLOBAL,
     LOCAL,
+    counts_distances,
     has_own_roles,
-    rope_parameters,
     rotation,
 )
-from coca_attention.models.layer_pass import Band, KeyPositions, PagedPositions, Pass
+from coca_attention.models.key_positions import CachedPositions, KeyPositions, PagedPositions
+from coca_attention.models.layer_pass import Band, Mask, Pass
 from coca_attention.models.projections import (
     FoldedLinear,
     initial_form_parameters,
@@ -128,40 +129,13 @@ class CollinearModel(CollinearPreTrained):
         """The forward pass of the family's decoder, with the same arguments."""
         forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         tokens = input_ids if input_ids is not None else inputs_embeds
-        given = kwargs.pop(CACHE, past_key_values)
-        # Continuous batching places the tokens of its paged cache and makes the masks.
-        cache = given if hasattr(given, "get_seq_length") else None
+        cache = kwargs.pop(CACHE, past_key_values)
         if tokens is None:
             return forward(**kwargs)  # which says what is missing
-        mask = attention_mask if isinstance(attention_mask, Tensor) else None
-        mask = mask.long() if mask is not None and mask.dim() == 2 else None
-        if position_ids is None and mask is not None:  # scores of slack depend on true positions
-            position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        own, linear = has_own_roles(self.config), self.config.coca_linear
-        if linear and attention_mask is None and cache is None and position_ids is not None:
-            _check_one_document(position_ids)  # elsewhere Transformers looks for no documents
-        half = self.config.kv_cache == "half" and cache is not None
-        placed, caches = self._counts_distances() or half, kwargs.get("use_cache")
-        band = None if linear else self._band(tokens, attention_mask, position_ids, cache, caches)
-        if position_ids is None and (placed or own or linear):
-            past = 0 if cache is None else cache.get_seq_length()
-            position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
-        places: Any = position_ids
-        positions = None
-        if placed and cache is given:
-            positions = KeyPositions(self, cache, places, mask)
-        elif placed:
-            positions = PagedPositions(
-                self, places, kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-            )
-        decoder_pass = Pass(
-            positions,
-            band,
-            self._roles(tokens, attention_mask, places, given, band) if own else None,
-            self._linear(tokens, attention_mask, places) if linear else None,
-        )
-        if band is not None or own or linear:
-            # Transformers makes no mask where it gets one.
+        reading = Reading(tokens, attention_mask, position_ids, cache)
+        decoder_pass = self._pass(reading, kwargs)
+        if decoder_pass.has_masks:
+            # Transformers takes a mask of four dimensions as it is; layers do not look at this one.
             attention_mask = torch.empty(1, 1, 1, 0, device=tokens.device)
         elif isinstance(attention_mask, dict) and len(attention_mask) == 1:
             # Families without layer types take no dictionary.
@@ -169,58 +143,72 @@ class CollinearModel(CollinearPreTrained):
         return forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            position_ids=position_ids,
+            position_ids=reading.position_ids,
             inputs_embeds=inputs_embeds,
             decoder_pass=decoder_pass,
-            **{CACHE: given},
+            **{CACHE: cache},
             **kwargs,
         )
 
-    def _counts_distances(self: Any) -> bool:
-        """Whether scores depend on distances beside the angles: a decay, or limited distances."""
-        rope = rope_parameters(self.config)
-        counts = bool(rope.get("decay")) or rope.get("max_distance") is not None
+    def _pass(self: Any, reading: "Reading", options: dict[str, Any]) -> Pass:
+        """What this pass hands to all layers, given the other arguments of the decoder."""
+        if self.config.coca_linear:
+            return Pass(linear=self._linear(reading))
+        band = self._band(reading, options.get("use_cache"))
+        roles = self._roles(reading, band) if has_own_roles(self.config) else None
+        return Pass(self._positions(reading, options), band, roles)
+
+    def _positions(self: Any, reading: "Reading", options: dict[str, Any]) -> KeyPositions | None:
+        """Positions of the keys, where scores depend on them or the cache has no effective keys."""
+        counts = counts_distances(self.config)
         if counts and not getattr(self.config, "is_causal", True):
             raise ValueError(
                 "a decay and max_distance are for causal models: leave them out of rope_parameters"
             )
-        return counts
+        if counts and reading.is_paged:
+            ends = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
+            return PagedPositions(self, reading.position_ids, *ends)
+        if counts or (self.config.kv_cache == "half" and reading.cache is not None):
+            return CachedPositions(self, reading.cache, reading.position_ids, reading.padding)
+        return None
 
-    def _band(
-        self: Any, tokens: Tensor, mask: Any, position_ids: Any, cache: Any, use_cache: bool | None
-    ) -> Band | None:
+    def _band(self: Any, reading: "Reading", use_cache: bool | None) -> Band | None:
         """What layers hide by themselves under SDPA; None leaves the masks to Transformers."""
-        (batch, length), past = tokens.shape[:2], 0
+        mask, cache, length = reading.mask, reading.cache, reading.length
         causal = self.attention_class.layout.modules(self)[0].is_causal
         if self.config._attn_implementation != "sdpa" or not causal or length == 1:
             return None
-        if cache is not None:
-            past, slots = cache.get_seq_length(), range(len(self.layers))
-            # The keys of a static cache continue after the last query; its length is a tensor.
-            if not isinstance(past, int) or any(
-                sum(cache.get_mask_sizes(length, index)) != past + length for index in slots
-            ):
-                return None
+        # The keys of a static cache continue after the last query; its length is a tensor.
+        if cache is not None and (
+            not isinstance(reading.past, int)
+            or any(
+                sum(cache.get_mask_sizes(length, index)) != reading.past + length
+                for index in range(len(self.layers))
+            )
+        ):
+            return None
         has_roles = has_own_roles(self.config)
         # In graphs Transformers makes a mask even of nothing.
         plain = Band() if has_roles or compiling() else None
         if mask is not None:
-            fits = isinstance(mask, Tensor) and mask.shape == (batch, past + length)
+            seen = reading.batch, reading.past + length
+            fits = isinstance(mask, Tensor) and mask.shape == seen
             if not fits or torch.compiler.is_exporting():
                 return None
             return plain if not compiling() and mask.all() else Band(mask.bool().long())
         caches = self.config.use_cache if use_cache is None else use_cache
-        if position_ids is None or cache is not None or (caches and not has_roles):
+        if not reading.is_placed or cache is not None or (caches and not has_roles):
             return plain  # Transformers looks for documents where there is no cache
         if torch.compiler.is_exporting():
             return None
-        segments = find_packed_sequence_indices(position_ids.expand(batch, -1))
+        segments = find_packed_sequence_indices(reading.position_ids.expand(reading.batch, -1))
         return plain if segments is None else Band(segments)
 
-    def _linear(
-        self: Any, tokens: Tensor, mask: Any, position_ids: Tensor
-    ) -> tuple[Turns, Tensor | None]:
+    def _linear(self: Any, reading: "Reading") -> tuple[Turns, Tensor | None]:
         """Positions of linear attention, and which of the tokens of this pass are real."""
+        mask, positions = reading.mask, reading.position_ids
+        if reading.is_placed and mask is None and reading.cache is None:
+            _check_one_document(positions)  # elsewhere Transformers looks for no documents
         if isinstance(mask, dict):  # that Transformers made for a static cache
             mask = mask.get("linear_attention")
         if mask is not None:
@@ -229,27 +217,63 @@ class CollinearModel(CollinearPreTrained):
                     "linear attention hides a token from all others or from none: pass an "
                     f"attention_mask (batch, tokens); got shape {tuple(mask.shape)}"
                 )
-            mask = mask[:, -tokens.shape[1] :]
+            mask = mask[:, -reading.length :]
         dtype = torch.promote_types(self.dtype, torch.float32)
         settings = self.config.coca_form, rotation(self.config)
-        return linear_turns(*settings, position_ids, dtype, mask), mask
+        return linear_turns(*settings, positions, dtype, mask), mask
 
-    def _roles(
-        self: Any, tokens: Tensor, mask: Any, position_ids: Tensor, cache: Any, band: Band | None
-    ) -> dict[str, tuple[Any, Angles]]:
+    def _roles(self: Any, reading: "Reading", band: Band | None) -> dict[str, tuple[Mask, Angles]]:
         """Mask, unless layers form it, and angles of local and of global layers."""
-        like = torch.empty(*tokens.shape[:2], 0, dtype=self.dtype, device=tokens.device)
+        shape, positions = (reading.batch, reading.length, 0), reading.position_ids
+        like = torch.empty(shape, dtype=self.dtype, device=positions.device)
         found = {}
         for kind, make in MASKS.items():
             if kind not in self.config.layer_types:
                 continue
             made = None
-            if isinstance(mask, dict):  # that Transformers made per layer type
-                made = mask[kind]
+            if isinstance(reading.mask, dict):  # that Transformers made per layer type
+                made = reading.mask[kind]
             elif band is None:
-                made = make(self.config, like, mask, cache, position_ids)
-            found[kind] = made, self.rotary_emb(like, position_ids, kind)
+                made = make(self.config, like, reading.mask, reading.given_cache, positions)
+            found[kind] = made, self.rotary_emb(like, positions, kind)
         return found
+
+
+class Reading:
+    """What a decoder reads in one forward pass.
+
+    Attributes:
+        batch: B.
+        length: T, the tokens of this pass.
+        mask: As given: (B, tokens so far), (B, 1 or H, T, S), of an attention function, or a
+            dictionary of such by layer type, which Transformers makes for static caches.
+        padding: The mask as (B, tokens so far), int64, 1 for real tokens; None if it is another.
+        given_cache: The cache as given.
+        cache: The same if it keeps the keys of these texts; None for that of continuous batching,
+            which places tokens and makes masks by itself.
+        past: Tokens in the cache; a tensor for static caches.
+        position_ids: (1 or B, T); by default tokens are consecutive, padding left out.
+        is_placed: Whether they are given, or follow from padding.
+    """
+
+    def __init__(self, tokens: Tensor, mask: Any, position_ids: Tensor | None, cache: Any) -> None:
+        self.batch, self.length = tokens.shape[:2]
+        self.mask, self.given_cache = mask, cache
+        self.padding = mask.long() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self.cache = cache if hasattr(cache, "get_seq_length") else None
+        self.past: Any = 0 if self.cache is None else self.cache.get_seq_length()
+        self.is_placed = position_ids is not None or self.padding is not None
+        if position_ids is not None:
+            self.position_ids = position_ids
+        elif self.padding is not None:  # scores of slack depend on true positions
+            self.position_ids = (self.padding.cumsum(-1) - 1).clamp(min=0)[:, -self.length :]
+        else:
+            self.position_ids = (torch.arange(self.length, device=tokens.device) + self.past)[None]
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether the cache is that of continuous batching."""
+        return self.given_cache is not self.cache
 
 
 def _check_one_document(position_ids: Tensor) -> None:

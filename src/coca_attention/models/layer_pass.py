@@ -8,168 +8,23 @@ D head width, P = D/2 rotary pairs, F free pairs, R rotary width.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from coca_attention.models.configuration import free_pairs, rope_parameters, rotation, window_of
+from coca_attention.models.configuration import window_of
+from coca_attention.models.key_positions import KeyPositions
 from coca_attention.models.rotary import Angles
-from coca_attention.ops import attend, attend_half, key_frames, key_map, tile_length
+from coca_attention.ops import attend, attend_half, key_map, tile_length
 from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map, side_by_side
 from coca_attention.ops.decoding import KeyFrames, attend_half_at
 from coca_attention.ops.linear import Turns
 from coca_attention.ops.opaque import compiling
 from coca_attention.ops.positions import Decay
 from coca_attention.ops.sight import with_bias
-
-
-@torch.library.custom_op("coca_attention::materialized", mutates_args=())
-def materialized(x: Tensor) -> Tensor:
-    """Write x to memory, because torch.compile would recompute it in every layer and head."""
-    return x.clone()
-
-
-@materialized.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-class KeyPositions:
-    """Positions of all cache slots in one forward pass, and their tables, shared by all layers."""
-
-    def __init__(self, body: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> None:
-        """position_ids: (1 or B, T). mask: (B, S), 1 for every real token so far, or None."""
-        self.config, self.position_ids = body.config, position_ids
-        self.dtype = torch.promote_types(body.dtype, torch.float32)
-        device, length = position_ids.device, position_ids.shape[1]
-        slots, start = length, 0
-        if cache is not None:
-            sizes = [cache.get_mask_sizes(length, index) for index in range(len(body.layers))]
-            slots = max(keys + first for keys, first in sizes)
-            start = cache.get_seq_length()  # a tensor for static caches
-        # Whether this pass has the last slots, not so in static caches, and there is no padding
-        # between real tokens. Only limits of distances ask.
-        self.consecutive = isinstance(start, int) and slots == start + length
-        if mask is not None and rope_parameters(self.config).get("max_distance") is not None:
-            begins = F.pad(mask, (1, 0)).diff(dim=-1) > 0
-            whole = not compiling() and bool((begins.sum(-1) <= 1).all())
-            self.consecutive = self.consecutive and whole
-        slot = torch.arange(slots, device=device)
-        # Index in this pass, negative for earlier tokens. Computed here, because a static cache
-        # updates its length in place. Earlier tokens are assumed to be consecutive.
-        self.index_in_pass = slot - start
-        if mask is None:
-            self.earlier = position_ids[:, :1] + self.index_in_pass
-        else:
-            # Count real tokens back from the last one of this pass, so that padding anywhere does
-            # not shift positions.
-            mask = F.pad(mask, (0, slots - mask.shape[1]))
-            real = mask[:, (start + torch.arange(length, device=device))]
-            index = (real * torch.arange(length, device=device)).argmax(-1, keepdim=True)
-            counted = mask.cumsum(-1)
-            self.earlier = position_ids.expand(len(mask), -1).gather(1, index) - (
-                counted.gather(1, index + start) - counted
-            )
-        self.first_position = None
-        if length == 1 and not torch.compiler.is_compiling():
-            # One new token: use consecutive positions if the mask has no gaps.
-            first = position_ids[:, 0] - start
-            if mask is None or bool(((first[:, None] + slot == self.earlier) | (mask == 0)).all()):
-                self.first_position = first
-        self._tables: dict[Any, Any] = {}
-
-    def places(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
-        """Positions of the tokens of this pass, and of slots first … first + keys - 1."""
-        return self.position_ids, self._slots(layer_type)[:, first : first + keys]
-
-    def _slots(self, layer_type: str | None) -> Tensor:
-        """Positions of all slots, (1 or B, S)."""
-        given = self.position_ids[:, self.index_in_pass.clamp(0, self.position_ids.shape[1] - 1)]
-        return torch.where(self.index_in_pass < 0, self.earlier, given).clamp(min=0)
-
-    def tables(self, layer_type: str | None, first: int, keys: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of slots first … first + keys - 1, (1 or B, keys, R/2) each."""
-        if layer_type not in self._tables:
-            tables = rotation(self.config, layer_type).tables(self._slots(layer_type), self.dtype)
-            if compiling():
-                tables = materialized(tables[0]), materialized(tables[1])
-            self._tables[layer_type] = tables
-        cos, sin = self._tables[layer_type]
-        return cos[:, first : first + keys], sin[:, first : first + keys]
-
-    def near_and_far(
-        self, layer_type: str | None, first: int, keys: int, mask: BlockMask, limit: int
-    ) -> BlockMask:
-        """A mask that shows the near ones among the keys, and the far ones among as many more."""
-        kind = (layer_type, first, keys, limit)
-        if kind not in self._tables:
-            batch, _, length, _ = mask.shape
-            places = self.places(layer_type, first, keys)
-            queries, slots = (x.expand(batch, -1) for x in places)
-
-            def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                slot = key % keys
-                is_near = queries[b, query] - slots[b, slot] < limit
-                return mask.mask_mod(b, h, query, slot) & (is_near == (key < keys))
-
-            # Compiled it forms no mask of all queries and keys.
-            on_cpu = slots.device.type == "cpu"
-            make = create_block_mask if on_cpu else torch.compile(create_block_mask)
-            sizes = batch, None, length, 2 * keys
-            self._tables[kind] = make(visible, *sizes, device=slots.device)
-        return self._tables[kind]
-
-    def frames(
-        self, layer_type: str | None, first: int, keys: int, pairs: int, tile: int
-    ) -> KeyFrames | None:
-        """Tables of `attend_half` for these slots in tiles; None if positions do not allow them."""
-        if self.first_position is None:
-            return None
-        kind = (layer_type, first, keys, pairs, tile)
-        if kind not in self._tables:
-            turning = rotation(self.config, layer_type)
-            if turning.follows_length:
-                return None
-            self._tables[kind] = key_frames(
-                self.first_position + first,
-                keys,
-                turning,
-                tile=tile,
-                pairs=pairs,
-                free_pairs=free_pairs(self.config, layer_type),
-                dtype=self.dtype,
-            )
-        return self._tables[kind]
-
-
-class PagedPositions(KeyPositions):
-    """Positions in Transformers' continuous batching: several texts behind each other in a row."""
-
-    def __init__(
-        self, body: Any, position_ids: Tensor, ends: Tensor, key_ends: dict[str, Tensor]
-    ) -> None:
-        """position_ids: (1, T). ends: of N texts among the tokens, from 0 on, (N + 1,).
-
-        key_ends: those among the keys, by layer type.
-        """
-        self.config, self.position_ids = body.config, position_ids
-        self.dtype = torch.promote_types(body.dtype, torch.float32)
-        self.consecutive, self.first_position = False, None
-        self.last, self.key_ends = position_ids[0, ends[1:].long() - 1], key_ends
-        self._tables = {}
-
-    def _slots(self, layer_type: str | None) -> Tensor:
-        """Positions (1, S) of all keys, counted back from the last token of their text."""
-        kind = layer_type if layer_type in self.key_ends else next(iter(self.key_ends))
-        ends = self.key_ends[kind].long()
-        lengths = ends.diff()
-        slots = torch.arange(int(ends[-1]), device=ends.device)
-        shifts = self.last - (ends[1:] - 1)
-        return (slots + shifts.repeat_interleave(lengths))[None]
 
 
 @dataclass(frozen=True)
@@ -194,25 +49,46 @@ class Band(NamedTuple):
     """A number for every token so far, (B, S) int64: its document, or whether it is padding."""
 
 
+Mask = Band | Tensor | BlockMask | None
+"""What hides keys from the queries of a layer.
+
+- `Band`: the layer itself, in blocks of queries.
+- Tensor: this alone, (B, 1 or H, T, S), boolean (True = may attend) or added to the scores; or what
+  another attention function takes, such as (B, S) for FlashAttention.
+- BlockMask: this alone, for FlexAttention.
+- None: the attention function hides later tokens, and nothing else is hidden.
+"""
+
+Path = Literal["half", "far", "blocks", "function"]
+"""What computes a layer: `LayerPass.attend_half`, `attend_far`, `attend_keys`, or an attention
+function of Transformers."""
+
+
 class Pass(NamedTuple):
     """What one forward pass of a decoder hands to all layers."""
 
     positions: KeyPositions | None = None  # with a half cache, a decay or limited distances
     band: Band | None = None  # in place of Transformers' masks
     # Mask and angles of each layer type, where all share one set of rotary parameters.
-    roles: dict[str, tuple[Any, Angles]] | None = None
+    roles: dict[str, tuple[Mask, Angles]] | None = None
     # With linear attention: its positions, and which of these tokens are real (B, T).
     linear: tuple[Turns, Tensor | None] | None = None
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether layers take no mask that the family's decoder makes."""
+        return any(x is not None for x in (self.band, self.roles, self.linear))
+
     def layer(self, module: Any, mask: Any, angles: Any, cache: Any, length: int) -> "LayerPass":
-        """What an attention module needs of it, given Transformers' mask and angles."""
+        """What an attention module needs of it, given the mask and angles of the decoder."""
         if self.roles is not None:
             mask, angles = self.roles[module.layer_type]
+        if self.band is not None:
+            mask = self.band
         first = 0
         if self.positions is not None and hasattr(cache, "get_mask_sizes"):
             _, first = cache.get_mask_sizes(length, module.layer_idx)
-        mask = mask if self.band is None else None
-        return LayerPass(module, mask, self.band, angles, self.positions, first)
+        return LayerPass(module, mask, angles, self.positions, first)
 
 
 class LayerPass(NamedTuple):
@@ -222,8 +98,7 @@ class LayerPass(NamedTuple):
     """
 
     module: Any
-    mask: Any  # in the format of the attention implementation
-    band: Band | None
+    mask: Mask
     angles: Angles
     positions: KeyPositions | None
     first: int  # slot that the layer's cache returns
@@ -249,22 +124,27 @@ class LayerPass(NamedTuple):
         return self.module.attention_dropout if self.module.training else 0.0
 
     @property
+    def dense(self) -> Any:
+        """The mask, unless the layer forms it itself."""
+        return None if isinstance(self.mask, Band) else self.mask
+
+    @property
     def _at(self) -> KeyPositions:
         assert self.positions is not None  # passed by the decoder wherever it is asked for
         return self.positions
 
     def _options(self, keys: int) -> dict[str, Any]:
         """Those that `attend` and `attend_clipped` share, for the last so many keys."""
-        segments = None if self.band is None else self.band.segments
+        segments = self.mask.segments if isinstance(self.mask, Band) else None
         return {
-            "attention_mask": self.mask,
+            "attention_mask": self.dense,
             "segments": None if segments is None else segments[:, segments.shape[-1] - keys :],
             "dropout": self.dropout,
         }
 
     def _begins(self, query: Tensor) -> bool:
         """Whether these are the first queries of an empty cache, which may have more slots."""
-        return self.mask is None and self.band is None and query.shape[-2] > 1
+        return self.mask is None and query.shape[-2] > 1
 
     def within_limits(self, keys: int) -> "LayerPass":
         """The same without a largest distance if no key is beyond it; see `_check_limits`."""
@@ -281,41 +161,46 @@ class LayerPass(NamedTuple):
             return self.angles.cos, self.angles.sin
         return self.positions.tables(self.kind, self.first, keys)
 
-    def attend_coefficients(
-        self, projected: Tensor, query: Tensor, coefficients: Tensor, value: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Output and weights over coefficients (B, G, S, P + F); None for both where keys do."""
+    def path(self, query: Tensor, coefficients: Tensor | None) -> Path:
+        """What computes this layer, given coefficients (B, G, S, P + F) if they are cached."""
         if self.angles.far is not None:
-            return self._attend_far(projected, query, coefficients, value)
-        if self.positions is None or not self._decodes(query):
-            return None, None
-        return self._attend_half(query, coefficients, value), None
+            return "far"
+        if coefficients is not None and self._decodes(query, coefficients):
+            return "half"
+        own = self.angles.decay is not None or isinstance(self.mask, Band)
+        return "blocks" if own and self.implementation == "sdpa" else "function"
 
-    def _decodes(self, query: Tensor) -> bool:
+    def _decodes(self, query: Tensor, coefficients: Tensor) -> bool:
         """Whether `attend_half` takes the place of ``scaled_dot_product_attention``."""
-        mask = self.mask
-        return (
-            query.shape[-2] == 1
-            and self.implementation == "sdpa"
-            and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
-            and not (self.module.training or torch.is_grad_enabled())
-        )
+        mask = self.dense
+        if (
+            self.positions is None
+            or query.shape[-2] != 1
+            or self.implementation != "sdpa"
+            or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1))
+            or self.module.training
+            or torch.is_grad_enabled()
+        ):
+            return False
+        return compiling() or self._frames(query, coefficients) is not None
 
-    def _attend_half(self, query: Tensor, coefficients: Tensor, value: Tensor) -> Tensor | None:
-        """One token over a half cache; None if tokens are not consecutive, unless compiled."""
+    def _frames(self, query: Tensor, coefficients: Tensor) -> KeyFrames | None:
+        """Tables of the keys for `attend_half`; None where tokens are not consecutive."""
+        tile, pairs = tile_length(coefficients, query.shape[1]), self.module.head_dim // 2
+        return self._at.frames(self.kind, self.first, coefficients.shape[-2], pairs, tile)
+
+    def attend_half(self, query: Tensor, coefficients: Tensor, value: Tensor) -> Tensor:
+        """One token over a half cache."""
         keys = coefficients.shape[-2]
-        mask = self.mask if self.angles.decay is None else self._with_decay(query, keys)
+        mask = self.dense if self.angles.decay is None else self._with_decay(query, keys)
         options: dict[str, Any] = {"attention_mask": mask, "scale": self.module.kernel_scale}
         if compiling():
             tables = self._at.tables(self.kind, self.first, keys)
             return attend_half_at(query, coefficients, value, *tables, **options).transpose(1, 2)
-        tile, pairs = tile_length(coefficients, query.shape[1]), self.module.head_dim // 2
-        frames = self._at.frames(self.kind, self.first, keys, pairs, tile)
-        if frames is None:
-            return None
+        frames: Any = self._frames(query, coefficients)
         return attend_half(query, coefficients, value, frames, **options).transpose(1, 2)
 
-    def _attend_far(
+    def attend_far(
         self, projected: Tensor, query: Tensor, coefficients: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Limited distances, see `attend_clipped`."""
@@ -324,12 +209,8 @@ class LayerPass(NamedTuple):
         free_pairs, keys = self.module.free_pairs, coefficients.shape[-2]
         consecutive, (cos, sin) = self._at.consecutive, self.key_tables(keys)
         if self._begins(query) and not consecutive:
-            coefficients, value, keys = (
-                coefficients[..., :length, :],
-                value[..., :length, :],
-                length,
-            )
-            consecutive = True
+            keys, consecutive = length, True
+            coefficients, value = coefficients[..., :keys, :], value[..., :keys, :]
         flexible = self.implementation == "flex_attention"
         near = 0
         if consecutive and not flexible:
@@ -344,7 +225,7 @@ class LayerPass(NamedTuple):
         )
         if flexible:
             query, *parts = side_by_side(*tensors)
-            places = self.kind, self.first, keys, self.mask, far.max_distance
+            places = self.kind, self.first, keys, self.dense, far.max_distance
             return ALL_ATTENTION_FUNCTIONS["flex_attention"](
                 self.module,
                 query,
@@ -357,8 +238,8 @@ class LayerPass(NamedTuple):
         clipping = Clipping(
             far.max_distance,
             consecutive,
-            is_causal=self.mask is None,
-            window=None if self.band is None else self.window,
+            is_causal=self.dense is None,
+            window=self.window if isinstance(self.mask, Band) else None,
             scale=self.module.kernel_scale,
         )
         options: dict[str, Any] = {"positions": self._at.places(self.kind, self.first, keys)}
@@ -372,11 +253,9 @@ class LayerPass(NamedTuple):
         output = attend_clipped(*tensors, value, clipping, **options)
         return output.transpose(1, 2), weights
 
-    def attend_keys(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """Attention without a mask, or with a decay; None if Transformers' function computes it."""
+    def attend_keys(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention with a mask formed in blocks, or with a decay."""
         decay = self.angles.decay
-        if self.implementation != "sdpa" or (decay is None and self.band is None):
-            return None
         length, places = query.shape[-2], None
         if decay is not None:
             if self._begins(query):
@@ -386,8 +265,8 @@ class LayerPass(NamedTuple):
             query,
             key,
             value,
-            is_causal=self.mask is None,
-            window=None if self.band is None else self.window,
+            is_causal=self.dense is None,
+            window=self.window if isinstance(self.mask, Band) else None,
             scale=self.module.kernel_scale,
             bias=decay,
             positions=places,
@@ -401,13 +280,13 @@ class LayerPass(NamedTuple):
         ValueError if the attention function adds nothing to scores.
         """
         if self.angles.decay is None:
-            return self.mask, {}
+            return self.dense, {}
         if self.implementation == "flex_attention":
             places = self._at.places(self.kind, self.first, keys)
             queries, slots = (x.expand(len(query), -1) for x in places)
             wide = torch.promote_types(query.dtype, torch.float32)
             bias = DecayBetween(self.angles.decay, queries, slots, wide)
-            return self.mask, {"position_bias": bias}
+            return self.dense, {"position_bias": bias}
         shape = self.mask.shape if isinstance(self.mask, Tensor) else ()
         dense = len(shape) == 4 and shape[-1] == keys
         if not dense and not self.implementation.endswith("eager"):
@@ -422,7 +301,7 @@ class LayerPass(NamedTuple):
         assert self.angles.decay is not None
         wide = torch.promote_types(query.dtype, torch.float32)
         places = self._at.places(self.kind, self.first, keys)
-        return with_bias(self.mask, self.angles.decay(*places, wide).unsqueeze(1))
+        return with_bias(self.dense, self.angles.decay(*places, wide).unsqueeze(1))
 
     def _check_limits(self, beyond: bool) -> None:
         """Raise ValueError if the attention function cannot attend with a largest distance."""
