@@ -326,8 +326,13 @@ class Run(Part):
 class Environment(Part):
     """The machine and the versions of a measurement."""
 
-    versions: dict[str, str] = {}
-    gpus: list[str] = []
+    command: str
+    processor: str
+    cores: Count
+    threads: Count
+    gpus: list[str]
+    system: str
+    versions: dict[str, str]
 
 
 class Study(Part):

@@ -318,7 +318,7 @@ def mutated(content, draw):
     return content
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(48))
 def test_a_damaged_result_is_named_or_drawn(tmp_path, undrawn, seed):
     """Nothing but UserErrors, whatever the content of a file: checked as it is read."""
     results = Path(__file__).parents[3] / "results"
