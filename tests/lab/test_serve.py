@@ -1,52 +1,28 @@
 """``coca serve``: Transformers' server with the models of this package."""
 
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from urllib.error import HTTPError
-from urllib.request import urlopen
 
 import pytest
 import torch
 
 from coca_lab.loading import load_model
-from commands import post, run
+from commands import post, run, serving
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batching", [[], ["--continuous-batching"]])
 def test_a_served_model_answers_as_it_does_alone(model_folder, tmp_path, tokenizer, batching):
     pytest.importorskip("uvicorn", reason="Transformers' server is an extra")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
     prompt, model = "alpha1 beta2 gamma3", load_model(model_folder)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     mask = torch.ones_like(ids)
     alone = model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
     log = tmp_path / "log"
-    words = ["serve", str(model_folder), "--port", port, "--device", "cpu", *batching]
-    with open(log, "w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "coca_lab.cli", *words],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
-        )
-    try:
-        address = f"http://localhost:{port}"
-        for _ in range(240):
-            assert process.poll() is None, log.read_text()
-            with suppress(OSError):
-                urlopen(f"{address}/health")
-                break
-            time.sleep(0.5)
+    with serving(model_folder, log, *batching) as (address, process):
         asked = {"model": str(model_folder), "prompt": prompt, "max_tokens": 16}
         text = post(f"{address}/v1/completions", **asked)["choices"][0]["text"]
         # A stream keeps back what is not yet a whole character.
@@ -80,9 +56,6 @@ def test_a_served_model_answers_as_it_does_alone(model_folder, tmp_path, tokeniz
         process.wait(timeout=60)
         assert time.monotonic() - started < 10
         assert "Traceback" not in log.read_text()
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_what_cannot_be_served_is_one_line(capsys, monkeypatch, model_folder, tmp_path):

@@ -20,6 +20,7 @@ from coca_lab.cli import Run
 log = logging.getLogger(__name__)
 
 POSITIONALS = {
+    "folder": "Folder or name of a Transformers model; with --endpoint, of its tokenizer.",
     "model": "Folder or name of a Transformers model.",
     "model?": "Folder or name of a model; without one, this machine is described.",
     "prompt": "Text to continue; - reads it from standard input.",

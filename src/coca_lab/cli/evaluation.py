@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pydantic import PositiveInt
+
 from coca_lab import studies
 from coca_lab.analysis.task import TASK as ANALYSIS
 from coca_lab.cli import Run, choose
@@ -46,6 +48,18 @@ class ScaledSettings(LoadingSettings):
     """Factor of the scaling."""
 
 
+@dataclass
+class EndpointSettings:
+    """A server that answers prompts in place of the model, whose tokenizer is in the folder."""
+
+    endpoint: str | None = None
+    """Its address, with OpenAI's completions, such as http://127.0.0.1:8000/v1."""
+    model: str | None = None
+    """What the server calls the model, and so do the results; by default as the folder."""
+    requests: PositiveInt = 8
+    """Requests at once."""
+
+
 def task_commands() -> dict[str, Run]:
     """The commands behind ``coca eval``: every registered task, and suites of them."""
     commands = {name: task_command(task, "coca eval") for name, task in TASKS.items()}
@@ -67,9 +81,12 @@ def task_command(task: Task, prefix: str) -> Run:
 
     def run(words: list[str]) -> None:
         sections = [task.settings, ScaledSettings if task.scaled else LoadingSettings]
-        path, settings, loading = parse(program, run, words, sections, ["model"])
+        sections += [EndpointSettings] if task.prompts else []
+        named = ["folder" if task.prompts else "model"]  # --model is what a server calls it
+        path, settings, loading, *server = parse(program, run, words, sections, named)
         task.check(settings)
-        name = loading.name or Path(path).name
+        at = server[0] if server else EndpointSettings()
+        name = at.model or loading.name or (path if at.endpoint else Path(path).name)
         scaling = suites.ScalingSettings()
         plain = re.sub(r"[^\w.=+-]+", "-", name)
         file = f"{plain}-{task.name}.json"
@@ -78,7 +95,14 @@ def task_command(task: Task, prefix: str) -> Run:
             file = f"{plain}-{loading.scaling}-{task.name}.json"
         output = Path(loading.output or Path("runs", "eval", file))
         check_results(output)
-        suite = suites.Suite({name: path}, [scaling], dtype=loading.dtype, device=loading.device)
+        suite = suites.Suite(
+            {name: path},
+            [scaling],
+            dtype=loading.dtype,
+            device=loading.device,
+            endpoint=at.endpoint,
+            requests=at.requests,
+        )
         with Store(output.with_suffix(".values.sqlite")) as store, Progress() as progress:
             engine = Engine(store, progress)
             cells = suites.write_cells(suite, [(task, settings)], engine, output)

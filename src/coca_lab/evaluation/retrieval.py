@@ -68,17 +68,23 @@ def measure_prompts(
     kind = about.get("kind", about["task"])
     label = " ".join((model.name, *scaling.words, kind, f"{about['length']:,}"))
     size = max(1, settings.batch_tokens // length)
+    if model.endpoint:
+        size = model.endpoint.requests
 
     def answer(indices: list[int]) -> list[Cell]:
-        prompts, module = make(indices), model.loaded()
-        with scaling.applied(module, read):
-            answers = greedy_answers(
-                module,
-                model.tokenizer,
-                torch.tensor([prompt.ids for prompt in prompts]),
-                max_new_tokens=most,
-                use_cache=settings.use_cache,
-            )
+        prompts = make(indices)
+        if model.endpoint:
+            answers = model.endpoint.answers(model.tokenizer, prompts, most)
+        else:
+            module = model.loaded()
+            with scaling.applied(module, read):
+                answers = greedy_answers(
+                    module,
+                    model.tokenizer,
+                    torch.tensor([prompt.ids for prompt in prompts]),
+                    max_new_tokens=most,
+                    use_cache=settings.use_cache,
+                )
         return [
             {**prompt.facts, "output": answer, **score(answer, prompt)}
             for prompt, answer in zip(prompts, answers, strict=True)
@@ -97,7 +103,7 @@ def measure_prompts(
             **about,
             **model.facts,
             **scaling.facts,
-            "rope_parameters": scaling.parameters(model.module, read),
+            "rope_parameters": model.module and scaling.parameters(model.module, read),
             "seconds": seconds,
             "samples": records,
         }
@@ -146,6 +152,7 @@ PASSKEYS = Task(
     "Passkey retrieval: does a model find five digits hidden in a long prompt?",
     PasskeySettings,
     measure=measure_passkeys,
+    prompts=True,
 )
 
 
@@ -220,6 +227,7 @@ RULER = Task(
     "RULER's synthetic tasks: needles, variable tracking, common and frequent words, at any length",
     RulerSettings,
     measure=measure_ruler,
+    prompts=True,
 )
 
 

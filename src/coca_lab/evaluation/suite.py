@@ -5,11 +5,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import PositiveInt
+
 from coca_attention.errors import UserError, error_prefix
 from coca_lab.arguments import SettingsParser, read_settings, settings_parser
 from coca_lab.engine import Engine, Progress, RayEngine, Store
 from coca_lab.environment import describe_environment
 from coca_lab.evaluation import TASKS
+from coca_lab.evaluation.endpoint import Endpoint
 from coca_lab.evaluation.task import (
     Cell,
     Model,
@@ -18,6 +21,7 @@ from coca_lab.evaluation.task import (
     finish,
     free_weights,
     open_model,
+    served_model,
 )
 from coca_lab.files import check_results, keep_other_results, write_json
 from coca_lab.fingerprints import fingerprint
@@ -49,6 +53,11 @@ class Suite:
     device: str | None = None
     """cpu, cuda, …; by default the accelerator if there is one. auto spreads a model over all GPUs
     of its process, and what does not fit over the CPU's memory."""
+    endpoint: str | None = None
+    """Server with OpenAI's completions that answers prompts in place of the models, such as
+    http://127.0.0.1:8000/v1. It calls them by their names; folders are those of tokenizers."""
+    requests: PositiveInt = 8
+    """Requests to the endpoint at once."""
     num_cpus: int = 1
     """With --ray: cores of a process."""
     num_gpus: float | None = None
@@ -154,6 +163,8 @@ def evaluate(
             for task, settings in tasks:
                 if task.scaled or number == 0:
                     with error_prefix(f"model {model.name}: {task.name}: "):
+                        if suite.endpoint and not (task.prompts and scaling.kind == "none"):
+                            raise UserError("an endpoint answers prompts, without a scaling")
                         found = task.measurements(model, settings, scaling)
                     measurements += found
                     keys = [item.keys for each in found for item in each.items]
@@ -172,11 +183,14 @@ def open_models(suite: Suite) -> list[Model]:
     models = []
     for name, path in suite.models.items():
         with error_prefix(f"model {name}: "):
-            model = open_model(path, name, suite.dtype, suite.device)
+            if suite.endpoint:
+                model = served_model(path, Endpoint(suite.endpoint, name, suite.requests))
+            else:
+                model = open_model(path, name, suite.dtype, suite.device)
             tokenizer: Any = model.tokenizer
             rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else path
             rules = f"{rules} {tokenizer.bos_token_id} {tokenizer.eos_token_id}"
-            for scaling in suite.scalings_of(name):
+            for scaling in suite.scalings_of(name) if not suite.endpoint else ():
                 scaling.parameters(model.module, 1)
             models.append(replace(model, texts=texts.setdefault(rules, {})))
     return models

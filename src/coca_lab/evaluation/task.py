@@ -18,6 +18,7 @@ from coca_lab.arguments import checked
 from coca_lab.data import SourceSettings, load_tokenizer
 from coca_lab.data.documents import text_fingerprint
 from coca_lab.engine import Engine, Item
+from coca_lab.evaluation.endpoint import Endpoint
 from coca_lab.fingerprints import code_fingerprint, model_fingerprint
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
 
@@ -41,9 +42,11 @@ class Model:
         dtype: Precision of the weights that are loaded.
         device: As for `load_model`.
         texts: What tasks have read for it, by name; models with the same tokenizer may share it.
+        endpoint: A server that answers prompts in its place; ``module`` then has no weights, or is
+            None where only its tokenizer is here.
     """
 
-    module: PreTrainedModel
+    module: Any
     tokenizer: PreTrainedTokenizerBase
     name: str = "model"
     identity: str = field(default_factory=lambda: uuid4().hex)
@@ -51,6 +54,7 @@ class Model:
     dtype: str = "float32"
     device: str | None = None
     texts: dict[str, Any] = field(default_factory=dict, repr=False)
+    endpoint: Endpoint | None = None
 
     def __reduce__(self) -> Any:
         if not self.path:
@@ -74,6 +78,8 @@ class Model:
     @property
     def facts(self) -> Cell:
         """What every cell says about its model."""
+        if self.module is None:
+            return {"model": self.name, "attention": None, "training_length": None}
         config = self.module.config.get_text_config()
         return {
             "model": self.name,
@@ -113,6 +119,23 @@ def open_model(
     check_vocabulary(module, tokenizer)
     identity = identity or f"{model_fingerprint(path)} {dtype}"
     return Model(module, tokenizer, name or Path(path).name, identity, path, dtype, device)
+
+
+def served_model(path: str, endpoint: Endpoint) -> Model:
+    """A model behind a server, for tasks that are prompts.
+
+    Args:
+        path: Folder or name of its tokenizer; a configuration there says how it was trained.
+        endpoint: The server.
+
+    Raises:
+        UserError: If the tokenizer cannot be loaded.
+    """
+    tokenizer, module = load_tokenizer(path), None
+    if (Path(path) / "config.json").is_file():
+        module = model_without_weights(path, "float32")
+    identity = f"{model_fingerprint(path)} {endpoint.url} {endpoint.model}"
+    return Model(module, tokenizer, endpoint.model, identity, endpoint=endpoint)
 
 
 @dataclass
@@ -208,6 +231,7 @@ class Task:
             need ``task`` and the facts of the model. Raises UserError for texts, prompts or sizes
             that do not fit the model.
         scaled: Whether the rotary scaling applies. If not, a suite runs the task once per model.
+        prompts: Whether it needs no more than answers to prompts, so that an endpoint can do it.
     """
 
     name: str
@@ -217,6 +241,7 @@ class Task:
     check: Callable[[Any], Any] = lambda settings: None
     measure: Callable[[Model, Any, RotaryScaling], list[Measurement]] | None = None
     scaled: bool = True
+    prompts: bool = False
 
     def measurements(
         self, model: Model, settings: Any, scaling: RotaryScaling

@@ -1,0 +1,220 @@
+"""Prompts that a server answers: servers that run, and one that says what a test wants."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from coca_attention.errors import UserError
+from coca_lab.data.ruler import ask_for_ruler
+from coca_lab.data.tasks import Prompt, ask_for_passkeys
+from coca_lab.evaluation import endpoint as module
+from coca_lab.evaluation.endpoint import Endpoint, as_sent
+from coca_lab.export.llama_cpp import serve
+from commands import run, serving
+from natives import exported, roles, saved
+
+
+def completion(text=" 12345", **usage):
+    return 200, json.dumps({"choices": [{"text": text}], "usage": usage})
+
+
+@contextmanager
+def server(*said):
+    """A server that says one thing after the other, the last one from then on; and what it read."""
+    read, lock, together = [], threading.Lock(), threading.Barrier(2)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                read.append((self.path, self.headers, body))
+                status, text = said[min(len(read), len(said)) - 1]
+            if text == "together":
+                together.wait(10)  # for another request, else the test fails
+                status, text = completion()
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_):
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_address[1]}/v1", read
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(module, "WAITS", (0.0, 0.0))
+
+
+def prompts_of(tokenizer, count=1):
+    return ask_for_passkeys(tokenizer, 300, range(count))
+
+
+def test_a_prompt_is_sent_as_openai_says(tokenizer, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with server(completion(prompt_tokens=300)) as (url, read):
+        prompts = prompts_of(tokenizer)
+        assert Endpoint(f"{url}/", "m").answers(tokenizer, prompts, 7) == [" 12345"]
+    ((path, headers, body),) = read
+    assert path == "/v1/completions" and headers["Authorization"] == "Bearer secret"
+    text = tokenizer.decode(prompts[0].ids)
+    assert body == {"model": "m", "prompt": text, "max_tokens": 7, "temperature": 0}
+
+
+def test_a_text_is_sent_only_if_it_has_the_same_tokens(tokenizer):
+    (prompt,) = ask_for_ruler(tokenizer, "niah_single_1", 900, [0])
+    assert as_sent(tokenizer, prompt) == prompt.text
+    ids = [tokenizer.vocab["a"], *tokenizer("lpha")["input_ids"]]  # it would be read as one token
+    assert as_sent(tokenizer, Prompt(ids, {})) == ids != tokenizer("alpha")["input_ids"]
+
+
+def test_several_requests_are_answered_at_once(tokenizer):
+    with server((200, "together")) as (url, read):
+        assert len(Endpoint(url, "m", 2).answers(tokenizer, prompts_of(tokenizer, 4), 7)) == 4
+    assert len(read) == 4
+
+
+def test_busy_servers_are_asked_again(tokenizer):
+    with server((503, "loading"), (429, "too many"), completion()) as (url, read):
+        assert Endpoint(url, "m").answers(tokenizer, prompts_of(tokenizer), 7) == [" 12345"]
+    assert len(read) == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "message", "requests"),
+    [
+        ((400, '{"error": "prompt is\\ntoo long"}'), r'status 400: \{"error": "prompt is\\ntoo', 1),
+        ((404, ""), "status 404: nothing", 1),
+        ((500, "broken"), "status 500: broken, 3 times", 3),
+        ((200, "<html>"), "expected JSON, got <html>", 1),
+        ((200, '{"error": "no such model"}'), 'a completion, got {"error": "no such model"}', 1),
+        ((200, '{"choices": []}'), 'expected a completion, got {"choices": \\[\\]}', 1),
+        ((200, '{"choices": [{"text": null}]}'), 'expected a completion, got {"choices"', 1),
+        ((200, "[1]"), "expected a completion, got \\[1\\]", 1),
+        (completion(prompt_tokens=256), "it read 256 tokens of a prompt of 300: give the", 1),
+    ],
+)
+def test_wrong_answers_are_errors_with_the_servers_words(tokenizer, said, message, requests):
+    with server(said) as (url, read):
+        with pytest.raises(UserError, match=message) as caught:
+            Endpoint(url, "m").answers(tokenizer, prompts_of(tokenizer), 7)
+        assert str(caught.value).startswith(f"{url} (m): ")
+    assert len(read) == requests
+
+
+def test_a_server_that_is_gone_is_not_asked_for_ever(tokenizer):
+    with server(completion()) as (url, _):
+        pass
+    endpoint = Endpoint(url, "m")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"no answer \(.*refused.*\), 3 times"):
+            endpoint.answers(tokenizer, prompts_of(tokenizer), 7)
+    with pytest.raises(UserError, match="expected an address such as http"):
+        Endpoint("file:///etc/passwd", "m")
+
+
+def test_a_command_resumes_with_what_the_server_has_not_answered(capsys, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    words = ["eval", "passkey", tmp_path / "tokenizer", "--model", "m", "--requests", "2",
+             "--lengths", "300", "--samples", "6", "--output", tmp_path / "r.json"]  # fmt: skip
+    with server(*[completion()] * 4, (400, "out of memory")) as (url, read):
+        code, _, err = run(capsys, *words, "--endpoint", url)
+        assert code == 2 and "status 400: out of memory" in err
+        del read[:]  # from the beginning
+        code, out, _ = run(capsys, *words, "--endpoint", url)
+    assert code == 0 and len(read) == 2
+    cells = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert [sample["output"] for sample in cells[0]["samples"]] == [" 12345"] * 6
+    assert cells[0]["model"] == "m" and "300" in out
+
+
+def test_what_is_no_prompt_is_not_asked(capsys, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    code, _, err = run(capsys, "eval", "perplexity", tmp_path, "--endpoint", "http://localhost/v1")
+    assert code == 2 and "unrecognized arguments: --endpoint" in err
+    words = ["eval", "passkey", tmp_path, "--endpoint", "http://localhost/v1"]
+    code, _, err = run(capsys, *words, "--scaling", "ntk")
+    assert code == 2 and "an endpoint answers prompts, without a scaling" in err
+
+
+@pytest.mark.slow
+def test_coca_serve_answers_as_the_model_does_here_also_after_a_kill(
+    capsys, model_folder, tmp_path, monkeypatch
+):
+    """Killed in the middle and started again; the answers are those without a server."""
+    pytest.importorskip("uvicorn", reason="Transformers' server is an extra")
+    passkey = ["passkey", model_folder, "--lengths", "300,301", "--samples", "8",
+               "--max-new-tokens", "12"]  # fmt: skip
+    ruler = ["ruler", model_folder, "--lengths", "1200", "--kinds", "fwe", "--samples", "3"]
+    served, ask = tmp_path / "served.json", Endpoint._ask
+    asked, killed, wide = [], [], ["--context", "2048"]
+
+    def remembered(self, body):
+        asked.append(body)
+        if len(asked) == 6 and not killed:
+            killed.append(process.kill())
+            process.wait()
+        return ask(self, body)
+
+    monkeypatch.setattr(Endpoint, "_ask", remembered)
+    with serving(model_folder, tmp_path / "log", *wide) as (url, process):
+        at = ["--endpoint", f"{url}/v1", "--model", str(model_folder), "--requests", "2"]
+        code, _, err = run(capsys, "eval", *passkey, *at, "--output", served)
+    assert code == 2 and "3 times" in err and not served.exists()
+    del asked[:]
+    with serving(model_folder, tmp_path / "log", *wide, port=url.rpartition(":")[2]) as (
+        _,
+        process,
+    ):
+        assert run(capsys, "eval", *passkey, *at, "--output", served)[0] == 0
+        assert 10 <= len(asked) <= 12  # of 16, four or more were answered before
+        assert run(capsys, "eval", *ruler, *at, "--output", tmp_path / "ruler.json")[0] == 0
+    for task, file in ((passkey, served), (ruler, tmp_path / "ruler.json")):
+        here = tmp_path / "here.json"
+        assert run(capsys, "eval", *task, "--output", here)[0] == 0
+        theirs, ours = (json.loads(each.read_text())["results"] for each in (file, here))
+        for one, other in zip(theirs, ours, strict=True):
+            # A stream keeps back what is not yet a whole character.
+            answers = [
+                [sample["output"].rstrip("�") for sample in cell["samples"]]
+                for cell in (one, other)
+            ]
+            assert answers[0] == answers[1] and len(set(answers[0])) > 1
+            assert {**one, "model": "", "samples": [], "seconds": 0} == {
+                **other, "model": "", "samples": [], "seconds": 0
+            }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_llama_cpp_answers_as_transformers_does(capsys, tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("xllamacpp", reason="llama.cpp as its authors publish it")
+    native = exported(
+        saved(roles(), tmp_path / "model"), tmp_path / "native", "--context", "512", "--gguf"
+    )
+    (file,) = native.glob("*.gguf")
+    words = ["eval", "passkey", native, "--lengths", "350", "--samples", "6",
+             "--max-new-tokens", "12"]  # fmt: skip
+    server = serve(file, 512)
+    at = ["--endpoint", f"{server.listening_address}/v1", "--model", "any", "--requests", "3"]
+    assert run(capsys, *words, *at, "--output", tmp_path / "served.json")[0] == 0
+    assert run(capsys, *words, "--output", tmp_path / "here.json")[0] == 0
+    answers = [
+        [sample["output"] for sample in json.loads(path.read_text())["results"][0]["samples"]]
+        for path in (tmp_path / "served.json", tmp_path / "here.json")
+    ]
+    assert answers[0] == answers[1] and len(set(answers[0])) > 1
+    code, _, err = run(capsys, *words[:4], "600", "--samples", "1", *at)
+    assert code == 2 and "status 400" in err and "exceed" in err
