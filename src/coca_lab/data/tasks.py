@@ -96,8 +96,8 @@ def passkey_text(
     needed = len(beginning) + len(line) + len(question)
     if length < needed:
         raise UserError(
-            f"a text of {length} tokens is too short: without any filler it needs {needed} with "
-            "this tokenizer"
+            f"a text of {length} tokens is too short: without any filler it needs at least "
+            f"{needed} with this tokenizer"
         )
     repeats, rest = divmod(length - needed, len(filler))
     place = round(depth * repeats)
