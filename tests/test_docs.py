@@ -225,7 +225,7 @@ def test_every_integration_links_to_its_tests():
         *_, works = row.strip("| ").split("|")
         linked = re.match(r" \[.+\]\((\.\./tests/[\w/]+\.py)\)", works)
         there = linked is not None and (page.parent / linked[1]).is_file()
-        assert there or works.strip() == "read, not run", row
+        assert there or "not run" in works, row
 
 
 @pytest.mark.slow
