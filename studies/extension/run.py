@@ -19,11 +19,11 @@ from coca_lab.evaluation.perplexity import load_text
 from coca_lab.evaluation.windows import score_documents, shared_first_target
 from coca_lab.files import read_json, write_json
 from coca_lab.generation import greedy_answers
-from coca_lab.intervals import mean_interval
 from coca_lab.loading import load_model
 from coca_lab.studies import load_study
+from studies.pages import markdown, mean_and_interval
+from studies.pages import write_tables as write_page
 from studies.smollm2.self_extend import self_extend
-from studies.verdict.rule import markdown
 
 RUNS, RESULTS = Path("runs/extension"), Path("results/extension")
 SELF_EXTEND = "trials/self-extend.json"
@@ -31,7 +31,6 @@ NEAR = (128, 32)
 """Windows of Self-Extend: half and an eighth of the training length of 256, as for SmolLM2."""
 FAR = 4096
 NAMES = {"base": "as it is", "base, dynamic": "dynamic NTK", "base, yarn": "YaRN"}
-BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
 
 
 def measure_self_extend() -> None:
@@ -106,9 +105,7 @@ def table(cells: pd.DataFrame, ways: list[str], reference: str) -> Iterator[list
 def ratio(texts: pd.DataFrame, way: str, reference: str) -> str:
     """Paired ratio of perplexities over the bases, with Student's 95 % interval."""
     differences = (texts.loc[way][FAR] - texts.loc[reference][FAR]).tolist()
-    interval = mean_interval(differences)
-    ends = f" ({math.exp(interval[0]):.2f} to {math.exp(interval[1]):.2f})" if interval else ""
-    return f"{math.exp(sum(differences) / len(differences)):.2f}{ends}"
+    return mean_and_interval(differences, lambda nats: f"{math.exp(nats):.2f}")
 
 
 def write_tables() -> None:
@@ -123,10 +120,7 @@ def write_tables() -> None:
         markdown(table(cells, before, "limited distances")),
         markdown(table(cells, ["limited distances", *sorted(after, key=by_way.__getitem__)], best)),
     ]
-    page = RESULTS / "README.md"
-    start, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    body = "\n\n".join(bodies)
-    page.write_text(f"{start}{BEGIN}\n{body}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    write_page(RESULTS / "README.md", "\n\n".join(bodies))
 
 
 if __name__ == "__main__":

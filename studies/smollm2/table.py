@@ -1,6 +1,6 @@
 """The tables of results/smollm2/README.md, from the lines of its files.
 
-python studies/smollm2/table.py
+PYTHONPATH=src:. python -m studies.smollm2.table
 """
 
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from coca_lab.intervals import mean_interval
+from studies.pages import mean_and_interval, write_tables
 
 RESULTS = Path("results/smollm2")
 REFERENCE = "rerope"
@@ -43,9 +43,7 @@ def _ratio(nats: pd.DataFrame, method: str) -> str:
     differences = (nats[method] - nats[REFERENCE]).dropna().tolist()
     if not differences:
         return ""
-    middle, interval = math.exp(sum(differences) / len(differences)), mean_interval(differences)
-    inside = f" ({math.exp(interval[0]):.3f} to {math.exp(interval[1]):.3f})" if interval else ""
-    return f"{middle:.3f}{inside}"
+    return mean_and_interval(differences, lambda nats: f"{math.exp(nats):.3f}")
 
 
 def numbers() -> str:
@@ -68,13 +66,9 @@ def numbers() -> str:
 
 def main() -> None:
     """Write both tables between their marks."""
-    page = RESULTS / "README.md"
-    text = page.read_text(encoding="utf-8")
     for name, table in (("perplexity", perplexities()), ("numbers", numbers())):
-        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
-    page.write_text(text, encoding="utf-8")
+        marks = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        write_tables(RESULTS / "README.md", table, *marks)
 
 
 if __name__ == "__main__":

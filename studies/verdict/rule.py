@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from scipy.stats import ttest_rel
 
-from coca_lab.files import read_json, write_text
+from coca_lab.files import read_json
 from coca_lab.intervals import mean_interval
+from studies.pages import markdown, mean_and_interval, write_tables
 
 TRIALS = "results/verdict/trials"
 
@@ -44,8 +45,6 @@ REPEATED = [(arm, name, other, name) for arm, other in RULE for name in MEASURES
 REPEATED += [(arm, name, "b", name) for arm in ("b1", "b2") for name in ("near", "far")]
 REPEATED += [("b", "far", "c", "limited")]
 """Arm, measure, other arm and its measure, compared beyond the first seeds; outside the rule."""
-
-BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
 
 EQUIVALENT = math.log(1.01)
 DRAWS = 10_000
@@ -164,9 +163,7 @@ def _mean(values: list[float]) -> str:
         return ""
     if any(map(math.isinf, values)):
         return "diverged"
-    middle, interval = math.exp(sum(values) / len(values)), mean_interval(values)
-    ends = f" ({math.exp(interval[0]):.2f} to {math.exp(interval[1]):.2f})" if interval else ""
-    return f"{middle:.2f}{ends}"
+    return mean_and_interval(values, lambda nats: f"{math.exp(nats):.2f}")
 
 
 def comparisons_table(compared: list[dict[str, Any]]) -> Iterator[list[str]]:
@@ -228,14 +225,6 @@ def trials_table(trials: list[dict[str, Any]]) -> Iterator[list[str]]:
                f"{each.get('seconds', 0):.0f}"]  # fmt: skip
 
 
-def markdown(rows: Iterator[list[str]]) -> str:
-    """A table in Markdown; the first row is its head, and without others there is none."""
-    head, *body = rows
-    if not body:
-        return "Not run yet."
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body])
-
-
 def main(folder: str = TRIALS) -> None:
     """Write the tables of the page beside a folder of trials."""
     trials, runs = read_runs(folder)
@@ -248,11 +237,8 @@ def main(folder: str = TRIALS) -> None:
         f"{TIMES} times the steps": markdown(arms_table(longer)),
         "Trials": markdown(trials_table(trials)),
     }
-    page, body = Path(folder).parent / "README.md", ""
-    for title, text in sections.items():
-        body += f"\n## {title}\n\n{text}\n"
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    write_text(page, f"{before}{BEGIN}\n{body}\n{END}{rest.partition(END)[2]}")
+    body = "".join(f"\n## {title}\n\n{text}\n" for title, text in sections.items())
+    write_tables(Path(folder).parent / "README.md", body)
 
 
 if __name__ == "__main__":

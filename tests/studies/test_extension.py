@@ -12,6 +12,7 @@ from coca_attention.testing import decoded_logits, difference, logits, some_toke
 from families import vanilla
 from operands import normal
 from studies.extension import run as extension
+from studies.pages import BEGIN, END
 from studies.smollm2.self_extend import self_extend
 
 TRAINED, LENGTH, NEAR, SIZE = 16, 40, 4, 3
@@ -49,7 +50,7 @@ def test_self_extend_changes_nothing_within_the_training_length(family):
 def test_tables_compare_ways_over_the_bases(tmp_path, monkeypatch):
     monkeypatch.setattr(extension, "RESULTS", tmp_path)
     page = tmp_path / "README.md"
-    page.write_text(f"Before\n{extension.BEGIN}\nold\n{extension.END}\nafter")
+    page.write_text(f"Before\n{BEGIN}\nold\n{END}\nafter")
     found = {"limited distances": 20, "base": 40, "limited distances, trained": 30}
     cells = [
         {"model": way, "scaling": "none", "training_seed": seed, **cell}

@@ -1,75 +1,85 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coca_lab.arguments import option_words
-from coca_lab.training import load_recipe
+import studies.verdict  # noqa: F401 (registers baseline_llama)
+from coca_attention.errors import UserError
+from coca_lab.studies import load_study
 from coca_lab.training.model import model_config
-from studies.recall import run as recall
+from studies import recall
+from studies.pages import BEGIN, END, write_tables
 
-ARMS = list(recall.read_arms())
-
-
-def write(folder, arm, rate, seed, right):
-    """A trial that answers the same share everywhere, at two octaves of distance."""
-    octaves = {"32": [40, 40], "64": [60, round(100 * right) - 40]}
-    measured = [
-        {"length": length, "pairs": pairs, "octaves": octaves}
-        for length in recall.LENGTHS
-        for pairs in (*recall.LOADS, recall.MOST)
-    ]
-    facts = {"arm": arm, "rate": rate, "seed": seed, "measured": measured}
-    (folder / f"{arm}-{rate:g}-{seed}.json").write_text(json.dumps(facts))
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def trials(tmp_path, monkeypatch):
-    """The folder of trials with every learning rate, the second of which is best in every arm."""
-    monkeypatch.setattr(recall, "TRIALS", tmp_path)
-    for arm in ARMS:
-        for rate, right in zip(recall.RATES, (0.5, 1.0, 0.6), strict=True):
-            write(tmp_path, arm, rate, recall.TUNING, right)
-    return tmp_path
+def write(path, trials, failures=()):
+    """Results of trials that answer the same share everywhere, at two octaves of distance."""
+    content = {"results": [], "tuning": {"results": []}, "failures": dict.fromkeys(failures, "")}
+    for name, rate, seed, right in trials:
+        cells = content["tuning"]["results"] if seed == 100 else content["results"]
+        octaves = {"32": [40, 40], "256": [60, round(100 * right) - 40]}
+        cells += [
+            {"model": name, "learning_rate": rate, "training_seed": seed, "length": length,
+             "pairs": pairs, "octaves": octaves}
+            for length in recall.LENGTHS
+            for pairs in (*recall.LOADS, recall.MOST)
+        ]  # fmt: skip
+    path.write_text(json.dumps(content))
+    return path
 
 
-def test_every_arm_is_trained_with_every_rate_then_with_its_best(trials):
-    every = list(recall.trials())
-    tuned = [(arm, rate, recall.TUNING) for arm in ARMS for rate in recall.RATES]
-    seeds = [(arm, recall.RATES[1], seed) for seed in recall.SEEDS for arm in ARMS]
-    again = [("roles-decay", 0.0015), ("roles", 0.0015), ("roles-decay", 0.006), ("roles", 0.006)]
-    again = [(*each, seed) for each in [*again, ("native", 0.006)] for seed in recall.SEEDS]
-    assert every == tuned + seeds + again
+def test_tables_count_what_was_learned_by_length_and_octave(tmp_path):
+    trials = [("strict", 0.003, 0, 1.0), ("strict", 0.003, 1, 0.8), ("strict", 0.006, 100, 0.6)]
+    trials += [("rotary", 0.003, 1, 0.9), ("rotary", 0.006, 100, 0.6)]
+    trials += [("native at 0.006", 0.006, 3, 0.7), ("roles at 0.006", 0.006, 3, 0.9)]
+    text = recall.tables(recall.read_answers(write(tmp_path / "results.json", trials)))
+    assert "| strict | 0.003 | 1 of 2 | 0.90 (" in text and "| rotary | 0.003 | 0 of 1" in text
+    assert "| strict − rotary | -0.10 | -0.17 |" in text  # of seed 1, which both have
+    assert "| strict | 1.00 (1.00 to 1.00) | " in text and "| roles − rotary |" not in text
+    assert "| strict | 0.006 | 100 | 0.60 | 0.33 |" in text
+    assert "| native − roles, 0.006 | -0.20 | -0.33 |" in text and "| native − roles |" not in text
+    write(tmp_path / "results.json", trials, ["thin, seed 3"])
+    with pytest.raises(UserError, match="these failed: thin, seed 3"):
+        recall.read_answers(tmp_path / "results.json")
 
 
-def test_tables_count_what_was_learned_by_length_and_octave(trials, monkeypatch):
-    page = trials / "README.md"
-    page.write_text(f"Before\n{recall.BEGIN}\nold\n{recall.END}\nafter")
-    monkeypatch.setattr(recall, "PAGE", page)
-    for seed, right in enumerate((1.0, 0.8)):
-        write(trials, "strict", 0.003, seed, right)
-    write(trials, "strict", 0.006, 1, 0.7)  # another rate is in a table of its own
-    for arm, right in (("native", 0.7), ("roles", 0.9)):
-        write(trials, arm, 0.006, 3, right)
-    facts = {"arm": "thin", "rate": 0.003, "seed": 0, "measured": [], "diverged": "step 7"}
-    (trials / "thin-0.003-0.json").write_text(json.dumps(facts))
-    recall.write_tables()
-    text = page.read_text()
-    assert text.startswith("Before") and text.endswith("after") and "old" not in text
-    assert "| strict | 0.003 | 1 of 2 | 0.90 (" in text and "| rotary | 0.003 | 0 of" not in text
-    assert "| strict − rotary |" not in text and "| thin | 0.003 | 0 of 1 | 0.00 |" in text
-    assert "| strict | 1.00 (1.00 to 1.00) | 0.83 (" in text
-    assert "| strict | 0.006 | 1, 100 | 0.70 0.60 |" in text
-    assert "| native − roles, 0.006 | -0.20 |" in text and "| native − roles |" not in text
+def test_the_page_has_the_tables_of_the_published_results():
+    text = recall.tables(recall.read_answers(ROOT / recall.RESULTS))
+    page = (ROOT / recall.RESULTS).with_name("README.md").read_text(encoding="utf-8")
+    assert f"{BEGIN}\n{text}\n{END}" in page
 
 
-def test_arms_have_two_layers_and_about_the_same_size():
+def test_tables_go_between_marks_or_nowhere(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text(f"Before\n{BEGIN}\nold\n{END}\nafter")
+    write_tables(page, "new")
+    assert page.read_text() == f"Before\n{BEGIN}\nnew\n{END}\nafter"
+    page.write_text(f"Before\n{BEGIN}\n")
+    with pytest.raises(UserError, match="has no place for tables"):
+        write_tables(page, "new")
+
+
+def test_every_arm_is_tried_with_every_rate_then_trained_with_its_best(tmp_path):
+    study = load_study("recall")
+    arms = [name for name in study.models if " at " not in name]
+    fixed = [name for name in study.models if " at " in name]
+    trials = study.trials(tmp_path, dict.fromkeys(arms, 3e-3))
+    runs = {(t.name, t.recipe.training.learning_rate, t.seed, t.tunes) for t in trials}
+    rates = {name: float(name.partition(" at ")[2]) for name in fixed}
+    assert len(runs) == len(trials) == 8 * 3 + 11 * 5
+    assert {(n, rate, 100, True) for n in arms for rate in study.learning_rates} <= runs
+    assert {(n, rates.get(n, 3e-3), s, False) for n in study.models for s in range(5)} <= runs
+
+
+def test_arms_have_two_layers_and_about_the_same_size(tmp_path):
     sizes = {}
-    for arm, options in recall.read_arms().items():
-        recipe = load_recipe(recall.HERE / "recipe.yaml", option_words(options))
+    for trial in load_study("recall").trials(tmp_path):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config(recipe, recipe.data.vocab_size))
+            config = model_config(trial.recipe, trial.recipe.data.vocab_size)
+            model = AutoModelForCausalLM.from_config(config)
         assert model.config.num_hidden_layers == 2
-        sizes[arm] = model.num_parameters()
+        sizes[trial.name] = model.num_parameters()
     assert max(sizes.values()) < 1.2 * min(sizes.values()), sizes

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from coca_attention.errors import UserError
+from studies.pages import BEGIN, END
 from studies.verdict import rule
 from studies.verdict import run as verdict
 from studies.verdict.rule import LONGER, REPEATS, TIMES, read_runs, to_repeat, wins
@@ -121,7 +122,7 @@ def test_the_rule_counts_wins_that_are_repeated(tmp_path):
     assert far["difference"] == pytest.approx(-0.1, abs=0.003)
     assert far["interval"][0] < far["difference"] < far["interval"][1] < -0.09
     assert far["bootstrap"][0] < far["difference"] < far["bootstrap"][1] < -0.09
-    (tmp_path / "README.md").write_text(f"Before\n{rule.BEGIN}\nold\n{rule.END}\nafter")
+    (tmp_path / "README.md").write_text(f"Before\n{BEGIN}\nold\n{END}\nafter")
     rule.main(str(folder))
     page = (tmp_path / "README.md").read_text()
     assert page.startswith("Before") and page.endswith("after") and "old" not in page

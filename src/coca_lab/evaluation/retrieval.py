@@ -1,4 +1,4 @@
-"""What a model finds in its text: passkeys, RULER's tasks, and pairs of associative recall.
+"""What a model finds in its text: passkeys, and what RULER's tasks hide.
 
 docs/evaluation.md describes the tasks.
 """
@@ -11,7 +11,6 @@ from itertools import islice, product
 from statistics import fmean
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -25,7 +24,7 @@ from coca_lab.data.ruler import (
     ask_for_ruler,
     string_match,
 )
-from coca_lab.data.tasks import Prompt, ask_for_passkeys, is_hit, recall_text
+from coca_lab.data.tasks import Prompt, ask_for_passkeys, is_hit
 from coca_lab.engine import Item
 from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
 from coca_lab.generation import greedy_answers
@@ -229,36 +228,3 @@ RULER = Task(
     measure=measure_ruler,
     prompts=True,
 )
-
-
-@torch.inference_mode()
-def measure_recall(
-    model: Any,
-    vocabulary: list[int],
-    *,
-    length: int,
-    pairs: int,
-    texts: int,
-    seed: int,
-    batch_tokens: int = 8192,
-) -> dict[str, Any]:
-    """How often the likeliest token is the answer, by octave of the distance from its pair."""
-    # A text is read in one pass: what the model says at one answer does not depend on the others.
-    every = [
-        recall_text(vocabulary, pairs, length, np.random.default_rng([seed, length, pairs, index]))
-        for index in range(texts)
-    ]
-    asked, right = np.zeros((2, 64), dtype=int)
-    size = max(1, batch_tokens // length)
-    for start in range(0, texts, size):
-        batch = every[start : start + size]
-        ids = torch.from_numpy(np.stack([text.ids for text in batch])).to(model.device)
-        best = model(input_ids=ids, use_cache=False).logits.argmax(-1).cpu().numpy()
-        for text, said in zip(batch, best, strict=True):
-            octaves = np.log2(text.distances).astype(int)
-            asked += np.bincount(octaves, minlength=64)
-            hits = said[text.answers - 1] == text.ids[text.answers]
-            right += np.bincount(octaves[hits], minlength=64)
-    counts = {str(1 << i): [int(asked[i]), int(right[i])] for i in np.flatnonzero(asked).tolist()}
-    sums = {"asked": int(asked.sum()), "right": int(right.sum())}
-    return {"length": length, "pairs": pairs, **sums, "octaves": counts}

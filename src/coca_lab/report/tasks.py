@@ -61,6 +61,22 @@ def harness_sections(cells: Cells) -> list[Section]:
     return [Section("Short context", header=header, rows=rows, note=note)]
 
 
+def recall_sections(cells: Cells) -> list[Section]:
+    """Right answers by the length of the text, a row for every model and number of pairs."""
+    shares = {
+        (f"{cell['model']}, {cell['pairs']} pairs", cell["length"]): cell["accuracy"]
+        for cell in cells
+        if cell["scaling"] == "none"
+    }
+    lengths = sorted({length for _, length in shares})
+    rows = [
+        [name, *(f"{shares[name, n]:.2f}" if (name, n) in shares else "" for n in lengths)]
+        for name in dict.fromkeys(name for name, _ in shares)
+    ]
+    header = ["right answers at", *(f"{n:,}" for n in lengths)]
+    return [Section("Associative recall", header=header, rows=rows)] if rows else []
+
+
 def paper_sections(task: str, cells: Cells, every: bool) -> list[Section]:
     """The paper's tables about a task: those that compare with models among the cells, or all."""
     # Tables 1 to 3 compare with models of the paper's training length, Table 4 with models that
@@ -95,6 +111,7 @@ REPORTS: dict[str, TaskReport] = {
     ),
     "passkey": TaskReport(passkey_sections, "Passkey retrieval", prompt_facts, "prompts"),
     "ruler": TaskReport(ruler_sections, "RULER", prompt_facts, "prompts"),
+    "recall": TaskReport(recall_sections, "Associative recall", _facts("seed", "file"), "texts"),
     "harness": TaskReport(
         harness_sections, "Short context", _facts("limit", "harness"), "questions"
     ),

@@ -1,7 +1,8 @@
 """A study: one YAML of models, sizes, seeds and tasks, run trial by trial, and its page."""
 
+import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
@@ -29,6 +30,7 @@ from coca_lab.evaluation.suite import (
     Suite,
     task_sections,
 )
+from coca_lab.evaluation.task import Cell
 from coca_lab.files import check_results, keep_other_results, write_json
 from coca_lab.fingerprints import fingerprint
 from coca_lab.processes import ProcessEngine, listen
@@ -43,6 +45,7 @@ RESERVED = {RESULTS_FILE, STORE_FILE, REPORT_FILE, TOKENIZERS, LOGS, EVALUATION}
 Options = dict[str, Any]
 """Fields of a recipe by dotted names, such as {model.attention: rope}."""
 CONVERT = "convert."
+RATE = "training.learning_rate"
 
 
 @dataclass
@@ -66,6 +69,14 @@ class Study:
     seeds if they differ. Every model is trained in every size; the report draws trends."""
     seeds: list[int] = field(default_factory=lambda: [0])
     """Seeds of the training."""
+    learning_rates: list[float] = field(default_factory=list)
+    """Learning rates of which every trained model gets the best, unless it sets its own: each is
+    tried with tuning_seed, and the seeds are trained with the one that choose finds."""
+    tuning_seed: int = 100
+    """Seed of the trials of learning rates, whose cells are no results."""
+    choose: dict[str, Any] = field(default_factory=dict)
+    """Which cells decide: those with these fields, such as {task: perplexity, window: 256}, by
+    their perplexity, or else by the share of right answers."""
     text: str = ""
     """Text to train and evaluate on, as data.source of a recipe; by default what the recipe and the
     tasks say."""
@@ -84,6 +95,11 @@ class Study:
         """Raise UserError where settings contradict each other; `trials` checks the recipes."""
         if not self.models:
             raise UserError("a study needs models, such as {RoFormer: {model.attention: rope}}")
+        if self.learning_rates and self.choose.get("task") not in self.tasks:
+            raise UserError(
+                "learning_rates need choose, such as {task: perplexity, window: 256}, with a task "
+                f"of the study; got {self.choose}"
+            )
         if self.num_cpus < 1:
             raise UserError(f"num_cpus must be at least 1, got {self.num_cpus}")
         replace(self.suite(self.models), scalings=self.scalings).check()
@@ -98,12 +114,16 @@ class Study:
         }
         return Suite(models, scalings, tasks, self.dtype)
 
-    def trials(self, output: Path) -> list[Trial]:
-        """Every model in every size with every seed: seed by seed, so all are soon compared."""
+    def trials(self, output: Path, best: Mapping[str, float] | None = None) -> list[Trial]:
+        """Every model in every size with every seed: seed by seed, so all are soon compared.
+
+        Those with learning rates to choose from are tried with all of them, and with their seeds
+        as soon as ``best`` has the chosen ones, by model and size.
+        """
         every = [(name, size) for size in self.sizes or [""] for name in self.models]
         # A model from elsewhere is one, whatever the sizes.
         every = dict.fromkeys((n, "" if self._is_ready(n) else size) for n, size in every)
-        lists = [self._seeds(name, size, output) for name, size in every]
+        lists = [self._seeds(name, size, output, best or {}) for name, size in every]
         trials = [trial for each in zip_longest(*lists) for trial in each if trial is not None]
         if len({trial.folder for trial in trials}) < len(trials):
             raise UserError(
@@ -126,8 +146,24 @@ class Study:
             start = self.models[start].get("path")
         return start is not None and start not in self.models
 
-    def _seeds(self, name: str, size: str, output: Path) -> list[Trial]:
-        """A model in a size, seed by seed."""
+    def best_rates(self, trials: Sequence[Trial], store: Store) -> dict[str, float]:
+        """The best learning rate of every model and size that has been tried with all."""
+        found: dict[str, dict[float, float]] = {}
+        for trial in trials:
+            if trial.recipe and trial.tunes and trial.key in store:
+                cells, rate = store.get(trial.key)["cells"], trial.recipe.training.learning_rate
+                chosen = [c for c in cells if all(c.get(n) == x for n, x in self.choose.items())]
+                if cells and not chosen:
+                    raise UserError(f"no cell of {trial.label} has what choose asks: {self.choose}")
+                found.setdefault(trial.of_size, {})[rate] = _cost(chosen)
+        return {
+            name: min(self.learning_rates, key=costs.__getitem__)
+            for name, costs in found.items()
+            if costs.keys() >= {*self.learning_rates}
+        }
+
+    def _seeds(self, name: str, size: str, output: Path, best: Mapping[str, float]) -> list[Trial]:
+        """A model in a size, seed by seed, and what tries its learning rates."""
         suite = self.suite([name])
         suite.models, suite.scalings = {}, [replace(each, models=None) for each in suite.scalings]
         options = self.options | self.sizes.get(size, {}) | self.models[name]
@@ -142,6 +178,10 @@ class Study:
             else:
                 trial = Trial(name, size, output, suite, recipe=self._recipe(options))
             trials = [trial.with_seed(seed) for seed in seeds]
+            if trial.recipe is not None and self.learning_rates and RATE not in options:
+                tried = [trial.with_rate(rate, self.tuning_seed) for rate in self.learning_rates]
+                rate = best.get(trial.of_size)
+                return [each.with_rate(rate) for each in trials if rate is not None] + tried
         return trials[:1] if self._is_ready(name) else trials
 
     def _recipe(self, options: Options) -> Recipe:
@@ -153,6 +193,16 @@ class Study:
             options.setdefault("data.source", self.text)
         path = options.pop("recipe") or None
         return load_recipe(path, option_words(options))
+
+
+def _cost(cells: Sequence[Cell]) -> float:
+    """Nats per token, or right answers as a negative share; infinite where a model diverged."""
+    if not cells or any(cell.get("nats", 0) is None for cell in cells):
+        return math.inf
+    if "nats" in cells[0]:
+        return sum(cell["nats"] for cell in cells) / sum(cell["tokens"] for cell in cells)
+    right = sum(cell.get("right", cell["accuracy"]) for cell in cells)
+    return -right / sum(cell.get("asked", 1) for cell in cells)
 
 
 def _are_seeds(seeds: Any) -> bool:
@@ -179,10 +229,16 @@ def _ready_model(options: Options) -> dict[str, Any]:
 def _linked(trials: Sequence[Trial]) -> list[Trial]:
     """The trials; what starts from another model of the study, by its name, has its folder."""
     found: dict[str, Trial] = {}
+    tuned = {trial.name for trial in trials if trial.tunes}
 
     def link(trial: Trial, before: tuple[str, ...] = ()) -> Trial:
         if trial.label in before:
             raise UserError(f"models start from each other: {', '.join(before)}")
+        if trial.start in tuned:
+            raise UserError(
+                f"{trial.label} starts from {trial.start}, whose learning rate is yet to be "
+                f"chosen: set {RATE} of {trial.start}"
+            )
         if trial.label not in found:
             named = [t for t in trials if t.name == trial.start != trial.name]
             others = [t for t in named if t.size in (trial.size, "")]
@@ -249,30 +305,41 @@ def run_study(
     check_results(results)
     trials = study.trials(output)
     with Store(output / STORE_FILE) as store, _threads(study.num_cpus):
-        trials = _with_tokenizer(trials, output)
-        for trial in trials:
-            trial.check_folder()
         engine = _engine(study, store, len(trials), ray, workers)
-        shown, failed = _Shown(trials, store, progress), dict[str, str]()
-        listen(shown.tell)
-
-        def save(*_: Any) -> None:
-            _write(study, trials, store, failed, results)
-            shown.tell()
-
-        engine.progress = save
-        for ready in _rounds(trials):
-            lost = [trial for trial in ready if trial.after and trial.after.label in failed]
-            failed |= {trial.label: f"{trial.bases[0]} failed" for trial in lost}
-            items = [trial.item for trial in ready if trial.label not in failed]
-            failed |= {item.label: problem(error) for item, error in engine.compute(items)}
-        save()
+        best, failed = None, dict[str, str]()
+        while (found := study.best_rates(trials, store)) != best:
+            best, trials = found, study.trials(output, found)
+            trials, failed = _run_trials(study, trials, engine, results, progress)
     if len(failed) < len(trials):
         write_report([results], output / REPORT_FILE)
     for label, error in failed.items():
         count = f"{len(failed):,} of {len(trials):,} trials failed, first {label}"
         raise UserError(f"{count}: {error}. The same command runs them again")
     return results
+
+
+def _run_trials(
+    study: Study, trials: Sequence[Trial], engine: Engine, results: Path, progress: Progress
+) -> tuple[list[Trial], dict[str, str]]:
+    """Compute what the engine's store lacks; the trials, and why some failed, by their labels."""
+    trials = _with_tokenizer(trials, results.parent)
+    for trial in trials:
+        trial.check_folder()
+    shown, failed = _Shown(trials, engine.store, progress), dict[str, str]()
+    listen(shown.tell)
+
+    def save(*_: Any) -> None:
+        _write(study, trials, engine.store, failed, results)
+        shown.tell()
+
+    engine.progress = save
+    for ready in _rounds(trials):
+        lost = [trial for trial in ready if trial.after and trial.after.label in failed]
+        failed |= {trial.label: f"{trial.bases[0]} failed" for trial in lost}
+        items = [trial.item for trial in ready if trial.label not in failed]
+        failed |= {item.label: problem(error) for item, error in engine.compute(items)}
+    save()
+    return trials, failed
 
 
 @contextmanager
@@ -323,20 +390,29 @@ def _write(
     study: Study, trials: Sequence[Trial], store: Store, failed: dict[str, str], path: Path
 ) -> None:
     values = [(trial, store.get(trial.key)) for trial in trials if trial.key in store]
+    diverged = {trial.label: value["diverged"] for trial, value in values if "diverged" in value}
     content = {
-        "results": [cell for _, value in values for cell in value["cells"]],
-        "training": [
-            {**value["training"], "name": trial.of_size, "seed": trial.seed}
-            for trial, value in values
-            if value["training"]
-        ],
-        "failures": failed,
+        **_figures([(trial, value) for trial, value in values if not trial.tunes]),
+        "tuning": _figures([(trial, value) for trial, value in values if trial.tunes]),
+        "failures": failed | diverged,
         "study": asdict(study),
         "measured": [fingerprint(trial.key) for trial in trials if trial.key in store],
         "environment": {**describe_environment(), "threads": study.num_cpus},
     }
     keep_other_results(path, [fingerprint(trial.key) for trial in trials])
     write_json(path, content)
+
+
+def _figures(values: Sequence[tuple[Trial, dict[str, Any]]]) -> dict[str, Any]:
+    """The cells and the trainings of trials; one that diverged has no cells."""
+    return {
+        "results": [cell for _, value in values for cell in value["cells"]],
+        "training": [
+            {**value["training"], "name": trial.of_size, "seed": trial.seed}
+            for trial, value in values
+            if value["training"]
+        ],
+    }
 
 
 class _Shown:

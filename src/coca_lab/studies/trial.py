@@ -22,6 +22,7 @@ from coca_lab.processes import log_to, tell
 from coca_lab.recipe import check_same_recipe
 from coca_lab.training import Recipe, is_finished, read_summary, train
 from coca_lab.training.run import RECIPE_FILE, check_finished, has_begun, inputs_of
+from coca_lab.training.trainer import TrainingDiverged
 
 TRAINING = 0.75
 """Share of the work that is training; the rest is evaluation. For the time left alone."""
@@ -42,6 +43,7 @@ class Trial:
     start: str = ""  # the model that it starts from, or that is evaluated
     conversion: Conversion | None = None
     seed: int = 0
+    tunes: bool = False  # whether it tries a learning rate
     trains_tokenizer: bool = False  # whether its tokenizer is one that the study trains
     after: "Trial | None" = None  # the one whose model this one starts from
 
@@ -51,6 +53,15 @@ class Trial:
             return replace(self, seed=seed)
         recipe = replace(self.recipe, training=replace(self.recipe.training, seed=seed))
         return replace(self, recipe=recipe, seed=seed, start=recipe.model.start or "")
+
+    def with_rate(self, rate: float, tuning_seed: int | None = None) -> Self:
+        """The trial with a learning rate, or with a seed one that tries it."""
+        assert self.recipe is not None
+        training = replace(self.recipe.training, learning_rate=rate)
+        trial = replace(self, recipe=replace(self.recipe, training=training))
+        if tuning_seed is None:
+            return trial
+        return replace(trial.with_seed(tuning_seed), tunes=True)
 
     def starting_from(self, other: "Trial") -> Self:
         """The trial with the model of another one as its start."""
@@ -106,7 +117,10 @@ class Trial:
     @property
     def label(self) -> str:
         """What messages call it."""
-        return f"{self.of_size}, seed {self.seed}" if self.seed else self.of_size
+        name = self.of_size
+        if self.recipe is not None and self.tunes:
+            name += f", rate {self.recipe.training.learning_rate:g}"
+        return f"{name}, seed {self.seed}" if self.seed else name
 
     @property
     def folder(self) -> str:
@@ -151,9 +165,13 @@ class Trial:
     def __call__(self, _: list[Any]) -> list[Any]:
         """Its summary of the training, or None, and its cells."""
         log_to(self.output / LOGS / f"{self.folder}.log")
-        summary = None
+        summary, rate = None, None
         if self.recipe is not None:
-            summary = self._train(self.recipe)
+            rate = self.recipe.training.learning_rate
+            try:
+                summary = self._train(self.recipe)
+            except TrainingDiverged as error:  # as it would again
+                return [{"training": None, "cells": [], "diverged": str(error)}]
         elif self.conversion is not None:
             self._convert(self.conversion)
 
@@ -166,7 +184,8 @@ class Trial:
             tasks = [(TASKS[task], settings) for task, settings in suite.tasks.items()]
             cells, _ = evaluate(suite, tasks, Engine(store, show))
         parameters = summary["parameters"] if summary else None
-        place = {"training_seed": self.seed, "size": self.size, "parameters": parameters}
+        place = {"training_seed": self.seed, "learning_rate": rate, "size": self.size}
+        place |= {"parameters": parameters}
         return [{"training": summary, "cells": [{**cell, **place} for cell in cells]}]
 
     def _train(self, recipe: Recipe) -> dict[str, Any]:

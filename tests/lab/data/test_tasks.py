@@ -3,6 +3,8 @@
 Passkeys and needles are tested where they are evaluated.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from coca_attention.errors import UserError
 from coca_lab.data.blocks import TaskBlocks
 from coca_lab.data.tasks import recall_block, recall_text, recall_vocabulary
-from coca_lab.evaluation.retrieval import measure_recall
+from coca_lab.evaluation.recall import RecallSettings, read_texts
 
 VOCABULARY = range(10, 210)
 
@@ -96,11 +98,10 @@ def test_accuracy_is_counted_by_octave_of_distance():
             return self
 
     vocabulary = list(range(1, 250))
-    facts = {"length": 128, "pairs": 4, "texts": 70, "seed": 1}
-    found = measure_recall(Oracle(10**6), vocabulary, **facts, batch_tokens=300)
-    assert found["asked"] == found["right"] == 280
-    assert sum(asked for asked, _ in found["octaves"].values()) == 280
-    near = measure_recall(Oracle(32), vocabulary, **facts)
-    for octave, (asked, right) in near["octaves"].items():
+    settings = RecallSettings(samples=70, seed=1, batch_tokens=300)
+    found = read_texts(Oracle(10**6), vocabulary, 128, 4, settings)
+    assert [sum(counts) for counts in zip(*found.values(), strict=True)] == [280, 280]
+    near = read_texts(Oracle(32), vocabulary, 128, 4, replace(settings, batch_tokens=8192))
+    for octave, (asked, right) in near.items():
         assert right == (asked if int(octave) < 32 else 0)
-        assert asked == found["octaves"][octave][0]
+        assert asked == found[octave][0]

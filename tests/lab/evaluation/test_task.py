@@ -103,7 +103,7 @@ def test_a_model_in_memory_has_no_values_of_another(tokenizer, tmp_path):
 
 
 def evaluate_bias(model, settings, scaling):
-    return [{"weight": float(next(model.module.parameters()).flatten()[0])}]
+    return [{"weight": next(model.module.parameters()).flatten()[0].item()}]
 
 
 def test_names_that_are_taken_are_refused():

@@ -377,3 +377,36 @@ def test_the_projects_suites_and_studies_load_and_the_papers_models_differ_in_at
             other.model = roformer.model
         other.model.attention, other.model.layers = "rope", ""
         assert other == roformer
+
+
+def test_the_best_learning_rate_is_chosen_and_more_models_join_later(small, tmp_path, made):
+    models = {
+        "tuned": {"model.attention": "rope"},
+        "fixed": {"model.attention": "rope", "training.learning_rate": 1e-9},
+    }
+    options = yaml.safe_load(small.read_text())["options"]
+    del options["training.learning_rate"]
+    fields = {"options": options, "scalings": None, "passkey": None}
+    fields["learning_rates"] = [1e-9, 3e-2, 1e30]
+    fields["choose"] = {"task": "perplexity", "window": 32}
+    found = run(edited(small, tmp_path, models=models, **fields), [], tmp_path / "out")
+    tried = [f"tuned-rate-{rate}-seed-100" for rate in ("1e-09", "0.03", "1e-30")]
+    assert made == [*tried[:1], "fixed", *tried[1:], "tuned"]
+    assert [(c["model"], c["learning_rate"]) for c in found["results"] if c["window"] == 32] == [
+        ("tuned", 3e-2), ("fixed", 1e-9)
+    ]  # fmt: skip
+    assert {c["learning_rate"] for c in found["tuning"]["results"]} == {1e-9, 3e-2}
+    assert list(found["failures"]) == ["tuned, rate 1e+30, seed 100"]  # it diverged, for ever
+    models["later"] = {"model.attention": "strict", "training.learning_rate": 1e-9}
+    made.clear()
+    again = run(edited(small, tmp_path, models=models, **fields), [], tmp_path / "out")
+    assert made == ["later"] and not (tmp_path / "out" / "results-1.json").exists()
+    assert [c for c in again["results"] if c["model"] != "later"] == found["results"]
+    with pytest.raises(UserError, match=r"no cell of tuned, rate 1e-09.* has what choose asks"):
+        run(edited(small, tmp_path, models=models, **fields | {"choose": {"task": "perplexity",
+            "window": 33}}), [], tmp_path / "out")  # fmt: skip
+    models["next"] = {"path": "tuned"}
+    with pytest.raises(UserError, match=r"next starts from tuned, .*set training\.learning_rate"):
+        run(edited(small, tmp_path, models=models, **fields), [], tmp_path / "out")
+    with pytest.raises(UserError, match="learning_rates need choose"):
+        load_study(edited(small, tmp_path, **fields | {"choose": {"task": "passkey"}}))

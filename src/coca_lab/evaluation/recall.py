@@ -1,0 +1,114 @@
+"""Associative recall of random tokens (MQAR): pairs of keys and values, and questions for all."""
+
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from coca_attention.errors import UserError
+from coca_lab.data.tasks import recall_text, recall_vocabulary
+from coca_lab.engine import Item
+from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
+from coca_lab.intervals import wilson_interval
+
+
+@dataclass
+class RecallSettings:
+    """Which texts are read."""
+
+    lengths: Annotated[list[PositiveInt], Field(min_length=1)] = field(
+        default_factory=lambda: [64, 256, 1024]
+    )
+    """Tokens of a text."""
+    pairs: Annotated[list[PositiveInt], Field(min_length=1)] = field(
+        default_factory=lambda: [4, 8, 16]
+    )
+    """Pairs of a text, each asked for once; those that do not fit into a length, at four tokens a
+    pair, are left out there."""
+    samples: PositiveInt = 32
+    """Texts of each length and number of pairs."""
+    seed: NonNegativeInt = 0
+    """Random seed of the texts."""
+    batch_tokens: PositiveInt = 8192
+    """Tokens per batch; a batch has at least one text."""
+
+
+@torch.inference_mode()
+def read_texts(
+    module: Any, vocabulary: list[int], length: int, pairs: int, settings: RecallSettings
+) -> dict[str, list[int]]:
+    """Answers asked for and right ones, where the likeliest token is the answer.
+
+    They are counted by octave of the distance from the pair: 32 is 32 to 63 tokens.
+    """
+    # A text is read in one pass: what the model says at one answer does not depend on the others.
+    every = [
+        recall_text(
+            vocabulary, pairs, length, np.random.default_rng([settings.seed, length, pairs, index])
+        )
+        for index in range(settings.samples)
+    ]
+    asked, right = np.zeros((2, 64), dtype=int)
+    size = max(1, settings.batch_tokens // length)
+    for start in range(0, len(every), size):
+        batch = every[start : start + size]
+        ids = torch.from_numpy(np.stack([text.ids for text in batch])).to(module.device)
+        best = module(input_ids=ids, use_cache=False).logits.argmax(-1).cpu().numpy()
+        for text, said in zip(batch, best, strict=True):
+            octaves = np.log2(text.distances).astype(int)
+            asked += np.bincount(octaves, minlength=64)
+            hits = said[text.answers - 1] == text.ids[text.answers]
+            right += np.bincount(octaves[hits], minlength=64)
+    return {str(1 << i): [int(asked[i]), int(right[i])] for i in np.flatnonzero(asked).tolist()}
+
+
+def measure_recall(
+    model: Model, settings: RecallSettings, scaling: RotaryScaling
+) -> list[Measurement]:
+    """Share of right answers: a cell for every length and number of pairs that fits into it."""
+    places = [x for x in product(settings.lengths, settings.pairs) if 4 * x[1] <= x[0]]
+    unread = sorted(set(settings.lengths) - {length for length, _ in places})
+    if unread:
+        raise UserError(
+            f"texts of {unread[0]} tokens have no room for {min(settings.pairs)} pairs, which take "
+            f"{4 * min(settings.pairs)}: use longer texts, or fewer pairs"
+        )
+    return [_measure_cell(model, settings, scaling, *place) for place in places]
+
+
+def _measure_cell(
+    model: Model, settings: RecallSettings, scaling: RotaryScaling, length: int, pairs: int
+) -> Measurement:
+    about = {"task": "recall", "length": length, "pairs": pairs, "seed": settings.seed}
+    key = {**about, "samples": settings.samples, "model": model.identity, **scaling.facts}
+
+    def work(_: list[Any]) -> list[dict[str, list[int]]]:
+        module, vocabulary = model.loaded(), recall_vocabulary(model.tokenizer)
+        with scaling.applied(module, length):
+            return [read_texts(module, vocabulary, length, pairs, settings)]
+
+    def cells(values: list[dict[str, list[int]]], seconds: float) -> list[Cell]:
+        asked, right = (sum(column) for column in zip(*values[0].values(), strict=True))
+        figures = {
+            "asked": asked,
+            "right": right,
+            "octaves": values[0],
+            "accuracy": right / asked,
+            "wilson95": wilson_interval(right, asked),
+            "seconds": seconds,
+        }
+        return [{**about, **model.facts, **scaling.facts, **figures}]
+
+    label = f"{model.name} {scaling.kind} recall {length}"
+    return Measurement([Item([key], work, [None], length * settings.samples, label)], cells)
+
+
+TASK = Task(
+    "recall",
+    "Associative recall: does a model know the values of the keys it has read?",
+    RecallSettings,
+    measure=measure_recall,
+)
