@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from coca_attention import load_original
 from coca_attention.testing import logits
-from families import reloaded
+from families import assert_reloads, reloaded
 
 # Extracts kept here: two of six models, with the last rows of logits and attention weights.
 EXTRACTS = Path(__file__).parent / "golden"
@@ -87,7 +87,9 @@ def test_a_folder_of_either_kind_of_file(name, kind, tmp_path):
         largest = "100KB" if kind == "sharded" else "1GB"
         save_torch_state_dict(weights, tmp_path, max_shard_size=largest)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) is (kind == "sharded")
-    assert torch.equal(load_original(tmp_path)(figures["input_ids"]).logits, expected)
+    model = load_original(tmp_path)
+    assert torch.equal(model(figures["input_ids"]).logits, expected)
+    assert_reloads(model, tmp_path / "saved")  # by the names of its class
 
 
 def test_a_tied_head_may_be_missing_and_the_dtype_is_kept(tmp_path):

@@ -84,7 +84,7 @@ def check_command(case, folder, ids, expected, capsys):
     if case["files"] == "bin":
         old = folder.with_name("as on the Hub")
         shutil.copytree(folder, old, ignore=shutil.ignore_patterns("*.safetensors"))
-        code, _, error = run(capsys, "convert", old, folder.with_name("of bin"))
+        code, _, error = run(capsys, "convert", old, folder.with_name("of bin"), "--form", "rope")
         assert code == 2 and "write them as safetensors" in error
     target = folder.with_name("by command")
     code, printed, _ = run(capsys, "convert", folder, target, "--form", "rope")
