@@ -17,6 +17,7 @@ EVALUATIONS = {
     "passkey": "Passkey retrieval: does a model find five digits hidden in a long prompt?",
     "ruler": "RULER's synthetic tasks: needles, variable tracking, common and frequent words, at "
     "any length",
+    "recall": "Associative recall: does a model know the values of the keys it has read?",
     "suite": "Evaluate models x scalings x tasks from one YAML; resumes when restarted.",
 }
 """The commands behind ``coca eval``, with their lines of help, which thus come at once."""

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from coca_attention.errors import UserError
-from coca_lab.cli import main
+from coca_lab.cli import EVALUATIONS, main
 from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, Model, RotaryScaling, Task
 from coca_lab.evaluation.suite import register_task
@@ -42,7 +42,8 @@ TOY = Task("lengths", "How many tokens is a word?", LengthSettings, evaluate, ch
 
 
 @pytest.fixture
-def toy():
+def toy(monkeypatch):
+    monkeypatch.setenv("COCA_IMPORT", __name__)  # as a user names the module that registers it
     register_task(TOY)
     yield TOY
     del TASKS["lengths"]
@@ -104,6 +105,12 @@ def test_a_model_in_memory_has_no_values_of_another(tokenizer, tmp_path):
 
 def evaluate_bias(model, settings, scaling):
     return [{"weight": next(model.module.parameters()).flatten()[0].item()}]
+
+
+def test_the_help_that_comes_at_once_has_every_task():
+    assert {name: task.summary for name, task in TASKS.items()} == {
+        name: text for name, text in EVALUATIONS.items() if name != "suite"
+    }
 
 
 def test_names_that_are_taken_are_refused():
