@@ -1,6 +1,7 @@
 """Model folders that commands write whole or not at all: model, tokenizer and card, README.md."""
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -223,7 +224,8 @@ def copy_licenses(source: Path, folder: Path) -> list[str]:
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
         except (UserError, OSError, UnicodeEncodeError) as error:
-            log.warning("%s is not copied: %s", path, known_problem(error) or error)
+            shown = os.fsencode(path).decode(errors="backslashreplace")  # any log can write it
+            log.warning("%s is not copied: %s", shown, known_problem(error) or error)
             continue
         names.append(name)
     return names

@@ -81,7 +81,7 @@ class Endpoint:
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         request = Request(f"{self.url}/completions", json.dumps(body).encode(), headers)
-        problem = ""
+        problem = said = ""
         for wait in (*WAITS, None):
             if self.failed is not None:
                 raise self.failed

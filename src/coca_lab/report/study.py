@@ -34,7 +34,7 @@ class Figure:
 FIGURES = {
     "perplexity": Figure("window", "perplexity", "perplexity", ".1f"),
     "passkey": Figure("length", "accuracy", "share of passkeys found", ".2f", 1),
-    "recall": Figure("length", "share", "share of questions answered", ".2f", 1),
+    "recall": Figure("length", "accuracy", "share of questions answered", ".2f", 1),
     "ruler": Figure("length", "score", "RULER score", ".2f", 1),
 }
 OVER_SEEDS = {"y": "mean", "low": "min", "high": "max", "seeds": "count"}
@@ -53,11 +53,16 @@ def gather_seeds(cells: Sequence[Cell]) -> None:
             cell["of"], cell["task"] = cell["task"], "study"
 
 
+def _kind(cell: Cell) -> str | None:
+    """The kind of prompts, or the number of pairs of recall."""
+    return f"{cell['pairs']} pairs" if "pairs" in cell else cell.get("kind")
+
+
 def study_sections(cells: Sequence[Cell]) -> list[Section]:
     """Trends over the sizes, then every figure by length."""
     sections = _trends(cells) if len({cell["size"] for cell in cells}) > 1 else []
     known = [cell for cell in cells if cell[FIGURES[cell["of"]].value] is not None]
-    groups = grouped(known, lambda cell: (cell["size"], cell["of"], cell.get("kind")))
+    groups = grouped(known, lambda cell: (cell["size"], cell["of"], _kind(cell)))
     for (size, task, kind), group in groups.items():
         about = ", ".join(filter(None, (capital(FIGURES[task].name), kind, size)))
         sections.append(_by_length(about, FIGURES[task], group))

@@ -1,11 +1,11 @@
-"""Trials of the project's own studies as cells: verdict, recall, native, retrieval and SmolLM2.
+"""Trials of the project's own studies as cells: verdict, native, retrieval and SmolLM2.
 
 A folder has a file for every trial in ``trials/``, or a line for every trial in ``*.jsonl``.
 """
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def trial_files(folder: Path) -> list[Path]:
     return sorted([*folder.glob("trials/*.json"), *folder.glob("*.jsonl")])
 
 
-def read_trials(files: list[Path]) -> dict[str, Any]:
+def read_trials(files: Sequence[Path]) -> dict[str, Any]:
     """The content of a result file, from all trials that are no part of a search."""
     cells: list[dict[str, Any]] = []
     books: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -69,16 +69,8 @@ def read_trials(files: list[Path]) -> dict[str, Any]:
                 cells += _cells(trial)
     most = max(map(len, books.values()), default=0)
     cells += [_of_books(*about, of) for about, of in books.items() if len(of) == most]
-    several = {c["model"] for c in cells if len(_rates(cells, c["model"])) > 1}
-    for cell in cells:
-        if cell["model"] in several:
-            cell["model"] += f", rate {cell['rate']:g}"
     roles = ("roles", "roles,")  # first, as they are drawn first
     return {"results": sorted(cells, key=lambda c: c["model"].split(" ")[0] not in roles)}
-
-
-def _rates(cells: list[dict[str, Any]], model: str) -> set[Any]:
-    return {cell.get("rate") for cell in cells if cell["model"] == model}
 
 
 def _of_books(method: str, length: int, trials: list[dict[str, Any]]) -> dict[str, Any]:
@@ -97,7 +89,7 @@ def _of_books(method: str, length: int, trials: list[dict[str, Any]]) -> dict[st
 
 
 def _cells(trial: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The cells of a trial: its perplexities, passkeys or answers."""
+    """The cells of a trial: its perplexities or passkeys."""
     name = trial.get("arm", trial.get("method", ""))
     about = {
         "model": WORDS.get(name, name),
@@ -105,18 +97,12 @@ def _cells(trial: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "training_seed": trial.get("seed", trial.get("text", 0)),
         "size": "",
         "training_length": 256,
-        "rate": trial.get("rate"),
     }
     measured = trial.get("measured", {})
-    if isinstance(measured, list):  # recall
-        about |= {"task": "recall", "training_length": 64}
-        for length in sorted({each["length"] for each in measured}):
-            alike = [each for each in measured if each["length"] == length]
-            share = sum(each["right"] for each in alike) / sum(each["asked"] for each in alike)
-            yield about | {"length": length, "share": share}
     yield from (about | cell for cell in trial.get("cells", []))
     whole = measured.get("as trained", measured) if isinstance(measured, dict) else {}
-    texts = trial.get("text") if isinstance(trial.get("text"), list) else whole.get("text", [])
+    own = trial.get("text")
+    texts = own if isinstance(own, list) else whole.get("text", [])
     longest = min((text["longest"] for text in texts), default=0)
     for text in texts:
         if text["longest"] == longest:

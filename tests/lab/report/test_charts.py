@@ -120,6 +120,6 @@ def test_trials_of_a_study_are_read_with_words_for_their_letters():
     assert means.loc[("rotary", 1024), "y"] == pytest.approx(103, abs=2)
     assert means.loc[("rotary, limited distances", 1024), "y"] == pytest.approx(24.6, abs=0.1)
     recall = page_sections(*tasks_and_runs(read_results([RESULTS / "recall"])), False)[0]
-    assert recall.title == "Share of questions answered" and "roles" in recall.lead
+    assert recall.title == "Share of questions answered, 4 pairs" and "roles" in recall.lead
     smol = page_sections(*tasks_and_runs(read_results([RESULTS / "smollm2"])), False)[0]
     assert {"dynamic NTK", "YaRN", "limited distances"} <= set(smol.chart.points["line"])
