@@ -152,7 +152,7 @@ def test_killed_at_any_moment_the_next_start_continues(tmp_path):
 
 def test_a_missing_ray_names_the_extra(monkeypatch):
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"coca-attention\[ray\]"):
+    with pytest.raises(UserError, match=r"\[ray\]"):
         RayEngine()
 
 
