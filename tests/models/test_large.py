@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.timing import resident_growth
 from coca_attention.models.conversion import convert
+from coca_lab.environment import peak_growth
 from coca_lab.folders import convert_folder
 from coca_lab.loading import load_model
 from coca_lab.training import load_recipe, train
@@ -35,7 +35,7 @@ def growth(run):
     """Peak of the resident size above what was there, in MB, and the result."""
     gc.collect()
     results = []
-    return resident_growth(lambda: results.append(run())), results.pop()
+    return peak_growth(lambda: results.append(run())), results.pop()
 
 
 @pytest.mark.slow  # the heap that other tests leave behind changes what it measures
