@@ -19,7 +19,7 @@ import latex2mathml.converter
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files, InclusionLevel
 
-from coca_lab.cli.recipes import first_sentence
+from coca_lab.cli.recipes import purpose
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (".ipynb", ".md")  # have to be in the navigation
@@ -174,7 +174,7 @@ def _content(path: Path) -> tuple[str | bytes, list[str]]:
 
 def _summary(path: Path) -> str:
     """What `coca recipes` says of a file."""
-    text = first_sentence(path) if path.suffix == ".yaml" else ""
+    text = purpose(path) if path.suffix == ".yaml" else ""
     return f": {text}" if text else ""
 
 
