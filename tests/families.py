@@ -17,8 +17,8 @@ SIZES = {
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 WINDOWED = ["sliding_attention", "full_attention"]
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_local_experts": 4}
-MANY_EXPERTS = EXPERTS | {"num_experts": 4, "num_local_experts": None}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}  # of `intermediate_size`
+MANY_EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 16}
 # Name in the table: model_type, settings that differ from SIZES.
 FAMILIES = {
     "Llama": ("llama", {}),
@@ -43,7 +43,7 @@ FAMILIES = {
     "OLMo": ("olmo", {}),
     "OLMo 2": ("olmo2", {}),
     "OLMo 3": ("olmo3", {"sliding_window": 8, "layer_types": WINDOWED}),
-    "OLMoE": ("olmoe", MANY_EXPERTS),
+    "OLMoE": ("olmoe", {"num_experts_per_tok": 2, "num_experts": 4}),  # of `intermediate_size`
     "GPT-NeoX": ("gpt_neox", {"rotary_pct": 0.5, "num_key_value_heads": None, "head_dim": None}),
     "Cohere": ("cohere", {"use_qk_norm": True}),
     "GLM": ("glm", {}),
