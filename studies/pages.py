@@ -1,13 +1,17 @@
 """What the pages of studies are made of: tables in Markdown between two marks, and differences."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from coca_attention.errors import UserError
 from coca_lab.files import write_text
 from coca_lab.intervals import mean_interval
 
 BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
+FOUND = 0.95
+"""Share of passkeys from which on a model has learned to find them."""
 
 
 def markdown(rows: Iterable[Sequence[str]]) -> str:
@@ -33,3 +37,17 @@ def mean_and_interval(values: Sequence[float], show: Callable[[float], str]) -> 
         return ""
     mean, *ends = map(show, (sum(values) / len(values), *(mean_interval(values) or ())))
     return f"{mean} ({' to '.join(ends)})" if ends else mean
+
+
+def percent(nats: float) -> str:
+    """A difference of log perplexities as one of perplexities, in percent."""
+    return f"{100 * math.expm1(nats):+.1f}"
+
+
+def begins(validation: Iterable[Mapping[str, Any]], length: int) -> str:
+    """The first step from which on at least half of the passkeys of a length are always found."""
+    first = None
+    for entry in validation:
+        found = entry["retrieval"][f"passkey_{length}"] >= 0.5
+        first = (first or entry["step"]) if found else None
+    return str(first or "never")

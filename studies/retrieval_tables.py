@@ -16,14 +16,11 @@ from typing import Any
 from scipy.stats import fisher_exact
 
 from coca_lab.intervals import wilson_interval
-from studies.verdict.rule import markdown
+from studies.pages import FOUND, begins, markdown, write_tables
 
 PAGE = Path("results/retrieval/README.md")
 TRIALS = PAGE.parent / "trials.jsonl"
-BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
 LENGTH = 256
-FOUND = 0.95
-"""Share of passkeys from which on a trial has learned, or reads far."""
 CONTROLS = {
     "llama 8 x 4000": "llama",
     "llama 16 x 4000": "llama",
@@ -89,15 +86,6 @@ def reads_far(trial: Trial) -> bool:
     return min(value(trial, "accuracy", 16 * LENGTH, "none") or 0.0, farthest or 0.0) >= FOUND
 
 
-def begins(trial: Trial) -> int | None:
-    """The first step from which on at least half of the passkeys are found at every measurement."""
-    first = None
-    for entry in trial["validation"]:
-        found = entry["retrieval"][f"passkey_{LENGTH}"] >= 0.5
-        first = (first or entry["step"]) if found else None
-    return first
-
-
 def arms_table(arms: dict[str, list[Trial]]) -> Iterator[list[str]]:
     """What every arm learned, and what it reads."""
     yield [
@@ -114,7 +102,7 @@ def arms_table(arms: dict[str, list[Trial]]) -> Iterator[list[str]]:
             f"{count} of {len(of)}",
             f"{low:.2f} to {high:.2f}",
             f"{sum(map(reads_far, of))} of {len(of)}",
-            ", ".join(str(begins(trial) or "never") for trial in of),
+            ", ".join(begins(trial["validation"], LENGTH) for trial in of),
             *(_perplexity(of, *at) for at in ((256, "none"), (4096, "none"), (4096, "fold"))),
             *(_shares(of, *at) for at in ((4096, "none"), (16384, "none"), (16384, "fold"))),
         ]
@@ -155,8 +143,7 @@ def main() -> None:
     for trial in sorted(read_trials(), key=lambda trial: trial["seed"]):
         arms.setdefault(trial["arm"], []).append(trial)
     text = f"{markdown(arms_table(arms))}\n\n{markdown(factors_table(arms))}"
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    write_tables(PAGE, text)
 
 
 if __name__ == "__main__":

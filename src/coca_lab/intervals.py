@@ -124,7 +124,7 @@ def _ratio_interval(nats: Sequence[float], tokens: Sequence[int]) -> tuple[float
     # Documents are the sample, as tokens of one document are alike. Student's interval with the
     # jackknife's error: the nats per token without each document in turn. Its degrees of freedom
     # are those of Kish's effective number of documents, which is smaller than their number if a few
-    # have most of the tokens. scripts/interval_coverage.py measures how often it holds the truth.
+    # have most of the tokens. results/README.md says how often it holds the truth.
     scored = [(n, t) for n, t in zip(nats, tokens, strict=True) if t]
     if len(scored) < 2 or not all(math.isfinite(n) for n, _ in scored):
         return None

@@ -6,7 +6,7 @@ Everything but the attention is Transformers' own: RMSNorm, SwiGLU, initialisati
 keeps no cache and takes no padding: it is for training and for scoring texts of equal length.
 """
 
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -77,7 +77,6 @@ class BaselineAttention(nn.Module):
         super().__init__()
         hidden, heads = config.hidden_size, config.num_attention_heads
         self.heads, self.kv_heads, self.window = heads, kv_heads or heads, window
-        self.max_distance: int | None = None  # set by `limit_distances`
         self.value_width = hidden // heads
         self.score = SCORES[score](heads, Rotation(**rotation), **options)
         self.q_proj = nn.Linear(hidden, heads * self.score.query_width, bias=False)
@@ -115,9 +114,6 @@ class BaselineAttention(nn.Module):
         positions = torch.arange(length, device=query.device)
         wide = torch.promote_types(query.dtype, torch.float32)
         query, key, value = query.to(wide), key.to(wide), value.to(wide)
-        if self.max_distance is not None:
-            output = self._limited(query, key, value, positions)
-            return self.o_proj(_joined(output, hidden_states)), None
         query, key = self.score(query, key, *rotation.tables(positions, wide))
         factor = rotation.query_factor(positions, wide)
         output = attend(
@@ -128,43 +124,8 @@ class BaselineAttention(nn.Module):
             scale=1.0,
             bias=None if rotation.decay is None else rotation.bias,
         )
-        return self.o_proj(_joined(output, hidden_states)), None
-
-    def _limited(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
-        """Attention in which a larger distance is `max_distance`, W.
-
-        A score depends on positions through their difference alone, so beyond W it is that of a
-        query at W and a key at 0. Queries have the temperature of limited distances.
-        """
-        limit = self.max_distance
-        assert limit is not None
-        rotation = replace(self.score.rotation, temperature=limit, max_distance=limit)
-
-        def scores(at: Tensor | int, key_at: Tensor | int) -> Tensor:
-            places = (torch.zeros_like(positions) + place for place in (at, key_at))
-            (cos, sin), (key_cos, key_sin) = (rotation.tables(x, query.dtype) for x in places)
-            turned, _ = self.score(query, key, cos, sin)
-            _, keys = self.score(query, key, key_cos, key_sin)
-            return turned @ keys.repeat_interleave(self.heads // self.kv_heads, 1).mT
-
-        distances = positions[:, None] - positions
-        logits = torch.where(distances < limit, scores(positions, positions), scores(limit, 0))
-        factor = rotation.query_factor(positions, query.dtype)
-        assert factor is not None
-        logits = (logits * factor[:, None]).masked_fill(distances < 0, -torch.inf)
-        return logits.softmax(-1) @ value.repeat_interleave(self.heads // self.kv_heads, 1)
-
-
-def _joined(output: Tensor, hidden_states: Tensor) -> Tensor:
-    """The heads of every token side by side, in the dtype of the hidden states."""
-    return output.to(hidden_states.dtype).transpose(1, 2).flatten(2)
-
-
-def limit_distances(model: nn.Module, max_distance: int) -> None:
-    """Read from now on with limited distances (ReRoPE, W = ``max_distance``), without a decay."""
-    for module in model.modules():
-        if isinstance(module, BaselineAttention):
-            module.max_distance = max_distance
+        output = output.to(hidden_states.dtype).transpose(1, 2).flatten(2)
+        return self.o_proj(output), None
 
 
 class BaselineForCausalLM(LlamaForCausalLM):

@@ -17,21 +17,17 @@ from scipy.stats import ttest_rel
 
 from coca_lab.files import read_json
 from coca_lab.intervals import mean_interval
-from studies.pages import markdown, mean_and_interval, write_tables
+from studies.pages import markdown, mean_and_interval, percent, write_tables
 
 TRIALS = "results/verdict/trials"
 
 TUNING_SEED = 100
 SEEDS, REPEATS = range(5), range(5, 10)
-LONGER, TIMES = ("a", "b2", "c", "d"), 4
-"""Arms that are also trained with so many times the steps."""
-LIMITED = ("a", "c", "d", "h")
-"""Arms that are also read with limited distances."""
+TIMES = 4
+"""Some arms are also trained with so many times the steps."""
 
 NEAR = 256
-# The largest window, behind whose tokens targets begin, and the tokens read of a document.
-TEST_WINDOWS = [(1024, 2048), (4096, 4224)]
-(FAR, _), (FARTHEST, _) = TEST_WINDOWS
+FAR, FARTHEST = 1024, 4096
 MEASURES = {"near": (FAR, NEAR, None), "far": (FAR, FAR, None), "limited": (FAR, FAR, NEAR)}
 """By measure: the longest window of the same targets, the window, and the limit of distances."""
 OTHERS = {"4,096": (FARTHEST, FARTHEST, None), "256, same documents": (FARTHEST, NEAR, None)}
@@ -129,12 +125,6 @@ def wins(runs: Runs, arm: str, other: str, seeds: range) -> list[str]:
     return [name for name, is_so in won.items() if is_so]
 
 
-def to_repeat(runs: Runs) -> list[str]:
-    """The arms that won, and those they beat, in their order."""
-    pairs = [pair for pair in RULE if wins(runs, *pair, SEEDS)]
-    return sorted({arm for pair in pairs for arm in pair})
-
-
 def verdict(runs: Runs) -> list[dict[str, Any]]:
     """All comparisons; of those that the rule names, who won and whether it was repeated."""
     found = []
@@ -181,7 +171,7 @@ def comparisons_table(compared: list[dict[str, Any]]) -> Iterator[list[str]]:
                 continue
             won = name in each.get("wins", ())
             again = ", repeated" if name in each.get("repeated", ()) else ", not repeated"
-            yield [*row, _percent(found["difference"]), _ends(found["interval"]),
+            yield [*row, percent(found["difference"]), _ends(found["interval"]),
                    _ends(found["bootstrap"]), "yes" if found["equivalent"] else "no",
                    f"{found['correlation']:.2f}", f"yes{again}" if won else ""]  # fmt: skip
 
@@ -199,18 +189,14 @@ def repeats_table(runs: Runs) -> Iterator[list[str]]:
         ]
         if len(differences) == len(every) and all(map(math.isfinite, differences)):
             cells = [
-                f"{_percent(sum(of) / len(of))} ({_ends(list(mean_interval(of) or ()))})"
+                f"{percent(sum(of) / len(of))} ({_ends(list(mean_interval(of) or ()))})"
                 for of in (differences[len(SEEDS) :], differences)
             ]
             yield [f"{arm}, {measure}, against {other}, {others}", *cells]
 
 
-def _percent(nats: float) -> str:
-    return f"{100 * math.expm1(nats):+.1f}"
-
-
 def _ends(interval: list[float]) -> str:
-    return " to ".join(map(_percent, interval))
+    return " to ".join(map(percent, interval))
 
 
 def trials_table(trials: list[dict[str, Any]]) -> Iterator[list[str]]:

@@ -54,7 +54,7 @@ def test_documents_without_tokens_do_not_count():
 
 @pytest.mark.parametrize("documents", [2, 4, 8, 12, 20, 30])
 def test_intervals_contain_the_truth_as_often_as_they_say(documents):
-    """Documents of unequal length, skewed nats: scripts/interval_coverage.py has populations."""
+    """Documents of unequal length, skewed nats: results/README.md has other populations."""
     generator, samples = np.random.default_rng(documents), 1000
     hits = {"perplexity": 0, "ratio": 0}
     for _ in range(samples):

@@ -11,7 +11,7 @@ import oracle
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from families import vanilla
 from operands import normal
-from studies.extension import run as extension
+from studies import extension
 from studies.pages import BEGIN, END
 from studies.smollm2.self_extend import self_extend
 

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +9,6 @@ from coca_attention.errors import UserError
 from coca_lab.studies import load_study
 from coca_lab.training.model import model_config
 from studies import recall
-from studies.pages import BEGIN, END, write_tables
-
-ROOT = Path(__file__).parents[2]
 
 
 def write(path, trials, failures=()):
@@ -44,22 +40,6 @@ def test_tables_count_what_was_learned_by_length_and_octave(tmp_path):
     write(tmp_path / "results.json", trials, ["thin, seed 3"])
     with pytest.raises(UserError, match="these failed: thin, seed 3"):
         recall.read_answers(tmp_path / "results.json")
-
-
-def test_the_page_has_the_tables_of_the_published_results():
-    text = recall.tables(recall.read_answers(ROOT / recall.RESULTS))
-    page = (ROOT / recall.RESULTS).with_name("README.md").read_text(encoding="utf-8")
-    assert f"{BEGIN}\n{text}\n{END}" in page
-
-
-def test_tables_go_between_marks_or_nowhere(tmp_path):
-    page = tmp_path / "README.md"
-    page.write_text(f"Before\n{BEGIN}\nold\n{END}\nafter")
-    write_tables(page, "new")
-    assert page.read_text() == f"Before\n{BEGIN}\nnew\n{END}\nafter"
-    page.write_text(f"Before\n{BEGIN}\n")
-    with pytest.raises(UserError, match="has no place for tables"):
-        write_tables(page, "new")
 
 
 def test_every_arm_is_tried_with_every_rate_then_trained_with_its_best(tmp_path):
