@@ -123,10 +123,13 @@ def test_every_part_has_its_row():
 
 def run(program: str) -> str:
     words = [sys.executable, "-W", "error::UserWarning", "-c", program]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    ended = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    return ended.stdout
 
 
 def test_importing_is_quiet_loads_no_optional_part_and_registers_the_models():
+    """And so is the table of families, from which recipes choose."""
     optional = [
         "coca_lab", "datasets", "pyarrow", "altair", "peft", "tensorboard",
         "coca_attention.ops.kernels.maps",
@@ -138,7 +141,8 @@ def test_importing_is_quiet_loads_no_optional_part_and_registers_the_models():
         f"import coca_attention.models; print([m for m in {optional} if m in sys.modules]); "
         "import transformers; from transformers import AutoConfig; "
         f"print([AutoConfig.for_model(m).model_type for m in {types}]); "
-        f"print([getattr(transformers, n).__name__ for n in {names}])"
+        f"print([getattr(transformers, n).__name__ for n in {names}]); "
+        "from coca_attention.models.families import decoders; assert 'arcee' in decoders()"
     )
     assert run(program) == f"False\n[]\n{types}\n{names}\n"
 
