@@ -165,7 +165,11 @@ def main(words: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(options.folder, **_gguf(options.folder))
     if options.what == "save":
-        load(options.folder, "base", 0, "cpu", options.dtype).save_pretrained(options.books)
+        model = load(options.folder, "base", 0, "cpu", options.dtype)
+        quantizer: Any = getattr(model, "hf_quantizer", None)
+        if quantizer is not None:  # weights of GGUF are unpacked, yet Transformers refuses to save
+            quantizer.remove_quantization_config(model)
+        model.save_pretrained(options.books)
         tokenizer.save_pretrained(options.books)
         return
     output = options.output or Path(f"results/smollm2/{options.what}.jsonl")

@@ -86,7 +86,7 @@ class ExtendSettings:
     of up to W tokens; yarn, dynamic and ntk change rotations. auto takes the best by --check, and
     without it limited."""
     max_distance: Count | None = None
-    """W, for limited; by default L, or the best by --check."""
+    """W, for limited; by default L, or with --check the best of L, L/2 and L/4."""
     length: Count | None = None
     """L, the length that the model was made for; by default what its configuration says."""
     dtype: Dtype = "auto"
@@ -99,14 +99,14 @@ def run_extend(words: list[str]) -> None:
         "coca extend", run_extend, words, [ExtendSettings, CheckSettings], ["model", "target"]
     )
     new_folder(path, target)
-    if wanted.max_distance and wanted.method != "limited":
+    if wanted.max_distance and wanted.method not in ("auto", "limited"):
         raise UserError("--max-distance is for --method limited")
     config = model_without_weights(path).config
     length, to = extended_lengths(config, wanted.to, wanted.length)
     _print_training_length(config, wanted.length)
     chosen, report = Candidate(wanted.method, wanted.max_distance), ""
     if wanted.method == "auto":
-        chosen = Candidate("limited")
+        chosen = Candidate("limited", wanted.max_distance)
     if check.check:
         measured = _check(path, target, wanted, check, length, to)
         chosen, report = measured.chosen.candidate, measured.markdown()

@@ -131,8 +131,9 @@ def _target_nats(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     keep = {"logits_to_keep": scored} if trims else {}
     with naming_the_limit(model, inputs.shape[1]):
         logits = model(input_ids=inputs, use_cache=False, **keep).logits
-    logits = logits[:, logits.shape[1] - scored :].float().transpose(1, 2)
-    return F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
+    logits = logits[:, logits.shape[1] - scored :].float().flatten(0, 1)
+    nats = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=-100)
+    return nats.view_as(targets)
 
 
 def _batches(
