@@ -85,6 +85,11 @@ def vanilla(family: str, seed: int = 0, *, auto=AutoModelForCausalLM, **changes)
     model = auto.from_config(configuration(family, **changes)).eval()
     if "experts" in str(model):
         model.set_experts_implementation("batched_mm")  # others know no float64
+    return far_from_uniform(model)
+
+
+def far_from_uniform(model):
+    """A model that was just made, with larger random weights."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # Weights of norms differ from 1 too, so that swapped norms are detected.

@@ -1,6 +1,7 @@
 """Models that `coca export` takes, in folders with tokenizers."""
 
 import torch
+from transformers import Cohere2Config, Cohere2ForCausalLM
 
 from coca_attention import convert
 from coca_attention.models import Roles
@@ -8,11 +9,11 @@ from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
 from coca_lab.export import as_native
 from conftest import some_text
-from families import vanilla
+from families import SIZES, far_from_uniform, vanilla
 
 LENGTH, VOCABULARY = 64, 300
 ROLES = Roles("llg", window=6, temperature=False, decay=0.0)
-KINDS = ["roles", "roles with biases", "granite with sinks"]
+KINDS = ["roles", "roles with biases", "granite with sinks", "cohere2"]
 
 
 def roles(**changes):
@@ -21,8 +22,20 @@ def roles(**changes):
     return convert(llama, "rope", roles=ROLES)
 
 
+def cohere(**changes):
+    """A Cohere2, which has layers without positions and so is in no table of `families`."""
+    torch.manual_seed(0)
+    sizes = {name: SIZES[name] for name in SIZES if name != "head_dim"} | {
+        "vocab_size": VOCABULARY, "num_hidden_layers": 3, "sliding_window": 6, "logit_scale": 0.5,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }  # fmt: skip
+    return far_from_uniform(Cohere2ForCausalLM(Cohere2Config(**sizes | changes)).eval())
+
+
 def made(kind: str):
     """One of `KINDS`."""
+    if kind == "cohere2":
+        return cohere()
     biased = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
     model = roles(**(biased if "biases" in kind else {}))
     if "granite" in kind:

@@ -15,6 +15,7 @@ from coca_attention.models import Roles, set_rotary_scaling
 from coca_attention.testing import difference, logits
 from coca_lab.export import as_native
 from families import FAMILIES, vanilla
+from natives import cohere
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build" / "engines" / "bin" / "python"
@@ -142,6 +143,17 @@ def test_every_family_computes_the_same(engine, family, tmp_path):
 def test_every_form_roles_and_caches_compute_the_same(engine, name, tmp_path):
     made, own = some_model(name)
     assert_runs(engine, made, tmp_path / "model", **own)
+
+
+def test_cohere2_with_a_window_that_is_one_smaller(engine, tmp_path):
+    """As the card of an exported one says."""
+    model = cohere(
+        **{name: x for name, x in SIZES.items() if name != "head_dim"}, sliding_window=16
+    )
+    own = {"model_impl": "vllm", "hf_overrides": {"sliding_window": 15}}
+    assert_runs(engine, model, tmp_path / "model", **own)
+    with pytest.raises(AssertionError):  # the control
+        assert_runs(engine, model, tmp_path / "other", model_impl="vllm")
 
 
 @pytest.mark.parametrize("name", ["roles", "native"])

@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Cohere2ForCausalLM,
     GraniteSWAConfig,
     GraniteSWAForCausalLM,
 )
@@ -26,7 +27,7 @@ from coca_lab.export import as_native, fold_context
 from coca_lab.files import known_problem
 from coca_lab.loading import load_model
 from families import vanilla
-from natives import KINDS, LENGTH, ROLES, VOCABULARY, exported, made, roles, saved
+from natives import KINDS, LENGTH, ROLES, VOCABULARY, cohere, exported, made, roles, saved
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -37,10 +38,14 @@ def folder(request, tmp_path_factory):
 def test_folder_computes_the_same_by_transformers_own_class(folder, tmp_path):
     target = exported(folder, tmp_path / "native")
     ours, theirs = load_model(folder), AutoModelForCausalLM.from_pretrained(target).eval()
-    assert type(theirs) is GraniteSWAForCausalLM
     ids = some_tokens(ours, length=40)
     assert difference(logits(theirs, ids), logits(ours, ids)) < 1e-5
     assert AutoTokenizer.from_pretrained(target)("a1").input_ids
+    if type(ours) is Cohere2ForCausalLM:
+        assert type(theirs) is Cohere2ForCausalLM
+        assert """'{"sliding_window": 5}'""" in (target / "README.md").read_text()
+        return
+    assert type(theirs) is GraniteSWAForCausalLM
     assert json.loads((target / "config.json").read_text())["no_rope_layers"] == [1, 1, 0]
     # The control: with the class's own sinks, logits differ.
     for layer in theirs.model.layers:
@@ -101,7 +106,7 @@ def test_cost_is_measured(folder, text_folder, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "for 1,024 tokens: perplexity within 64" in printed
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "to")
-    assert isinstance(model, GraniteSWAForCausalLM)
+    assert isinstance(model, (GraniteSWAForCausalLM, Cohere2ForCausalLM))
     assert model.config.max_position_embeddings == 1024
     card = (tmp_path / "to" / "README.md").read_text()
     assert "scaled for texts of 1,024 tokens" in card and "import coca_attention" not in card
@@ -124,17 +129,21 @@ def test_file_has_settings_tensors_and_tokenizer(native):
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {t.name: torch.tensor(t.data) for t in reader.tensors}
     model = AutoModelForCausalLM.from_pretrained(native)
-    assert fields["general.architecture"] == "granite_swa"
-    assert fields["granite_swa.attention.rope_pattern"] == [True, True, False]
-    assert fields["granite_swa.attention.sliding_window_pattern"] == [True, True, False]
-    assert fields["granite_swa.context_length"] == 1024
+    kind = model.config.model_type
+    assert fields["general.architecture"] == kind
+    assert fields[f"{kind}.attention.sliding_window_pattern"] == [True, True, False]
+    assert fields[f"{kind}.context_length"] == 1024
     layers = model.model.layers
     assert torch.equal(tensors["blk.2.attn_q.weight"], layers[2].self_attn.q_proj.weight)
-    assert torch.equal(tensors["blk.1.attn_sinks.weight"], layers[1].self_attn.sinks)
-    # Rows that turn together are neighbours: 0 and 4 of the first head of width 8.
     local, ours = tensors["blk.0.attn_k.weight"], layers[0].self_attn.k_proj.weight
-    assert torch.equal(local[:2], ours[[0, 4]])
-    assert not torch.equal(local, ours)
+    if kind == "granite_swa":
+        assert fields["granite_swa.attention.rope_pattern"] == [True, True, False]
+        assert torch.equal(tensors["blk.1.attn_sinks.weight"], layers[1].self_attn.sinks)
+        # Rows that turn together are neighbours: 0 and 4 of the first head of width 8.
+        assert torch.equal(local[:2], ours[[0, 4]])
+        assert not torch.equal(local, ours)
+    else:
+        assert torch.equal(local, ours)
     vocabulary = AutoTokenizer.from_pretrained(native).get_vocab()
     assert [vocabulary[token] for token in fields["tokenizer.ggml.tokens"]] == list(range(300))
     assert fields["tokenizer.ggml.pre"] == "smollm"
@@ -157,6 +166,9 @@ def test_llama_cpp_reads_what_was_written(folder, tmp_path, dtype, bound, monkey
     monkeypatch.setattr("coca_lab.export._check_difference", remembered)
     exported(folder, tmp_path / "native", "--gguf", "--dtype", dtype)
     assert 0 < measured["llama.cpp"] < bound and 0 <= measured["the folder"] < 1e-4
+
+
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 
 
 def granite(**changes):
@@ -186,6 +198,10 @@ def rotated_in_part():
         (lambda: granite(hidden_act="relu"), ["--gguf"], "hidden_act 'relu'"),
         (lambda: granite(layer_types=["full_attention"] * 3), ["--gguf"], "no layer with a window"),
         (lambda: granite(layer_rope_theta=[0, 0, 0]), ["--gguf"], "no rotary layer"),
+        (lambda: cohere(tie_word_embeddings=False), ["--gguf"], "an untied output head"),
+        (lambda: cohere(attention_bias=True), ["--gguf"], "attention_bias"),
+        (lambda: cohere(rope_parameters=LINEAR), ["--gguf"], "linear scaling"),
+        (lambda: cohere(layer_types=["full_attention"] * 3), ["--gguf"], "no layer with a window"),
     ],
 )
 def test_what_would_change_the_function_is_refused(model, options, reason, tmp_path, capsys):

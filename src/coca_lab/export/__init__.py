@@ -1,11 +1,13 @@
-"""Layers with roles as Transformers' GraniteSWA, which engines run without this package.
+"""Layers with roles as Transformers' GraniteSWA or Cohere2, which engines run without this package.
 
-A model with a window in local layers and no positions in global ones, without temperature and
-decay, computes the same as GraniteSWA. vLLM and SGLang read its folder, llama.cpp a GGUF file.
+A Llama with a window in local layers and no positions in global ones, without temperature and
+decay, computes the same as GraniteSWA. A GraniteSWA or Cohere2 (``model.body``) stays what it is.
+vLLM and SGLang read the folder, llama.cpp a GGUF file.
 What was written is read again, and its logits are compared with those of the source.
 """
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GraniteSWAConfig, GraniteSWAForCausalLM, PreTrainedModel
+from transformers import (
+    Cohere2ForCausalLM,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
+    PreTrainedModel,
+)
 
 from coca_attention.errors import UserError
 from coca_attention.models import CoCALlamaForCausalLM, use_fused_attention
@@ -36,6 +43,7 @@ from coca_lab.folders import new_folder, write_card, writing_model
 from coca_lab.intervals import perplexity
 from coca_lab.loading import load_model
 
+Native = GraniteSWAForCausalLM | Cohere2ForCausalLM
 NO_SINK = -1e4
 """Score of a sink that nothing attends to; finite in float16. GraniteSWA's initial 0 is not."""
 READ, LAST = 4096, 256
@@ -56,9 +64,9 @@ class Cost:
     tokens: int  # number of targets
 
 
-def as_native(model: PreTrainedModel) -> GraniteSWAForCausalLM:
-    """The GraniteSWA that computes the same; UserError names what GraniteSWA cannot compute."""
-    if isinstance(model, GraniteSWAForCausalLM):
+def as_native(model: PreTrainedModel) -> Native:
+    """The model of a stock class that computes the same; UserError names what none can compute."""
+    if isinstance(model, Native):
         return model
     config: Any = model.config
     _check_supported(model)
@@ -97,8 +105,8 @@ def _check_supported(model: PreTrainedModel) -> None:
     config: Any = model.config
     if not isinstance(model, CoCALlamaForCausalLM) or set(layer_types(config)) != {LOCAL, GLOBAL}:
         raise UserError(
-            f"only a GraniteSWA, or a Llama with local and global layers (model.layers: llg), can "
-            f"be exported; this is a {type(model).__name__} with layers of type "
+            f"only a GraniteSWA, a Cohere2, or a Llama with local and global layers (model.layers: "
+            f"llg) can be exported; this is a {type(model).__name__} with layers of type "
             f"{', '.join(sorted(set(layer_types(config))))}"
         )
     rope, local = rope_parameters(config), rotation(config, LOCAL)
@@ -136,8 +144,8 @@ def export_native(
     gguf: bool = False,
     dtype: str = "auto",
     documents: Sequence[TokenDocument] = (),
-) -> tuple[GraniteSWAForCausalLM, Cost | None]:
-    """Write a model with layers with roles as a folder of a GraniteSWA; what its context costs.
+) -> tuple[Native, Cost | None]:
+    """Write a model with layers with roles as a folder of a stock class; what its context costs.
 
     Args:
         source: The folder of the model.
@@ -148,7 +156,7 @@ def export_native(
         documents: Texts on which the cost of the context is measured; without them it is None.
 
     Raises:
-        UserError: If GraniteSWA or llama.cpp cannot compute the same, or the logits of what was
+        UserError: If no stock class, or llama.cpp, can compute the same, or the logits of what was
             written differ from those of the source by more than round-off. Nothing is then left.
     """
     target = new_folder(source, target)
@@ -168,11 +176,12 @@ def export_native(
             after = _scores(model, documents, length)
             tokens = sum(score.tokens for score in after)
             cost = Cost(length, perplexity(before), perplexity(after), tokens)
-    # Read by llama.cpp's converter, which does not know `layer_rope_theta`.
-    config.no_rope_layers = [int(bool(theta)) for theta in config.layer_rope_theta]
+    if isinstance(native, GraniteSWAForCausalLM):
+        # Read by llama.cpp's converter, which does not know `layer_rope_theta`.
+        config.no_rope_layers = [int(bool(theta)) for theta in config.layer_rope_theta]
     exact = model if model.dtype == torch.float32 else copy.deepcopy(model).float()
     with writing_model(native, source, target) as folder:
-        sections = _card_sections(target.name, length, context, gguf)
+        sections = _card_sections(target.name, config, length, context, gguf)
         write_card(folder, config, name=target.name, source=source, sections=sections)
         file = folder / f"{target.name}.gguf"
         if gguf:
@@ -220,7 +229,9 @@ def _scores(model: Any, documents: Sequence[TokenDocument], length: int) -> list
     return score_documents(model, documents, window=length, stride=stride, first_target=first)
 
 
-def _card_sections(name: str, length: int, context: int | None, gguf: bool) -> dict[str, str]:
+def _card_sections(
+    name: str, config: Any, length: int, context: int | None, gguf: bool
+) -> dict[str, str]:
     """What the model card says besides the facts of every card, in Markdown by heading."""
     text = (
         f"Trained on texts of {length:,} tokens. Local layers see a short window, global ones the "
@@ -235,4 +246,10 @@ def _card_sections(name: str, length: int, context: int | None, gguf: bool) -> d
     if gguf:
         command = f"llama-completion -m {name}.gguf -c {context or length} -fa off -p 'Once'"
         sections["llama.cpp"] = f"```sh\n{command}\n```"
+    if config.model_type == "cohere2":
+        shorter = json.dumps({"sliding_window": config.sliding_window - 1})
+        sections["vLLM"] = (
+            "In vLLM's Cohere2 a window has one token more than in Transformers':\n\n"
+            f"```sh\nvllm serve {name} --hf-overrides '{shorter}'\n```"
+        )
     return sections

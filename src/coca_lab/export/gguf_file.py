@@ -1,7 +1,7 @@
-"""A GraniteSWA as a GGUF file with its tokenizer, for llama.cpp.
+"""A GraniteSWA or a Cohere2 as a GGUF file with its tokenizer, for llama.cpp.
 
-Fields and tensors are those of llama.cpp's own converter. The package gguf 0.19 does not know the
-architecture, so the names of its own fields are written here.
+Fields and tensors are those of llama.cpp's own converter. The package gguf 0.19 does not know
+GraniteSWA, so the names of its own fields are written here.
 """
 
 import importlib
@@ -11,24 +11,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GraniteSWAForCausalLM
+from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError, install
 from coca_attention.models.configuration import LOCAL
 from coca_lab.data import load_tokenizer
 from coca_lab.export.llama_cpp import package
 
-ARCHITECTURE = "granite_swa"
 PRE_TOKENIZERS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 """llama.cpp's names for the splits of byte-level tokenizers, with GPT-2's regular expression."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
 
 
-def write_gguf(model: GraniteSWAForCausalLM, source: str | Path, path: Path) -> None:
+def write_gguf(model: PreTrainedModel, source: str | Path, path: Path) -> None:
     """Write a model and its tokenizer: matrices in the model's dtype, vectors in float32."""
     gguf = _package()
     config: Any = model.config
-    writer = gguf.GGUFWriter(path, ARCHITECTURE)
+    writer = gguf.GGUFWriter(path, config.model_type)  # llama.cpp has Transformers' names
     writer.add_name(path.stem)
     _add_settings(writer, config)
     _add_tokenizer(writer, source, config.vocab_size)
@@ -40,17 +39,30 @@ def write_gguf(model: GraniteSWAForCausalLM, source: str | Path, path: Path) -> 
 
 
 def check_settings(config: Any) -> None:
-    """Raise UserError if llama.cpp computes, or loads, something else than a GraniteSWA has."""
-    bases = {theta for theta in config.layer_rope_theta if theta}
+    """Raise UserError if llama.cpp computes, or loads, something else than a model has."""
     reasons = {
         f"hidden_act {config.hidden_act!r} (only silu)": config.hidden_act != "silu",
-        "several rotary bases in layer_rope_theta": len(bases) > 1,
-        "no rotary layer": not bases,
         "no layer with a window": LOCAL not in config.layer_types,
     }
+    if config.model_type == "cohere2":
+        kind = config.rope_parameters["rope_type"]
+        reasons |= {
+            "an untied output head": not config.tie_word_embeddings,
+            "attention_bias": config.attention_bias,
+            f"{kind} scaling": kind != "default",
+        }
+    else:
+        bases = {theta for theta in config.layer_rope_theta if theta}
+        reasons |= {
+            "several rotary bases in layer_rope_theta": len(bases) > 1,
+            "no rotary layer": not bases,
+        }
     for what, present in reasons.items():
         if present:
-            raise UserError(f"llama.cpp cannot run a GraniteSWA with {what}: export without --gguf")
+            raise UserError(
+                f"llama.cpp cannot run a {config.model_type} model with {what}: export without "
+                "--gguf"
+            )
 
 
 def check_tokenizer(source: str | Path) -> None:
@@ -68,8 +80,6 @@ def _package() -> Any:
 
 
 def _add_settings(writer: Any, config: Any) -> None:
-    local = [kind == LOCAL for kind in config.layer_types]
-    (base,) = {theta for theta in config.layer_rope_theta if theta}
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -79,33 +89,41 @@ def _add_settings(writer: Any, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(config.head_dim)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == LOCAL for kind in config.layer_types])
+    if config.model_type == "cohere2":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_logit_scale(config.logit_scale)
+        return
+    (base,) = {theta for theta in config.layer_rope_theta if theta}
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(base)
     writer.add_logit_scale(config.logits_scaling)
     writer.add_residual_scale(config.residual_multiplier)
     writer.add_embedding_scale(config.embedding_multiplier)
     writer.add_attention_scale(config.attention_multiplier)
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_sliding_window_pattern(local)
     rotary = [bool(theta) for theta in config.layer_rope_theta]
-    writer.add_array(f"{ARCHITECTURE}.attention.rope_pattern", rotary)
+    writer.add_array(f"{config.model_type}.attention.rope_pattern", rotary)
     # Layers that take in an image: none.
-    writer.add_array(f"{ARCHITECTURE}.deepstack_mapping", [-1] * config.num_hidden_layers)
+    writer.add_array(f"{config.model_type}.deepstack_mapping", [-1] * config.num_hidden_layers)
 
 
-def _add_tensors(gguf: Any, writer: Any, model: GraniteSWAForCausalLM) -> None:
+def _add_tensors(gguf: Any, writer: Any, model: PreTrainedModel) -> None:
     config: Any = model.config
     types = gguf.GGMLQuantizationType
     kind_of = {torch.float32: types.F32, torch.float16: types.F16, torch.bfloat16: types.BF16}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    # Layers whose pairs are (j, j + D / 2); those of Cohere2 are neighbours already.
+    halves = getattr(config, "layer_rope_theta", [0] * config.num_hidden_layers)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name.startswith("lm_head.") and config.tie_word_embeddings:
             continue
         wide, parts = tensor.float(), name.split(".")
         count = heads.get(parts[-2])
-        if count is not None and config.layer_rope_theta[int(parts[2])]:
+        if count is not None and halves[int(parts[2])]:
             wide = _interleaved(wide, count)
         # The tensors of a Llama, and sinks.
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
