@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 
 def covering(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Cases with a value of every axis, for `pytest.mark.parametrize`; the same in every run."""
@@ -20,3 +22,14 @@ def covering(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
         chosen.append(best)
         missing -= pairs(best)
     return [tuple(axis[k] for axis, k in zip(values, case, strict=True)) for case in chosen]
+
+
+def mostly_slow(cases: Iterable[Any], default: Iterable[Any]) -> list[Any]:
+    """Cases for `pytest.mark.parametrize`, of which those beside the default ones are slow."""
+    default, slow = list(default), pytest.mark.slow
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    alone = [row if len(row) > 1 else row[0] for row in rows]
+    return [
+        case if case in default else pytest.param(*row, marks=slow)
+        for case, row in zip(alone, rows, strict=True)
+    ]

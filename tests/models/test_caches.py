@@ -102,6 +102,7 @@ def test_every_way_of_reading_gives_the_same(piece, family):
     assert piece == form or difference(logits(without, ids), found) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "piece"), [("full", "slack"), ("half", "free pairs")])
 def test_a_step_is_exported_for_executorch(kind, piece):
     """By Transformers' recipe: a token at a time, with the cache in buffers of the program."""

@@ -9,7 +9,8 @@ from coca_attention import convert
 from coca_attention.models import Roles
 from coca_attention.models.families import FAMILIES as TABLE
 from coca_attention.testing import logits, some_tokens
-from families import ENCODERS, FAMILIES, vanilla
+from covering import mostly_slow
+from families import ENCODERS, FAMILIES, VARIED, vanilla
 from public_models import loaded
 
 WAYS = {
@@ -18,6 +19,8 @@ WAYS = {
     "limited": ("rope", {"max_distance": 11}),
     "roles": ("rope", {"roles": Roles("lg", window=6)}),
 }
+# Whose weights have other names on disk, or whose norms have an offset.
+RENAMED = ["Mixtral", "Qwen3 MoE", "Granite MoE", "Gemma 3", "Phi-3"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -27,7 +30,7 @@ def test_every_row_of_the_table_is_among_the_tests_families():
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, [*VARIED, *RENAMED]))
 def test_a_converted_folder_is_the_model_in_memory(family, tied, tmp_path):
     """Whatever the names of its weights in the folder (experts, an untied head of GPT-NeoX)."""
     number = list(FAMILIES).index(family)

@@ -19,7 +19,7 @@ from coca_attention.models import set_rotary_scaling
 from coca_attention.models.attention import CACHE, eager_attention
 from coca_attention.ops import attend_half
 from coca_attention.testing import difference, logits, some_tokens
-from covering import covering
+from covering import covering, mostly_slow
 from families import (
     MODELS,
     attended,
@@ -220,7 +220,7 @@ def test_prefix_tuning_requires_a_full_cache():
 
 
 @pytest.mark.skipif(CACHE != "cache", reason="Transformers below 5.24 refuses most of them")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, ["strict", "roles with a decay", "limited"]))
 def test_continuous_batching_gives_the_answers_of_single_prompts(name):
     model = made(name)
     model.set_attn_implementation(("sdpa", "eager")[list(MODELS).index(name) // 2 % 2])

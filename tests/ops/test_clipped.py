@@ -13,7 +13,7 @@ from coca_attention.ops import (
     key_map,
     query_map,
 )
-from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map
+from coca_attention.ops.clipped import attend_clipped, far_query_map
 from coca_attention.ops.parts import document_parts
 from coca_attention.ops.rules import UNSCALED
 from covering import covering
@@ -127,8 +127,8 @@ def test_output_and_gradients_agree_with_scores_at_positions(take, way, shape, w
         segments = torch.stack((places[1] // 13, places[1] // 40))
         rows = segments[:, keys - queries :]
         visible = visible & (rows[:, :, None] == segments[:, None]).unsqueeze(1)
-    clipping = Clipping(limit, window=window, scale=0.3)
-    ours = attend_clipped(*leaves, clipping, positions=places, segments=segments)
+    options = {"max_distance": limit, "window": window, "scale": 0.3}
+    ours = attend_clipped(*leaves, None, segments, *places, **options)
     query, key, far_query, far_key, value = (
         x.repeat_interleave(4 // x.shape[1], 1) for x in leaves
     )
@@ -193,9 +193,8 @@ def test_masks_of_float16_hide_however_large_the_scores_are():
     def attended(t: torch.Tensor) -> torch.Tensor:
         query = query_map(30 * q, *tables, form="strict")
         key, far = key_map(t, *tables), far_query_map(query, 0)
-        clipping = Clipping(LIMIT, is_causal=False)
-        options = {"positions": (places, places), "attention_mask": additive}
-        return attend_clipped(query, key, far, t, v, clipping, **options)
+        options = {"max_distance": LIMIT, "is_causal": False}
+        return attend_clipped(query, key, far, t, v, additive, None, places, places, **options)
 
     changed = t.clone()
     changed[..., -1, :] += 90  # scores beyond the range of float16

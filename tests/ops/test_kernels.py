@@ -110,6 +110,7 @@ def test_offsets_beyond_int32(axis):
         assert torch.equal(function(far), function(near))
 
 
+@pytest.mark.slow
 def test_kernels_compile(tmp_path):
     """For CUDA, even without a GPU: the interpreter accepts code that the compiler rejects."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -19,7 +19,7 @@ from coca_attention.models.configuration import window_of
 from coca_attention.models.key_positions import KeyPositions
 from coca_attention.models.rotary import Angles
 from coca_attention.ops import attend, attend_half, key_map, tile_length
-from coca_attention.ops.clipped import Clipping, attend_clipped, far_query_map, side_by_side
+from coca_attention.ops.clipped import attend_clipped, far_query_map, side_by_side
 from coca_attention.ops.decoding import KeyFrames, attend_half_at
 from coca_attention.ops.linear import Turns
 from coca_attention.ops.opaque import compiling
@@ -235,22 +235,21 @@ class LayerPass(NamedTuple):
                 scaling=self.module.kernel_scale,
                 dropout=self.dropout,
             )
-        clipping = Clipping(
-            far.max_distance,
-            consecutive,
-            is_causal=self.dense is None,
-            window=self.window if isinstance(self.mask, Band) else None,
-            scale=self.module.kernel_scale,
-        )
-        options: dict[str, Any] = {"positions": self._at.places(self.kind, self.first, keys)}
-        options |= self._options(keys)
+        options = self._options(keys) | {
+            "max_distance": far.max_distance,
+            "consecutive": consecutive,
+            "is_causal": self.dense is None,
+            "window": self.window if isinstance(self.mask, Band) else None,
+            "scale": self.module.kernel_scale,
+        }
+        places = self._at.places(self.kind, self.first, keys)
+        options |= dict(zip(("query_positions", "key_positions"), places, strict=True))
         weights = None
         if self.implementation == "eager":
             each = torch.eye(keys, dtype=value.dtype, device=value.device)
             each = each.expand(*value.shape[:2], -1, -1)
-            undropped: dict[str, Any] = {**options, "dropout": 0.0}
-            weights = attend_clipped(*tensors, each, clipping, **undropped)
-        output = attend_clipped(*tensors, value, clipping, **options)
+            weights = attend_clipped(*tensors, each, **options | {"dropout": 0.0})
+        output = attend_clipped(*tensors, value, **options)
         return output.transpose(1, 2), weights
 
     def attend_keys(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -90,7 +90,9 @@ def attend(
     if path == "operator":
         places = (None, None) if positions is None else positions
         decay = None if bias is None else [*bias]
-        return _attend(query, key, value, attention_mask, segments, *places, window, scale, decay)
+        return _attend_opaque(
+            query, key, value, attention_mask, segments, *places, window, scale, decay
+        )
     if window is not None and bias is None:
         seen, sight = sight.among_seen()
         key, value = key[..., seen, :], value[..., seen, :]
@@ -196,7 +198,6 @@ def _kernel_of(
     return _Kernel(scale, dropout, grouped, sink_key), query, key, value
 
 
-@opaque(differentiable=3)
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -224,6 +225,9 @@ def _attend(
         scale=scale,
         bias=None if decay is None else Decay(*decay),
     )
+
+
+_attend_opaque = opaque(_attend, differentiable=3)
 
 
 def can_be_opaque(queries: int, mask: Tensor | None, dropout: float) -> bool:

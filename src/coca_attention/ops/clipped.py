@@ -27,73 +27,93 @@ from coca_attention.ops.parts import (
 from coca_attention.ops.sight import Sight, hidden_by, restricted
 
 
-class Clipping(NamedTuple):
-    """How `attend_clipped` scores and hides keys; the rest as for `attend`."""
-
-    max_distance: int  # W
-    # Whether positions are consecutive wherever a query sees a key: distances are then those of
-    # the indices.
-    consecutive: bool = True
-    is_causal: bool = True
-    window: int | None = None
-    scale: float = 1.0
-
-
 def attend_clipped(
     query: Tensor,
     key: Tensor,
     far_query: Tensor,
     far_key: Tensor,
     value: Tensor,
-    clipping: Clipping,
-    *,
-    positions: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None = None,
-    segments: Tensor | None = None,
+    attention_mask: Tensor | None,
+    segments: Tensor | None,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    max_distance: int,
+    consecutive: bool = True,
+    is_causal: bool = True,
+    window: int | None = None,
+    scale: float = 1.0,
     dropout: float = 0.0,
 ) -> Tensor:
     """softmax(scale * scores + mask) V, (B, H, T, Dv), with scores Q' K'^T up to a distance of W.
 
-    Beyond, they are those at the distance W: far_query · far_key, of `far_query_map`, (B, H, T,
-    P + F), and the coefficients of all keys, (B, G, S, P + F), which are K' at position 0. The key
-    has the last N keys alone, (B, G, N, D): all others must be at least W before every query.
-    Positions are those of the queries and of all keys. The rest is as for `attend`.
+    Beyond, they are those at the distance W.
+
+    Args:
+        query: Q', (B, H, T, D).
+        key: K' of the last N keys, (B, G, N, D); all others must be at least W before every query.
+        far_query: That of `far_query_map`, (B, H, T, P + F).
+        far_key: Coefficients of all keys, (B, G, S, P + F), which are K' at position 0.
+        value: (B, G, S, Dv).
+        attention_mask: As for `attend`, like the arguments that are not named here.
+        segments: Likewise.
+        query_positions: (T,) or (B, T).
+        key_positions: Of all keys, (S,) or (B, S).
+        max_distance: W.
+        consecutive: Whether positions are consecutive wherever a query sees a key: distances are
+            then those of the indices.
     """
     tensors = in_autocast(query, key, far_query, far_key, value)
     (batch, _, queries), keys = query.shape[:3], far_key.shape[2]
     if batch == 0 or queries == 0:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
     if can_be_opaque(queries, attention_mask, dropout):
-        return _attend_clipped(*tensors, attention_mask, segments, *positions, *clipping)
+        settings = max_distance, consecutive, is_causal, window, scale, dropout
+        places = query_positions, key_positions
+        return _attend_clipped(*tensors, attention_mask, segments, *places, *settings)
     alike = attention_mask is None or attention_mask.dim() < 3 or attention_mask.shape[-3] == 1
     one = queries == 1 and alike and not dropout and not torch.is_grad_enabled()
-    plain = clipping.consecutive and clipping.is_causal and attention_mask is None and not dropout
-    plain = plain and (clipping.window is None or clipping.window >= keys)
+    plain = consecutive and is_causal and attention_mask is None and not dropout
+    plain = plain and (window is None or window >= keys)
     if plain and not one and can_attend_parts(*tensors):
-        return _attend_in_parts(tensors, clipping, segments)
+        return _attend_in_parts(tensors, max_distance, scale, segments)
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.masked_fill(hidden_by(attention_mask), float("-inf"))
-    sight = Sight(
-        queries, keys, attention_mask, segments, clipping.is_causal, clipping.window, query.device
-    )
+    sight = Sight(queries, keys, attention_mask, segments, is_causal, window, query.device)
+    distance = Distance(query_positions, key_positions, max_distance, consecutive)
     if one:
-        return _attend_one(tensors, clipping, sight, positions)
-    return _attend_joined(tensors, clipping, sight, positions, dropout)
+        return _attend_one(tensors, sight, distance, scale)
+    return _attend_joined(tensors, sight, distance, scale, dropout)
+
+
+_attend_clipped = opaque(attend_clipped, differentiable=5)
+
+
+class Distance(NamedTuple):
+    """Which keys are near a query."""
+
+    queries: Tensor  # positions, (T,) or (B, T)
+    keys: Tensor
+    limit: int  # W
+    consecutive: bool
+
+    def near(self, rows: slice, columns: slice) -> Tensor:
+        """Whether some keys are near some queries, (1, t, s) or (B, 1, t, s)."""
+        rows_at, columns_at = self.queries[..., rows], self.keys[..., columns]
+        return (rows_at.unsqueeze(-1) - columns_at.unsqueeze(-2) < self.limit).unsqueeze(-3)
 
 
 def _attend_one(
-    tensors: tuple[Tensor, ...], clipping: Clipping, sight: Sight, positions: tuple[Tensor, Tensor]
+    tensors: tuple[Tensor, ...], sight: Sight, distance: Distance, scale: float
 ) -> Tensor:
     """`attend_clipped` of one query without gradients, for which copies of keys would take long."""
     query, key, far_query, far_key, value = tensors
     wide = torch.promote_types(query.dtype, torch.float32)
     near, scores = (
-        clipping.scale * x.to(wide).unflatten(1, (y.shape[1], -1)).squeeze(-2) @ y.to(wide).mT
+        scale * x.to(wide).unflatten(1, (y.shape[1], -1)).squeeze(-2) @ y.to(wide).mT
         for x, y in ((query, key), (far_query, far_key))
     )
     first = sight.keys - key.shape[-2]
-    distance = positions[0].unsqueeze(-1) - positions[1][..., first:].unsqueeze(-2)
-    is_near = (distance < clipping.max_distance).unsqueeze(-3)
+    is_near = distance.near(slice(None), slice(first, None))
     near = torch.where(is_near, near, scores[..., first:])
     scores = torch.cat((scores[..., :first], near), dim=-1)
     seen, mask = sight.of(0, 1)
@@ -102,14 +122,10 @@ def _attend_one(
 
 
 def _attend_joined(
-    tensors: tuple[Tensor, ...],
-    clipping: Clipping,
-    sight: Sight,
-    positions: tuple[Tensor, Tensor],
-    dropout: float,
+    tensors: tuple[Tensor, ...], sight: Sight, distance: Distance, scale: float, dropout: float
 ) -> Tensor:
     """`attend_clipped` as attention to near keys and to far keys, of which a mask hides others."""
-    value, limit, past = tensors[4], clipping.max_distance, sight.keys - sight.queries
+    value, limit, past = tensors[4], distance.limit, sight.keys - sight.queries
     query, near_keys, far_keys = side_by_side(*tensors[:4])
 
     def block(start: int, rows: Tensor) -> Tensor:
@@ -117,13 +133,11 @@ def _attend_joined(
         seen, mask = sight.of(start, stop)
         # By index, keys between these may be near for one query and far for another.
         near_from, far_to = seen.start, seen.stop
-        if clipping.consecutive:
+        if distance.consecutive:
             near_from = max(near_from, past + start - limit + 1)
             far_to = max(near_from, past + stop - limit)
         near, far = slice(near_from, seen.stop), slice(seen.start, far_to)
-        query_positions, key_positions = positions[0][..., start:stop], positions[1][..., seen]
-        distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
-        is_near = (distance < limit).unsqueeze(-3)
+        is_near = distance.near(slice(start, stop), seen)
         hidden = (
             restricted(mask, is_near)[..., near_from - seen.start :],
             restricted(mask, ~is_near)[..., : far_to - seen.start],
@@ -134,7 +148,7 @@ def _attend_joined(
             torch.cat((value[..., near, :], value[..., far, :]), dim=-2),
             attention_mask=torch.cat(hidden, dim=-1),
             is_causal=False,
-            scale=clipping.scale,
+            scale=scale,
             dropout=dropout,
         )
 
@@ -152,56 +166,24 @@ def side_by_side(
 
 
 def _attend_in_parts(
-    tensors: tuple[Tensor, ...], clipping: Clipping, segments: Tensor | None
+    tensors: tuple[Tensor, ...], limit: int, scale: float, segments: Tensor | None
 ) -> Tensor:
     """`attend_clipped` at consecutive positions, without a mask."""
     query, key, far_query, far_key, value = tensors
-    queries, keys, limit = query.shape[-2], far_key.shape[-2], clipping.max_distance
+    queries, keys = query.shape[-2], far_key.shape[-2]
     if key.shape[-2] < keys:
         key = F.pad(key, (0, 0, keys - key.shape[-2], 0))
     tensors = (query, key, far_query, far_key, value)
     banded = has_windows(*tensors)
     if segments is None:
-        parts = document_parts([keys], queries, limit, banded)
-        return attend_parts(parts, tensors, clipping.scale)
+        return attend_parts(document_parts([keys], queries, limit, banded), tensors, scale)
     outputs = []
     for row, *text in zip(segments, *tensors, strict=True):
         # Every document is a text of its own.
         lengths = row.unique_consecutive(return_counts=True)[1].tolist()
         parts = document_parts(lengths, queries, limit, banded)
-        outputs.append(attend_parts(parts, [x[None] for x in text], clipping.scale))
+        outputs.append(attend_parts(parts, [x[None] for x in text], scale))
     return torch.cat(outputs)
-
-
-@opaque(differentiable=5)
-def _attend_clipped(
-    query: Tensor,
-    key: Tensor,
-    far_query: Tensor,
-    far_key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    segments: Tensor | None,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    max_distance: int,
-    consecutive: bool,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-) -> Tensor:
-    """`attend_clipped` for torch.compile, whose operators take no named tuples."""
-    return attend_clipped(
-        query,
-        key,
-        far_query,
-        far_key,
-        value,
-        Clipping(max_distance, consecutive, is_causal, window, scale),
-        positions=(query_positions, key_positions),
-        attention_mask=attention_mask,
-        segments=segments,
-    )
 
 
 def far_query_map(query: Tensor, free_pairs: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coca_attention.ops.attention import attend
 from coca_attention.ops.checks import check_heads, check_positions, check_width
-from coca_attention.ops.clipped import Clipping, attend_clipped, check_clipped_form, far_query_map
+from coca_attention.ops.clipped import attend_clipped, check_clipped_form, far_query_map
 from coca_attention.ops.forms import ScoreForm, get_form
 from coca_attention.ops.maps import key_map, query_map, score_scale
 from coca_attention.ops.positions import Rotation
@@ -128,9 +128,12 @@ def coca_attention(
         far_query_map(mapped(*rotation.far_tables(query.device, wide)), free_pairs),
         key_coefficients,
         value,
-        Clipping(limit, consecutive, scale=divisor),
-        positions=positions,
-        attention_mask=attention_mask,
+        attention_mask,
+        None,
+        *positions,
+        max_distance=limit,
+        consecutive=consecutive,
+        scale=divisor,
     )
 
 

@@ -12,6 +12,7 @@ Legend: B batch, T length of this pass, H query heads, G key/value heads, D head
 values, P = D/2 rotary pairs, N chunks of C tokens.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -173,7 +174,7 @@ def attend_turned(
         key_map(coefficients, *turns.tables),
         value,
         query_map(wide, *turns.still, **settings)[..., : width // 2],
-        key_map(coefficients, *turns.still)[..., : width // 2],
+        coefficients * over_all_pairs(*turns.still, width // 2, dtype)[0],
         state,
     )
     # Positions of the keys in Σ K' ⊗ v are reduced by the length of the pass.
@@ -201,7 +202,9 @@ def attend_linear(
     (batch, heads, length, width), kv_heads = query.shape, key.shape[1]
     groups, size = heads // kv_heads, min(CHUNK, length)
     rows, chunks = groups * size, -(-length // size)
-    query, key, value = (F.pad(x, (0, 0, 0, chunks * size - length)) for x in (query, key, value))
+    missing = chunks * size - length
+    if missing:  # padding by nothing is a copy
+        query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
     # Query heads of a group are further rows of its chunks.
     q = query.view(batch, kv_heads, groups, chunks, size, width).transpose(2, 3)
     q = q.reshape(batch, kv_heads, chunks, rows, width)
@@ -215,9 +218,8 @@ def attend_linear(
     totals = features.cumsum(2) + state.coefficients.unsqueeze(2)
     normaliser = (weights.unflatten(1, (kv_heads, groups)) * totals.unsqueeze(2)).sum(-1)
     normaliser = normaliser.flatten(1, 2).unsqueeze(-1)
-    some = normaliser > 0
-    # Both branches of `where` must be finite for a finite gradient.
-    output = torch.where(some, output / normaliser.where(some, 1.0), 0.0)
+    # Where nothing is seen, division by infinity gives 0, and so do its gradients.
+    output = output / normaliser.masked_fill(normaliser <= 0, math.inf)
     return output, LinearState(sums[:, :, -1], totals[:, :, -1])
 
 
