@@ -5,7 +5,7 @@ Types say which values a field can have; `check` looks for settings that contrad
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,6 +35,8 @@ SIZES = (
     "decay_length",
 )  # fmt: skip
 
+# Where rotary attention differs from that of the body.
+POSITIONS = "layers", "turning_pairs", "temperature", "decay", "max_distance", "interpolation"
 # What a stage may set of the section training.
 SCHEDULE = ("steps", "learning_rate", "warmup_share", "final_share")
 
@@ -47,13 +49,6 @@ PartialShare = Annotated[float, Field(ge=0, lt=1)]
 TaskShare = Annotated[float, Field(gt=0, lt=1)]
 Objective = Literal["next_token", "attention", "logits", "hidden_states"]
 Trained = Literal["t", "qt", "qtv", "all", "lora"]
-
-
-def refuse(problems: Mapping[str, Any]) -> None:
-    """Raise UserError with the first message whose condition holds."""
-    for message, holds in problems.items():
-        if holds:
-            raise UserError(message)
 
 
 @dataclass
@@ -126,56 +121,74 @@ class ModelRecipe:
         # Not at the top: it takes seconds, which `coca train -h` need not wait for.
         from coca_attention.models.families import decoders
 
-        known, is_alibi, bodies = (*FORMS, *BASELINES), self.attention == "alibi", decoders()
-        rotary = "layers", "turning_pairs", "temperature", "decay", "max_distance", "interpolation"
-        extra = [name for name in rotary if getattr(self, name)]
-        invariant = self.attention in FORMS and FORMS[self.attention].shift_invariant
+        known, bodies = (*FORMS, *BASELINES), decoders()
+        if self.attention not in known:
+            hint = did_you_mean(self.attention, known)
+            raise UserError(
+                f"attention must be one of {', '.join(known)}, got {self.attention!r}{hint}"
+            )
+        given = [name for name in POSITIONS if getattr(self, name)]
+        if self.attention == "alibi" and given:
+            raise UserError(f"attention alibi has no {', '.join(given)}: leave it out")
+        if self.attention == "alibi" and self.body != "gpt_neox":
+            raise UserError(f"body must be gpt_neox for attention alibi, got {self.body}")
+        if self.attention != OWN and self.body not in bodies:
+            raise UserError(
+                f"body must be one of {', '.join(bodies)} for attention {self.attention}, got "
+                f"{self.body}; with attention {OWN} it may be any model_type of Transformers"
+            )
+        if self.linear:
+            invariant = self.attention in FORMS and FORMS[self.attention].shift_invariant
+            if given or self.start or not invariant:
+                raise UserError(
+                    "linear is for new models with a shift-invariant form, such as strict, "
+                    f"without {', '.join(POSITIONS)}"
+                )
+        self._check_positions()
+        self._check_sizes()
+
+    def _check_positions(self) -> None:
+        if set(self.layers) - set("lg") or len(self.layers) > self.num_layers:
+            raise UserError(
+                "layers must consist of the letters l and g, at most num_layers of them, got "
+                f"{self.layers!r} for {self.num_layers} layers"
+            )
+        if self.window and not self.layers:
+            raise UserError("window is for local layers: set layers")
+        if self.decay_length and not (self.layers if self.decay is None else self.decay):
+            raise UserError(f"decay_length {self.decay_length} requires a decay")
+        if self.max_distance and self.attention == "slack":
+            raise UserError(
+                "max_distance needs scores that depend on the distance of rotary pairs alone, got "
+                f"attention {self.attention}: use rope, strict or magnitude"
+            )
+        if self.max_distance and (self.layers or self.decay):
+            raise UserError("max_distance is for models without layers and decay: leave it out")
+
+    def _check_sizes(self) -> None:
         default = ModelRecipe()
         sizes = [name for name in SIZES if getattr(self, name) != getattr(default, name)]
-        head_width, rest = divmod(self.hidden_size, self.num_heads)
-        refuse(
-            {
-                f"attention must be one of {', '.join(known)}, got {self.attention!r}"
-                f"{did_you_mean(self.attention, known)}": self.attention not in known,
-                f"attention alibi has no {', '.join(extra)}: leave it out": is_alibi and extra,
-                f"body must be gpt_neox for attention alibi, got {self.body}": (
-                    is_alibi and self.body != "gpt_neox"
-                ),
-                f"body must be one of {', '.join(bodies)} for attention {self.attention}, got "
-                f"{self.body}; with attention {OWN} it may be any model_type of Transformers": (
-                    self.attention != OWN and self.body not in bodies
-                ),
-                f"layers must consist of the letters l and g, at most num_layers of them, got "
-                f"{self.layers!r} for {self.num_layers} layers": (
-                    set(self.layers) - set("lg") or len(self.layers) > self.num_layers
-                ),
-                "max_distance needs scores that depend on the distance of rotary pairs alone, got "
-                f"attention {self.attention}: use rope, strict or magnitude": (
-                    self.max_distance and self.attention == "slack"
-                ),
-                "max_distance is for models without layers and decay: leave it out": (
-                    self.max_distance and (self.layers or self.decay)
-                ),
-                "linear is for new models with a shift-invariant form, such as strict, without "
-                f"{', '.join(rotary)}": self.linear and (extra or self.start or not invariant),
-                "window is for local layers: set layers": self.window and not self.layers,
-                f"decay_length {self.decay_length} requires a decay": self.decay_length
-                and (self.decay == 0 or (self.decay is None and not self.layers)),
-                f"hidden_size must be a multiple of num_heads, got {self.hidden_size} and "
-                f"{self.num_heads}": rest,
-                f"hidden_size / num_heads must be even, got {head_width}": head_width % 2,
+        if self.start is not None and sizes:
+            raise UserError(f"start determines the model's sizes: leave out {', '.join(sizes)}")
+        heads, kv_heads = self.num_heads, self.num_key_value_heads or self.num_heads
+        head_width, rest = divmod(self.hidden_size, heads)
+        if rest:
+            raise UserError(
+                f"hidden_size must be a multiple of num_heads, got {self.hidden_size} and {heads}"
+            )
+        if head_width % 2:
+            raise UserError(f"hidden_size / num_heads must be even, got {head_width}")
+        if (self.turning_pairs or 0) > head_width // 2:
+            raise UserError(
                 f"turning_pairs must be at most {head_width // 2}, the number of pairs per head; "
-                f"got {self.turning_pairs}": (self.turning_pairs or 0) > head_width // 2,
-                f"{self.body} has no num_key_value_heads: leave it out, or use body llama": (
-                    self.body == "gpt_neox" and self.num_key_value_heads
-                ),
-                f"num_key_value_heads must divide num_heads, got {self.num_key_value_heads} and "
-                f"{self.num_heads}": self.num_heads % (self.num_key_value_heads or self.num_heads),
-                f"start determines the model's sizes: leave out {', '.join(sizes)}": (
-                    self.start is not None and sizes
-                ),
-            }
-        )
+                f"got {self.turning_pairs}"
+            )
+        if self.body == "gpt_neox" and self.num_key_value_heads:
+            raise UserError("gpt_neox has no num_key_value_heads: leave it out, or use body llama")
+        if heads % kv_heads:
+            raise UserError(
+                f"num_key_value_heads must divide num_heads, got {kv_heads} and {heads}"
+            )
 
 
 @dataclass
@@ -242,26 +255,32 @@ class DataRecipe(SourceSettings):
     def check(self) -> None:
         """Raise UserError if settings contradict each other."""
         shares = self.task_shares
-        default = DataRecipe()
-        names = ("source", "text_field", "bad_lines", "max_tokens")
-        present = [name for name in names if getattr(self, name) != getattr(default, name)]
+        if sum(shares.values()) >= 1:
+            raise UserError(
+                f"the shares of tasks and passkey_share must sum to less than 1, got {shares}"
+            )
+        if not self.mixture:
+            return
+        names = [*(item.name for item in fields(SourceSettings)), "max_tokens"]
+        given = [name for name in names if getattr(self, name) != getattr(DataRecipe(), name)]
+        if given:
+            raise UserError(
+                f"{', '.join(given)} cannot be combined with data.mixture: leave it out, or set "
+                "it for each source of the mixture"
+            )
+        for name, source in self.mixture.items():
+            if not source.source:
+                raise UserError(f"mixture.{name}.source is missing: name the text to read")
         weights = [source.weight for source in self.mixture.values()]
-        unnamed = [name for name, source in self.mixture.items() if not source.source]
-        refuse(
-            {
-                f"the shares of tasks and passkey_share must sum to less than 1, got {shares}": (
-                    sum(shares.values()) >= 1
-                ),
-                f"{', '.join(present)} cannot be combined with data.mixture: leave it out, or set "
-                "it for each source of the mixture": self.mixture and present,
-                f"mixture.{', '.join(unnamed)}.source is missing: name the text to read": unnamed,
+        if abs(sum(weights) - 1) > 1e-6:
+            raise UserError(
                 f"mixture needs weights that sum to 1, got {' + '.join(map(str, weights))} = "
-                f"{sum(weights):g}": weights and abs(sum(weights) - 1) > 1e-6,
-                f"a source of the mixture has the name of a task or {VALIDATION}: rename it": (
-                    {*shares, VALIDATION} & self.mixture.keys()
-                ),
-            }
-        )
+                f"{sum(weights):g}"
+            )
+        if {*shares, VALIDATION} & self.mixture.keys():
+            raise UserError(
+                f"a source of the mixture has the name of a task or {VALIDATION}: rename it"
+            )
 
 
 @dataclass
@@ -289,16 +308,12 @@ class ValidationRecipe:
     def check(self) -> None:
         """Raise UserError if settings contradict each other."""
         prompts = self.passkeys or self.needles
-        refuse(
-            {
-                "passkeys and needles are asked for in validation: set validation.every": (
-                    prompts and self.every is None
-                ),
-                "lengths are those of prompts: set validation.passkeys or needles": (
-                    self.lengths and not prompts
-                ),
-            }
-        )
+        if prompts and self.every is None:
+            raise UserError(
+                "passkeys and needles are asked for in validation: set validation.every"
+            )
+        if self.lengths and not prompts:
+            raise UserError("lengths are those of prompts: set validation.passkeys or needles")
 
 
 @dataclass
@@ -381,25 +396,42 @@ class StageRecipe:
 
     def check(self, model: ModelRecipe) -> None:
         """Raise UserError if settings contradict each other or the model, or peft is missing."""
-        refuse(
-            {
-                "name is also a folder's name: use letters, digits, . _ and -": not re.fullmatch(
-                    r"[A-Za-z0-9_][A-Za-z0-9._-]*", self.name
-                ),
-                f"lora needs peft: {install('lora')}": (
-                    self.train == "lora" and find_spec("peft") is None
-                ),
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", self.name):
+            raise UserError("name is also a folder's name: use letters, digits, . _ and -")
+        if self.train == "lora" and find_spec("peft") is None:
+            raise UserError(f"lora needs peft: {install('lora')}")
+        if self.objective == "attention" and self.train in ("all", "lora"):
+            raise UserError(
                 "objective attention trains attention layers only: set train to t, qt or qtv, got "
-                f"{self.train}": (self.objective == "attention" and self.train in ("all", "lora")),
+                f"{self.train}"
+            )
+        if self.train in ("t", "qt", "qtv") and model.attention not in FORMS:
+            raise UserError(
                 f"train {self.train} needs T projections, which attention {model.attention} does "
-                f"not have: train all, or choose one of {', '.join(FORMS)}": (
-                    self.train in ("t", "qt", "qtv") and model.attention not in FORMS
-                ),
-                f"objective {self.objective} needs a teacher: set model.start or model.teacher": (
-                    self.objective != "next_token" and not (model.teacher or model.start)
-                ),
-            }
-        )
+                f"not have: train all, or choose one of {', '.join(FORMS)}"
+            )
+        if self.objective != "next_token" and not (model.teacher or model.start):
+            raise UserError(
+                f"objective {self.objective} needs a teacher: set model.start or model.teacher"
+            )
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that a recipe reads."""
+
+    name: str  # of the source of a mixture, `TEXT` or `VALIDATION`
+    where: str  # the field that names it, for errors
+    source: SourceSettings
+    held_out: float  # share of its documents
+    from_held_out: bool = False  # whether these are read, and not the others
+    weight: float = 1.0
+    max_tokens: int | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is trained on."""
+        return self.name != VALIDATION
 
 
 @dataclass
@@ -424,6 +456,29 @@ class Recipe:
         return self.stages or [StageRecipe("")]
 
     @property
+    def texts(self) -> list[Text]:
+        """The texts to read: those of training, and that of validation."""
+        data, validation = self.data, self.validation
+        found = []
+        for name, each in data.sources.items():
+            where = f"data.mixture.{name}: " if data.mixture else "data.source: "
+            weight = each.weight if isinstance(each, WeightedSource) else 1.0
+            found.append(Text(name, where, each, data.held_out, False, weight, each.max_tokens))
+        if validation.every is not None:
+            named = validation.source
+            source = SourceSettings(named or data.source, data.text_field, data.bad_lines)
+            where = "validation.source: " if named else "data.held_out: "
+            found.append(
+                Text(VALIDATION, where, source, 0.0 if named else data.held_out, not named)
+            )
+        return found
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether blocks are read in an order of their own; otherwise one pass is shuffled."""
+        return bool(self.data.mixture or self.stages)
+
+    @property
     def steps(self) -> int:
         """Optimizer steps of the whole run, over all stages."""
         return sum(stage.settings(self.training).steps for stage in self.run_stages)
@@ -444,30 +499,27 @@ class Recipe:
         for name in ("model", "data", "validation"):
             with error_prefix(f"{name}."):
                 getattr(self, name).check()
-        data, validation = self.data, self.validation
-        sources = [source.source for source in data.sources.values()]
-        for source in [*sources, validation.source or ""]:
-            if source.endswith(TOKENS) and not (data.tokenizer or self.model.start):
+        for text in self.texts:
+            has_ids = text.source.source.endswith(TOKENS)
+            if has_ids and not (self.data.tokenizer or self.model.start):
                 raise UserError(
-                    f"{source} has token ids, which need data.tokenizer: set it to the tokenizer "
-                    "that the file was made with"
+                    f"{text.source.source} has token ids, which need data.tokenizer: set it to the "
+                    "tokenizer that the file was made with"
                 )
-            if source in sources and source.endswith(TOKENS) and data.held_out:
-                raise UserError(f"{source} {NO_DOCUMENTS}")
+            if has_ids and text.held_out:
+                raise UserError(f"{text.source.source} {NO_DOCUMENTS}")
+        if self.validation.every is not None and self.validation.source is None:
+            if self.data.mixture:
+                raise UserError(
+                    "validation.every needs validation.source because data.mixture is set"
+                )
+            if not self.data.held_out:
+                raise UserError(
+                    "validation.every needs validation.source because data.held_out is 0"
+                )
         names = [stage.name for stage in self.stages]
-        why = "data.mixture is set" if data.mixture else "data.held_out is 0"
-        refuse(
-            {
-                f"validation.every needs validation.source because {why}": (
-                    validation.every is not None
-                    and validation.source is None
-                    and (data.mixture or not data.held_out)
-                ),
-                f"stages must have different names, got {', '.join(names)}": (
-                    len(set(names)) < len(names)
-                ),
-            }
-        )
+        if len(set(names)) < len(names):
+            raise UserError(f"stages must have different names, got {', '.join(names)}")
         for stage in self.stages:
             with error_prefix(f"stage {stage.name!r}: "):
                 stage.check(self.model)

@@ -37,7 +37,8 @@ from coca_lab.processes import ProcessEngine, listen
 from coca_lab.report import write_report
 from coca_lab.studies.trial import EVALUATION, LOGS, Trial
 from coca_lab.training import Recipe, load_recipe
-from coca_lab.training.run import TOKENIZER, load_run_tokenizer, tokenizer_key
+from coca_lab.training.folder import TOKENIZER, tokenizer_key
+from coca_lab.training.texts import load_run_tokenizer
 
 REPORT_FILE, TOKENIZERS = "report.html", "tokenizers"
 RESERVED = {RESULTS_FILE, STORE_FILE, REPORT_FILE, TOKENIZERS, LOGS, EVALUATION}

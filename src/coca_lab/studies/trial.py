@@ -21,7 +21,7 @@ from coca_lab.folders import convert_folder
 from coca_lab.processes import log_to, tell
 from coca_lab.recipe import check_same_recipe
 from coca_lab.training import Recipe, is_finished, read_summary, train
-from coca_lab.training.run import RECIPE_FILE, check_finished, has_begun, inputs_of
+from coca_lab.training.folder import RECIPE_FILE, check_finished, has_begun, inputs_of
 from coca_lab.training.trainer import TrainingDiverged
 
 TRAINING = 0.75

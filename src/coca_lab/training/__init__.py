@@ -2,8 +2,9 @@
 
 from coca_lab.recipe import Recipe, as_yaml, load_recipe, recipe_parser
 from coca_lab.training.checkpoints import last_checkpoint
+from coca_lab.training.folder import is_finished, read_summary
 from coca_lab.training.model import model_config
-from coca_lab.training.run import is_finished, read_summary, train
+from coca_lab.training.run import train
 from coca_lab.training.trainer import TrainingDiverged
 
 __all__ = [

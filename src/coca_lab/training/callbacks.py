@@ -1,4 +1,7 @@
-"""What a training shows, and how a signal ends it: callbacks of Trainer."""
+"""What a training shows, and how a signal ends it: callbacks of Trainer.
+
+Parameters without a type have that of the `TrainerCallback` method.
+"""
 
 import logging
 import math
@@ -9,9 +12,9 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-from transformers import TrainerCallback, TrainingArguments
+from accelerate import Accelerator
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
 from coca_lab.training.retrieval import Retrieval
@@ -28,7 +31,7 @@ ONE_SIGNAL = 1.0
 that the terminal has already sent it to."""
 
 
-def describe(metrics: dict[str, Any], retrieval: Retrieval | None) -> str:
+def describe(metrics: dict[str, float], retrieval: Retrieval | None) -> str:
     """What validation has measured, in a few words."""
     parts = [f"validation perplexity {math.exp(metrics['eval_loss']):.2f}"]
     for name, questions in retrieval.questions.items() if retrieval else ():
@@ -38,7 +41,7 @@ def describe(metrics: dict[str, Any], retrieval: Retrieval | None) -> str:
 
 
 def shown(
-    arguments: TrainingArguments, report_to: list[str], folder: Path, retrieval: Retrieval | None
+    arguments: TrainingArguments, report_to: list[str], retrieval: Retrieval | None
 ) -> list[TrainerCallback]:
     """What shows a training: a bar in a terminal, elsewhere lines, and TensorBoard if asked for."""
     in_terminal = sys.stderr.isatty() and not arguments.disable_tqdm
@@ -48,6 +51,7 @@ def shown(
         from torch.utils.tensorboard import SummaryWriter
         from transformers.integrations import TensorBoardCallback
 
+        folder = Path(str(arguments.output_dir)).parent
         callbacks.append(TensorBoardCallback(SummaryWriter(folder / "logs")))
     return callbacks
 
@@ -63,7 +67,7 @@ class Interrupted(KeyboardInterrupt):
 class LogLastStep(TrainerCallback):
     """Ends the curve of the losses at the last step, wherever ``log_every`` falls."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if state.global_step >= state.max_steps:
             control.should_log = True
 
@@ -75,11 +79,11 @@ class Bar(ProgressCallback):
         super().__init__()
         self.retrieval = retrieval
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if self.training_bar is not None and logs and "loss" in logs:
             self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
         super().on_evaluate(args, state, control, **kwargs)
         if state.is_world_process_zero:
             measured = describe(kwargs["metrics"], self.retrieval)
@@ -96,7 +100,7 @@ class Lines(TrainerCallback):
         self.first: tuple[int, float] | None = None  # a step, and when it was done
         self.due = math.inf
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         now, step = time.monotonic(), state.global_step
         if self.first is None:
             self.first, self.due = (step, now), now + SETTLED
@@ -107,17 +111,17 @@ class Lines(TrainerCallback):
             end = time.strftime("%a %H:%M", time.localtime(time.time() + left))
             self._say(state, f"{timedelta(seconds=left)} left, until {end}")
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if logs and "loss" in logs:
             self.loss = f"loss {float(logs['loss']):.3f}"
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
         self.validation = state.global_step, describe(kwargs["metrics"], self.retrieval)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args, state, control, **kwargs) -> None:
         self._say(state)
 
-    def _say(self, state: Any, *more: str) -> None:
+    def _say(self, state: TrainerState, *more: str) -> None:
         if state.is_world_process_zero:
             parts = [f"step {state.global_step:,} of {state.max_steps:,}", self.loss]
             if self.validation is not None:
@@ -134,7 +138,7 @@ class StopOnSignal(TrainerCallback):
     # Transformers' `enable_jit_checkpoint` reacts to SIGTERM alone, after three seconds, and may
     # save before the optimizer's step, when the random state is already that of the next.
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.signal: int | None = None
         self.stopped = False
@@ -144,11 +148,11 @@ class StopOnSignal(TrainerCallback):
         self.before = {n: signal.signal(n, self._receive) for n in SIGNALS if main}
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def _receive(self, number: int, _frame: Any) -> None:
+    def _receive(self, number: int, _frame: object) -> None:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self.since = number, now
@@ -171,7 +175,11 @@ class StopOnSignal(TrainerCallback):
             self.stopped = self.accelerator.check_trigger()
         return self.stopped
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def interrupted(self, message: str) -> Interrupted:
+        """What to raise once training has ended."""
+        return Interrupted(message, self.signal or signal.SIGTERM)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.requested():
             control.should_save = control.should_training_stop = True
 

@@ -1,12 +1,15 @@
-"""Checkpoints on disk: which are complete, which one a run resumes, and errors in files."""
+"""Checkpoints on disk: how they are written, which one a run resumes, and errors in their files."""
 
 import json
 import logging
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -17,11 +20,30 @@ from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
-from coca_lab.files import WRITER, known_problem
+from coca_lab.files import WRITER, known_problem, sync, sync_folder, write_text
 
 log = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
+UNFINISHED = "unfinished"
+"""In a checkpoint's folder while it is written."""
+
+
+@contextmanager
+def writing_checkpoint(checkpoint: Path) -> Iterator[None]:
+    """Mark a checkpoint until all processes have written it and it is on the disk."""
+    state = PartialState()
+    if state.is_main_process:
+        shutil.rmtree(checkpoint, ignore_errors=True)  # what is left of it was not complete
+        write_text(checkpoint / UNFINISHED, "")
+    state.wait_for_everyone()
+    yield
+    sync(checkpoint)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        (checkpoint / UNFINISHED).unlink()
+        for folder in (checkpoint, checkpoint.parent):
+            sync_folder(folder)
 
 
 @contextmanager
@@ -58,6 +80,17 @@ def catch_read_errors(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
+def reads_checkpoint(load: Callable[..., None]) -> Callable[..., None]:
+    """A method of Trainer that reads a checkpoint, its first argument, by `catch_read_errors`."""
+
+    @wraps(load)
+    def named(trainer: Any, checkpoint: str | None, *args: Any, **kwargs: Any) -> None:
+        with catch_read_errors(Path(checkpoint or "")):
+            load(trainer, checkpoint, *args, **kwargs)
+
+    return named
+
+
 def _first_failure(error: BaseException) -> BaseException:
     """What failed first: under FSDP, all processes raise the failures of all."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
@@ -75,7 +108,9 @@ def sorted_checkpoints(folder: Path) -> list[Path]:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether the file is there that the first process writes after all others have finished."""
+    """Whether it was written to its end."""
+    if (checkpoint / UNFINISHED).exists():
+        return False
     try:
         int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

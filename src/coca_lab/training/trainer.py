@@ -9,12 +9,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, gather_object
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import Tensor, nn
@@ -33,16 +32,16 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from coca_attention.errors import UserError
-from coca_lab.files import replace, sync, sync_folder
+from coca_lab.files import replace
 from coca_lab.loading import no_progress_bars
-from coca_lab.recipe import TrainingRecipe, refuse
-from coca_lab.training.callbacks import LogLastStep, shown
+from coca_lab.recipe import Recipe, StageRecipe, TrainingRecipe
+from coca_lab.training.callbacks import LogLastStep, StopOnSignal, shown
 from coca_lab.training.checkpoints import (
-    STATE_FILE,
-    catch_read_errors,
     catch_write_errors,
     last_checkpoint,
+    reads_checkpoint,
     sorted_checkpoints,
+    writing_checkpoint,
 )
 from coca_lab.training.objectives import Loss
 from coca_lab.training.retrieval import Retrieval
@@ -67,26 +66,50 @@ def learning_rate_share(step: int, settings: TrainingRecipe) -> float:
 
 
 def training_arguments(
-    settings: TrainingRecipe, folder: Path, world_size: int, **options: Any
+    recipe: Recipe, stage: StageRecipe, folder: Path, processes: int = 1
 ) -> TrainingArguments:
-    """Transformers' arguments for a recipe, with further ones; UserError if they do not fit."""
-    if world_size == 1 and torch.cuda.device_count() > 1:
+    """Transformers' arguments for a stage in a folder; UserError if the recipe does not fit."""
+    if processes == 1 and torch.cuda.device_count() > 1:
         raise UserError(
             f"one process cannot use {torch.cuda.device_count()} GPUs: start one process per GPU "
             "with accelerate launch, or select a GPU with CUDA_VISIBLE_DEVICES=0"
         )
-    per_pass = settings.micro_batch_size * world_size
+    settings = stage.settings(recipe.training)
+    per_pass = settings.micro_batch_size * processes
     if settings.global_batch_size % per_pass:
         raise UserError(
             "global_batch_size must be a multiple of micro_batch_size x processes; got "
-            f"{settings.global_batch_size} and {settings.micro_batch_size} x {world_size}"
+            f"{settings.global_batch_size} and {settings.micro_batch_size} x {processes}"
         )
-    known: dict[str, Any] = {
+    known = _known_arguments(settings) | {
         "output_dir": str(folder / "checkpoints"),
+        "gradient_accumulation_steps": settings.global_batch_size // per_pass,
+    }
+    if recipe.is_ordered:
+        known["train_sampling_strategy"] = "sequential"
+    if (every := recipe.validation.every) is not None:
+        known |= {"eval_strategy": "steps", "eval_steps": every, "eval_on_start": True}
+    if taken := sorted(set(known) & set(settings.trainer)):
+        raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
+    try:
+        arguments = TrainingArguments(**known, **settings.trainer)
+    except (TypeError, ValueError, ImportError, OSError) as error:
+        raise UserError(f"training.trainer: {error}") from error
+    # For float32, Trainer would use the configuration of accelerate launch.
+    names = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+    arguments.mixed_precision = names[settings.precision]
+    return arguments
+
+
+def _known_arguments(settings: TrainingRecipe) -> dict[str, Any]:
+    """Arguments that the section training determines, or that reliable checkpoints need."""
+    # Renamed during Transformers 5.
+    checkpointing = {"activation_checkpointing", "gradient_checkpointing"}
+    names = checkpointing & {item.name for item in fields(TrainingArguments)}
+    return {
         "max_steps": settings.steps,
         "per_device_train_batch_size": settings.micro_batch_size,
         "per_device_eval_batch_size": settings.micro_batch_size,
-        "gradient_accumulation_steps": settings.global_batch_size // per_pass,
         "learning_rate": settings.learning_rate,
         "adam_beta1": settings.beta1,
         "adam_beta2": settings.beta2,
@@ -107,26 +130,10 @@ def training_arguments(
         "dataloader_drop_last": True,
         # A resumed run continues with the next block.
         "ignore_data_skip": False,
+        min(names): settings.gradient_checkpointing,
         "torch_compile": settings.compile,
         "use_cpu": not torch.accelerator.is_available(),
-        **options,
     }
-    if settings.gradient_checkpointing:
-        # Renamed during Transformers 5.
-        names = {item.name for item in fields(TrainingArguments)}
-        new = "activation_checkpointing"
-        known[new if new in names else "gradient_checkpointing"] = True
-    taken = sorted(set(known) & set(settings.trainer))
-    if taken:
-        raise UserError(f"training.trainer repeats what the recipe sets itself: {', '.join(taken)}")
-    try:
-        arguments = TrainingArguments(**known, **settings.trainer)
-    except (TypeError, ValueError, ImportError, OSError) as error:
-        raise UserError(f"training.trainer: {error}") from error
-    # For float32, Trainer would use the configuration of accelerate launch.
-    names = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
-    arguments.mixed_precision = names[settings.precision]
-    return arguments
 
 
 class RecipeTrainer(Trainer):
@@ -135,57 +142,85 @@ class RecipeTrainer(Trainer):
     def __init__(
         self,
         settings: TrainingRecipe,
-        folder: Path,
+        arguments: TrainingArguments,
         *,
         loss: Loss | None = None,
         retrieval: Retrieval | None = None,
         callbacks: Sequence[TrainerCallback] = (),
-        options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """``options`` are further arguments; UserError if Trainer rejects the settings."""
+        """UserError if Trainer rejects the settings."""
         self.settings, self.loss, self.retrieval = settings, loss, retrieval
-        arguments = training_arguments(
-            settings, folder, PartialState().num_processes, **options or {}
-        )
         try:
             super().__init__(args=arguments, **kwargs)
-        except UserError:
-            raise
         except (ValueError, ImportError, RuntimeError) as error:
             raise UserError(f"the Trainer rejects these settings: {error}") from error
+        prepare_sharding(self.accelerator, arguments)
+        if self.is_fsdp_enabled:
+            # Accelerate leaves autocast to FSDP, whose casts `prepare_sharding` turns off.
+            model: Any = self.model
+            self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         if loss is not None:
             # The loss is a mean over the micro-batch, so Trainer has to divide by their number.
             self.model_accepts_loss_kwargs = False
-        self.unlogged: Any = 0.0  # the sum of the losses since the last that was logged
+        self.unlogged: Tensor | float = 0.0  # the sum of the losses since the last logged
         for default in (ProgressCallback, PrinterCallback):
             self.remove_callback(default)
         if self.train_dataset is not None:
-            callbacks = (*shown(arguments, settings.report_to, folder, retrieval), *callbacks)
+            callbacks = (*shown(arguments, settings.report_to, retrieval), *callbacks)
         for callback in (LogLastStep(), *callbacks):
             self.add_callback(callback)
 
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        prepare_sharding(self.accelerator, self.args)
+    def train_to_the_end(self, checkpoint: Path | None, before: TrainerState) -> float | None:
+        """Train to the last step, from a checkpoint and its state.
 
-    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        if training and self.is_fsdp_enabled:
-            # Adds autocast only, which Accelerate would leave to FSDP.
-            model = self.accelerator.prepare_model(
-                model, device_placement=False, evaluation_mode=True
+        Returns:
+            The seconds that it took, or None if nothing was left to train.
+
+        Raises:
+            Interrupted: If a signal ended training; the step is saved.
+            UserError: If the checkpoint cannot be read, or Trainer rejects a setting.
+        """
+        steps, resume = self.settings.steps, None if checkpoint is None else str(checkpoint)
+        if checkpoint is not None:
+            check_kind(checkpoint, sharded=self.is_fsdp_enabled)
+            self.args.eval_on_start = False
+            self.unlogged = (before.stateful_callbacks or {}).get(UNLOGGED, 0.0)  # pyright: ignore
+        if resume is not None and before.global_step == steps:
+            # After a kill between the last step and the end, Trainer would do another step.
+            self._load_from_checkpoint(resume)
+            self.state = before
+            return None
+        stop = StopOnSignal(self.accelerator)
+        self.add_callback(stop)
+        try:
+            with stop, no_progress_bars():
+                result = self.train(resume_from_checkpoint=resume)
+        except UserError:
+            raise
+        except (ValueError, TypeError, ImportError) as error:
+            if not self.settings.trainer:
+                raise
+            raise UserError(f"training.trainer cannot be used: {error}") from error
+        done = self.state.global_step
+        if stop.requested():
+            raise stop.interrupted(
+                f"{Path(str(self.args.output_dir)).parent}: training ended after step {done:,} of "
+                f"{steps:,}, which is saved; run the same command again to resume"
             )
-        return super()._wrap_model(model, training, dataloader)
+        if done != steps:
+            raise UserError(
+                f"training stopped at step {done} of {steps}; run the same command again to resume"
+            )
+        return result.metrics["train_runtime"]
+
+    # Methods that Trainer documents as those to override.
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> LambdaLR:
-        if self.lr_scheduler is None:
-            self.lr_scheduler = LambdaLR(
-                optimizer or self.optimizer,  # pyright: ignore[reportArgumentType]
-                lambda step: learning_rate_share(step, self.settings),
-            )
-            self._created_lr_scheduler = True
+        used: Any = optimizer or self.optimizer
+        self.lr_scheduler = LambdaLR(used, lambda step: learning_rate_share(step, self.settings))
         return self.lr_scheduler
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,57 +258,53 @@ class RecipeTrainer(Trainer):
         self.unlogged += loss
         return loss
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        # Trainer reads checkpoints by the names of the model's class, but a family's files can have
-        # others (untied GPT-NeoX, experts).
-        model: Any = self.accelerator.unwrap_model(self.model)
-        if isinstance(model, PreTrainedModel):  # others are PEFT's, which save adapters alone
-            save = partial(model.save_pretrained, save_original_format=False)
-            vars(model)["save_pretrained"] = save
-        try:
-            super()._save(*args, **kwargs)
-        finally:
-            vars(model).pop("save_pretrained", None)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Trainer's own mean begins anew where a run resumes.
         if "loss" in logs:
             before = next((e["step"] for e in self.state.log_history[::-1] if "loss" in e), 0)
             logs["loss"] = self._sum_of_losses() / (self.state.global_step - before)
             self.unlogged = 0.0
-        super().log(logs, *args, **kwargs)
+        super().log(logs, start_time)
 
-    def _sum_of_losses(self) -> float:
-        """The losses since the last that was logged, a mean over the processes."""
-        losses: Any = torch.as_tensor(self.unlogged, device=self.args.device)
-        gathered: Any = self.accelerator.gather(losses)
-        return gathered.mean().item()
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # Trainer reads checkpoints by the names of the model's class, but a family's files can have
+        # others (untied GPT-NeoX, experts). PEFT saves adapters alone.
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if sharded or not isinstance(self.model, PreTrainedModel):
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            folder = output_dir or str(self.args.output_dir)
+            self.model.save_pretrained(folder, save_original_format=False)
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    # Private methods: Trainer has no public hook that can stop a checkpoint, none before its state
+    # is written, and none around reading. tests/lab/training/test_trainer.py notices changes.
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """With finite weights alone, whole on the disk before others go, and errors in words."""
         folder = Path(str(self.args.output_dir))
-        checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._check_finite()
         kept: Any = self.state.stateful_callbacks
         kept[UNLOGGED] = self._sum_of_losses()
         with catch_write_errors(folder, self.describe_saved):
+            with writing_checkpoint(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"):
+                super()._save_checkpoint(model, trial)
             if self.is_world_process_zero():
-                # What is left of it was incomplete or damaged.
-                shutil.rmtree(checkpoint, ignore_errors=True)
-            self.accelerator.wait_for_everyone()
-            super()._save_checkpoint(*args, **kwargs)
-            if self.is_world_process_zero():
-                sync(checkpoint)
-                sync_folder(folder)
-                # Not by Trainer, which would remove others before this one is on the disk.
                 for path in sorted_checkpoints(folder)[self.settings.keep_checkpoints :]:
                     if str(path) != self.state.best_model_checkpoint:
                         shutil.rmtree(path, ignore_errors=True)
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        sync(Path(output_dir))
-        # The files that the first process writes next mark the checkpoint as complete.
-        self.accelerator.wait_for_everyone()
+    _load_from_checkpoint = reads_checkpoint(Trainer._load_from_checkpoint)
+    _load_optimizer_and_scheduler = reads_checkpoint(Trainer._load_optimizer_and_scheduler)
+    _load_scaler = reads_checkpoint(Trainer._load_scaler)
+    _load_rng_state = reads_checkpoint(Trainer._load_rng_state)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raise ValueError where Trainer warns: weights that were not read would be random."""
+        # Tied weights are saved once, so the others of their names are always missing.
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        for name in [*missing, *load_result.unexpected_keys][:1]:
+            raise ValueError(f"{name} is in one of checkpoint and model only")
 
     def save_trained(
         self, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype | None
@@ -315,30 +346,11 @@ class RecipeTrainer(Trainer):
         for name in gather_object(bad)[:1]:
             raise self._diverged(f"{name} has values that are not finite")
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        check_kind(Path(resume_from_checkpoint), sharded=self.is_fsdp_enabled)
-        with catch_read_errors(Path(resume_from_checkpoint)):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # Tied weights are saved once, so the others of their names are always missing.
-        tied: Any = getattr(self.model, "all_tied_weights_keys", {})
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        for name in [*missing, *load_result.unexpected_keys][:1]:
-            raise ValueError(f"{name} is in one of checkpoint and model only")
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        with catch_read_errors(Path(checkpoint)):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            state = TrainerState.load_from_json(str(Path(checkpoint) / STATE_FILE))
-            kept: Any = state.stateful_callbacks
-            self.unlogged = (kept or {}).get(UNLOGGED, 0.0)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with catch_read_errors(Path(checkpoint or "")):
-            super()._load_rng_state(checkpoint)
+    def _sum_of_losses(self) -> float:
+        """The losses since the last that was logged, a mean over the processes."""
+        losses = torch.as_tensor(self.unlogged, device=self.args.device)
+        gathered: Any = self.accelerator.gather(losses)
+        return gathered.mean().item()
 
     def _diverged(self, what: str) -> TrainingDiverged:
         return TrainingDiverged(
@@ -389,36 +401,36 @@ def prepare_sharding(accelerator: Accelerator, arguments: TrainingArguments) -> 
     launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     is_sharded = launched or arguments.fsdp_plugin_args is not None
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None) if is_sharded else None
-    refuse(
-        {
+    if parallel is not None and parallel.non_data_parallel_size > 1:
+        raise UserError(
             "coca train reads other blocks in every process: set cp_size, sp_size and tp_size of "
-            "parallelism_config to 1, and shard the weights by FSDP2 instead": (
-                parallel is not None and parallel.non_data_parallel_size > 1
-            ),
-            "FSDP is configured but there is no process per GPU: start with accelerate launch "
-            "--config_file recipes/accelerate/NAME.yaml, on a machine with GPUs": (
-                is_sharded and plugin is None
-            ),
-        }
-    )
-    if plugin is None:
+            "parallelism_config to 1, and shard the weights by FSDP2 instead"
+        )
+    if not is_sharded:
         return
-    refuse(
-        {
-            "training.compile cannot be combined with FSDP: leave one of them out": (
-                arguments.torch_compile
-            ),
+    if plugin is None:
+        raise UserError(
+            "FSDP is configured but there is no process per GPU: start with accelerate launch "
+            "--config_file recipes/accelerate/NAME.yaml, on a machine with GPUs"
+        )
+    if arguments.torch_compile:
+        raise UserError("training.compile cannot be combined with FSDP: leave one of them out")
+    if plugin.fsdp_version != 2:
+        raise UserError(
             f"FSDP version {plugin.fsdp_version} is not supported: set fsdp_version: 2 in the "
-            "configuration of accelerate launch": plugin.fsdp_version != 2,
+            "configuration of accelerate launch"
+        )
+    if plugin.cpu_ram_efficient_loading:
+        raise UserError(
             "cpu_ram_efficient_loading leaves the weights empty on all processes except the first, "
             "but each has to convert its start and load its teacher: set "
-            "fsdp_cpu_ram_efficient_loading: false": plugin.cpu_ram_efficient_loading,
+            "fsdp_cpu_ram_efficient_loading: false"
+        )
+    if plugin.activation_checkpointing:
+        raise UserError(
             "activation checkpointing is controlled by the recipe: set "
-            "fsdp_activation_checkpointing: false, and training.gradient_checkpointing": (
-                plugin.activation_checkpointing
-            ),
-        }
-    )
+            "fsdp_activation_checkpointing: false, and training.gradient_checkpointing"
+        )
     # Autocast in place of FSDP's casts, which would round cos and sin. Its cache would keep the
     # weights that are freed after each layer.
     plugin.mixed_precision_policy = None

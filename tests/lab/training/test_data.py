@@ -13,8 +13,9 @@ import runs
 from coca_attention.errors import UserError
 from coca_lab.data import BlockDataset, DataError, SourceSettings, tokenise
 from coca_lab.data.blocks import TaskBlocks
+from coca_lab.training.folder import inputs_of
 from coca_lab.training.model import check_separable
-from coca_lab.training.run import load_data, load_run_tokenizer, resolve, training_documents
+from coca_lab.training.texts import load_data, load_run_tokenizer, training_documents
 from conftest import CONFIGS, some_text, tiny_model
 
 
@@ -49,7 +50,7 @@ def test_one_source_gives_consecutive_blocks_in_whole_batches(text_folder, token
         assert data.fingerprint == {"text": {"tokens": len(tokens), "sha256": sha256}}
         (found,) = data.stages
         assert isinstance(found.dataset.datasets[0].tokens, np.memmap) == (cache != "null")
-        assert data.validation is None and not data.is_ordered
+        assert data.validation is None
         assert data.epochs == {"text": steps * 8 / len(found)}
         assert len(found) == len(expected) // 8 * 8
         for item, other in zip(found, expected, strict=False):
@@ -62,7 +63,7 @@ def test_a_mixture_has_the_shares_of_its_recipe(sources, tokenizer):
     """In every step, with those of passkey texts."""
     data = load_data(recipe(sources, data__block_length=300, data__passkey_share=0.5), tokenizer)
     found = data.stages[0]
-    assert data.is_ordered and len(found) == 30 * 8
+    assert len(found) == 30 * 8
     assert isinstance(found.dataset.datasets[2], TaskBlocks)
     source = np.searchsorted(found.dataset.cumulative_sizes, found.indices, side="right")
     assert [np.bincount(step).tolist() for step in source.reshape(30, 8)] == [[3, 1, 4]] * 30
@@ -95,7 +96,7 @@ def test_a_stream_in_a_mixture_is_read_as_far_as_its_share_needs(sources, tokeni
 
 
 def test_a_tokenizer_sees_every_source(sources, monkeypatch):
-    monkeypatch.setattr("coca_lab.training.run.TOKENIZER_CHARACTERS", 400)
+    monkeypatch.setattr("coca_lab.training.texts.TOKENIZER_CHARACTERS", 400)
     texts = [document.text for document in training_documents(recipe(sources))]
     assert len(texts) == 1 + 2  # up to 300 characters of one, 100 of the other
     assert "alpha" in texts[0] and texts[1].startswith("zz")
@@ -104,7 +105,7 @@ def test_a_tokenizer_sees_every_source(sources, monkeypatch):
 def test_missing_and_empty_sources_are_rejected_by_name(sources, tokenizer, tmp_path):
     sources["code"]["source"] = str(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*nowhere: no such file"):
-        resolve(recipe(sources), tmp_path)
+        inputs_of(recipe(sources))
     (tmp_path / "empty.jsonl").write_text("")
     sources["code"]["source"] = str(tmp_path / "empty.jsonl")
     with pytest.raises(DataError, match=r"data\.mixture\.code: .*the file is empty"):
@@ -124,7 +125,7 @@ def test_a_tokenizer_is_trained_once_and_saved_whole(text_folder, tmp_path, monk
     first = load_run_tokenizer(chosen, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
     assert not (tmp_path / "tokenizer" / "rubbish").exists()
-    monkeypatch.setattr("coca_lab.training.run.train_tokenizer", None)
+    monkeypatch.setattr("coca_lab.training.texts.train_tokenizer", None)
     assert load_run_tokenizer(chosen, tmp_path).get_vocab() == first.get_vocab()
 
 

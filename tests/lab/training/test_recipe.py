@@ -24,8 +24,8 @@ def test_every_committed_recipe_loads():
     assert len(found) >= 3
     for path in found:
         recipe = load_recipe(path)
-        for settings in [recipe.training, *(s.settings(recipe.training) for s in recipe.stages)]:
-            training_arguments(settings, Path("unused"), world_size=1)
+        for stage in recipe.run_stages:
+            training_arguments(recipe, stage, Path("unused"))
 
 
 def test_the_papers_llama_recipes_say_what_the_paper_says():
@@ -229,15 +229,16 @@ def test_the_recipes_of_the_documentation_load(tmp_path):
     ],
 )
 def test_arguments_that_do_not_fit(tmp_path, word, processes, message):
-    training = load_recipe(None, [f"--training.{word}"]).training
+    recipe = load_recipe(None, [f"--training.{word}"])
     with pytest.raises(UserError, match=message):
-        training_arguments(training, tmp_path, processes)
+        training_arguments(recipe, *recipe.run_stages, tmp_path, processes)
 
 
 def test_accumulation_fills_the_batch_and_precision_is_the_recipes(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     chosen = TrainingRecipe(precision="float32", compile=True, gradient_checkpointing=True)
-    arguments = training_arguments(chosen, tmp_path, world_size=8)
+    recipe = Recipe(training=chosen)
+    arguments = training_arguments(recipe, *recipe.run_stages, tmp_path, processes=8)
     assert arguments.torch_compile and arguments.gradient_checkpointing
     assert arguments.gradient_accumulation_steps == 2  # the paper's 256 over 8 GPUs
     assert arguments.per_device_train_batch_size == 16

@@ -160,7 +160,7 @@ def test_files_are_on_the_disk_before_another_checkpoint_goes(output, text_folde
 
     remove = shutil.rmtree
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr("coca_lab.training.trainer.shutil.rmtree", rmtree)
+    monkeypatch.setattr("shutil.rmtree", rmtree)
     name = "training.keep_checkpoints"
     train(recipe(text_folder, **{name: 1}), output, may_change=[name])
     newest = (output / "checkpoints" / "checkpoint-12").resolve()

@@ -15,7 +15,8 @@ from coca_lab.report.training import training_sections
 from coca_lab.training import load_recipe, read_summary, train
 from coca_lab.training import retrieval as module
 from coca_lab.training.retrieval import SEED, Retrieval, load_retrieval
-from coca_lab.training.run import load_data, what_was_kept
+from coca_lab.training.run import what_was_kept
+from coca_lab.training.texts import load_data
 from conftest import tiny_model
 from runs import TEACHER, assert_the_same, write_recipe
 

@@ -16,7 +16,7 @@ from coca_lab.loading import load_model
 from coca_lab.recipe import StageRecipe
 from coca_lab.training import load_recipe, read_summary, train
 from coca_lab.training.model import choose_parameters, make_model
-from coca_lab.training.run import load_data
+from coca_lab.training.texts import load_data
 from families import vanilla
 from runs import PAPER, TEACHER, TRAINING, AtStep, assert_the_same, changed, weights, write_recipe
 

@@ -13,7 +13,8 @@ from coca_attention.errors import UserError
 from coca_lab.data import held_out, load_tokenizer, read_documents
 from coca_lab.files import hold
 from coca_lab.training import as_yaml, is_finished, load_recipe, read_summary, train
-from coca_lab.training.run import claim, load_data
+from coca_lab.training.folder import claim
+from coca_lab.training.texts import load_data
 from commands import run
 from conftest import some_text
 from runs import changed, recipe, weights
