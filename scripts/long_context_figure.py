@@ -16,8 +16,9 @@ import vl_convert
 
 from coca_lab.report import read_results
 from coca_lab.report.charts import METHODS, NARROW, LineChart, Palette
+from coca_lab.report.lengths import PASSKEYS, PERPLEXITY, frame_of
 from coca_lab.report.page import tasks_and_runs
-from coca_lab.report.study import FIGURES, seed_means
+from coca_lab.report.results import parsed
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 INKS = {  # of the text, softer text, axes and rules
@@ -32,19 +33,18 @@ TITLES = {
 
 def charts(path: str, names: dict[str, str]) -> list[tuple[str, LineChart]]:
     """The two charts with their findings."""
-    tasks, _ = tasks_and_runs(read_results([path]))
-    (cells,) = tasks["study"]
+    tasks, _ = tasks_and_runs(parsed(read_results([path])))
     made = []
-    for task, title in TITLES.items():
-        figure = FIGURES[task]
-        chosen = [c for c in cells if (c["of"], c["scaling"]) == (task, "none")]
-        means = seed_means([c for c in chosen if c["model"] in names], figure)
+    for (task, title), figure in zip(TITLES.items(), (PERPLEXITY, PASSKEYS), strict=True):
+        (cells,) = tasks[task]
+        chosen = [cell for cell in cells if cell.scaling == "none" and cell.model in names]
+        means = frame_of(chosen)
         means["line"] = means["colour"] = means["line"].map(names)
         far, (best, *_) = means["x"].max(), names.values()
         last = means[means["x"] == far].set_index("line")["y"]
         worst = last.idxmin() if figure.top else last.idxmax()
         said = {"best": best, "mine": last[best], "worst": worst}
-        trained = chosen[0]["training_length"]
+        trained = chosen[0].training_length
         chart = LineChart(
             means,
             "tokens read",

@@ -22,7 +22,7 @@ class ReportSettings:
     title: str | None = None
     """Heading of the page; by default it names what was measured."""
     paper: bool = False
-    """Also show the paper's figures; results of its training length have them anyway."""
+    """Also show the paper's figures."""
 
 
 def run_report(words: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Result files → one self-contained HTML page. Reads result files alone."""
 
-from coca_lab.report.charts import HeatMap, LineChart
+from coca_lab.report.cells import Cell
+from coca_lab.report.charts import LineChart
 from coca_lab.report.page import build_report, write_report
 from coca_lab.report.results import read_results
 from coca_lab.report.section import Entry, Section
@@ -8,8 +9,8 @@ from coca_lab.report.tasks import REPORTS, TaskReport, printed_tables
 
 __all__ = [
     "REPORTS",
+    "Cell",
     "Entry",
-    "HeatMap",
     "LineChart",
     "Section",
     "TaskReport",

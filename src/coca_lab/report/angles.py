@@ -1,14 +1,14 @@
 """Angles between queries and keys in the report, from the results of ``coca analyze``."""
 
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+from pydantic import Field
 
-from coca_lab.report.charts import DASHES, Frame, HeatMap, LineChart
-from coca_lab.report.results import Cell
+from coca_lab.report.cells import Cell, Count, Natural, Number, Part, Share, having
+from coca_lab.report.charts import DASHES, Frame, LineChart
 from coca_lab.report.section import Section, signed
 
 ROUND_OFF = 1e-9
@@ -25,126 +25,218 @@ BOUNDS = {
 }
 
 
-def angle_sections(cells: Sequence[Cell]) -> list[Section]:
+Shares = list[Share | None]
+Check = Annotated[dict[str, Number | None], having("checked", "violations", "largest_ratio")]
+"""How often an inequality was looked at, and violated."""
+Distance = Annotated[dict[str, Number | None], having("distance", *BOUNDS)]
+"""A mean score and its bounds."""
+Shift = Annotated[dict[str, Number], having("shift", "nats", "nats_shifted")]
+"""The loss when all positions are moved."""
+
+
+class AnomalousShares(Part):
+    """By rotary pair, at one length."""
+
+    anomalous_share: Shares
+
+
+class Angles(Part):
+    """Angles of a layer; the histogram has a row for every rotary pair."""
+
+    cases: Annotated[dict[str, Share | None], having("d")]
+    largest: Number | None
+    zero_share: Shares
+    histogram: list[list[Number | None]]
+    lengths: list[AnomalousShares]
+
+
+class Decay(Part):
+    """Scores by distance, and the paper's bounds of them."""
+
+    by_distance: list[Distance]
+    eq19: Check
+    eq20: Check
+    eq21: Check
+    score_against_eq20: Check
+
+
+class Layer(Part):
+    """A layer's angles."""
+
+    layer: Natural
+    form: str = ""
+    angles: Angles
+    effective_angles: Angles | None
+    decay: Decay
+    shifts: list[Annotated[dict[str, Number | None], having("score_change")]]
+    absolute_share: Share | None = None
+
+    @property
+    def seen(self) -> Angles:
+        """The angles that its scores have: in the slack form those at the key's position."""
+        return self.effective_angles or self.angles
+
+
+class AngleSettings(Part):
+    """Lengths at which anomalous tokens were counted."""
+
+    lengths: list[Count]
+
+
+class AngleCell(Cell):
+    """Angles between queries and keys."""
+
+    form: str
+    documents: Count
+    tokens: Count
+    longest: Count
+    settings: AngleSettings
+    shifts: list[Shift]
+    layers: Annotated[list[Layer], Field(min_length=1)]
+
+    @property
+    def facts(self) -> dict[Any, Any]:
+        """The texts."""
+        return self._known("documents", "tokens", "longest")
+
+    @property
+    def at_key_position(self) -> bool:
+        """Whether the angles depend on the key's position, as in the slack form."""
+        return any(layer.effective_angles for layer in self.layers)
+
+    @property
+    def without_angles(self) -> bool:
+        """Whether all angles are 0 by construction, as in the strict form."""
+        forms = {layer.form or self.form for layer in self.layers}
+        return "vanilla" not in forms and not self.at_key_position
+
+    def anomalous(self) -> Frame:
+        """Anomalous shares, averaged over layers: a row a length, a column a rotary pair."""
+        shares = [
+            pd.DataFrame([each.anomalous_share for each in layer.seen.lengths], dtype=float)
+            for layer in self.layers
+        ]
+        mean: Frame = pd.concat(shares).groupby(level=0).mean().fillna(0.0)
+        mean = mean.head(len(self.settings.lengths))
+        mean.index = self.settings.lengths[: len(mean)]
+        # Angles that depend on positions are those of what was read.
+        read = mean.index <= (self.longest if self.at_key_position else 2**53)
+        return mean[read] if read.any() else mean.head(1)
+
+    def score_changes(self) -> Frame:
+        """A row for every layer, a column for every shift."""
+        rows = [[each["score_change"] for each in layer.shifts] for layer in self.layers]
+        return pd.DataFrame(rows, dtype=float).reindex(columns=range(len(self.shifts)))
+
+    def above(self) -> str:
+        """The share of angles above π."""
+        return _percent(_mean([layer.seen.cases["d"] for layer in self.layers]))
+
+
+def angle_sections(cells: Sequence[AngleCell]) -> list[Section]:
     """Histograms, anomalous tokens, decay and shifts, and a table of all figures."""
     # Without angles, all would be in one bin.
-    sections = [_histogram_section(cell) for cell in cells if not without_angles(cell)]
-    sections.append(_anomaly_section(cells, drawn=bool(sections)))
-    sections += map(_decay_section, cells)
-    if shifted := [cell for cell in cells if cell["shifts"]]:
-        sections.append(_shift_section(shifted))
+    turned = [cell for cell in cells if not cell.without_angles]
+    sections = [_histogram(turned), _anomalous(turned)] if turned else []
+    sections += map(_decay, cells)
+    if shifted := [cell for cell in cells if cell.shifts]:
+        sections.append(_shifts(shifted))
     # A column per model: a row would be too long for a terminal.
-    models = [cell["model"] for cell in cells]
+    models = [cell.model for cell in cells]
     rows = pd.DataFrame(map(_measures, cells), models).T.fillna("–").itertuples()
     note = (
-        "Means over layers, heads and pairs. A bound above a share of 1 is weaker than |cos| ≤ 1."
+        "Means over layers, heads and pairs. A bound above a share of 1 is weaker than |cos| ≤ 1. "
+        "Without Θ, all angles are 0 by construction."
     )
-    header = ["angles", *models]
-    return [*sections, Section("Figures of every model", "", "", None, header, [*rows], note)]
+    table = Section("Figures of every model", "", "", None, ["angles", *models], [*rows], note)
+    return [*sections, table]
 
 
-def seen_angles(layer: dict[str, Any]) -> dict[str, Any]:
-    """The angles that a layer's scores have: in the slack form those at the key's position."""
-    return layer["effective_angles"] or layer["angles"]
-
-
-def at_key_position(cell: Cell) -> bool:
-    """Whether the angles depend on the key's position, as in the slack form."""
-    return any(layer["effective_angles"] for layer in cell["layers"])
-
-
-def without_angles(cell: Cell) -> bool:
-    """Whether all angles are 0 by construction, as in the strict form."""
-    forms = {layer.get("form", cell["form"]) for layer in cell["layers"]}
-    return "vanilla" not in forms and not at_key_position(cell)
-
-
-def shown_lengths(cell: Cell) -> list[tuple[int, int]]:
-    """Index and tokens of the lengths to show; of angles that depend on positions those read."""
-    lengths = list(enumerate(cell["settings"]["lengths"]))
-    if not at_key_position(cell):
-        return lengths
-    return [item for item in lengths if item[1] <= cell["longest"]] or lengths[:1]
-
-
-def _measures(cell: Cell) -> dict[str, str]:
+def _measures(cell: AngleCell) -> dict[str, str]:
     """What the table says of a model."""
+    largest = max(layer.angles.largest or 0.0 for layer in cell.layers)
     measures = {
-        "attention": _form(cell),
-        "documents": f"{cell['documents']:,}",
-        "tokens": f"{cell['tokens']:,}",
-        "Θ > π": _percent(_above(cell)),
-        "largest angle before rotation": _largest(cell),
+        "attention": "rotary attention" if cell.form == "vanilla" else f"CoCA, {cell.form} form",
+        "documents": f"{cell.documents:,}",
+        "tokens": f"{cell.tokens:,}",
+        "Θ > π": cell.above(),
+        "largest angle before rotation": f"{largest:.2g}",
     }
-    for index, length in shown_lengths(cell):
-        measures[f"anomalous at {length:,} tokens"] = _percent(_shares(cell, index).mean())
+    for length, shares in cell.anomalous().iterrows():
+        measures[f"anomalous at {length:,} tokens"] = _percent(shares.mean())
     for check, name in CHECKS.items():
-        if check == "score_against_eq20" and without_angles(cell):
+        if check == "score_against_eq20" and cell.without_angles:
             continue
-        checks = [layer["decay"][check] for layer in cell["layers"]]
-        count, wrong = (sum(each[field] for each in checks) for field in ("checked", "violations"))
-        measures[f"violations of {name}"] = f"{wrong:,} of {count:,}"
+        checks = [getattr(layer.decay, check) for layer in cell.layers]
+        count, wrong = (sum(c[of] or 0 for c in checks) for of in ("checked", "violations"))
+        measures[f"violations of {name}"] = f"{wrong:,.0f} of {count:,.0f}"
         ratios = [each["largest_ratio"] for each in checks if each["largest_ratio"] is not None]
         if ratios:
             measures[f"largest ratio in {name}"] = f"{max(ratios):.3g}"
-    if cell["shifts"]:
-        changes = _score_changes(cell).mean().fillna(0.0)
-        measures["score change when moved"] = f"{changes.max():.2g} (by {changes.idxmax():,})"
-        worst = max(cell["shifts"], key=lambda entry: abs(entry["nats_shifted"] - entry["nats"]))
-        measures["nats when moved"] = f"{_nats(worst)} (by {worst['shift']:,})"
+    if cell.shifts:
+        changes = cell.score_changes().mean().fillna(0.0)
+        most = cell.shifts[int(changes.idxmax())]
+        measures["score change when moved"] = f"{changes.max():.2g} (by {most['shift']:,.0f})"
+        worst = max(cell.shifts, key=lambda each: abs(each["nats_shifted"] - each["nats"]))
+        measures["nats when moved"] = f"{_nats(worst)} (by {worst['shift']:,.0f})"
+        share = _mean([layer.absolute_share for layer in cell.layers])
+        if share > 0:
+            measures["scores that depend on m + n"] = _percent(share)
     return measures
 
 
-def _histogram_section(cell: Cell) -> Section:
-    """Density of Θ over all pairs by layer, relative to a uniform distribution."""
-    above, model = _percent(_above(cell)), cell["model"]
-    text = (
-        f"{model} ({_form(cell)}): in {above} of all (query, key, rotary pair) triples Θ > π, so "
-        "that the score of the nearest tokens rises with distance."
-    )
-    if at_key_position(cell):
-        text += (
-            f" Before rotation all angles are 0 (largest measured: {_largest(cell)} radians); "
-            f"the figure shows those that the {cell['form']} form gives to keys at their positions."
-        )
-    rows = {str(layer["layer"]): _layer_histogram(seen_angles(layer)) for layer in cell["layers"]}
-    values = pd.DataFrame(rows).T * len(next(iter(rows.values())))
-    values.columns = [f"{360 * edge / values.shape[1]:g}" for edge in range(values.shape[1])]
-    x = "angle Θ from key to query before rotation, in degrees"
-    chart = HeatMap(values, x, "layer", "density (1: uniform)", ["0", "90", "180", "270"])
-    lead = f"{model}: {above} of the angles between query and key exceed π."
-    return Section(f"Angle between query and key: {model}", lead, text, chart)
-
-
-def _anomaly_section(cells: Sequence[Cell], drawn: bool) -> Section:
-    """Share of causal (m, n) pairs in the anomalous zone by rotary pair, averaged over layers."""
-    said, lines, most = [], [], []
+def _histogram(cells: Sequence[AngleCell]) -> Section:
+    """Density of Θ over all pairs, relative to a uniform one; by layer in the folded chart."""
+    lines = []
     for cell in cells:
-        shares = {length: _shares(cell, index) for index, length in shown_lengths(cell)}
-        parts = [
-            f"{_percent(share.mean())} at {length:,} tokens" for length, share in shares.items()
-        ]
-        none = "none, since all angles are 0 by construction"
-        said.append(f"{cell['model']}: {none if without_angles(cell) else ', '.join(parts)}.")
-        most.append(max(share.mean() for share in shares.values()))
-        for index, (length, share) in enumerate(reversed(shares.items())):
-            line = {"line": f"{cell['model']}, {length:,} tokens", "x": share.index}
-            look = {"colour": cell["model"], "dash": DASHES[index % len(DASHES)], "mark": "line"}
-            look["first"] = length == max(shares)
-            lines.append(pd.DataFrame(line | {"y": 100 * share} | look))
+        layers = {f"layer {each.layer}": _density(each.seen) for each in cell.layers}
+        mean = pd.DataFrame(layers).mean(axis=1)
+        look = {"colour": cell.model, "mark": "line"}
+        for name, density in {"": mean, **layers}.items():
+            line = ", ".join(filter(None, (cell.model, name)))
+            x = 360 * (density.index + 0.5) / len(density)
+            lines.append(
+                pd.DataFrame({"line": line, "x": x, "y": density, "first": not name, **look})
+            )
+    x = "angle Θ from key to query before rotation, in degrees"
+    chart = LineChart(pd.concat(lines), x, "density (1: uniform)", level=1.0)
+    said = ", ".join(f"{cell.above()} ({cell.model})" for cell in cells)
+    text = "Where Θ > π, the score of the nearest tokens rises with distance."
+    if any(cell.at_key_position for cell in cells):
+        text += " In the slack form, Θ is the angle of keys at their positions; before, it is 0."
+    lead = f"Angles between query and key that exceed π: {said}."
+    return Section("Angle between query and key", lead, text, chart)
+
+
+def _density(angles: Angles) -> Any:
+    """Density by bin over all pairs, each pair weighted by its number of angles."""
+    rows: Frame = pd.DataFrame(angles.histogram, dtype=float).fillna(0.0)
+    weights = 1 - pd.Series(angles.zero_share, dtype=float).reindex(rows.index).fillna(1.0)
+    return rows.mul(weights, axis=0).sum() / (weights.sum() or 1.0) * rows.shape[1]
+
+
+def _anomalous(cells: Sequence[AngleCell]) -> Section:
+    """Share of causal (m, n) pairs in the anomalous zone by rotary pair, averaged over layers."""
+    lines, most = [], {}
+    for cell in cells:
+        shares = cell.anomalous().iloc[::-1]
+        most[cell.model] = f"{_percent(shares.iloc[0].mean())} at {shares.index[0]:,} tokens"
+        for index, (length, share) in enumerate(shares.iterrows()):
+            line = {"line": f"{cell.model}, {length:,} tokens", "x": share.index, "y": 100 * share}
+            look = {"colour": cell.model, "dash": DASHES[index % len(DASHES)], "mark": "line"}
+            lines.append(pd.DataFrame({**line, **look, "first": index == 0}))
     text = (
         "A (query, key) pair is anomalous in a rotary pair if Θ > π and the key is nearer than "
-        f"τ = (2π − Θ)/θ: its score then rises with distance. {' '.join(said)}"
+        "τ = (2π − Θ)/θ: its score then rises with distance."
     )
     x, y = "rotary pair, from fast to slow", "anomalous (query, key) pairs (%)"
-    chart = LineChart(pd.concat(lines), x, y) if drawn else None
-    lead = f"Anomalous tokens of {said[most.index(max(most))]}"
-    return Section("Anomalous tokens by rotary pair", lead, text, chart)
+    lead = f"Anomalous pairs: {', '.join(f'{model} {share}' for model, share in most.items())}."
+    return Section("Anomalous tokens by rotary pair", lead, text, LineChart(pd.concat(lines), x, y))
 
 
-def _decay_section(cell: Cell) -> Section:
+def _decay(cell: AngleCell) -> Section:
     """Scores and the bounds of Eq. 19 and 20 against the distance, averaged over layers."""
-    rows = [row for layer in cell["layers"] for row in layer["decay"]["by_distance"]]
+    rows = [each for layer in cell.layers for each in layer.decay.by_distance]
     frame: Frame = pd.DataFrame(rows, columns=["distance", *BOUNDS]).astype(float)
     # 0 counts as unknown.
     means = frame.replace(0.0, np.nan).groupby("distance").mean().dropna(how="all")
@@ -155,71 +247,28 @@ def _decay_section(cell: Cell) -> Section:
     score, lead = means["score"].dropna(), ""
     if len(score):
         ends = [f"{score[d]:.2g} at distance {d:,.0f}" for d in (score.index[0], score.index[-1])]
-        lead = f"{cell['model']}: the mean score is {' and '.join(ends)}, as a share of |q||k|."
+        lead = f"{cell.model}: the mean score is {' and '.join(ends)}, as a share of |q||k|."
     ticks = [int(distance) for distance in means.index] or [1]
     y = "share of the sum of |q||k|"
     chart = LineChart(pd.concat(points), "distance m − n (tokens)", y, ticks=ticks, log_y=True)
-    return Section(f"Score and bounds by distance: {cell['model']}", lead, chart=chart)
+    return Section(f"Score and bounds by distance: {cell.model}", lead, chart=chart)
 
 
-def _shift_section(cells: Sequence[Cell]) -> Section:
+def _shifts(cells: Sequence[AngleCell]) -> Section:
     """Change of attention scores when all positions move: mean and range over the layers."""
-    lines = []
+    lines, said = [], []
     for cell in cells:
-        changes = _score_changes(cell).clip(lower=SMALLEST)
-        points = {"x": changes.columns, "y": changes.mean(), "low": changes.min()}
-        lines.append(pd.DataFrame({"line": cell["model"], **points, "high": changes.max()}))
-    ticks = sorted({entry["shift"] for cell in cells for entry in cell["shifts"]})
+        changes = cell.score_changes().clip(lower=SMALLEST)
+        moved = [each["shift"] for each in cell.shifts]
+        points = {"x": moved, "y": changes.mean(), "low": changes.min(), "high": changes.max()}
+        lines.append(pd.DataFrame({"line": cell.model, **points}))
+        most = changes.mean().max()
+        said.append(f"{cell.model} {'within round-off' if most < ROUND_OFF else f'{most:.2g}'}")
+    ticks = sorted({each["shift"] for cell in cells for each in cell.shifts})
     x, y = "all positions moved by (tokens)", "change of scores over their spread"
     chart = LineChart(pd.concat(lines), x, y, ticks=ticks, log_y=True)
-    said = [_shift_sentence(cell) for cell in cells]
-    return Section("All positions moved", said[0], " ".join(said), chart)
-
-
-def _shift_sentence(cell: Cell) -> str:
-    last = cell["shifts"][-1]
-    change = _score_changes(cell).mean().fillna(0.0).iloc[-1]
-    how = f"scores change by {change:.2g} of their spread"
-    if change < ROUND_OFF:
-        how = "scores do not change beyond round-off"
-    share = _mean([layer.get("absolute_share") for layer in cell["layers"]])
-    depends = f"; {share:.1%} of its scores depends on m + n." if share > 0 else "."
-    return (
-        f"{cell['model']}, moved by {last['shift']:,} tokens: {how}; loss "
-        f"{_nats(last)} nats a token{depends}"
-    )
-
-
-def _form(cell: Cell) -> str:
-    return "rotary attention" if cell["form"] == "vanilla" else f"CoCA, {cell['form']} form"
-
-
-def _above(cell: Cell) -> float:
-    """Share of angles above π."""
-    return _mean([seen_angles(layer)["cases"]["d"] for layer in cell["layers"]])
-
-
-def _layer_histogram(angles: dict[str, Any]) -> list[float]:
-    """Shares of the bins over all pairs, each pair weighted by its number of angles."""
-    weights = 1 - np.array(angles["zero_share"], dtype=float)
-    rows = np.nan_to_num(np.array(angles["histogram"], dtype=float))
-    return (weights @ rows / (weights.sum() or 1.0)).tolist()
-
-
-def _shares(cell: Cell, index: int) -> Frame:
-    """Anomalous share of every rotary pair at one of the lengths, averaged over layers."""
-    layers = [seen_angles(layer)["lengths"][index]["anomalous_share"] for layer in cell["layers"]]
-    return pd.DataFrame(layers, dtype=float).mean().fillna(0.0)
-
-
-def _score_changes(cell: Cell) -> Frame:
-    """A row for every layer, a column for every shift."""
-    rows = [[entry["score_change"] for entry in layer["shifts"]] for layer in cell["layers"]]
-    return pd.DataFrame(rows, columns=[entry["shift"] for entry in cell["shifts"]], dtype=float)
-
-
-def _largest(cell: Cell) -> str:
-    return f"{max(layer['angles']['largest'] for layer in cell['layers']):.2g}"
+    lead = f"Scores change, when all positions move, by at most: {', '.join(said)}."
+    return Section("All positions moved", lead, "", chart)
 
 
 def _mean(values: Sequence[float | None]) -> float:
@@ -228,10 +277,10 @@ def _mean(values: Sequence[float | None]) -> float:
 
 
 def _percent(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.1%}"
+    return "–" if np.isnan(value) else f"{value:.1%}"
 
 
-def _nats(entry: dict[str, Any]) -> str:
+def _nats(entry: dict[str, float]) -> str:
     """The change of the loss by a shift."""
     # Adding 0.0 to the rounded value turns -0.0 into 0.0.
     return signed(round(entry["nats_shifted"] - entry["nats"], 3) + 0.0, ".3f")

@@ -1,78 +1,110 @@
 """Benchmarks as sections: the shapes of the paper's Figure 6 (speed) and Table 6 (memory)."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
+from pydantic import Field
 
+from coca_lab.report.cells import Cell, Count, Interval, Name, Number, Part, Positive
 from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.lengths import lengths_of, table_of
-from coca_lab.report.results import Cell, grouped
+from coca_lab.report.results import grouped
 from coca_lab.report.section import Section, span
 
 
-def bench_facts(cell: Cell) -> dict[Any, Any]:
-    """The machine, and what was measured: a second measurement of it is shown apart."""
-    case = tuple(str(cell.get(n)) for n in ("case", "dtype", "device", "sizes", "batch", "length"))
-    machine = {} if cell.get("machine") is None else {"machine": cell["machine"]}
-    return {**machine, case: cell.get("variants")}
+class Variant(Part):
+    """What one of the things compared in a benchmark needs."""
+
+    median_ms: Positive = 1.0
+    rounds: Count = 1
+    ratio: Positive = 1.0
+    ratio_quartiles: Interval = [1.0, 1.0]
+    error: Number | None = None
+    cache_megabytes: Positive | None = None
+    peak_megabytes: Positive | None = None
 
 
-def bench_sections(cells: Sequence[Cell]) -> list[Section]:
+class Bench(Cell):
+    """A benchmark at one length."""
+
+    case: Name
+    title: Name
+    text: str
+    measure: str
+    device: str
+    dtype: str
+    batch: Count | None = None
+    length: Count
+    sizes: dict[str, int | str | None] = {}
+    variants: Annotated[dict[str, Variant], Field(min_length=1)]
+
+    @property
+    def facts(self) -> dict[Any, Any]:
+        """The machine, and what was measured: a second measurement of it is shown apart."""
+        case = {(self.setting, self.case, self.length): self.variants}
+        return case | {"machine": self.machine} if self.machine else case
+
+    @property
+    def setting(self) -> str:
+        """The sizes, precision and device in words."""
+        sizes = {**self.sizes, "batch": self.batch}
+        words = [f"{n.replace('_', ' ')} {size}" for n, size in sizes.items() if size is not None]
+        return ", ".join([*words, self.dtype, self.device])
+
+
+def bench_sections(cells: Sequence[Bench]) -> list[Section]:
     """A chart and a table for every case, device, precision and size."""
-    cases = list(dict.fromkeys(cell["case"] for cell in cells))
-
-    def about(cell: Cell) -> tuple[Any, ...]:
-        place = cases.index(cell["case"]), cell["device"], cell["dtype"]
-        return *place, str(cell["sizes"]), cell["batch"]
-
-    ordered = sorted(cells, key=lambda cell: (about(cell), cell["length"]))
-    return [_section(group) for group in grouped(ordered, about).values()]
+    ordered = sorted(cells, key=lambda cell: cell.length)
+    groups = grouped(ordered, lambda cell: (cell.case, cell.setting))
+    places = list(dict.fromkeys(cell.case for cell in cells))
+    return [_section(groups[key]) for key in sorted(groups, key=lambda k: places.index(k[0]))]
 
 
-def _section(group: Sequence[Cell]) -> Section:
+def _section(group: Sequence[Bench]) -> Section:
     """A row per variant, a column per length: the first one's time, then ratios; or megabytes."""
-    first, memory = group[0], group[0]["measure"] == "memory"
-    baseline, *_ = first["variants"]
+    first = group[0]
+    memory = all(each.peak_megabytes for cell in group for each in cell.variants.values())
+    baseline, *_ = first.variants
     frame: Frame = pd.DataFrame(
         {
-            "line": _row_name(first["variants"], name),
-            "x": cell["length"],
-            "y": measured["peak_megabytes" if memory else "ratio"],
-            "entry": _entry(measured, name == baseline),
+            "line": _row_name(first.variants, name),
+            "x": cell.length,
+            "y": measured.peak_megabytes if memory else measured.ratio,
+            "entry": _entry(measured, name == baseline, memory),
         }
         for cell in group
-        for name, measured in cell["variants"].items()
+        for name, measured in cell.variants.items()
     )
     label = "megabytes" if memory else "time, relative to the baseline"
     logarithmic = memory or bool(frame["y"].max() > 3)
     chart = LineChart(frame, "tokens", label, ticks=lengths_of(frame), log_y=logarithmic)
-    setting = _setting(first)
     return Section(
-        f"{first['title']}: {setting}",
-        _lead(first["title"], frame[frame["x"] == group[-1]["length"]], memory),
-        first["text"],
-        chart if len(group) > 1 else None,
-        *table_of(frame, f"{first['case']} ({setting})"),
-        _note([m for cell in group for m in cell["variants"].values()], memory),
+        f"{first.title}: {first.setting}",
+        _lead(first.title, frame[frame["x"] == group[-1].length], memory),
+        first.text,
+        chart if len(lengths_of(frame)) > 1 else None,
+        *table_of(frame, f"{first.case} ({first.setting})"),
+        _note([m for cell in group for m in cell.variants.values()], memory),
     )
 
 
-def _row_name(variants: dict[str, Any], name: str) -> str:
+def _row_name(variants: dict[str, Variant], name: str) -> str:
     """The variant's name, and the size of its cache relative to the baseline's if they differ."""
-    baseline = next(iter(variants.values())).get("cache_megabytes")
-    size = variants.get(name, {}).get("cache_megabytes")
-    return f"{name} ({size / baseline:.2f} × bytes)" if size and size != baseline else name
+    baseline = next(iter(variants.values())).cache_megabytes
+    size = variants[name].cache_megabytes if name in variants else None
+    if not size or not baseline or size == baseline:
+        return name
+    return f"{name} ({size / baseline:.2f} × bytes)"
 
 
-def _entry(measured: dict[str, Any], first: bool) -> str:
-    if "peak_megabytes" in measured:
-        return f"{measured['peak_megabytes']:,.0f} MB"
+def _entry(measured: Variant, first: bool, memory: bool) -> str:
+    if memory:
+        return f"{measured.peak_megabytes:,.0f} MB"
     if first:
-        milliseconds = measured["median_ms"]
-        return f"{milliseconds:,.{0 if milliseconds >= 100 else 1}f} ms"
-    low, high = measured["ratio_quartiles"]
-    return f"{measured['ratio']:.2f} × ({low:.2f}–{high:.2f})"
+        return f"{measured.median_ms:,.{0 if measured.median_ms >= 100 else 1}f} ms"
+    low, high = measured.ratio_quartiles
+    return f"{measured.ratio:.2f} × ({low:.2f}–{high:.2f})"
 
 
 def _lead(title: str, longest: Frame, memory: bool) -> str:
@@ -85,22 +117,14 @@ def _lead(title: str, longest: Frame, memory: bool) -> str:
     return f"{title}, {longest['x'].iloc[0]:,} tokens: {said}{against}."
 
 
-def _setting(cell: Cell) -> str:
-    """The sizes, precision and device in words."""
-    sizes = {**cell["sizes"], "batch": cell["batch"]}
-    words = [f"{name.replace('_', ' ')} {size}" for name, size in sizes.items() if size is not None]
-    return ", ".join([*words, cell["dtype"], cell["device"]])
-
-
-def _note(measured: Sequence[dict[str, Any]], memory: bool) -> str:
+def _note(measured: Sequence[Variant], memory: bool) -> str:
     if memory:
         return "Peak memory of one run, in megabytes above its inputs."
-    rounds = span((m["rounds"] for m in measured), "d")
     note = (
-        f"Medians of {rounds} interleaved rounds: the time of the first row, and the ratios of the "
-        "others to it with their quartiles; below 1 is faster."
+        f"Medians of {span((m.rounds for m in measured), 'd')} interleaved rounds: the time of the "
+        "first row, and the ratios of the others to it with their quartiles; below 1 is faster."
     )
-    errors = [m["error"] for m in measured if m["error"] is not None]
+    errors = [m.error for m in measured if m.error is not None]
     if errors:
         note += f" Largest error before timing, relative to the largest value: {max(errors):.1g}."
     return note

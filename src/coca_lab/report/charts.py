@@ -199,10 +199,10 @@ class LineChart:
         return alt.Scale(type=kind, domain=ends, nice=False, zero=False)
 
     def _horizontal(self, points: Frame, width: int) -> alt.X:
-        scale, axis = alt.Scale(nice=False, zero=False), alt.Axis(format=",~g", grid=False)
+        scale, axis = alt.Scale(nice=False, zero=False), alt.Axis(format=",.6~g", grid=False)
         if self.ticks:
             scale = alt.Scale(type="log", base=2, nice=False)
-            axis = alt.Axis(values=[*self.ticks], format=",~g", labelOverlap="parity", grid=False)
+            axis = alt.Axis(values=[*self.ticks], format=",.6~g", labelOverlap="parity", grid=False)
         elif self.log_x:
             scale = alt.Scale(type="log", nice=False, padding=15)
             axis = alt.Axis(format="~s", labelOverlap=True, labelSeparation=10, grid=False)
@@ -256,48 +256,6 @@ class LineChart:
         ]
 
 
-@dataclass(frozen=True)
-class HeatMap:
-    """Values in a grid.
-
-    Attributes:
-        values: A row of the grid for every row; index and columns are the names along the axes.
-        x: Title of the columns.
-        y: Title of the rows.
-        measure: What the values are.
-        labels: Names of columns to label.
-    """
-
-    values: Frame
-    x: str
-    y: str
-    measure: str
-    labels: Sequence[str]
-    everything = None
-
-    def words(self) -> str:
-        """What the chart shows, for screen readers."""
-        ends = f"from {self.values.min(axis=None):.3g} to {self.values.max(axis=None):.3g}"
-        return f"Heat map of the {self.measure}, {ends}, by {self.y} and {self.x}."
-
-    def specification(self, palette: Palette, width: int = WIDE) -> dict[str, Any]:
-        """The Vega-Lite specification of a picture so wide."""
-        rows = self.values.reset_index(names="y").melt("y", var_name="x").to_dict("records")
-        axis = alt.Axis(values=list(self.labels), labelAngle=0)
-        legend = alt.Legend(gradientLength=0.6 * width, titleLimit=width)
-        scale = alt.Scale(scheme="cividis", domainMin=0)
-        chart = alt.Chart(alt.InlineData(values=rows)).encode(
-            x=alt.X("x:O", sort=None, title=self.x, axis=axis),
-            y=alt.Y("y:O", sort=None, title=self.y),
-            color=alt.Color("value:Q", title=self.measure, scale=scale, legend=legend),
-        )
-        height = min(400, max(120, 22 * len(self.values)))
-        return _styled(chart.mark_rect().properties(width=width - 60, height=height))
-
-
-Chart = LineChart | HeatMap
-
-
 def spread(places: dict[str, float], height: float) -> dict[str, float]:
     """Places moved apart to at least `GAP`, in their order, and down to ``height`` if they fit."""
     order = sorted(places, key=lambda name: places[name])
@@ -338,7 +296,7 @@ def _axis(low: float, high: float, chart: LineChart) -> alt.Axis:
     if chart.top == 1:
         return alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format="%")
     if not chart.log_y:
-        return alt.Axis(format=",~g", tickCount=5)
+        return alt.Axis(format=",.6~g", tickCount=5)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), np.arange(1, 10, 0.5)):
         ticks = [float(s * 10.0**d) for d in decades for s in steps if low <= s * 10.0**d <= high]

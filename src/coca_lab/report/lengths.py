@@ -1,109 +1,202 @@
-"""Figures against the tokens read: cells as a frame for charts, tables and sentences.
+"""Figures against the length read: frame → finding, chart, table, conditions.
 
-A frame has a row for every model, rotary scaling and length, with the columns of a chart's points:
-``line`` (the name), ``x`` (tokens), ``y`` (the figure), ``low``, ``high`` and how it is drawn; and
-``model``, ``scaling`` and ``cell``.
+A frame has a row for every line and length, with the columns of a chart's points: ``line`` (the
+name), ``x`` (tokens), ``y`` (the figure), ``low``, ``high`` and how it is drawn; and ``model``,
+``scaling``, ``kind``, ``size``, ``seeds`` and ``cell``.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from coca_attention.errors import UserError
+from coca_lab.intervals import FEW_DOCUMENTS, wilson_interval
+from coca_lab.report.cells import Figure, Perplexity, Prompts
 from coca_lab.report.charts import Frame, LineChart
-from coca_lab.report.results import Cell, differ
-from coca_lab.report.section import Entry, Section, Table, signed
+from coca_lab.report.section import Entry, Section, Table, enumeration, number, span
 
 SCALING_NAMES = {"linear": "PI", "ntk": "NTK", "dynamic": "dynamic NTK", "yarn": "YaRN"}
 DASHES = {"none": "", "ntk": "6 3", "dynamic": "6 3", "linear": "9 3 2 3", "yarn": "9 3 2 3"}
 SHORT = "attend-last"
 """The scaling of cells without any text before the last tokens; they have one window alone."""
+KEPT = 0.85
+"""The share of its score that a model keeps up to a length."""
 
 
-def line_label(cell: Cell) -> str:
+@dataclass(frozen=True)
+class Measure:
+    """What the figures of a task are.
+
+    Attributes:
+        title: Heading of its section.
+        name: Of the figure, as in a sentence.
+        form: A figure as text.
+        top: The largest figure, which is the best one; without, the lowest is best.
+        x: What the length is.
+    """
+
+    title: str
+    name: str
+    form: Callable[[float], str] = "{:.2f}".format
+    top: float | None = None
+    x: str = "prompt length in tokens"
+
+
+PERPLEXITY = Measure(
+    "Perplexity against the length read at once", "perplexity", number, None, "tokens read at once"
+)
+PASSKEYS = Measure("Passkeys found, by prompt length", "share of passkeys found", top=1)
+RULER = Measure("RULER", "RULER score", top=1, x="tokens of prompt and answer")
+RECALL = Measure("Associative recall", "share of questions answered", top=1, x="tokens of the text")
+
+
+def line_label(cell: Figure) -> str:
     """The name of the line that a cell belongs to."""
-    model, kind, factor = cell["model"], cell["scaling"], cell.get("factor")
+    model, kind = cell.model, cell.scaling
     if kind == "none":
         return model
     if kind == SHORT:
-        return f"{model}, last {cell['window']} tokens only"
-    return f"{model} + {SCALING_NAMES.get(kind, kind)}" + (f" ({factor:g})" if factor else "")
+        return f"{model}, last {cell.length} tokens only"
+    factor = f" ({cell.factor:g})" if cell.factor else ""
+    return f"{model} + {SCALING_NAMES.get(kind, kind)}{factor}"
 
 
-def every_cell(cells: Sequence[Cell], size: str, value: str, interval: str = "") -> Frame:
-    """A frame of all cells, in the order of the page; the last tokens alone for every length."""
-    plain = [cell[size] for cell in cells if cell["scaling"] != SHORT]
-    sizes = sorted(set(plain or (cell[size] for cell in cells)))
+def frame_of(cells: Sequence[Figure]) -> Frame:
+    """A frame, in the order of the page: the last tokens alone at every length, means of seeds."""
     rows = []
+    plain = sorted({cell.length for cell in cells if cell.scaling != SHORT})
     for cell in cells:
-        kind, last = cell["scaling"], cell["scaling"] == SHORT
-        low, high = cell.get(interval) or (math.nan, math.nan)
+        last = cell.scaling == SHORT
+        low, high = cell.interval or (math.nan, math.nan)
         row = {
             "line": line_label(cell),
-            "model": cell["model"],
-            "scaling": kind,
-            "y": math.inf if cell[value] is None else cell[value],
+            "model": cell.model,
+            "scaling": cell.scaling,
+            "kind": f"{cell.kind} pairs" if isinstance(cell.kind, int) else cell.kind,
+            "size": cell.size,
+            "y": math.inf if cell.value is None else cell.value,
             "low": low,
             "high": high,
-            "colour": cell["model"],
-            "dash": "2 3" if last else DASHES.get(kind, "6 3"),
+            "colour": cell.model,
+            "dash": "2 3" if last else DASHES.get(cell.scaling, "6 3"),
             "mark": "line" if last else "both",
-            "first": kind == "none",
+            "first": cell.scaling == "none",
             "cell": cell,
         }
-        rows += [row | {"x": x} for x in (sizes if last else [cell[size]])]
+        rows += [row | {"x": x} for x in (plain or [cell.length] if last else [cell.length])]
     frame: Frame = pd.DataFrame(rows)
-    kinds = list(dict.fromkeys((*DASHES, *frame["scaling"])))
-    place = frame["scaling"].map(lambda kind: (kind == SHORT) * len(kinds) + kinds.index(kind))
+    order = list(dict.fromkeys((*DASHES, *frame["scaling"])))
+    place = frame["scaling"].map(lambda kind: (kind == SHORT) * len(order) + order.index(kind))
     model, line = (frame[name].factorize()[0] for name in ("model", "line"))
-    return frame.iloc[np.lexsort((frame["x"], line, place, model))]
+    return _one_a_place(frame.iloc[np.lexsort((frame["x"], line, place, model))])
 
 
-def by_length(cells: Sequence[Cell], size: str, value: str, interval: str = "") -> Frame:
-    """As `every_cell`; UserError if two different cells have the same line and size."""
-    frame = every_cell(cells, size, value, interval)
-    first = frame.drop_duplicates(["line", "x"])
+def _one_a_place(frame: Frame) -> Frame:
+    """A row for every line and length: the mean of its seeds, with their range as interval."""
+    place = ["size", "kind", "line", "x"]
+    first = frame.drop_duplicates(place)
+    seeds = frame.assign(seed=[cell.training_seed for cell in frame["cell"]])
+    seeds = seeds.groupby(place)["seed"].nunique().rename("seeds")
+    first = first.join(seeds, on=place)
+    once = frame.merge(first.loc[first["seeds"] < 2, [*place, "y", "cell"]], on=place)
     # Two evaluations of a model can share a cell, such as that of the last tokens.
-    for pair in frame.merge(first[["line", "x", "cell"]], on=["line", "x"]).itertuples():
-        if differ(pair.cell_x, pair.cell_y):
-            files = dict.fromkeys(c["file"] for c in (pair.cell_y, pair.cell_x) if c.get("file"))
-            raise UserError(
-                f"{' and '.join(files) or 'the results'}: {pair.model} ({pair.scaling}) at "
-                f"{pair.x} tokens twice with different figures; give one of them, or evaluate "
-                "with --name"
-            )
-    return first
+    for row in once[once["y_x"] != once["y_y"]].itertuples():
+        files = " and ".join(dict.fromkeys([row.cell_y.file, row.cell_x.file])) or "the results"
+        raise UserError(
+            f"{files}: {row.model} ({row.scaling}) at {row.x} tokens twice with different "
+            "figures; give one of them, or evaluate with --name"
+        )
+    several = frame.join(seeds, on=place).query("seeds > 1").groupby(place)["y"]
+    means = several.agg(y="mean", low="min", high="max")
+    first = first.set_index(place)
+    first.update(means)
+    return first.reset_index()
 
 
-def without_short(frame: Frame) -> Frame:
-    """The rows of all texts read, and not of the last tokens alone."""
-    return frame[frame["scaling"] != SHORT]
+def length_section(
+    frame: Frame, measure: Measure, *, text: str = "", title: str = "", bars: bool = True
+) -> Section:
+    """The section of a frame whose lines have one figure a length."""
+    shown = frame["y"].map(measure.form)
+    best = frame.groupby("x")["y"].agg("max" if measure.top else "min").map(measure.form)
+    several = frame["line"].nunique() > 1
 
+    def entry(row: Any) -> Entry:
+        ends = "" if math.isnan(row.low) else f"{measure.form(row.low)} to {measure.form(row.high)}"
+        return Entry(shown[row.Index], ends, several and shown[row.Index] == best[row.x])
 
-def short_rows(frame: Frame) -> list[int]:
-    """The rows of a table that show the last tokens alone."""
-    kinds = frame.drop_duplicates("line")["scaling"]
-    return [place for place, kind in enumerate(kinds) if kind == SHORT]
-
-
-def length_chart(
-    frame: Frame, x: str, y: str, *, top: float | None = None, bars: bool = True
-) -> LineChart:
-    """Figures against the length; without an upper end on a logarithmic axis."""
     trained = training_length(frame)
-    return LineChart(
-        frame,
-        x,
-        y,
-        ticks=lengths_of(frame),
-        log_y=not top,
-        top=top,
-        mark=(trained, "training context") if trained else None,
-        bars=bars,
+    better = "" if measure.top else " (lower is better)"
+    return Section(
+        title or measure.title,
+        finding(frame, measure),
+        text,
+        LineChart(
+            frame,
+            measure.x,
+            measure.name + better,
+            ticks=lengths_of(frame),
+            log_y=not measure.top,
+            top=measure.top,
+            mark=(trained, "training context") if trained else None,
+            bars=bars,
+        ),
+        *length_table(frame, f"{measure.name} at", entry),
+        conditions(frame),
+        muted=short_rows(frame),
     )
+
+
+def finding(frame: Frame, measure: Measure) -> str:
+    """Who is best at the longest length where any model has a figure, and what the others have."""
+    plain = without_short(frame)
+    plain = plain[np.isfinite(plain["y"])]
+    if plain.empty:
+        return f"No model has a finite {measure.name}."
+    found = plain[plain["y"] > 0] if measure.top else plain
+    length = int((plain if found.empty else found)["x"].max())
+    far = plain[plain["x"] == length]
+    shown = far["y"].map(measure.form)
+    best = measure.form(far["y"].max() if measure.top else far["y"].min())
+    # At its training length, scaling does not make a model better.
+    names = far[shown == best].drop_duplicates("model")["line"].tolist()
+    others = far[(shown != best)]["y"]
+    if len(far) == 1:
+        return f"{at_tokens(frame, length)} {names[0]} has a {measure.name} of {best}."
+    if others.empty:
+        return f"{at_tokens(frame, length)} all have a {measure.name} of {best}."
+    who = enumeration(names) if len(names) < 4 else f"{len(names)} of {len(far)} models"
+    which = f"{'has' if len(names) == 1 else 'have'} the {'highest' if measure.top else 'lowest'}"
+    rest = dict.fromkeys(map(measure.form, (others.min(), others.max())))
+    where = at_tokens(frame, length)
+    return f"{where} {who} {which} {measure.name}, {best}; the others {' to '.join(rest)}."
+
+
+def conditions(frame: Frame) -> str:
+    """What was scored or asked, and what the intervals are of."""
+    cells = [cell for cell in frame["cell"] if cell.scaling != SHORT] or frame["cell"].tolist()
+    if (frame["seeds"] > 1).any():
+        return f"Small: ranges of the {span(frame['seeds'], 'd')} seeds of each mean."
+    if samples := [len(cell.samples) for cell in cells if isinstance(cell, Prompts)]:
+        chat = ", in the chat template" if getattr(cells[0], "chat", False) else ""
+        count = f"; {span(samples, ',')} prompts each{chat}" if min(samples) else ""
+        return f"Small: Wilson’s 95 % intervals{count}."
+    scored = [cell for cell in cells if isinstance(cell, Perplexity) and cell.documents]
+    if not scored:
+        return ""
+    count = min(len(cell.documents) for cell in scored)
+    few = f", fewer than {FEW_DOCUMENTS}: intervals are rough" if count < FEW_DOCUMENTS else ""
+    known = {
+        "targets": enumeration(sorted({cell.targets for cell in scored if cell.targets})),
+        "stride": span((cell.stride for cell in scored if cell.stride), ","),
+        "tokens scored at every length": span((c.tokens for c in scored if c.tokens), ","),
+    }
+    facts = "; ".join(f"{name}: {said}" for name, said in known.items() if said)
+    return f"Small: 95 % intervals over documents ({count}{few}). {facts.capitalize()}."
 
 
 def length_table(frame: Frame, what: str, entry: Callable[[Any], Any]) -> Table:
@@ -122,6 +215,17 @@ def table_of(frame: Frame, what: str) -> tuple[list[str], list[list[Any]]]:
     return [what, *(f"{length:,}" for length in lengths)], rows
 
 
+def without_short(frame: Frame) -> Frame:
+    """The rows of all texts read, and not of the last tokens alone."""
+    return frame[frame["scaling"] != SHORT]
+
+
+def short_rows(frame: Frame) -> list[int]:
+    """The rows of a table that show the last tokens alone."""
+    kinds = frame.drop_duplicates("line")["scaling"]
+    return [place for place, kind in enumerate(kinds) if kind == SHORT]
+
+
 def lengths_of(frame: Frame) -> list[int]:
     """The lengths of a frame, the shortest first."""
     return sorted(frame["x"].unique().tolist())
@@ -129,7 +233,7 @@ def lengths_of(frame: Frame) -> list[int]:
 
 def training_length(frame: Frame) -> int | None:
     """The training length, if all models share one."""
-    lengths = {cell.get("training_length") for cell in frame["cell"]}
+    lengths = {cell.training_length for cell in frame["cell"]}
     return lengths.pop() if len(lengths) == 1 else None
 
 
@@ -142,36 +246,94 @@ def at_tokens(frame: Frame, size: int) -> str:
     return f"At {size:,} tokens ({factor}the training context)"
 
 
-def best_of_models(frame: Frame, size: int, sign: int) -> Frame:
-    """The best row of every model at a length, the lowest first; ``sign`` -1: the highest first."""
-    # As shown: at its training length, scaling does not make a model better.
-    shown = sign * frame["y"].map("{:.4g}".format).astype(float)
-    rows = frame.assign(shown=shown)[frame["x"] == size].sort_values("shown", kind="stable")
-    return rows.drop_duplicates("model")
+def by_kind(frame: Frame, measure: Measure, *, bars: bool = True) -> list[Section]:
+    """A section for every size and kind of figures."""
+    sections = []
+    for (size, kind), part in frame.groupby(["size", "kind"], sort=False):
+        title = ", ".join(filter(None, (measure.title, kind, size)))
+        part = part.reset_index(drop=True)
+        sections.append(length_section(part, measure, title=title, bars=bars))
+    return sections
 
 
-def strict_minus_slack(frame: Frame, title: str, columns: str) -> list[Section]:
-    """The layout of the paper's Table 3, if one model of each form was evaluated alike."""
-    frame = without_short(frame)
-    cells, lengths = frame["cell"].tolist(), lengths_of(frame)
-    names = [
-        "no scaling" if c["scaling"] == "none" else f"{c['scaling']}-{c['factor']:g}" for c in cells
-    ]
-    frame = frame.assign(form=[cell.get("attention") for cell in cells], name=names)
-    slack, strict = forms = [frame[frame["form"] == form] for form in ("slack", "strict")]
-    if any(form["model"].nunique() != 1 for form in forms):
-        return []
-    tables = [form.pivot(index="name", columns="x", values="y") for form in forms]
-    before, after = (table.reindex(slack["name"].unique(), columns=lengths) for table in tables)
-    rows = []
-    for name, change in (after - before).dropna(how="all").iterrows():
-        shown = [f"{y:.2f}" if math.isfinite(y) else "–" for y in before.loc[name]]
-        rows.append([f"{slack['model'].iloc[0]}, {name}", *shown])
-        shown = [signed(y, ".2f") if math.isfinite(y) else "–" for y in change]
-        rows.append([f"{strict['model'].iloc[0]}, {name}", *shown])
-    text = (
-        "The layout of the paper’s Table 3: the figures of slack, and below them the difference of "
-        "strict from each."
+def pooled(frame: Frame) -> Frame:
+    """A frame of the means over all prompts of several kinds, or lengths, of a line."""
+    prompts = [len(cell.samples) or 1 for cell in frame["cell"]]
+    frame = frame.assign(prompts=prompts, hits=frame["y"] * prompts)
+    sums = frame.groupby(["line", "x"])[["hits", "prompts"]].sum().reset_index()
+    first = frame.drop_duplicates(["line", "x"]).drop(
+        columns=["y", "low", "high", "hits", "prompts"]
     )
-    header = [columns, *(f"{n:,}" for n in lengths)]
-    return [Section(title, text=text, header=header, rows=rows, printed=False)]
+    first = first.merge(sums, on=["line", "x"])
+    ends = [wilson_interval(h, n) for h, n in zip(first["hits"], first["prompts"], strict=True)]
+    return first.assign(
+        y=first["hits"] / first["prompts"], **pd.DataFrame(ends, columns=["low", "high"])
+    )
+
+
+def by_distance(frame: Frame) -> Frame:
+    """A frame of the share of hits by the tokens to the end of the prompt, in octaves."""
+    rows = [
+        {**row, "x": 1 << (sample.distance - 1).bit_length(), "y": float(sample.hit)}
+        for row in frame.to_dict("records")
+        for sample in row["cell"].samples
+        if sample.distance
+    ]
+    if not rows:
+        return frame.head(0)
+    one = [row["cell"].model_copy(update={"samples": row["cell"].samples[:1]}) for row in rows]
+    return pooled(pd.DataFrame(rows).assign(cell=one))
+
+
+def passkey_sections(cells: Sequence[Figure]) -> list[Section]:
+    """By prompt length; and by distance, as in the paper's Figure 5."""
+    frame = frame_of(cells)
+    sections = by_kind(frame, PASSKEYS)
+    away = by_distance(frame) if len(sections) == 1 else pd.DataFrame()
+    if away.empty or not away["y"].any():
+        return sections
+    measure = replace(PASSKEYS, title="Passkeys found, by distance", x="distance in tokens, up to")
+    section = length_section(away, measure)
+    return [*sections, replace(section, lead="", chart=None, printed=False)]
+
+
+def ruler_sections(cells: Sequence[Figure]) -> list[Section]:
+    """The mean score over the tasks that all have, against the length; and every task's."""
+    frame = frame_of(cells)
+    sections = by_kind(frame, RULER)
+    shared = set.intersection(*frame.groupby(["line", "x"])["kind"].agg(set))
+    if len(sections) > 1 and shared and frame["size"].nunique() == 1:
+        mean = replace(RULER, name=f"mean RULER score of {len(shared)} tasks")
+        frame = pooled(frame[frame["kind"].isin(shared)])
+        sections = [length_section(frame, mean), *sections]
+    return [_with_kept(sections[0]), *sections[1:]]
+
+
+def _with_kept(section: Section) -> Section:
+    """The section with a column of the longest length up to which a line keeps `KEPT`."""
+    if section.chart is None:
+        return section
+    lines = section.chart.points.groupby("line", sort=False)
+    rows = [[*row, _kept(lines.get_group(row[0]))] for row in section.rows]
+    note = (
+        f"{KEPT:.0%} of the score at the training context, or if it was not measured at the "
+        "longest length below it, else at the shortest."
+    )
+    header = [*section.header, f"keeps {KEPT:.0%} up to"]
+    return replace(section, header=header, rows=rows, note=f"{section.note} {note}")
+
+
+def _kept(line: Frame) -> str:
+    """The longest length up to which a model keeps `KEPT` of its score at its training length."""
+    scores, trained = line.set_index("x")["y"].sort_index(), training_length(line) or 0
+    first = max([n for n in scores.index if n <= trained], default=scores.index[0])
+    kept = (scores.loc[first:] >= KEPT * scores[first]).cummin()
+    last = kept[kept].index[-1]
+    if not scores[first]:
+        return "–"
+    return f"≥ {last:,}" if last == scores.index[-1] else f"{last:,}"
+
+
+def recall_sections(cells: Sequence[Figure]) -> list[Section]:
+    """Right answers, for every number of pairs."""
+    return by_kind(frame_of(cells), RECALL)

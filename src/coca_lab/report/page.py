@@ -1,6 +1,5 @@
 """The report page: one self-contained HTML file."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +13,12 @@ from jinja2 import Environment, StrictUndefined
 
 from coca_attention.errors import UserError
 from coca_lab.files import check_output, write_text
-from coca_lab.report.charts import METHODS, NARROW, WIDE, Chart, Palette, static_svg
-from coca_lab.report.results import (
-    all_cells,
-    naming_files,
-    read_results,
-    tell_apart,
-    without_copies,
-)
+from coca_lab.report.cells import Cell, ResultFile, Run, models_of
+from coca_lab.report.charts import METHODS, NARROW, WIDE, LineChart, Palette, static_svg
+from coca_lab.report.results import parsed, read_results, tell_apart, without_copies
 from coca_lab.report.section import Section, capital, enumeration
-from coca_lab.report.tasks import REPORTS, Tasks, by_task, groups_of, paper_sections
-from coca_lab.report.training import Run, training_sections
+from coca_lab.report.tasks import REPORTS, Tasks, by_task, groups_of, paper_figures
+from coca_lab.report.training import training_sections
 
 MARK = "--page: #fff; --text: #1b1b1b;"
 """In the style of every page, those of earlier versions included."""
@@ -63,7 +57,7 @@ def write_report(
         paths: Result files of ``coca eval`` and others, or folders (see `read_results`).
         output: The HTML file.
         title: Heading of the page; by default the study's, or what was measured.
-        paper: Also show the paper's figures. Results of its training length have them anyway.
+        paper: Also show the paper's figures.
 
     Raises:
         UserError: If a file is invalid, there is nothing to show, or ``output`` is no such page.
@@ -82,12 +76,13 @@ def build_report(
     Raises:
         UserError: If there is nothing to show, or a result lacks a required field.
     """
-    tasks, runs = tasks_and_runs(contents)
-    sections = page_sections(tasks, runs, paper)
+    found = parsed([*contents, *(paper_figures() if paper else ())])
+    tasks, runs = tasks_and_runs(found)
+    sections = page_sections(tasks, runs)
     if not sections:
         raise UserError("the result files hold neither results nor training curves")
-    every = (each for c in contents for each in [c.get("environment"), *c.get("environments", [])])
-    environments = {json.dumps(each): each for each in every if each is not None}
+    every = [each for file in found for each in (file.environment, *file.environments) if each]
+    environments = [each for n, each in enumerate(every) if each not in every[:n]]
     palette: Palette = {}
     shown = [_shown(section, number, palette) for number, section in enumerate(sections, 1)]
     drawn = [number for number, section in enumerate(sections) if section.chart]
@@ -96,55 +91,47 @@ def build_report(
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     source = files("coca_lab.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     return template.from_string(source).render(
-        title=title or _of_study(contents) or _title(tasks, runs),
+        title=title or _of_study(found) or _title(tasks, runs),
         palettes={"light": light, "dark": dark},
         words=glossary(tasks),
         groups=[f"{capital(c)}: {_members(group)}" for _, group, c in groups_of(tasks) if c],
         first=shown[:fold],
         more=shown[fold:],
         recipes={
-            run["name"]: yaml.safe_dump(run["recipe"], sort_keys=False)
-            for run in runs
-            if "recipe" in run
+            run.name: yaml.safe_dump(run.recipe, sort_keys=False) for run in runs if run.recipe
         },
-        environments=list(environments.values()),
+        environments=environments,
     )
 
 
-def tasks_and_runs(contents: Sequence[dict[str, Any]]) -> tuple[Tasks, list[Run]]:
+def tasks_and_runs(contents: Sequence[ResultFile]) -> tuple[Tasks, list[Run]]:
     """What result files hold; names that mean two models are told apart by their files."""
-    cells = all_cells(contents)
-    runs = without_copies(
-        [{"file": c.get("file"), **run} for c in contents for run in c.get("training", [])]
-    )
-    with naming_files(cells):
-        tasks = by_task(cells)
-    tell_apart([group for groups in tasks.values() for group in groups], cells, runs)
+    runs = without_copies([run for content in contents for run in content.training])
+    tasks = by_task(contents)
+    tell_apart([group for groups in tasks.values() for group in groups], runs)
     return tasks, runs
 
 
-def page_sections(tasks: Tasks, runs: Sequence[Run], paper: bool) -> list[Section]:
+def page_sections(tasks: Tasks, runs: Sequence[Run]) -> list[Section]:
     """The sections of a page in order; the first one has a chart, if any has."""
     sections: list[Section] = []
     for name, group, called in groups_of(tasks):
-        with naming_files(group):
-            parts = [*REPORTS[name].sections(group), *paper_sections(name, group, paper)]
+        parts = REPORTS[name].sections(group)
         sections += [_of_group(part, called) for part in parts] if called else parts
-    with naming_files(runs):
-        sections += training_sections(runs)
+    sections += training_sections(runs)
     drawn = [section for section in sections if section.chart]
     return sorted(sections, key=lambda section: section not in drawn[:1])
 
 
 def glossary(tasks: Tasks) -> dict[str, str]:
     """What the names on the page mean, of those that have a meaning here."""
-    cells = [cell for groups in tasks.values() for group in groups for cell in group]
-    names = " ".join(dict.fromkeys(cell.get("model", "") for cell in cells))
-    said = " ".join(dict.fromkeys(f"{c.get('scaling')} {c.get('attention')}" for c in cells))
+    cells = _cells(tasks)
+    kinds = {f"{getattr(cell, 'scaling', '')} {cell.attention}" for cell in cells}
+    said = " ".join([*models_of(cells), *kinds])
     return {
         name: text
         for name, (words, text) in GLOSSARY.items()
-        if any(re.search(rf"\b{word}", f"{names} {said}") for word in words)
+        if any(re.search(rf"\b{word}", said) for word in words)
     }
 
 
@@ -159,7 +146,7 @@ def _shown(section: Section, number: int, palette: Palette) -> dict[str, Any]:
     return shown
 
 
-def _drawn(title: str, chart: Chart, prefix: str, palette: Palette) -> dict[str, str]:
+def _drawn(title: str, chart: LineChart, prefix: str, palette: Palette) -> dict[str, str]:
     """A chart in words, and as pictures for wide and narrow pages."""
     return {
         "words": f"{title}. {chart.words()}",
@@ -174,27 +161,28 @@ def _of_group(section: Section, called: str) -> Section:
     return replace(section, title=f"{section.title} ({called})", lead=lead)
 
 
-def _members(cells: Sequence[dict[str, Any]]) -> str:
+def _members(cells: Sequence[Cell]) -> str:
     """The models of comparable cells, or the machine, and the files that they are from."""
-    names = ", ".join(dict.fromkeys(cell["file"] for cell in cells if cell["file"]))
-    models = ", ".join(dict.fromkeys(cell["model"] for cell in cells if "model" in cell))
-    about = models or cells[0]["machine"] or ""
+    names = ", ".join(dict.fromkeys(cell.file for cell in cells if cell.file))
+    about = ", ".join(models_of(cells)) or cells[0].machine
     return f"{about} ({names})" if about and names else about or names
 
 
-def _of_study(contents: Sequence[dict[str, Any]]) -> str:
+def _cells(tasks: Tasks) -> list[Cell]:
+    return [cell for groups in tasks.values() for group in groups for cell in group]
+
+
+def _of_study(contents: Sequence[ResultFile]) -> str:
     """The title of the one study among these results, or nothing."""
-    titles = {content["study"].get("title", "") for content in contents if "study" in content}
+    titles = {content.study.title for content in contents if content.study}
     return titles.pop() if len(titles) == 1 else ""
 
 
 def _title(tasks: Tasks, runs: Sequence[Run]) -> str:
     """What was measured, and of which models."""
-    titles = list(dict.fromkeys(REPORTS[name].title for name in tasks))
+    titles = [REPORTS[name].title for name in tasks]
     what = " · ".join(titles) if len(titles) in (1, 2) else "Long context" if titles else "Training"
-    cells = [cell for groups in tasks.values() for group in groups for cell in group]
-    names = list(dict.fromkeys(cell["model"] for cell in cells if "model" in cell))
-    names = names or [run["name"] for run in runs if not cells]
+    names = models_of(_cells(tasks)) if tasks else [run.name for run in runs]
     if len(names) > 3:
         names = [*names[:2], f"{len(names) - 2} more"]
     return f"{what}: {enumeration(names)}" if names else what

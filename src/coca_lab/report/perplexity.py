@@ -1,73 +1,50 @@
-"""Perplexity in the report: by window, by position, and of what is copied from far back."""
+"""Perplexity in the report: by window, paired, by position, and of what is copied from far back."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
-from coca_lab.intervals import FEW_DOCUMENTS, DocumentScore, paired_ratio_interval, perplexity
+from coca_lab.intervals import DocumentScore, paired_ratio_interval, perplexity, perplexity_interval
+from coca_lab.report.cells import Perplexity
 from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.lengths import (
+    PERPLEXITY,
     SHORT,
     at_tokens,
-    best_of_models,
-    by_length,
-    length_chart,
+    by_kind,
+    frame_of,
+    length_section,
     length_table,
     lengths_of,
-    line_label,
-    short_rows,
-    strict_minus_slack,
     without_short,
 )
-from coca_lab.report.results import Cell, grouped
-from coca_lab.report.section import Entry, Section, enumeration, number, signed, span
+from coca_lab.report.section import Section, enumeration, signed, span
+from coca_lab.report.sizes import size_sections
 
 Scores = Sequence[DocumentScore]
 
 
-def perplexity_sections(cells: Sequence[Cell]) -> list[Section]:
-    """By window, paired differences, positions, copies, and the forms."""
-    frame = by_length(cells, "window", "perplexity", "ci95")
-    plain, muted, several = without_short(frame), short_rows(frame), frame["line"].nunique() > 1
-    lowest = frame.groupby("x")["y"].min().map(number)
-
-    def entry(row: Any) -> Entry:
-        bold = several and number(row.y) == lowest[row.x]
-        return Entry(number(row.y), " to ".join(map(number, row.cell.get("ci95") or ())), bold)
-
-    return [
-        Section(
-            "Perplexity against the length read at once",
-            _lead(plain, lengths_of(plain)[-1]) if len(plain) else "",
-            far_text_helps(frame),
-            # Without bars: paired differences have far narrower intervals.
-            length_chart(
-                frame,
-                "tokens read at once",
-                "perplexity (lower is better)",
-                bars=False,
-            ),
-            *length_table(frame, "perplexity at", entry),
-            _note(cells),
-            muted=muted,
-        ),
-        *_differences(plain),
-        *_position_sections([cell for cell in cells if cell.get("by_position")]),
-        *_repeat_sections([cell for cell in cells if cell.get("repeats")]),
-        *strict_minus_slack(frame, "Strict minus slack: perplexity", "tokens read at once"),
+def perplexity_sections(cells: Sequence[Perplexity]) -> list[Section]:
+    """By window, paired differences, positions and copies; of a study, by its sizes."""
+    frame = frame_of(cells)
+    if (frame["seeds"] > 1).any() or frame["size"].nunique() > 1:
+        return [*size_sections(cells), *by_kind(frame, replace(PERPLEXITY, title="Perplexity"))]
+    sections = [
+        # Without bars: paired differences have far narrower intervals.
+        length_section(frame, PERPLEXITY, text=far_text_helps(frame), bars=False),
+        *_differences(without_short(frame)),
     ]
-
-
-def perplexity_facts(cell: Cell) -> dict[str, Any]:
-    """What a perplexity depends on: the documents, the tokens scored of each, the stride."""
-    facts = {name: cell[name] for name in ("targets", "text") if cell.get(name) is not None}
-    facts["documents"] = [(d["id"], d["tokens"]) for d in cell.get("documents", [])]
-    if cell.get("scaling") != SHORT:  # has a stride of its own
-        facts["stride"] = cell.get("stride")
-    return facts
+    if positions := [part for cell in cells for part in _positions(cell)]:
+        place = replace(PERPLEXITY, title="Perplexity", x="tokens read before, up to")
+        sections += by_kind(frame_of(positions), place)
+    if copies := [part for cell in cells for part in _copies(cell)]:
+        # The last tokens alone are what a copy from far back is compared with.
+        drawn = frame_of(copies).assign(first=True)
+        sections += by_kind(drawn, replace(PERPLEXITY, title="Perplexity"), bars=False)
+    return sections
 
 
 def far_text_helps(frame: Frame) -> str:
@@ -85,36 +62,13 @@ def far_text_helps(frame: Frame) -> str:
     )
 
 
-def _lead(plain: Frame, window: int) -> str:
-    """Who is lowest at a window, in one sentence."""
-    best, where = best_of_models(plain, window, 1), at_tokens(plain, window)
-    line, lowest = best[["line", "y"]].iloc[0]
-    if not math.isfinite(lowest):
-        return f"{where} no model has a finite perplexity."
-    if len(best) == 1:
-        return f"{where} {line} has a perplexity of {number(lowest)}."
-    return f"{where} {line} has the lowest perplexity, {number(lowest)}."
-
-
-def _note(cells: Sequence[Cell]) -> str:
-    """What was scored, and of how many documents the intervals are."""
-    plain = [cell for cell in cells if cell["scaling"] != SHORT]
-    targets, strides, tokens = (
-        sorted({cell[name] for cell in plain}) for name in ("targets", "stride", "tokens")
-    )
-    count = min(len(cell["documents"]) for cell in cells)
-    few = f", fewer than {FEW_DOCUMENTS}: intervals are rough" if count < FEW_DOCUMENTS else ""
-    return (
-        f"Small: 95 % intervals over documents ({count}{few}). Targets: {enumeration(targets)}; "
-        f"stride: {span(strides, ',')} tokens; tokens scored at every window: {span(tokens, ',')}."
-    )
-
-
 def _differences(plain: Frame) -> list[Section]:
     """Every line against the lowest at the longest window, over paired documents."""
+    plain = plain[[bool(_scores(cell)) for cell in plain["cell"]]]
     if plain["line"].nunique() < 2:
         return []
-    name = best_of_models(plain, lengths_of(plain)[-1], 1)["line"].iloc[0]
+    far = plain[plain["x"] == lengths_of(plain)[-1]]
+    name = far.loc[far["y"].idxmin(), "line"]
     base = plain[plain["line"] == name].set_index("x")["cell"].map(_scores)
     others = plain[(plain["line"] != name) & plain["x"].isin(base.index)]
     ratios = [_ratio(_scores(row.cell), base[row.x]) for row in others.itertuples()]
@@ -123,15 +77,14 @@ def _differences(plain: Frame) -> list[Section]:
         return []
     longest = lengths_of(others)[-1]
     last = others[others["x"] == longest]
-    ends = span(last["y"], ".2f")
     who = f"{last['line'].iloc[0]} has" if len(last) == 1 else "the others have"
     return [
         Section(
             "Perplexity: paired differences",
-            f"{at_tokens(others, longest)} {who} {ends} × the perplexity of {name}.",
-            f"Each perplexity against that of {name}, with the 95 % interval of the ratio over the "
-            "same documents. What makes a document hard for every model cancels, so these "
-            "intervals, and not those of the perplexities, say which differences are real.",
+            f"{at_tokens(others, longest)} {who} {span(last['y'], '.2f')} × the perplexity of "
+            f"{name}.",
+            "With 95 % intervals of the ratios over the same documents: what makes a document hard "
+            "for every model cancels, so these intervals say which differences are real.",
             LineChart(
                 others,
                 "tokens read at once",
@@ -162,78 +115,35 @@ def _change(ratio: float, low: float, high: float) -> str:
     return f"{change} ({' to '.join(ends)})" if math.isfinite(low) else change
 
 
-def _position_sections(cells: Sequence[Cell]) -> list[Section]:
-    """Perplexity by the tokens read before: a table for every window and its ranges."""
-    groups = grouped(
-        cells,
-        lambda cell: (cell["window"], tuple((r["first"], r["last"]) for r in cell["by_position"])),
-    )
-    sections = []
-    for (window, ranges), alike in sorted(groups.items(), key=lambda item: item[0]):
-        header = ["tokens read before", *(f"{first:,} to {last:,}" for first, last in ranges)]
-        rows = [[line_label(cell), *map(_of_range, cell["by_position"])] for cell in alike]
-        once = all(cell["targets"] == "one-pass" for cell in alike)
-        title = f"Perplexity by position, window {window:,}"
-        sections.append(Section(title, header=header, rows=rows, printed=once))
-    return sections
+def _scores(cell: Perplexity) -> Scores:
+    return [document.score for document in cell.documents]
 
 
-def _of_range(scored: dict[str, Any]) -> str:
-    if scored["nats"] is None or not scored["tokens"]:
-        return "–"
-    return f"{perplexity([DocumentScore.of(scored)]):.1f}"
+def _part(cell: Perplexity, kind: str, scores: Scores, **changes: int) -> Iterator[Perplexity]:
+    """The cell of some of its targets, if there are any."""
+    if sum(score.tokens for score in scores) < 1:
+        return
+    value = perplexity(scores)
+    changes = {"value": value if 1e-300 < value < math.inf else None, "documents": [], **changes}
+    yield cell.model_copy(update={"kind": kind, "interval": perplexity_interval(scores), **changes})
 
 
-def _repeat_sections(cells: Sequence[Cell]) -> list[Section]:
-    """What a longer window changes for targets that can be copied from far back, and for others."""
-    groups = grouped(cells, lambda cell: (cell["repeats"]["n"], cell["repeats"]["beyond"]))
-    text = (
-        "Targets that end an n-gram which stands earlier in the document, but only farther back "
-        "than the short context, and all others."
-    )
-    title = "Copied from far back, and the rest"
-    return [
-        Section(title, "", text, None, *_repeats(n, beyond, of))
-        for (n, beyond), of in groups.items()
+def _positions(cell: Perplexity) -> Iterator[Perplexity]:
+    """Of the targets with so many tokens before them."""
+    for place in cell.by_position or ():
+        kind = f"by position, window {cell.length:,}"
+        yield from _part(cell, kind, [place.score], length=place.last)
+
+
+def _copies(cell: Perplexity) -> Iterator[Perplexity]:
+    """Of the targets that can be copied from far back, and of all others."""
+    if not cell.repeats:
+        return
+    whole, far = _scores(cell), [document.score for document in cell.repeats.documents]
+    about = f"{cell.repeats.n}-grams that stand more than {cell.repeats.beyond} tokens before"
+    rest = [
+        DocumentScore(w.id, w.nats - f.nats, w.tokens - f.tokens)
+        for w, f in zip(whole, far, strict=False)
     ]
-
-
-def _repeats(n: int, beyond: int, cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    frame = by_length(cells, "window", "perplexity")
-    plain, rows = without_short(frame), []
-    far = sum(each["tokens"] for each in cells[0]["repeats"]["documents"])
-    parts = {f"these {far / cells[0]['tokens']:.1%}": _repeated, "all others": _not_repeated}
-    for line, of_line in plain.groupby("line", sort=False):
-        # Against the model's last tokens alone, or else its smallest window.
-        of_model = frame[frame["model"] == of_line["model"].iloc[0]]
-        short = of_model["cell"][of_model["scaling"] == SHORT].tolist()
-        base = [*short, *of_line["cell"]][0]
-        by_window = of_line.set_index("x")["cell"].to_dict()
-        for label, part in parts.items():
-            changes = (_repeat_change(by_window.get(n), base, part) for n in lengths_of(plain))
-            rows.append([f"{line}, {label}", *changes])
-    title = f"{n}-gram only farther back than {beyond} tokens: change against that context"
-    return [title, *(f"{window:,}" for window in lengths_of(plain))], rows
-
-
-def _repeat_change(cell: Cell | None, base: Cell, part: Callable[[Cell], Scores]) -> str:
-    if cell is None or cell is base or not sum(score.tokens for score in part(cell)):
-        return "–"
-    return _change(*_ratio(part(cell), part(base)))
-
-
-def _scores(cell: Cell) -> Scores:
-    return list(map(DocumentScore.of, cell["documents"]))
-
-
-def _repeated(cell: Cell) -> Scores:
-    """Every document's score, of the targets repeated from far back."""
-    pairs = zip(cell["documents"], cell["repeats"]["documents"], strict=True)
-    return [DocumentScore.of(whole | part) for whole, part in pairs]
-
-
-def _not_repeated(cell: Cell) -> Scores:
-    return [
-        DocumentScore(whole.id, whole.nats - part.nats, whole.tokens - part.tokens)
-        for whole, part in zip(_scores(cell), _repeated(cell), strict=True)
-    ]
+    yield from _part(cell, f"ends of {about}", far)
+    yield from _part(cell, f"all but the ends of {about}", rest)

@@ -3,24 +3,30 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from coca_attention.errors import UserError
-from coca_lab.report.schema import HarnessFile, ResultFile, check_cells, check_part
+from coca_lab.report.cells import Cell, Part, ResultFile, Run, checked, unlike
 from coca_lab.report.trials import read_trials, trial_files
 
 IN_FOLDERS = ("training.json", "results.json")
 """Of a run; of a suite or a study. Read first, and an error if damaged."""
 KINDS = {"results", "training", "curve"}
-PLACE = ("scaling", "factor", "window", "length", "kind", "name")
-"""Fields that tell a model's cells of one task apart."""
+PLACE = ("task", "scaling", "factor", "length", "kind", "name", "training_seed", "size")
+"""Fields that tell a model's cells apart."""
+Item = TypeVar("Item")
 
-Cell = dict[str, Any]
-Facts = dict[Any, Any]
-"""What the figures of a cell depend on besides the model, such as its documents."""
+
+class HarnessFile(Part):
+    """A result file of lm-evaluation-harness."""
+
+    lm_eval_version: str
+    model_name: str
+    results: dict[str, dict[str, Any]]
+    config: dict[str, Any] = {}
 
 
 def read_results(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
@@ -94,88 +100,64 @@ def _read(path: Path) -> dict[str, Any]:
             "a curve (training.json of a run)"
         )
     if "lm_eval_version" in content:
-        check_part(HarnessFile, content, path)
-        content = {"results": _harness_cells(content)}
+        content = {"results": _harness_cells(checked(HarnessFile, content, str(path)))}
     if "curve" in content:
         # A copy of a run's training.json takes the run's name from the name of the file.
         name = path.resolve().parent.name if path.name == "training.json" else path.stem
         content = {**content, "training": [{"name": name, **content}]}
-    check_part(ResultFile, content, path)
-    check_cells(content.get("results", []), path)
     return {**content, "file": str(path)}
 
 
-def _harness_cells(content: dict[str, Any]) -> list[Cell]:
+def _harness_cells(content: HarnessFile) -> list[dict[str, Any]]:
     """The cells of a result file of lm-evaluation-harness, one a task."""
     about = {
         "task": "harness",
-        "model": Path(content["model_name"]).name,
-        "harness": content["lm_eval_version"],
-        "limit": content.get("config", {}).get("limit"),
+        "model": Path(content.model_name).name,
+        "harness": content.lm_eval_version,
+        "limit": content.config.get("limit"),
     }
     return [
         {**about, "name": name, "metrics": {n: v for n, v in metrics.items() if "," in n}}
-        for name, metrics in content["results"].items()
+        for name, metrics in content.results.items()
     ]
 
 
-@contextmanager
-def naming_files(cells: Sequence[Cell]) -> Iterator[None]:
-    """Turn a missing field of cells, or runs, into a UserError that names their files."""
-    try:
-        yield
-    except KeyError as error:
-        files = [cell.get("file") for cell in cells if error.args[0] not in cell]
-        named = ", ".join(dict.fromkeys(file for file in files if file))
-        raise UserError(
-            f"{named or 'the results'}: a result lacks the field {error}; write the file again "
-            "with this version of the command"
-        ) from error
-
-
-def all_cells(contents: Sequence[dict[str, Any]]) -> list[Cell]:
-    """The cells of all result files, each with its file and the machine it was measured on."""
-    return [
-        {"machine": _machine(content), "file": content.get("file"), **cell}
-        for content in contents
-        for cell in content.get("results", [])
-    ]
-
-
-def _machine(content: dict[str, Any]) -> str | None:
-    """What times depend on."""
-    about = content.get("environment")
-    if not about:
-        return None
-    processors = about.get("gpus") or [about.get("processor")]
-    torch = about.get("versions", {}).get("torch")
-    threads = about.get("threads")
-    plural = "" if threads == 1 else "s"
-    return f"{', '.join(map(str, processors))}, {threads} thread{plural}, PyTorch {torch}"
-
-
-def grouped(cells: Iterable[Cell], key: Callable[[Cell], Any]) -> dict[Any, list[Cell]]:
-    """Cells by a key, the keys in the order of their first cells."""
-    groups: dict[Any, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(key(cell), []).append(cell)
+def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    """Items by a key, the keys in the order of their first items."""
+    groups: dict[Any, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
 
 
-def comparable(cells: Sequence[Cell], facts: Callable[[Cell], Facts]) -> list[list[Cell]]:
-    """Cells of one task in groups that no fact tells apart; a cell's unknown facts are left out."""
+def comparable(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells of one task in groups that no fact tells apart; a cell's unknown facts are left out.
+
+    The models of a study, of several seeds or sizes, are compared with one another alone.
+    """
+    trials = grouped(cells, lambda cell: cell.file)
+    seeds = {
+        file
+        for file, of in trials.items()
+        if len({(c.training_seed, c.size) for c in of if hasattr(c, "training_seed")}) > 1
+    }
+
+    def facts(cell: Cell) -> dict[Any, Any]:
+        return {"study": cell.file} if cell.file in seeds else {"study": "", **cell.facts}
+
     # The cells of one file and model stay together, unless they differ in a fact themselves.
-    units = grouped(cells, lambda cell: (cell.get("file"), cell.get("model"))).values()
-    parts = [part for unit in units for part in _merged([[cell] for cell in unit], facts)]
+    units = grouped(cells, lambda cell: (cell.file, cell.model)).values()
+    known = {id(cell): facts(cell) for cell in cells}
+    parts = [part for unit in units for part in _merged([[cell] for cell in unit], known)]
     order = {id(cell): number for number, cell in enumerate(cells)}
-    return [sorted(group, key=lambda c: order[id(c)]) for group in _merged(parts, facts)]
+    return [sorted(group, key=lambda c: order[id(c)]) for group in _merged(parts, known)]
 
 
-def _merged(parts: Sequence[list[Cell]], facts: Callable[[Cell], Facts]) -> list[list[Cell]]:
+def _merged(parts: Sequence[list[Cell]], facts: dict[int, dict[Any, Any]]) -> list[list[Cell]]:
     """Every part joins the first group that it does not contradict."""
-    groups: list[tuple[Facts, list[Cell]]] = []
+    groups: list[tuple[dict[Any, Any], list[Cell]]] = []
     for part in parts:
-        said = {name: value for cell in part for name, value in facts(cell).items()}
+        said = {name: value for cell in part for name, value in facts[id(cell)].items()}
         for known, group in groups:
             if all(known.get(name, value) == value for name, value in said.items()):
                 known.update(said)
@@ -186,28 +168,20 @@ def _merged(parts: Sequence[list[Cell]], facts: Callable[[Cell], Facts]) -> list
     return [group for _, group in groups]
 
 
-def differ(one: Cell, other: Cell) -> bool:
-    """Whether two cells, or runs, say different things about one; time does not count."""
-    shared = one.keys() & other.keys() - {"seconds", "throughput", "file", "machine"}
-    return any(one[name] != other[name] for name in shared)
-
-
-def tell_apart(
-    groups: Sequence[Sequence[Cell]], cells: Sequence[Cell], runs: Sequence[Cell]
-) -> None:
+def tell_apart(groups: Sequence[Sequence[Cell]], runs: Sequence[Run]) -> None:
     """Add its file to the name of every model, and run, that several files measure differently."""
     names = set().union(*map(_claimed_twice, groups))
-    names |= {name for name, count in Counter(run["name"] for run in runs).items() if count > 1}
-    named = [(cell, "model") for cell in cells] + [(run, "name") for run in runs]
-    named = [(item, key) for item, key in named if item.get(key) in names and item["file"]]
-    paths = {item["file"]: Path(item["file"]) for item, _ in named}
+    names |= {name for name, count in Counter(run.name for run in runs).items() if count > 1}
+    named = [(cell, "model") for group in groups for cell in group] + [(r, "name") for r in runs]
+    named = [(item, key) for item, key in named if getattr(item, key) in names and item.file]
+    paths = {item.file: Path(item.file) for item, _ in named}
     # The folder of a results.json or training.json, else the file's stem, if these tell all apart.
     generic = ("results", "training")
     short = {f: p.parent.name if p.stem in generic else p.stem for f, p in paths.items()}
     unique = len(set(short.values())) == len(short)
     for item, key in named:
-        name = short[item["file"]] if unique else ""
-        item[key] = f"{item[key]} ({name or item['file']})"
+        name = short[item.file] if unique else ""
+        setattr(item, key, f"{getattr(item, key)} ({name or item.file})")
 
 
 def _claimed_twice(cells: Sequence[Cell]) -> set[str]:
@@ -215,24 +189,32 @@ def _claimed_twice(cells: Sequence[Cell]) -> set[str]:
     first: dict[Any, Cell] = {}
     names = set()
     for cell in cells:
-        if "model" not in cell:
-            continue
+        other = first.setdefault((cell.model, *(getattr(cell, n, None) for n in PLACE)), cell)
         # A name also belongs to two models if these differ where their cells do not meet.
-        about = {n: cell[n] for n in ("model", "attention", "training_length", "file") if n in cell}
-        place = tuple(str(cell.get(name)) for name in PLACE)
-        for where, content in ((place, cell), (None, about)):
-            other = first.setdefault((cell["model"], where), content)
-            if other.get("file") != content.get("file") and differ(other, content):
-                names.add(cell["model"])
-    return names
+        any_other = first.setdefault(cell.model, cell)
+        one, two = ((each.attention, each.training_length) for each in (any_other, cell))
+        if other.file != cell.file and unlike(other, cell):
+            names.add(cell.model)
+        if any_other.file != cell.file and one != two:
+            names.add(cell.model)
+    return names - {""}
 
 
-def without_copies(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_copies(runs: Sequence[Run]) -> list[Run]:
     """Runs, each once where several files have it; of a model with several seeds the first."""
-    unique: list[dict[str, Any]] = []
+    unique: list[Run] = []
     for run in runs:
-        others = [other for other in unique if other["name"] == run["name"]]
-        seeds = [other for other in others if other["file"] == run["file"] and "seed" in run]
-        if not seeds and all(differ(other, run) for other in others):
+        others = [other for other in unique if other.name == run.name]
+        seeds = [other for other in others if other.file == run.file and run.seed is not None]
+        if not seeds and all(unlike(other, run) for other in others):
             unique.append(run)
     return unique
+
+
+def parsed(contents: Sequence[dict[str, Any]]) -> list[ResultFile]:
+    """The contents of result files, checked but for their cells; runs with their files."""
+    files = [checked(ResultFile, content, str(content.get("file", ""))) for content in contents]
+    for file in files:
+        for run in file.training:
+            run.file = file.file
+    return files

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from coca_lab.report.charts import Chart
+from coca_lab.report.charts import LineChart
 
 Table = tuple[Sequence["str | Entry"], Sequence[Sequence["str | Entry"]]]
 """Header and rows."""
@@ -49,7 +49,7 @@ class Section:
     title: str
     lead: str = ""
     text: str = ""
-    chart: Chart | None = None
+    chart: LineChart | None = None
     header: Sequence[str | Entry] = ()
     rows: Sequence[Sequence[str | Entry]] = ()
     note: str = ""
@@ -84,7 +84,8 @@ def enumeration(names: Sequence[str]) -> str:
 
 def span(values: Iterable[float], form: str) -> str:
     """The smallest value and the largest: "8 to 16", or once if they are written alike."""
-    ends = min(values := list(values)), max(values)
+    values = list(values)
+    ends = (min(values), max(values)) if values else ()
     return " to ".join(dict.fromkeys(f"{end:{form}}" for end in ends))
 
 

@@ -3,23 +3,31 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
+import pandas as pd
 import yaml
 
-from coca_lab.report.angles import angle_sections
-from coca_lab.report.bench import bench_facts, bench_sections
-from coca_lab.report.perplexity import perplexity_facts, perplexity_sections
-from coca_lab.report.prompts import passkey_sections, prompt_facts, ruler_sections
-from coca_lab.report.results import Cell, Facts, all_cells, comparable
+from coca_lab.report.angles import AngleCell, angle_sections
+from coca_lab.report.bench import Bench, bench_sections
+from coca_lab.report.cells import (
+    Cell,
+    Perplexity,
+    Positive,
+    Prompts,
+    Recall,
+    ResultFile,
+    Ruler,
+    checked_cell,
+)
+from coca_lab.report.lengths import passkey_sections, recall_sections, ruler_sections
+from coca_lab.report.perplexity import perplexity_sections
+from coca_lab.report.results import comparable, parsed
 from coca_lab.report.section import Section
-from coca_lab.report.study import gather_seeds, study_sections
 
-Cells = Sequence[Cell]
 Tasks = dict[str, list[list[Cell]]]
 """By the name of a task, groups of comparable cells."""
-PAPER_LENGTH = 512
-"""Training length of the paper's models, in tokens."""
-PAPER_WINDOWS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+PAPER = "paper.yaml"
 
 
 @dataclass(frozen=True)
@@ -29,118 +37,97 @@ class TaskReport:
     Attributes:
         sections: From the cells to sections of the page; the terminal shows their tables.
         title: Heading of a page that has no other task.
-        facts: From a cell to what its figures depend on besides the model. Cells that differ in a
-            fact are never shown in one section; by default all cells are comparable.
-        noun: What such cells are results on.
+        cell: The type of its cells, which they are checked against. Its ``facts`` are what a
+            figure depends on besides the model: cells that differ in one are shown apart.
     """
 
-    sections: Callable[[Cells], list[Section]]
+    sections: Callable[[Any], list[Section]]
     title: str = "Long context"
-    facts: Callable[[Cell], Facts] = lambda cell: {}
-    noun: str = "text"
+    cell: type[Cell] = Cell
 
 
-def harness_sections(cells: Cells) -> list[Section]:
+class Harness(Cell):
+    """A task of lm-evaluation-harness."""
+
+    name: str
+    metrics: dict[str, Any]
+    harness: str
+    limit: Positive | None = None
+
+    @property
+    def facts(self) -> dict[Any, Any]:
+        """The version, and how many questions were asked."""
+        return self._known("harness", "limit")
+
+
+def harness_sections(cells: Sequence[Harness]) -> list[Section]:
     """Results of the lm-evaluation-harness, in the layout of the paper's Table 5."""
-    scores = {
-        (cell["model"], cell["name"], metric): value
+    scores = pd.DataFrame(
+        {"model": cell.model, "metric": f"{cell.name}: {name.partition(',')[0]}", "value": value}
         for cell in cells
-        for metric, value in cell["metrics"].items()
-        if "stderr" not in metric and isinstance(value, int | float)
-    }
-    columns = list(dict.fromkeys((name, metric) for _, name, metric in scores))
-    rows = []
-    for model in dict.fromkeys(cell["model"] for cell in cells):
-        values = [scores.get((model, *column)) for column in columns]
-        rows.append([model, *("–" if v is None else f"{v:.4g}" for v in values)])
-    header = ["model", *(f"{name}: {metric.partition(',')[0]}" for name, metric in columns)]
-    note = f"lm-evaluation-harness {', '.join(sorted({str(cell['harness']) for cell in cells}))}."
-    limits = sorted({cell["limit"] for cell in cells if cell["limit"] is not None})
-    if limits:
-        note += f" At most {limits[-1]} questions per task."
-    return [Section("Short context", header=header, rows=rows, note=note)]
-
-
-def recall_sections(cells: Cells) -> list[Section]:
-    """Right answers by the length of the text, a row for every model and number of pairs."""
-    shares = {
-        (f"{cell['model']}, {cell['pairs']} pairs", cell["length"]): cell["accuracy"]
-        for cell in cells
-        if cell["scaling"] == "none"
-    }
-    lengths = sorted({length for _, length in shares})
-    rows = [
-        [name, *(f"{shares[name, n]:.2f}" if (name, n) in shares else "" for n in lengths)]
-        for name in dict.fromkeys(name for name, _ in shares)
-    ]
-    header = ["right answers at", *(f"{n:,}" for n in lengths)]
-    return [Section("Associative recall", header=header, rows=rows)] if rows else []
-
-
-def paper_sections(task: str, cells: Cells, every: bool) -> list[Section]:
-    """The paper's tables about a task: those that compare with models among the cells, or all."""
-    # Tables 1 to 3 compare with models of the paper's training length, Table 4 with models that
-    # have position interpolation of their own, and so were trained under it.
-    compared = {
-        "its training length": any(c.get("training_length") == PAPER_LENGTH for c in cells),
-        "interpolated models": any(
-            cell.get("scaling") == "none"
-            and (cell.get("rope_parameters") or {}).get("rope_type") == "linear"
-            for cell in cells
-        ),
-    }
-    text = files("coca_lab.report").joinpath("paper.yaml").read_text(encoding="utf-8")
-    paper = yaml.safe_load(text).get(task, {"columns": "", "tables": []})
-    header = [paper["columns"], *(f"{n:,}" for n in PAPER_WINDOWS)]
-    return [
-        Section(table["title"], header=header, rows=table["rows"], note=table.get("note", ""))
-        for table in paper["tables"]
-        if every or compared[table["of"]]
-    ]
-
-
-def _facts(*names: str) -> Callable[[Cell], Facts]:
-    """The facts that are fields of a cell."""
-    return lambda cell: {name: cell[name] for name in names if cell.get(name) is not None}
+        for name, value in cell.metrics.items()
+        if "stderr" not in name and isinstance(value, int | float)
+    )
+    if scores.empty:
+        return []
+    table = scores.pivot_table("value", "model", "metric", sort=False, aggfunc="first")
+    rows = [list(row) for row in table.map("{:.4g}".format, "ignore").fillna("–").itertuples()]
+    limit = f" At most {cells[0].limit:g} questions per task." if cells[0].limit else ""
+    note = f"lm-evaluation-harness {cells[0].harness}.{limit}"
+    return [Section("Short context", header=["model", *table.columns], rows=rows, note=note)]
 
 
 REPORTS: dict[str, TaskReport] = {
-    "study": TaskReport(study_sections, "Several seeds", _facts("file"), "study"),
-    "perplexity": TaskReport(
-        perplexity_sections, "Perplexity against context length", perplexity_facts
-    ),
-    "passkey": TaskReport(passkey_sections, "Passkey retrieval", prompt_facts, "prompts"),
-    "ruler": TaskReport(ruler_sections, "RULER", prompt_facts, "prompts"),
-    "recall": TaskReport(recall_sections, "Associative recall", _facts("seed", "file"), "texts"),
-    "harness": TaskReport(
-        harness_sections, "Short context", _facts("limit", "harness"), "questions"
-    ),
-    "bench": TaskReport(bench_sections, "Benchmarks", bench_facts, "measurement"),
-    "angles": TaskReport(
-        angle_sections, "Angles between queries and keys", _facts("documents", "tokens", "longest")
-    ),
+    "perplexity": TaskReport(perplexity_sections, "Perplexity against context length", Perplexity),
+    "passkey": TaskReport(passkey_sections, "Passkey retrieval", Prompts),
+    "ruler": TaskReport(ruler_sections, "RULER", Ruler),
+    "recall": TaskReport(recall_sections, "Associative recall", Recall),
+    "harness": TaskReport(harness_sections, "Short context", Harness),
+    "bench": TaskReport(bench_sections, "Benchmarks", Bench),
+    "angles": TaskReport(angle_sections, "Angles between queries and keys", AngleCell),
 }
 """By the field ``task`` of a cell, in the order of the page."""
 
 
-def by_task(cells: Cells) -> Tasks:
+def by_task(contents: Sequence[ResultFile]) -> Tasks:
     """For every task that the report shows, in the order of the page, its comparable cells."""
-    gather_seeds(cells)
-    chosen = {name: [cell for cell in cells if cell["task"] == name] for name in REPORTS}
-    return {name: comparable(of, REPORTS[name].facts) for name, of in chosen.items() if of}
+    chosen: dict[str, list[Cell]] = {name: [] for name in REPORTS}
+    for content in contents:
+        for number, cell in enumerate(content.results):
+            task = checked_cell(Cell, cell, content, number).task
+            if task in chosen:
+                chosen[task].append(checked_cell(REPORTS[task].cell, cell, content, number))
+    return {name: comparable(of) for name, of in chosen.items() if of}
 
 
 def groups_of(tasks: Tasks) -> Iterator[tuple[str, list[Cell], str]]:
     """The groups of every task, by its name; and what they are called, if a task has several."""
     for name, groups in tasks.items():
         for number, group in enumerate(groups, 1):
-            yield name, group, f"{REPORTS[name].noun} {number}" if len(groups) > 1 else ""
+            yield name, group, f"group {number}" if len(groups) > 1 else ""
 
 
-def printed_tables(cells: Cells) -> list[tuple[list[str], list[list[str]]]]:
+def paper_figures() -> list[dict[str, Any]]:
+    """The paper's figures as the contents of result files, one for each of its tables."""
+    text = files("coca_lab.report").joinpath(PAPER).read_text(encoding="utf-8")
+    return [
+        {
+            "file": table["title"],
+            "results": [
+                {**table["about"], "model": model, table["length"]: n, table["figure"]: value}
+                for model, values in table["rows"].items()
+                for n, value in zip(table["lengths"], values, strict=True)
+                if value != "OOM"
+            ],
+        }
+        for table in yaml.safe_load(text)
+    ]
+
+
+def printed_tables(cells: Sequence[dict[str, Any]]) -> list[tuple[list[str], list[list[str]]]]:
     """Header and rows of every table for the terminal, as text."""
     tables = []
-    for name, group, called in groups_of(by_task(all_cells([{"results": cells}]))):
+    for name, group, called in groups_of(by_task(parsed([{"results": list(cells)}]))):
         for section in REPORTS[name].sections(group):
             if section.rows and section.printed:
                 first, *header = map(str, section.header)

@@ -1,10 +1,10 @@
-"""Training runs in the report: validation perplexity, losses, speed, sizes."""
+"""Training runs in the report: validation perplexity, losses, retrieval, speed, sizes."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pandas as pd
 
+from coca_lab.report.cells import Run
 from coca_lab.report.charts import Frame, LineChart
 from coca_lab.report.section import Section, enumeration, signed
 
@@ -19,11 +19,10 @@ TOKENS = "tokens trained on (millions)"
 NEAR = (0.01, 0.005)
 DRAWN = 1_000
 """Points of a line at most: a picture shows no more."""
-Run = dict[str, Any]
 
 
 def training_sections(runs: Sequence[Run]) -> list[Section]:
-    """Curves and a table of training runs, contents of ``training.json`` with a ``name``."""
+    """Curves and a table of training runs."""
     if not runs:
         return []
     sections, curves = [*_validation(runs), *_retrieval(runs)], _entries(runs, "curve")
@@ -38,11 +37,11 @@ def _entries(runs: Sequence[Run], field: str) -> Frame:
     """The entries of a field of runs, with their run, objective, and millions of tokens as x."""
     rows = []
     for run in runs:
-        objectives = {stage["name"]: stage["objective"] for stage in run.get("stages", [])}
-        for entry in run[field]:
-            x = entry["step"] * _per_step(run) / 1e6
-            objective = objectives.get(entry.get("stage"), "next_token")
-            rows.append({**entry, "line": run["name"], "x": x, "objective": objective})
+        objectives = {stage.name: stage.objective for stage in run.stages}
+        for entry in getattr(run, field):
+            x = entry.step * _per_step(run) / 1e6
+            objective = objectives.get(entry.stage, "next_token")
+            rows.append({**vars(entry), "line": run.name, "x": x, "objective": objective})
     return pd.DataFrame(rows, columns=None if rows else ["objective"])
 
 
@@ -72,14 +71,14 @@ def _thinned(points: Frame) -> Frame:
 
 
 def _validation(runs: Sequence[Run]) -> list[Section]:
-    measured = [run for run in runs if run.get("validation")]
+    measured = [run for run in runs if run.validation]
     if not measured:
         return []
     points = _drawn(_entries(measured, "validation"), "perplexity")
-    starts = {run["start"]["name"]: run["start"] for run in measured if run.get("start")}
+    starts = {run.start.name: run.start.perplexity for run in measured if run.start}
     look = {"x": [points["x"].min(), points["x"].max()], "dash": "2 3", "mark": "line"}
     levels = [
-        pd.DataFrame({"line": f"{name} (start)", "y": start["perplexity"], **look})
+        pd.DataFrame({"line": f"{name} (start)", "y": start, **look})
         for name, start in starts.items()
     ]
     within = [f"within {share:.1%} from" for share in NEAR]
@@ -104,23 +103,23 @@ def _validation(runs: Sequence[Run]) -> list[Section]:
 
 
 def _validation_row(run: Run) -> list[str]:
-    values = [entry["perplexity"] for entry in run["validation"]]
+    values = [entry.perplexity for entry in run.validation]
     measured = [f"{values[0]:.2f}", f"{values[-1]:.2f}"]
-    if not run.get("start"):
-        return [run["name"], "–", *measured, *["–"] * (1 + len(NEAR))]
-    start = run["start"]["perplexity"]
+    if run.start is None:
+        return [run.name, "–", *measured, *["–"] * (1 + len(NEAR))]
+    start = run.start.perplexity
     change = signed(values[-1] / start - 1, ".2%")
     until = (_tokens_until(run, start * (1 + share)) for share in NEAR)
-    return [run["name"], f"{start:.2f}", *measured, change, *until]
+    return [run.name, f"{start:.2f}", *measured, change, *until]
 
 
 def _tokens_until(run: Run, limit: float) -> str:
     """Tokens after which the validation perplexity remains at or below a limit."""
     reached = "never"
-    for entry in reversed(run["validation"]):
-        if entry["perplexity"] > limit:
+    for entry in reversed(run.validation):
+        if entry.perplexity > limit:
             break
-        reached = f"{entry['step'] * _per_step(run):,.0f}"
+        reached = f"{entry.step * _per_step(run):,.0f}"
     return reached
 
 
@@ -128,11 +127,14 @@ def _retrieval(runs: Sequence[Run]) -> list[Section]:
     """Passkeys and needles found in validation, where a run asked for some."""
     drawn, rows = [], []
     for run in runs:
-        for name, of in run.get("retrieval", {}).items():
+        for name, of in run.retrieval.items():
             points = _entries([run], "validation")
-            label = f"{run['name']}: {of['what']} at {of['length']:,}"
-            points = points.assign(line=label, y=[e[name] for e in points["retrieval"]])
-            start = (run.get("start") or {}).get("retrieval", {}).get(name)
+            label = f"{run.name}: {of.what} at {of.length:,}"
+            points = points.assign(line=label, y=[e.retrieval.get(name) for e in run.validation])
+            points = points.dropna(subset="y")
+            if points.empty:
+                continue
+            start = run.start.retrieval.get(name) if run.start else None
             shares = (start, *points["y"].iloc[[0, -1]])
             rows.append([label, *("–" if share is None else f"{share:.2f}" for share in shares)])
             drawn.append(points)
@@ -158,15 +160,16 @@ def _best(what: str, points: Frame, choose: str) -> str:
 
 
 def _per_step(run: Run) -> float:
-    return run["tokens"] / run["steps"]
+    return run.tokens / run.steps
 
 
 def _table(runs: Sequence[Run]) -> Section:
     header = ["run", "parameters", "steps", "tokens", "passes over the text", "seconds", "tokens/s"]
     rows = []
     for run in runs:
-        seconds = run["seconds"]
-        times = [f"{seconds:,.0f}", f"{run['tokens'] / seconds:,.0f}"] if seconds else ["–", "–"]
-        counts = (f"{run[name]:,}" for name in ("parameters", "steps", "tokens"))
-        rows.append([run["name"], *counts, f"{run['epochs']:.2f}", *times])
+        times = ["–", "–"]
+        if run.seconds:
+            times = [f"{run.seconds:,.0f}", f"{run.tokens / run.seconds:,.0f}"]
+        counts = (f"{count:,}" for count in (run.parameters, run.steps, run.tokens))
+        rows.append([run.name, *counts, f"{run.epochs:.2f}", *times])
     return Section("Runs", header=header, rows=rows)

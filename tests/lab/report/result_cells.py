@@ -4,7 +4,9 @@ from collections import Counter
 from html.parser import HTMLParser
 
 from coca_lab.intervals import wilson_interval
-from coca_lab.report.results import all_cells
+from coca_lab.report.page import page_sections, tasks_and_runs
+from coca_lab.report.results import parsed
+from coca_lab.report.section import Section
 
 ATTENTION = {"CoCA-Slack": "slack", "CoCA-Strict": "strict"}
 ENVIRONMENT = {
@@ -13,9 +15,11 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def read(*cells: dict) -> list[dict]:
-    """Copies of cells as they are read from a file."""
-    return all_cells([{"results": cells}])
+def shown(*cells: dict, runs=()) -> dict[str, Section]:
+    """The sections of a page of cells and runs, by their titles."""
+    content = {"results": [*cells], "training": [*runs], "file": "results.json"}
+    sections = page_sections(*tasks_and_runs(parsed([content])))
+    return {section.title: section for section in sections}
 
 
 def perplexity(model: str, window: int, value: float, scaling: str = "none", **changes) -> dict:
@@ -56,7 +60,6 @@ def study(model: str, seed: int, size: float, near: float, far: float) -> list[d
     about = {
         "task": "perplexity", "model": model, "training_seed": seed, "size": f"{size:g}M",
         "parameters": int(1e6 * size), "training_length": 256, "scaling": "none",
-        "file": "results.json",
     }  # fmt: skip
     return [about | {"window": n, "perplexity": y} for n, y in ((256, near), (4096, far))]
 

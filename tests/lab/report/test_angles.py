@@ -2,18 +2,17 @@
 
 import copy
 import json
-import re
 
 import pytest
 import torch
-from result_cells import lines
+from result_cells import lines, shown
 
 from coca_lab.analysis import AnalysisSettings, analyze
 from coca_lab.cli.console import print_table
 from coca_lab.report import printed_tables
-from coca_lab.report.angles import angle_sections
 from conftest import tiny_model
 
+LAYERS = ("", ", layer 0", ", layer 1")
 KINDS = {"RoFormer": "rope", "Slack": "slack", "Strict": "strict"}
 
 
@@ -29,15 +28,13 @@ def cells():
 
 
 def table(cells):
-    *_, section = angle_sections(cells)
-    return {name: entries for name, *entries in section.rows}
+    return {name: entries for name, *entries in shown(*cells)["Figures of every model"].rows}
 
 
-def test_texts_say_what_was_measured(cells):
-    sections = angle_sections(cells)
-    assert [section.title for section in sections] == [
-        "Angle between query and key: RoFormer",
-        "Angle between query and key: Slack",
+def test_sections_name_their_findings(cells):
+    sections = shown(*cells)
+    assert list(sections) == [
+        "Angle between query and key",
         "Anomalous tokens by rotary pair",
         "Score and bounds by distance: RoFormer",
         "Score and bounds by distance: Slack",
@@ -45,44 +42,37 @@ def test_texts_say_what_was_measured(cells):
         "All positions moved",
         "Figures of every model",
     ]
-    assert all(section.lead and section.chart for section in sections[:-1])
-    texts = {section.title: section.text for section in sections}
-    shares = [layer["angles"]["cases"]["d"] for layer in cells[0]["layers"]]
-    assert f"in {sum(shares) / 2:.1%} of all" in texts["Angle between query and key: RoFormer"]
-    slack = [layer["effective_angles"]["cases"]["d"] for layer in cells[1]["layers"]]
-    assert f"in {sum(slack) / 2:.1%} of all" in texts["Angle between query and key: Slack"]
-    assert "Strict: none, since all angles are 0" in texts["Anomalous tokens by rotary pair"]
+    *drawn, figures = sections.values()
+    assert all(section.lead and section.chart for section in drawn) and not figures.chart
+    rope, slack = (
+        sum(layer[angles]["cases"]["d"] for layer in cell["layers"]) / 2
+        for cell, angles in zip(cells, ("angles", "effective_angles"), strict=False)
+    )
+    assert f"exceed π: {rope:.1%} (RoFormer), {slack:.1%} (Slack)." in drawn[0].lead
     found = [x["angles"]["lengths"][1]["anomalous_share"] for x in cells[0]["layers"]]
     share = sum(map(sum, found)) / sum(map(len, found))
-    assert f"{share:.1%} at 64 tokens" in texts["Anomalous tokens by rotary pair"]
+    assert f"RoFormer {share:.1%} at 64 tokens, Slack" in drawn[1].lead
+    assert "RoFormer within round-off, Slack 0." in drawn[5].lead
     checked = sum(layer["decay"]["eq19"]["checked"] for layer in cells[0]["layers"])
     assert table(cells)["violations of Eq. 19"][0] == f"0 of {checked:,}"
-    moved = texts["All positions moved"]
-    assert "RoFormer, moved by 100 tokens: scores do not change beyond round-off" in moved
-    assert "Strict, moved by 100 tokens: scores do not change beyond round-off" in moved
-    assert re.search(r"Slack, moved by 100 tokens: scores change by [\d.]+ of their spread", moved)
     shares = [layer["absolute_share"] for layer in cells[1]["layers"]]
-    assert moved.count("depends on m + n") == 1
-    assert f"{sum(shares) / 2:.1%} of its scores depends on m + n" in moved
+    assert table(cells)["scores that depend on m + n"][1:] == [f"{sum(shares) / 2:.1%}", "–"]
 
 
-def test_the_figures_show_the_numbers(cells):
-    charts = {section.title: section.chart for section in angle_sections(cells)}
-    heat = charts["Angle between query and key: RoFormer"]
-    assert [heat.values.columns[i] for i in (0, 9, 35)] == ["0", "90", "350"]
-    for layer, row in zip(cells[0]["layers"], heat.values.to_numpy(), strict=True):
-        columns = zip(*layer["angles"]["histogram"], strict=True)
-        assert row == pytest.approx([36 * sum(column) / len(column) for column in columns])
+def test_the_charts_show_the_numbers(cells):
+    charts = {title: section.chart for title, section in shown(*cells).items()}
+    density = lines(charts["Angle between query and key"])
+    assert list(density) == [f"{n}{part}" for n in ("RoFormer", "Slack") for part in LAYERS]
+    layer, (first, *_) = cells[0]["layers"][0], density["RoFormer, layer 0"].values()
+    column = [row[0] for row in layer["angles"]["histogram"]]
+    assert first == pytest.approx(36 * sum(column) / len(column))
+    assert sum(density["Slack"].values()) == pytest.approx(36)
     anomalous = lines(charts["Anomalous tokens by rotary pair"])
     # Of the slack form only the length that was read.
-    assert list(anomalous) == [
-        *("RoFormer, 64 tokens", "RoFormer, 32 tokens", "Slack, 32 tokens"),
-        *("Strict, 64 tokens", "Strict, 32 tokens"),
-    ]
+    assert list(anomalous) == [*("RoFormer, 64 tokens", "RoFormer, 32 tokens", "Slack, 32 tokens")]
     shares = [layer["angles"]["lengths"][1]["anomalous_share"] for layer in cells[0]["layers"]]
     mean = [50 * (a + b) for a, b in zip(*shares, strict=True)]
     assert list(anomalous["RoFormer, 64 tokens"].values()) == pytest.approx(mean)
-    assert not any(anomalous["Strict, 32 tokens"].values())
     rows = [layer["decay"]["by_distance"] for layer in cells[1]["layers"]]
     decay = lines(charts["Score and bounds by distance: Slack"]).values()
     for line, key in zip(decay, ("score", "eq19", "eq20"), strict=True):
@@ -112,19 +102,13 @@ def test_violations_are_shown_and_what_is_not_there_is_left_out(cells):
     first, second = changed[0]["layers"]
     second["decay"]["eq20"] |= {"violations": 3, "largest_ratio": 1.5}
     changed[0]["shifts"] = first["shifts"] = second["shifts"] = []
-    angles = first["angles"]
-    angles["histogram"] = [[None] * 36 for _ in angles["histogram"]]
-    angles["zero_share"] = [1.0 for _ in angles["zero_share"]]
-    angles["cases"] = dict.fromkeys("abcd")
-    for entry in angles["lengths"]:
-        entry["anomalous_share"] = [None for _ in entry["anomalous_share"]]
+    first["angles"]["cases"] = {"d": None}
     for row in first["decay"]["by_distance"]:
         row |= {"score": None, "eq19": None, "eq20": None}
-    assert len(angle_sections(changed)) == 4
+    assert "All positions moved" not in shown(*changed)
     found = table(changed)
     assert found["violations of Eq. 20, at angles of 0"][0].startswith("3 of ")
     assert found["largest ratio in Eq. 20, at angles of 0"] == ["1.5"]
     assert not any("moved" in name for name in found)
-    # Without angles there is text, and no empty figure.
-    anomalous, *_ = angle_sections(cells[2:])
-    assert anomalous.chart is None and "none, since all angles are 0" in anomalous.text
+    # Without angles there are no figures of them.
+    assert "Angle between query and key" not in shown(*cells[2:])

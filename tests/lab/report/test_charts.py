@@ -10,6 +10,7 @@ import pytest
 from coca_lab.report import LineChart, read_results
 from coca_lab.report.charts import GAP, METHODS, NARROW, WIDE, method_of, spread, static_svg
 from coca_lab.report.page import page_sections, tasks_and_runs
+from coca_lab.report.results import parsed
 
 RESULTS = Path(__file__).parents[3] / "results"
 
@@ -105,21 +106,24 @@ def test_pictures_fit_wide_and_narrow_pages_and_say_their_values():
     ),
 )
 def test_a_published_study_shows_a_chart_and_its_finding_first(folder):
-    sections = page_sections(*tasks_and_runs(read_results([folder])), False)
-    assert sections[0].chart and sections[0].lead
+    first, *sections = sections_of(folder)
+    assert first.chart and first.lead
     assert not any(section.chart and not section.lead for section in sections)
+
+
+def sections_of(folder):
+    return page_sections(*tasks_and_runs(parsed(read_results([folder]))))
 
 
 def test_trials_of_a_study_are_read_with_words_for_their_letters():
     """Means over seeds, as results/verdict has them, without the runs that chose a rate."""
-    tasks, _ = tasks_and_runs(read_results([RESULTS / "verdict"]))
-    section, *_ = page_sections(tasks, [], False)
+    section, *_ = sections_of(RESULTS / "verdict")
     means = section.chart.points.set_index(["line", "x"])
     assert means.loc[("PoPE", 256), "seeds"] == 10
     assert means.loc[("CoCA-Strict", 1024), "y"] == pytest.approx(32.9, abs=0.2)
     assert means.loc[("rotary", 1024), "y"] == pytest.approx(103, abs=2)
     assert means.loc[("rotary, limited distances", 1024), "y"] == pytest.approx(24.6, abs=0.1)
-    recall = page_sections(*tasks_and_runs(read_results([RESULTS / "recall"])), False)[0]
-    assert recall.title == "Share of questions answered, 4 pairs" and "roles" in recall.lead
-    smol = page_sections(*tasks_and_runs(read_results([RESULTS / "smollm2"])), False)[0]
+    recall = sections_of(RESULTS / "recall")[0]
+    assert recall.title == "Associative recall, 4 pairs" and "roles" in recall.lead
+    smol = sections_of(RESULTS / "smollm2")[0]
     assert {"dynamic NTK", "YaRN", "limited distances"} <= set(smol.chart.points["line"])

@@ -18,6 +18,7 @@ from result_cells import (
     passkey,
     perplexity,
     ruler,
+    shown,
     study,
     training,
 )
@@ -25,9 +26,9 @@ from result_cells import (
 from coca_attention.errors import UserError
 from coca_lab.report import Entry, Section, build_report, printed_tables, write_report
 from coca_lab.report.page import OPEN
-from coca_lab.report.results import all_cells, read_results
+from coca_lab.report.results import parsed, read_results
 from coca_lab.report.tasks import by_task
-from coca_lab.report.training import DRAWN, training_sections
+from coca_lab.report.training import DRAWN
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +107,8 @@ def test_headings_name_what_was_measured_the_models_and_the_finding(undrawn):
     headings = re.findall(r'<p class="kicker">.*</p>\s*<h2>(.*)</h2>', page)
     assert headings == [
         "At 64 tokens (the training context) a has a perplexity of 2.00.",
-        "At 64 tokens (0.125 × the training context) a finds 20% of the passkeys.",
-        "At 512 tokens (the training context) a finds 50% of what RULER’s tasks ask for.",
+        "At 64 tokens (0.125 × the training context) a has a share of passkeys found of 0.20.",
+        "At 512 tokens (the training context) a has a RULER score of 0.50.",
         "X, 16 tokens: b 2 MB; a 2 MB.",
         "Lowest training loss at the end: 4, of RoFormer.",
     ]
@@ -149,11 +150,11 @@ def test_results_on_other_texts_stand_apart(tmp_path, undrawn):
     other = [perplexity(name, 64, value, documents=text) for name, value in (("C", 20), ("D", 30))]
     files = [written(tmp_path, "a.json", CELLS), written(tmp_path, "b.json", other)]
     text = Page(build_report(read_results(files))).text
-    assert "Text 2: At 64 tokens (the training context) C has the lowest" in text
-    assert f"Text 1: RoFormer, CoCA-Slack ({files[0]})" in text
-    assert "Perplexity against the length read at once (text 2)" in text
+    assert "Group 2: At 64 tokens (the training context) C has the lowest" in text
+    assert f"Group 1: RoFormer, CoCA-Slack ({files[0]})" in text
+    assert "Perplexity against the length read at once (group 2)" in text
     names = [header[0] for header, _ in printed_tables([*CELLS, *other])]
-    assert names == ["perplexity at (text 1)", "perplexity at (text 2)"]
+    assert names == ["perplexity at (group 1)", "perplexity at (group 2)"]
 
 
 TEXT, OTHER = perplexity("a", 64, 2.0, text="0"), perplexity("b", 64, 3.0)
@@ -185,7 +186,7 @@ def test_results_are_compared_on_one_text_with_the_same_prompts_or_on_one_machin
         {"results": [cell], "environment": {**ENVIRONMENT, "processor": name}, "file": file}
         for cell, name, file in ((one, "A", "1"), (other, processor, "2"))
     ]
-    (found,) = by_task(all_cells(contents)).values()
+    (found,) = by_task(parsed(contents)).values()
     assert len(found) == groups
 
 
@@ -339,8 +340,7 @@ def test_a_long_curve_is_thinned(tmp_path, undrawn):
     """400,000 losses made a page of 43 MB."""
     curve = [{"step": step, "loss": 1 / step} for step in range(1, 20_001)]
     run = {**TRAINING, "steps": 20_000, "tokens": 10**6, "curve": curve}
-    (section, _) = training_sections([run])
-    points = section.chart.points
+    points = shown(runs=[run])["Training"].chart.points
     assert len(points) == DRAWN and points["y"].iloc[-1] == 1 / 20_000
     assert np.all(np.diff(points["step"]) == 20)
     path = tmp_path / "training.json"

@@ -11,6 +11,7 @@ from coca_lab.data import load_tokenizer
 from coca_lab.data.tasks import ANSWER, encoder
 from coca_lab.evaluation import Model, evaluate
 from coca_lab.evaluation.retrieval import PASSKEYS, PasskeySettings
+from coca_lab.report.cells import Run
 from coca_lab.report.training import training_sections
 from coca_lab.training import load_recipe, read_summary, train
 from coca_lab.training import retrieval as module
@@ -141,7 +142,7 @@ def test_the_report_draws_what_was_found(staged):
             for i, share in enumerate((0.1, 0.98))
         ],
     }
-    sections = {s.title: s for s in training_sections([run, before])}
+    sections = {s.title: s for s in training_sections([*map(Run.model_validate, (run, before))])}
     section = sections["Retrieval in training"]
     assert section.rows == [["new: passkeys at 256", "1.00", "0.10", "0.98"]]
     assert section.chart.points["line"].unique().tolist() == ["new: passkeys at 256"]
@@ -150,4 +151,5 @@ def test_the_report_draws_what_was_found(staged):
     )
     assert what_was_kept(before) == "kept of base: perplexity +5.3 %"
     assert what_was_kept({**before, "start": None}) == ""
-    assert "Retrieval in training" not in {s.title for s in training_sections([before])}
+    titles = {s.title for s in training_sections([Run.model_validate(before)])}
+    assert "Retrieval in training" not in titles

@@ -1,0 +1,296 @@
+"""The types of what result files hold: sections read nothing that these have not checked."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from coca_attention.errors import UserError
+from coca_lab.intervals import DocumentScore
+
+Count = Annotated[int, Field(ge=1, le=2**53)]
+Natural = Annotated[int, Field(ge=0, le=2**53)]
+Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
+Number = Annotated[float, Field(ge=-1e300, le=1e300)]
+Positive = Annotated[float, Field(gt=1e-300, le=1e300)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Interval = Annotated[list[Number], Field(min_length=2, max_length=2)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+def having(*names: str) -> AfterValidator:
+    """Of an object: that it has these fields."""
+
+    def check(values: dict[str, Any]) -> dict[str, Any]:
+        if missing := [name for name in names if name not in values]:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        return values
+
+    return AfterValidator(check)
+
+
+class Part(BaseModel):
+    """A part of a result file; other fields than its own are kept as they are."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+
+class Cell(Part):
+    """A result of a task: what those of all tasks have in common.
+
+    Attributes:
+        task: Name of the task.
+        model: What the results call the model.
+        file: The file that it is from.
+        machine: What times depend on.
+        attention: The model's form of attention.
+        training_length: Tokens of its training context.
+    """
+
+    task: str
+    model: str = ""
+    file: str = ""
+    machine: str = ""
+    attention: str | None = None
+    training_length: Count | None = None
+
+    @property
+    def facts(self) -> dict[Any, Any]:
+        """What it depends on besides the model; cells that differ in a fact are shown apart."""
+        return {}
+
+    def _known(self, *names: str) -> dict[Any, Any]:
+        """Those of these fields that the file has; old ones lack some."""
+        values = {name: getattr(self, name, None) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Figure(Cell):
+    """A figure of a model at a length, of a seed and a size if it is one of a study's models."""
+
+    scaling: Name = "none"
+    factor: Positive | None = None
+    length: Count
+    value: Share | None
+    interval: Interval | None = None
+    kind: str = ""
+    training_seed: Integer | None = None
+    size: str = ""
+    parameters: Count | None = None
+
+
+class Document(Part):
+    """The score of a document; nats that overflowed are null."""
+
+    id: str | int = ""
+    nats: Number | None
+    tokens: Natural
+
+    @property
+    def score(self) -> DocumentScore:
+        return DocumentScore.of(vars(self))
+
+
+class PositionRange(Document):
+    """The score of targets with so many tokens before them."""
+
+    first: Natural
+    last: Count
+
+
+class Repeats(Part):
+    """Scores of the targets that end an n-gram which stands earlier, but only farther back."""
+
+    n: Count
+    beyond: Natural
+    documents: list[Document]
+
+
+class Perplexity(Figure):
+    """The perplexity of a text, read through windows of one length."""
+
+    length: Count = Field(validation_alias="window")
+    value: Positive | None = Field(validation_alias="perplexity")
+    interval: Interval | None = Field(None, validation_alias="ci95")
+    stride: Count | None = None
+    targets: str = ""
+    text: Any = None
+    tokens: Count | None = None
+    documents: list[Document] = []
+    by_position: list[PositionRange] | None = None
+    repeats: Repeats | None = None
+
+    @property
+    def facts(self) -> dict[Any, Any]:
+        """The documents, the tokens scored of each, and the stride."""
+        # The last tokens alone have a stride of their own.
+        facts = self._known("targets", "text", *["stride"] * (self.scaling != "attend-last"))
+        return {**facts, "documents": [(each.id, each.tokens) for each in self.documents]}
+
+
+class Sample(Part):
+    """An answer to a prompt."""
+
+    hit: bool = False
+    distance: Count | None = None
+
+
+class Prompts(Figure):
+    """The share of what prompts of one length ask for that a model finds."""
+
+    value: Share = Field(validation_alias="accuracy")
+    interval: Interval | None = Field(None, validation_alias="wilson95")
+    samples: list[Sample] = []
+
+    @property
+    def facts(self) -> dict[Any, Any]:
+        """The prompts; the tokenizer shows in the distances."""
+        named = ("key", "expected", "depth", "depths", "distance", "distances")
+        prompts = [[getattr(sample, name, None) for name in named] for sample in self.samples]
+        known = self._known("seed", "depths", "max_new_tokens", "chat")
+        return {**known, (self.kind, self.length): [getattr(self, "filler", None), *prompts]}
+
+
+class Ruler(Prompts):
+    """The score of one of RULER's tasks."""
+
+    value: Share = Field(validation_alias="score")
+
+
+class Recall(Prompts):
+    """The share of right answers about a number of pairs."""
+
+    kind: int | str = Field("", validation_alias="pairs")
+
+
+class CurvePoint(Part):
+    """A loss in training."""
+
+    step: Natural
+    loss: Number
+    stage: str = ""
+
+
+class Validation(Part):
+    """A measurement in training."""
+
+    step: Natural
+    perplexity: Positive
+    stage: str = ""
+    retrieval: dict[str, Share] = {}
+
+
+class Start(Part):
+    """The same of the model that training started from."""
+
+    name: Name
+    perplexity: Positive
+    retrieval: dict[str, Share] = {}
+
+
+class Asked(Part):
+    """What a model was asked in validation."""
+
+    what: str
+    length: Count
+
+
+class Stage(Part):
+    """A stage of training."""
+
+    name: str
+    objective: str
+
+
+class Run(Part):
+    """The ``training.json`` of a run."""
+
+    name: str
+    file: str = ""
+    parameters: Count
+    steps: Count
+    tokens: Count
+    epochs: Number
+    seconds: Positive | None = None
+    seed: Integer | None = None
+    curve: list[CurvePoint]
+    validation: list[Validation] = []
+    retrieval: dict[str, Asked] = {}
+    start: Start | None = None
+    stages: list[Stage] = []
+    recipe: Any = None
+
+
+class Environment(Part):
+    """The machine and the versions of a measurement."""
+
+    command: str
+    processor: str
+    cores: Count
+    threads: Count
+    gpus: list[str]
+    system: str
+    versions: dict[str, str]
+
+
+class Study(Part):
+    """The study that results are from."""
+
+    title: str = ""
+
+
+class ResultFile(Part):
+    """A result file as a whole; its cells are looked at by their tasks."""
+
+    file: str = ""
+    results: list[dict[str, Any]] = []
+    training: list[Run] = []
+    environment: Environment | None = None
+    environments: list[Environment] = []
+    study: Study | None = None
+
+
+Kind = TypeVar("Kind", bound=Part)
+
+
+def checked(kind: type[Kind], content: Any, file: str, *place: str | int) -> Kind:
+    """A part of a file of its kind; a UserError names the field where it is not."""
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        said = problem["msg"]
+        if problem["type"] != "missing":
+            said += f", got {problem['input']!r}"[:200]
+        field = ".".join(map(str, (*place, *problem["loc"])))
+        raise UserError(f"{file or 'results'}: not a result file: {field}: {said}") from error
+
+
+def checked_cell(kind: type[Cell], content: dict[str, Any], file: ResultFile, number: int) -> Cell:
+    """A cell of a file, of its task's kind."""
+    about = {"machine": machine(file.environment), "file": file.file}
+    return checked(kind, {**about, **content}, file.file, "results", number)
+
+
+def machine(about: Environment | None) -> str:
+    """What times depend on."""
+    if about is None:
+        return ""
+    processors = ", ".join(about.gpus or [about.processor])
+    plural = "" if about.threads == 1 else "s"
+    return f"{processors}, {about.threads} thread{plural}, PyTorch {about.versions.get('torch')}"
+
+
+def unlike(one: Part, other: Part) -> bool:
+    """Whether two cells, or runs, say different things about one; time does not count."""
+    first, second = (
+        part.model_dump(exclude={"seconds", "file", "machine"}) for part in (one, other)
+    )
+    return any(
+        first[name] != second[name] for name in first.keys() & second.keys() - {"throughput"}
+    )
+
+
+def models_of(cells: Sequence[Cell]) -> list[str]:
+    """The names of the models, in their order."""
+    return list(dict.fromkeys(cell.model for cell in cells if cell.model))
