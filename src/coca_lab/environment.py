@@ -1,10 +1,13 @@
 """The environment of a measurement: versions, hardware and command."""
 
+import ctypes
+import gc
 import os
 import platform
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,9 @@ def peak_growth(run: Callable[[], Any], device: str = "cpu") -> float:
         return (torch.cuda.max_memory_allocated() - before) / 1e6
     reset, known = Path("/proc/self/clear_refs"), device == "cpu" and sys.platform == "linux"
     if known:
+        gc.collect()
+        with suppress(AttributeError):  # glibc keeps freed memory, which the call would reuse
+            ctypes.CDLL(None).malloc_trim(0)
         reset.write_text("5")  # the largest so far is the present one
     before = _resident("VmRSS") if known else 0.0
     run()

@@ -286,7 +286,7 @@ def check_extensions(
     tokens = sum(score.tokens for score in results[0].scores[length])
     about = (
         f"Measured on the last {tokens:,} tokens of {len(documents)} documents, the same at every "
-        f"length, and {settings.check_samples} passkey prompts of each"
+        f"length, and {settings.check_samples} passkey prompts of every length"
     )
     return Check(length, results[0], results[1:], about)
 
