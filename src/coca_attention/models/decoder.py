@@ -40,7 +40,9 @@ ENGINES = ("vllm", "sglang")
 MASKS = {GLOBAL: create_causal_mask, LOCAL: create_sliding_window_causal_mask}
 
 
-def change_class(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
+def change_class(
+    model: PreTrainedModel, cls: type[PreTrainedModel], config: PreTrainedConfig
+) -> None:
     """Change the class of a model in place."""
     # Transformers sets up class attributes when an instance is created, so create an empty one.
     PreTrainedModel.__init__(cls.__new__(cls), config)
@@ -50,7 +52,7 @@ def change_class(model: Any, cls: type[PreTrainedModel], config: Any) -> None:
     vars(model).pop("_weight_conversions", None)
 
 
-def check_mixing(config: Any, where: str, *, distances: bool) -> None:
+def check_mixing(config: PreTrainedConfig, where: str, *, distances: bool) -> None:
     """Raise ValueError if a model cannot read several texts in one row, as `where` does.
 
     Args:
@@ -71,7 +73,7 @@ def check_mixing(config: Any, where: str, *, distances: bool) -> None:
         )
 
 
-def replace_attention(body: Any, cls: type) -> None:
+def replace_attention(body: Any, cls: type[PreTrainedModel]) -> None:
     """Turn a family's decoder, which already has its CoCA configuration, into its CoCA class."""
     change_class(body, cls, body.config)
     own_roles = has_own_roles(body.config)
@@ -135,8 +137,9 @@ class CollinearModel(CollinearPreTrained):
         reading = Reading(tokens, attention_mask, position_ids, cache)
         decoder_pass = self._pass(reading, kwargs)
         if decoder_pass.has_masks:
-            # Transformers takes a mask of four dimensions as it is; layers do not look at this one.
-            attention_mask = torch.empty(1, 1, 1, 0, device=tokens.device)
+            # A mask of four dimensions is prepared, for Transformers. This one hides nothing: what
+            # is hidden, layers learn from the pass.
+            attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
         elif isinstance(attention_mask, dict) and len(attention_mask) == 1:
             # Families without layer types take no dictionary.
             attention_mask = next(iter(attention_mask.values()))
