@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 
 __all__ = [
     "CHECKS",
@@ -37,7 +37,7 @@ Check = Callable[[PreTrainedModel, Tensor], float]
 def some_tokens(model: PreTrainedModel, batch: int = 2, length: int = 24, seed: int = 0) -> Tensor:
     """Random token ids (B, T) from a model's vocabulary, without the padding token."""
     generator = torch.Generator().manual_seed(seed)
-    config: Any = model.config.get_text_config()
+    config: PreTrainedConfig = model.config.get_text_config()
     ids = torch.randint(0, config.vocab_size - 1, (batch, length), generator=generator)
     pad = config.pad_token_id
     if isinstance(pad, int):
@@ -58,7 +58,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 @torch.no_grad()
 def decoded_logits(
-    model: PreTrainedModel, input_ids: Tensor, cache: Any = None, first: int = 0
+    model: PreTrainedModel, input_ids: Tensor, cache: Cache | None = None, first: int = 0
 ) -> Tensor:
     """Logits of a text read with a cache: a prefill, one token, a chunk, then single tokens."""
     length = input_ids.shape[1]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaModel
+from transformers import Cache, LlamaModel, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_attention.layer import attend_linear_cached, project_collinear
@@ -66,7 +66,7 @@ class CollinearAttention(nn.Module):
     kernel_scale: ClassVar[float] = score_scale(torch.float16)
     num_key_value_groups = 1  # of families without grouped heads; the others set theirs
 
-    def __init__(self: Any, config: Any, layer_idx: int) -> None:
+    def __init__(self: Any, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # pyright: ignore[reportCallIssue]
         replace_key_projection(self)
 
@@ -167,7 +167,7 @@ class CollinearAttention(nn.Module):
         return F.dropout(output, dropout, self.training) if dropout else output
 
     def _cached(
-        self: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+        self: Any, cache: Cache | None, key: Tensor, value: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """All keys and values of this layer, those of this pass added; without a cache, these.
 
@@ -183,7 +183,7 @@ class CollinearAttention(nn.Module):
         return key[..., :width], value
 
 
-def check_cache_width(cache: Any, layer_idx: int, width: int) -> None:
+def check_cache_width(cache: Cache, layer_idx: int, width: int) -> None:
     """Raise ValueError if the width of the cached keys differs from that of new keys."""
     layers = getattr(cache, "layers", None)
     if layers is None or layer_idx >= len(layers):

@@ -35,7 +35,7 @@ UNSUPPORTED = {
 LETTERS = {"l": LOCAL, "g": GLOBAL}
 
 
-def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
+def rope_parameters(config: PreTrainedConfig, layer_type: str | None = None) -> dict[str, Any]:
     """The rotary parameters of a configuration, of one layer type if they differ (Gemma 3)."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope and all(value is None or isinstance(value, dict) for value in rope.values()):
@@ -43,31 +43,31 @@ def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any
     return rope
 
 
-def layer_types(config: Any) -> list[str]:
+def layer_types(config: PreTrainedConfig) -> list[str]:
     """The type of every layer: in a family without types but with a window (Mistral), `LOCAL`."""
     kind = LOCAL if own_window(config) else GLOBAL
     return list(getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers)
 
 
-def own_window(config: Any) -> int | None:
+def own_window(config: PreTrainedConfig) -> int | None:
     """``sliding_window``, in tokens; None in families that ignore one in their files."""
     known = getattr(type(config), "__dataclass_fields__", vars(config))
     return (config.sliding_window or None) if "sliding_window" in known else None
 
 
-def window_of(config: Any, layer_type: str | None = None) -> int | None:
+def window_of(config: PreTrainedConfig, layer_type: str | None = None) -> int | None:
     """Tokens that a query sees in layers of a type, its own included; None for all."""
     kinds = {layer_type} if layer_type else set(layer_types(config))
     return config.sliding_window if kinds == {LOCAL} else None
 
 
-def free_pairs(config: Any, layer_type: str | None = None) -> int:
+def free_pairs(config: PreTrainedConfig, layer_type: str | None = None) -> int:
     """Free pairs F of a CoCA model's heads in layers of a type."""
     given = config.coca_free_pairs
     return given.get(layer_type or GLOBAL, 0) if isinstance(given, dict) else given
 
 
-def attention_of(config: Any) -> str | None:
+def attention_of(config: PreTrainedConfig) -> str | None:
     """The name of a CoCA model's score form, ``rope``, ``alibi``, or None for any other model."""
     if hasattr(config, "coca_form"):  # with all pairs free it is rotary attention
         kinds = set(getattr(config, "layer_types", None) or (GLOBAL,))
@@ -78,7 +78,7 @@ def attention_of(config: Any) -> str | None:
     return "rope" if getattr(config, "rope_parameters", None) else None
 
 
-def made_for(config: Any) -> tuple[int | None, str]:
+def made_for(config: PreTrainedConfig) -> tuple[int | None, str]:
     """L, the longest text that a model was made to read, in tokens, and what says so.
 
     Where a rule has extended a model, that is the length with the rule (Llama 3.1: 131,072), not
@@ -125,12 +125,12 @@ def _linear_length(longest: int, factor: float) -> tuple[int, str]:
     return longest, f"assumed: max_position_embeddings, after linear scaling by {factor:g}"
 
 
-def training_length(config: Any) -> int | None:
+def training_length(config: PreTrainedConfig) -> int | None:
     """L, the longest text that a model was made to read, in tokens, as `made_for` finds it."""
     return made_for(config)[0]
 
 
-def original_length(config: Any) -> int | None:
+def original_length(config: PreTrainedConfig) -> int | None:
     """The length in tokens that a rotary rule scales from; without a rule, the training length."""
     rope, length = rope_parameters(config), training_length(config)
     given = rope.get("original_max_position_embeddings")
@@ -139,7 +139,7 @@ def original_length(config: Any) -> int | None:
     return given or length
 
 
-def check_is_computed(config: Any) -> None:
+def check_is_computed(config: PreTrainedConfig) -> None:
     """Raise UserError if Transformers computes another model than was trained."""
     ratio = getattr(config, "rope_condense_ratio", None) or 1
     if ratio != 1:
@@ -150,19 +150,19 @@ def check_is_computed(config: Any) -> None:
         )
 
 
-def head_width(config: Any) -> int:
+def head_width(config: PreTrainedConfig) -> int:
     """Head width D."""
     given = getattr(config, "head_dim", None)
     return given or config.hidden_size // config.num_attention_heads
 
 
-def unsupported(config: Any) -> str | None:
+def unsupported(config: PreTrainedConfig) -> str | None:
     """What a model's attention does beyond a CoCA model's, None if its fields name nothing."""
     set_fields = (name for name in UNSUPPORTED if getattr(config, name, None))
     return next((f"{UNSUPPORTED[name]} ({name})" for name in set_fields), None)
 
 
-def has_own_roles(config: Any) -> bool:
+def has_own_roles(config: PreTrainedConfig) -> bool:
     """Whether a CoCA model gives local and global layers masks and rotations of their own."""
     kinds, rope = getattr(config, "layer_types", None) or (), rope_parameters(config)
     if LOCAL not in kinds or not hasattr(config, "coca_form"):
@@ -174,13 +174,13 @@ def has_own_roles(config: Any) -> bool:
     return differ or "layer_types" not in type(config).__dataclass_fields__
 
 
-def counts_distances(config: Any) -> bool:
+def counts_distances(config: PreTrainedConfig) -> bool:
     """Whether scores depend on distances beside the angles: a decay, or limited distances."""
     rope = rope_parameters(config)
     return bool(rope.get("decay")) or rope.get("max_distance") is not None
 
 
-def rotation(config: Any, layer_type: str | None = None) -> Rotation:
+def rotation(config: PreTrainedConfig, layer_type: str | None = None) -> Rotation:
     """The rotation described by ``rope_parameters``; ValueError if one is out of range."""
     rope = rope_parameters(config, layer_type)
     local = layer_type == LOCAL and has_own_roles(config)
@@ -212,7 +212,10 @@ def rotation(config: Any, layer_type: str | None = None) -> Rotation:
 
 
 def transformers_frequencies(
-    config: Any, device: Any = None, seq_len: Any = None, layer_type: Any = None
+    config: PreTrainedConfig,
+    device: torch.device | str | None = None,
+    seq_len: int | None = None,
+    layer_type: str | None = None,
 ) -> tuple[torch.Tensor, float]:
     """Frequencies (P,), float32, and the factor on cos and sin, for Transformers' table."""
     found = rotation(config, layer_type)
@@ -372,7 +375,7 @@ class Roles:
         if self.decay_length is not None:
             check_real("decay_length", self.decay_length, above=True, error=UserError)
 
-    def fields(self, form: str, config: Any, length: int) -> dict[str, Any]:
+    def fields(self, form: str, config: PreTrainedConfig, length: int) -> dict[str, Any]:
         """What a CoCA configuration has other than a vanilla one to give a model these roles.
 
         The form is that of the local layers, or ``rope``; the length is L. UserError if the model

@@ -9,7 +9,13 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedModel, initialization
+from transformers import (
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    initialization,
+)
 
 from coca_attention.errors import UserError, did_you_mean
 from coca_attention.models.configuration import (
@@ -147,7 +153,7 @@ def convert(
     return model
 
 
-def _warn_if_unaffected(config: Any) -> None:
+def _warn_if_unaffected(config: PreTrainedConfig) -> None:
     """Warn if distances are limited that no layer's window reaches."""
     found, window = rotation(config, GLOBAL), window_of(config)
     limit, length = found.max_distance, found.temperature
@@ -232,14 +238,14 @@ def _check_projections(modules: list[Any], layout: AttentionLayout) -> None:
                 )
 
 
-def _new_configuration(family: Family, old: Any, wanted: Conversion) -> Any:
+def _new_configuration(family: Family, old: PreTrainedConfig, wanted: Conversion) -> Any:
     """The configuration of the converted model."""
     # An auto_map would name code of the original.
     foreign = ("model_type", "architectures", "auto_map")
     values = {k: v for k, v in old.to_dict().items() if k not in foreign}
     added = _added_fields(old, wanted)
     try:
-        config: Any = family.config.from_dict({**values, **added})
+        config: PreTrainedConfig = family.config.from_dict({**values, **added})
     except Exception as error:
         # Strict configurations wrap the errors of their checks.
         raise UserError(f"not a valid configuration of a CoCA model: {error}") from error
@@ -253,7 +259,7 @@ def _new_configuration(family: Family, old: Any, wanted: Conversion) -> Any:
     return config
 
 
-def _added_fields(config: Any, wanted: Conversion) -> dict[str, Any]:
+def _added_fields(config: PreTrainedConfig, wanted: Conversion) -> dict[str, Any]:
     """Fields in which the new configuration differs from the vanilla one."""
     added: dict[str, Any] = {
         "coca_form": wanted.form,

@@ -294,7 +294,7 @@ class CollinearHead(CollinearPreTrained):
 
     body_class: type[CollinearModel]
 
-    def __init__(self: Any, config: Any) -> None:
+    def __init__(self: Any, config: PreTrainedConfig) -> None:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
         # Transformers' generic heads ask AutoModel for the body.
         if not isinstance(self.base_model, CollinearModel):

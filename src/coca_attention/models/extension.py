@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from coca_attention.errors import UserError, did_you_mean
 from coca_attention.models.configuration import (
@@ -72,14 +72,16 @@ def extend_context(
         _set_rule(model, method, length, to)
         return model
     convert(model, "rope", length=length, max_distance=max_distance)
-    config: Any = model.config.get_text_config()
+    config: PreTrainedConfig = model.config.get_text_config()
     # These rules compute from it what they do.
     if rope_parameters(config).get("rope_type") not in ("dynamic", "longrope"):
         config.max_position_embeddings = to
     return model
 
 
-def extended_lengths(config: Any, to: int | None, length: int | None) -> tuple[int, int]:
+def extended_lengths(
+    config: PreTrainedConfig, to: int | None, length: int | None
+) -> tuple[int, int]:
     """L and the longest text to read, in tokens, with their defaults; UserError out of range."""
     check_is_computed(config)
     length = length or training_length(config.get_text_config())
@@ -93,7 +95,7 @@ def extended_lengths(config: Any, to: int | None, length: int | None) -> tuple[i
 @contextmanager
 def extended(model: PreTrainedModel, method: Method, *, length: int, to: int) -> Iterator[None]:
     """Within the ``with`` block, the model extended by a method other than ``limited``."""
-    config: Any = model.config.get_text_config()
+    config: PreTrainedConfig = model.config.get_text_config()
     longest = config.max_position_embeddings
     with rotary_restored(model):
         try:
@@ -105,7 +107,7 @@ def extended(model: PreTrainedModel, method: Method, *, length: int, to: int) ->
 
 def _set_rule(model: PreTrainedModel, method: Method, length: int, to: int) -> None:
     """Set a rotary rule that Transformers knows, for texts of up to ``to`` tokens."""
-    config: Any = model.config.get_text_config()
+    config: PreTrainedConfig = model.config.get_text_config()
     present = rope_parameters(config).get("rope_type", "default")
     if present != "default":
         raise UserError(

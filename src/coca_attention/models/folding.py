@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import GLOBAL, layer_types, rope_parameters
@@ -19,7 +19,7 @@ def global_queries(model: PreTrainedModel) -> list[nn.Module]:
             their own or are normalised afterwards, or if the model has a temperature already.
     """
     body: Any = model.base_model
-    config: Any = model.config.get_text_config()
+    config: PreTrainedConfig = model.config.get_text_config()
     queries = []
     for layer, kind in zip(body.layers, layer_types(config), strict=True):
         if kind == GLOBAL:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import Cache
 
 from coca_attention.models.configuration import free_pairs, rope_parameters, rotation
 from coca_attention.ops import key_frames
@@ -108,7 +109,9 @@ class KeyPositions:
 class CachedPositions(KeyPositions):
     """Positions of all slots of a cache, or of the tokens alone."""
 
-    def __init__(self, body: Any, cache: Any, position_ids: Tensor, mask: Tensor | None) -> None:
+    def __init__(
+        self, body: Any, cache: Cache | None, position_ids: Tensor, mask: Tensor | None
+    ) -> None:
         """position_ids: (1 or B, T). mask: (B, S), 1 for every real token so far, or None."""
         super().__init__(body, position_ids)
         device, length = position_ids.device, position_ids.shape[1]

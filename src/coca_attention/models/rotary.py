@@ -3,10 +3,11 @@
 Legend: B batch, T tokens of a pass, R rotary width.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from coca_attention.models.configuration import rotation, window_of
 from coca_attention.ops.positions import Decay, join_pairs
@@ -32,7 +33,7 @@ class Angles(NamedTuple):
 class CoCARotary(nn.Module):
     """cos and sin with half the rotary width, from the configuration at every call."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.config = config  # and no buffers, which another length or rule would leave stale
 
@@ -53,7 +54,7 @@ class CoCARotary(nn.Module):
 class VanillaRotary(CoCARotary):
     """Stateless replacement for a Transformers rotary module: cos and sin at full rotary width."""
 
-    def __init__(self, config: Any, interleaved: bool) -> None:
+    def __init__(self, config: PreTrainedConfig, interleaved: bool) -> None:
         super().__init__(config)
         self.interleaved = interleaved  # whether the two values of a pair are adjacent (Cohere)
 

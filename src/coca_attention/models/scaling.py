@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import (
@@ -92,7 +92,9 @@ def set_rotary_scaling(
         model.set_submodule(name, replacement)
 
 
-def _changed_parameters(config: Any, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+def _changed_parameters(
+    config: PreTrainedConfig, kind: str, given: dict[str, Any]
+) -> dict[str, Any]:
     """The rotary parameters of a configuration with another rule; of given ones, None is none."""
     if not isinstance(kind, str) or kind not in RULES:
         raise UserError(f"unknown rotary scaling {kind!r}; choose one of {', '.join(RULES)}")

@@ -7,7 +7,7 @@ layer, which vLLM, SGLang and llama.cpp run, too. Transformers has no `sdpa` att
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from coca_attention.ops import attend
@@ -26,7 +26,7 @@ def use_fused_attention(model: PreTrainedModel) -> PreTrainedModel:
     Returns:
         The model.
     """
-    config: Any = model.config
+    config: PreTrainedConfig = model.config
     if config.model_type == "granite_swa" and config._attn_implementation == "eager":
         model.set_attn_implementation(SINKS)
     return model

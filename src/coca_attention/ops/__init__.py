@@ -9,6 +9,7 @@
 - `attention`: softmax attention in linear memory.
 - `clipped`: attention under clipped distances; `parts`: its near and far keys without masks.
 - `linear`: linear attention with collinear keys, and its state.
+- `naive`: the formulas of both, as they are written.
 - `opaque`: operators that torch.compile does not trace.
 """
 
