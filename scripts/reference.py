@@ -9,11 +9,18 @@ commands all options; of a recipe all fields.
 import importlib
 import inspect
 import re
+from argparse import SUPPRESS, Action, ArgumentParser
+from contextlib import suppress
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from unittest.mock import patch
 
-from docs_reference import commands, recipe
+from coca_lab.arguments import field_docs
+from coca_lab.cli import COMMANDS, Command, load
+from coca_lab.cli.evaluation import task_commands
+from coca_lab.recipe import Recipe
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 PAGES = {
@@ -27,9 +34,9 @@ PAGES = {
     "analysis": "coca_lab.analysis",
     "report": "coca_lab.report",
 }
-MADE = {"commands": commands, "recipe": recipe}
-"""Pages whose text ends with a mark, behind which stands what is made."""
 HEADINGS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example", "Examples")
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+UNLIMITED = 2**40  # stands for no upper limit
 
 
 def pages() -> dict[str, str]:
@@ -110,10 +117,11 @@ def _signature(name: str, thing: Any) -> str:
 
 def _text(doc: str) -> str:
     """A Google-style docstring as Markdown."""
-    parts = re.split(rf"^({'|'.join(HEADINGS)}):\n", doc, flags=re.MULTILINE)
-    found = [_plain(parts[0])]
-    for heading, body in zip(parts[1::2], parts[2::2], strict=True):
-        body, _, after = _indented(body)
+    first, *parts = re.split(rf"^({'|'.join(HEADINGS)}):\n", doc, flags=re.MULTILINE)
+    found = [_plain(first)]
+    for heading, text in zip(parts[::2], parts[1::2], strict=True):
+        after = re.sub(r"\A(?: +\S.*\n?|\n)*", "", text)  # the section is indented
+        body = inspect.cleandoc(text.removesuffix(after))
         if heading.startswith("Example"):
             found.append(f"```pycon\n{body}\n```")
         elif heading in ("Returns", "Yields"):
@@ -122,13 +130,6 @@ def _text(doc: str) -> str:
             found.append(f"**{heading}**\n\n{_listed(body)}")
         found.append(_plain(after))
     return "\n\n".join(filter(None, (part.strip() for part in found)))
-
-
-def _indented(body: str) -> tuple[str, str, str]:
-    """The indented lines of a section, dedented, and what follows them."""
-    match = re.match(r"((?:[ ]+\S.*\n?|\n)*)", body)
-    assert match is not None
-    return inspect.cleandoc(match[1]), "", body[match.end() :]
 
 
 def _listed(body: str) -> str:
@@ -147,6 +148,89 @@ def _plain(text: str) -> str:
     code = (f"`{part.strip('`')}`" for part in parts[1::2])
     prose = [re.sub(r"(?<!\\)([<|*_])", r"\\\1", part) for part in parts[::2]]
     return "".join(p + c for p, c in zip(prose, [*code, ""], strict=True))
+
+
+def commands() -> str:
+    """A section per command: its usage, and a list of its options."""
+    parts = []
+    for name, (_, summary) in (pair for table in COMMANDS.values() for pair in table.items()):
+        if name == "eval":
+            parts.append(f"## coca eval\n\n{summary}")
+            for task, command in task_commands().items():
+                parts.append(f"### coca eval {task}\n\n{_options(command)}")
+        else:
+            parts.append(f"## coca {name}\n\n{_options(load(name))}")
+    return "\n\n".join(parts)
+
+
+def _options(command: Command) -> str:
+    """What the help of a command says, from the parser that would print it."""
+    with patch.object(ArgumentParser, "print_help", autospec=True) as help, suppress(SystemExit):
+        command(["--help"])
+    parser = help.call_args.args[0]
+    parts = [f"```text\n{parser.usage}\n```", _plain(parser.description)]
+    for group in parser._action_groups:
+        lines = [_option(action) for action in group._group_actions if action.dest != "help"]
+        parts += [f"**{group.title}**", "\n".join(lines)] if lines else []
+    return "\n\n".join([*parts, parser.epilog or ""]).strip()
+
+
+def _option(action: Action) -> str:
+    value = action.dest.upper() if action.metavar is None else action.metavar
+    text = "" if action.help in (None, SUPPRESS) else action.help.replace("%%", "%")
+    return f"- `{' '.join([*action.option_strings, str(value)]).strip()}`: {_plain(text)}"
+
+
+def recipe() -> str:
+    """A section per section of a recipe: its fields with type, default and meaning."""
+    docs, types = field_docs(Recipe), get_type_hints(Recipe)
+    parts = []
+    for section in fields(Recipe):
+        (theclass,) = get_args(types[section.name]) or [types[section.name]]
+        parts += [
+            f"## {section.name}",
+            _plain(docs[section.name]),
+            *_fields(section.name, theclass),
+        ]
+    return "\n\n".join(parts)
+
+
+def _fields(prefix: str, theclass: Any) -> list[str]:
+    """The list of a dataclass's fields, then those of the dataclasses that it holds by name."""
+    docs, types = field_docs(theclass), get_type_hints(theclass, include_extras=True)
+    lines, nested = [], []
+    for item in fields(theclass):
+        kind = types[item.name]
+        for one in filter(is_dataclass, get_args(kind)):
+            name = f"{prefix}.{item.name}.NAME"
+            nested += [f"### {name}", *_fields(name, one)]
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
+        value = _type(kind)
+        if default is not MISSING and default not in (None, ""):
+            value += f", default {str(default).lower() if isinstance(default, bool) else default}"
+        lines.append(f"- `{item.name}` ({_plain(value)}): {_plain(docs[item.name])}")
+    return ["\n".join(lines), *nested]
+
+
+def _type(kind: Any) -> str:
+    """A type as documentation has it: ``int ≥ 1``, ``a, b or c``."""
+    inner = get_args(kind)
+    if get_origin(kind) is Annotated:
+        rules = [asdict(one) for one in inner[1].metadata if is_dataclass(one)]
+        found = [pair for rule in rules for pair in rule.items()]
+        limits = [f"{SIGNS[k]} {v:,}" for k, v in found if k in SIGNS and v != UNLIMITED]
+        return " ".join([_type(inner[0]), " and ".join(limits)]).strip()
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(_type(one) for one in inner if one is not NoneType)
+    if get_origin(kind) is Literal:
+        return " | ".join(map(str, inner))
+    if inner:
+        return f"{kind.__name__}[{', '.join(map(_type, inner))}]"
+    return kind.__name__
+
+
+MADE = {"commands": commands, "recipe": recipe}
+"""Pages whose text ends with a mark, behind which stands what is made."""
 
 
 def main() -> None:

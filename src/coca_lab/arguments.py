@@ -27,9 +27,9 @@ from coca_attention.errors import UserError, did_you_mean, error_prefix
 Settings = TypeVar("Settings")
 Sections = Mapping[str, tuple[type, str]]
 """Optional sections of a YAML file by name: the dataclass of their fields, and a line of help."""
-TASKS = "tasks"
+TASK_FIELD = "tasks"
 """The field of a dataclass that holds the sections that are set."""
-KINDS = {"recipe": "recipes", "study": "studies", "suite": "suites"}
+FILE_KINDS = {"recipe": "recipes", "study": "studies", "suite": "suites"}
 """What a file is called, and its folder: in the wheel, or at the root of the repository."""
 MOST_VALUES = 100_000
 """Of a YAML file: a few lines of aliases of aliases can stand for billions."""
@@ -57,9 +57,9 @@ class SettingsParser(ArgumentParser):
         group = self.add_argument_group(first_sentence(title or theclass.__doc__ or ""))
         for item in fields(theclass):
             name, kind, text = prefix + item.name, types[item.name], docs.get(item.name, "")
-            if nested := [one for one in _members(kind) if is_dataclass(one)]:
+            if nested := [one for one in _alternatives(kind) if is_dataclass(one)]:
                 self.add_settings(nested[0], f"{name}.", text)
-            if nested or name == TASKS:
+            if nested or name == TASK_FIELD:
                 continue
             self.types[name] = kind
             for each in filter(is_dataclass, get_args(kind)):
@@ -98,7 +98,7 @@ class SettingsParser(ArgumentParser):
 
     def _value(self, name: str, text: Any) -> Any:
         """A word as pydantic takes it: text where a field takes text, else YAML."""
-        kinds = _members(self.types.get(name, str))
+        kinds = _alternatives(self.types.get(name, str))
         if text != "null" and any(one is str or get_origin(one) is Literal for one in kinds):
             return text
         if text[:1] != "[" and text != "null" and any(get_origin(one) is list for one in kinds):
@@ -131,7 +131,8 @@ def read_settings(
 ) -> Settings:
     """An instance of a documented dataclass from a YAML file and words of a command line.
 
-    Sections that the file or the words set become the field `TASKS`; a method ``check`` is called.
+    Sections that the file or the words set become the field `TASK_FIELD`; a method ``check`` is
+    called.
     """
     changes = settings_parser(theclass, program, sections).read(overrides)
     values = put(changes, {} if path is None else read_yaml(path, kind))
@@ -139,9 +140,9 @@ def read_settings(
         if sections is not None:
             there = [name for name in sections if name in values]
             tasks = {n: checked(sections[n][0], values.pop(n), f"{n}.") for n in there}
-            if TASKS in values:
-                raise UserError(f"{TASKS}: every task has a section of its name")
-            values[TASKS] = tasks
+            if TASK_FIELD in values:
+                raise UserError(f"{TASK_FIELD}: every task has a section of its name")
+            values[TASK_FIELD] = tasks
         settings: Any = checked(theclass, values)
         if hasattr(settings, "check"):
             settings.check()
@@ -224,7 +225,7 @@ class _Loader(yaml.SafeLoader):
 def shipped(kind: str) -> dict[str, Path]:
     """The project's files of a kind by their names."""
     here = Path(__file__).resolve()
-    places = (here.parent / "yaml" / KINDS[kind], here.parents[2] / KINDS[kind])
+    places = (here.parent / "yaml" / FILE_KINDS[kind], here.parents[2] / FILE_KINDS[kind])
     folder = next((place for place in places if place.is_dir()), None)
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
 
@@ -233,9 +234,9 @@ def find_file(name: str | Path, kind: str) -> Path:
     """The file of a path, or the project's file of a name; UserError if there is neither."""
     if Path(name).is_file():
         return Path(name)
-    known = shipped(kind) if kind in KINDS else {}
+    known = shipped(kind) if kind in FILE_KINDS else {}
     # As in a clone, where recipes/books-5m.yaml is the file of books-5m.
-    here = {str(Path(KINDS[kind], path.name)): path for path in known.values()}
+    here = {str(Path(FILE_KINDS[kind], path.name)): path for path in known.values()}
     if str(name) in known | here:
         return (known | here)[str(name)]
     other = "; coca recipes lists the project's own" if known else ""
@@ -278,14 +279,14 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, or the type itself."""
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
 def _metavar(annotation: Any) -> str:
     """What the help shows as the value of an option."""
-    kind = next(one for one in _members(annotation) if one is not NoneType)
+    kind = next(one for one in _alternatives(annotation) if one is not NoneType)
     inner = get_args(kind)
     if get_origin(kind) is Literal:
         return f"{{{','.join(map(str, inner))}}}"

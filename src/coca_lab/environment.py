@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("coca-attention", "torch", "transformers", "tokenizers", "accelerate", "numpy")
+REPORTED = ("coca-attention", "torch", "transformers", "tokenizers", "accelerate", "numpy")
 
 
 def describe_environment() -> dict[str, Any]:
@@ -22,7 +22,7 @@ def describe_environment() -> dict[str, Any]:
     installed: dict[str, str] = {}
     for each in distributions():  # the first of a name is the one that is imported
         installed.setdefault(each.name, each.version)
-    versions = {name: installed[name] for name in PACKAGES if name in installed}
+    versions = {name: installed[name] for name in REPORTED if name in installed}
     return {
         "versions": {"python": platform.python_version(), **versions},
         "system": f"{platform.system()} {platform.machine()}",

@@ -20,7 +20,7 @@ from coca_attention.errors import UserError
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 10.0
+HUB_PATIENCE = 10.0
 """Seconds in which the Hub has to answer."""
 
 
@@ -176,7 +176,7 @@ def check_hub(name: str) -> None:
     try:
         if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
-        HfApi().model_info(name, timeout=PATIENCE)
+        HfApi().model_info(name, timeout=HUB_PATIENCE)
     except HFValidationError:
         return  # which is told by what loads the model
     except Exception as error:  # of the HTTP client, too, which is another in every version

@@ -44,7 +44,7 @@ PIPELINES = {
     "QuestionAnswering": "question-answering",
 }
 COCA = "[CoCA](https://arxiv.org/abs/2309.08646)"
-METHODS = {
+ORIGINS = {
     "slack": COCA,
     "strict": COCA,
     "magnitude": "[PoPE](https://arxiv.org/abs/2509.10534)",
@@ -186,7 +186,7 @@ def write_card(
         rope.get("rope_type"),
         *(name for name, value in rope.items() if value is not None),
     }
-    methods = ", ".join(dict.fromkeys(METHODS[method] for method in METHODS if method in used))
+    methods = ", ".join(dict.fromkeys(ORIGINS[method] for method in ORIGINS if method in used))
     ModelCard.from_template(
         data,
         template_str=files("coca_lab").joinpath("card.md.j2").read_text(encoding="utf-8"),

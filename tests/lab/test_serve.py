@@ -5,6 +5,7 @@ import signal
 import time
 from pathlib import Path
 from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -49,6 +50,9 @@ def test_a_served_model_answers_as_it_does_alone(model_folder, tmp_path, tokeniz
                 post(f"{address}/v1/{path}", **request)
             said = refused.value.read().decode()
             assert refused.value.code == code and reason in said, said
+        chunks = Request(f"{address}/v1/completions", iter([b'{"prompt": "alpha1"}']))
+        with pytest.raises(HTTPError, match="411"):
+            urlopen(chunks)
         peak = int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1])
         assert peak < 4_000_000  # kB, of which torch and Transformers take most
         started = time.monotonic()

@@ -22,7 +22,7 @@ EVALUATIONS = {
 }
 """The commands behind ``coca eval``, with their lines of help, which thus come at once."""
 
-Run = Callable[[list[str]], None]
+Command = Callable[[list[str]], None]
 """A command: takes the words behind its name."""
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
@@ -53,7 +53,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``coca`` with words, by default those of the process, and return the exit code."""
+    """Command ``coca`` with words, by default those of the process, and return the exit code."""
     # 2 for a usage or input error, 1 for an internal one; 130 when interrupted, 143 by SIGTERM.
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
@@ -97,7 +97,7 @@ def _explain(error: Exception) -> int:
 
 
 def _run(words: list[str]) -> None:
-    """Run the command that the words name, or print what there is."""
+    """Command the command that the words name, or print what there is."""
     for word in words:
         word.encode()  # names of another encoding: no card, result or page could say them
     if words[:1] == ["--version"]:
@@ -118,7 +118,7 @@ def _run(words: list[str]) -> None:
         load(name)(words[1:])
 
 
-def load(name: str) -> Run:
+def load(name: str) -> Command:
     """The function of a command."""
     (module,) = {table[name][0] for table in COMMANDS.values() if name in table}
     return getattr(import_module(f"coca_lab.cli.{module}"), f"run_{name}")

@@ -5,9 +5,10 @@ import math
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich import progress
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from coca_attention.errors import UserError
 from coca_lab.arguments import SettingsParser, checked, put
-from coca_lab.cli import Run
+from coca_lab.cli import Command
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +38,19 @@ RAY: dict[str, dict[str, Any]] = {"--ray": {"nargs": "?", "const": "", "help": R
 """An option for `parse_file`."""
 
 
+@dataclass
+class PlacedSettings:
+    """In which precision and where a model is loaded."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the weights."""
+    device: str | None = None
+    """cpu, cuda, …; by default the accelerator if there is one; auto spreads the model over all."""
+
+
 def parse(
     program: str,
-    command: Run,
+    command: Command,
     words: list[str],
     sections: list[type],
     positionals: Sequence[str] = (),
@@ -55,16 +66,21 @@ def parse(
         parser.add_settings(section)
     read = put(parser.read(words), {})
     values: list[Any] = [read.pop(name) for name in names]
+    problems = list[str]()
     for section in sections:
-        values.append(
-            checked(section, {n: v for n, v in read.items() if n in section.__dataclass_fields__})
-        )
+        given = {field.name: read[field.name] for field in fields(section) if field.name in read}
+        try:
+            values.append(checked(section, given))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("; ".join(problems))
     return values
 
 
 def parse_file(
     words: list[str],
-    command: Run,
+    command: Command,
     make_parser: Callable[..., SettingsParser],
     kind: str,
     usage: str,
@@ -90,7 +106,7 @@ def parse_file(
     return words[0], overrides, chosen
 
 
-class Progress:
+class ProgressBar:
     """A progress bar, used as a function of (label, done, total); in a file a line a minute."""
 
     def __enter__(self) -> Callable[[str, int, int], None]:

@@ -3,14 +3,13 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from pydantic import PositiveInt
 
 from coca_lab import studies
 from coca_lab.analysis.task import TASK as ANALYSIS
-from coca_lab.cli import Run, choose
-from coca_lab.cli.console import RAY, Progress, parse, parse_file, print_table
+from coca_lab.cli import Command, choose
+from coca_lab.cli.console import RAY, PlacedSettings, ProgressBar, parse, parse_file, print_table
 from coca_lab.engine import Engine, Store
 from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation import suite as suites
@@ -25,17 +24,13 @@ WORKERS = (
 
 
 @dataclass
-class LoadingSettings:
+class LoadingSettings(PlacedSettings):
     """How a model is loaded, and where the results go."""
 
     name: str | None = None
     """What the results call the model; by default the name of its folder."""
     output: str | None = None
     """Result file (JSON); by default in runs/eval/, named after the model and the task."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the weights."""
-    device: str | None = None
-    """cpu, cuda, …; by default the accelerator if there is one; auto spreads the model over all."""
 
 
 @dataclass
@@ -60,7 +55,7 @@ class EndpointSettings:
     """Requests at once."""
 
 
-def task_commands() -> dict[str, Run]:
+def task_commands() -> dict[str, Command]:
     """The commands behind ``coca eval``: every registered task, and suites of them."""
     commands = {name: task_command(task, "coca eval") for name, task in TASKS.items()}
     return {**commands, "suite": run_suite}
@@ -75,7 +70,7 @@ def run_eval(words: list[str]) -> None:
         commands[name](words[1:])
 
 
-def task_command(task: Task, prefix: str) -> Run:
+def task_command(task: Task, prefix: str) -> Command:
     """The command that runs one task on one model; ``prefix`` is the words before its name."""
     program = f"{prefix} {task.name}"
 
@@ -103,7 +98,7 @@ def task_command(task: Task, prefix: str) -> Run:
             endpoint=at.endpoint,
             requests=at.requests,
         )
-        with Store(output.with_suffix(".values.sqlite")) as store, Progress() as progress:
+        with Store(output.with_suffix(".values.sqlite")) as store, ProgressBar() as progress:
             engine = Engine(store, progress)
             cells = suites.write_cells(suite, [(task, settings)], engine, output)
             store.remove(engine.used)
@@ -129,7 +124,7 @@ def run_suite(words: list[str]) -> None:
         words, run_suite, suites.suite_parser, "suite", usage, options=RAY
     )
     suite = suites.load_suite(path, overrides)
-    with Progress() as advance:
+    with ProgressBar() as advance:
         results = suites.run_suite(suite, chosen.output, progress=advance, ray=chosen.ray)
     _print_results(read_results([results])[0]["results"], results)
 
@@ -142,7 +137,7 @@ def run_study(words: list[str]) -> None:
         words, run_study, studies.study_parser, "study", usage, options=options
     )
     study = studies.load_study(name, overrides)
-    with Progress() as advance:
+    with ProgressBar() as advance:
         results = studies.run_study(
             study, chosen.output, progress=advance, ray=chosen.ray, workers=chosen.workers
         )

@@ -3,35 +3,34 @@
 import io
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from transformers import TextStreamer, set_seed
 
 from coca_attention.errors import UserError
-from coca_lab.cli.console import parse
+from coca_lab.cli.console import PlacedSettings, parse
 from coca_lab.data import load_tokenizer
 from coca_lab.evaluation import RotaryScaling
 from coca_lab.generation import FiniteScores
 from coca_lab.loading import check_vocabulary, load_model
 
-Count = Annotated[int, Field(ge=1)]
 COLDEST = 1e-3
 """Logits divided by less may overflow."""
 
 
 @dataclass
-class GenerateSettings:
+class GenerateSettings(PlacedSettings):
     """How text is generated."""
 
-    max_new_tokens: Count = 64
+    max_new_tokens: PositiveInt = 64
     """Tokens to generate at most."""
     temperature: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     """0 takes the likeliest token every time; above, tokens are drawn."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Draw from the likeliest tokens that together have this probability; by default as the model's
     generation_config.json says."""
-    top_k: Count | None = None
+    top_k: PositiveInt | None = None
     """Draw from this many of the likeliest tokens; by default as generation_config.json says."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the draws."""
@@ -45,10 +44,6 @@ class GenerateSettings:
     alone."""
     stream: bool = False
     """Print the text as it is made also where the output is not a terminal."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the weights."""
-    device: str | None = None
-    """cpu, cuda, …; by default the accelerator where there is one."""
 
     def __post_init__(self) -> None:
         if 0 < self.temperature < COLDEST:

@@ -4,9 +4,9 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import PositiveInt
 
 from coca_attention.errors import UserError
 from coca_attention.models.configuration import (
@@ -18,7 +18,7 @@ from coca_attention.models.configuration import (
 from coca_attention.models.conversion import Conversion
 from coca_attention.models.extension import METHODS, Method, extend_context, extended_lengths
 from coca_attention.ops import FORMS
-from coca_lab.cli.console import Progress, parse, print_table
+from coca_lab.cli.console import ProgressBar, parse, print_table
 from coca_lab.data import load_tokenizer
 from coca_lab.engine import Engine, Store
 from coca_lab.evaluation.extension import Candidate, Check, CheckSettings, check_extensions
@@ -31,7 +31,6 @@ from coca_lab.loading import model_without_weights
 log = logging.getLogger(__name__)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass
@@ -79,15 +78,15 @@ def _print_training_length(config: Any, given: int | None) -> None:
 class ExtendSettings:
     """How the context is extended."""
 
-    to: Count | None = None
+    to: PositiveInt | None = None
     """The longest text in tokens that the model is to read; by default four times L."""
     method: Literal["auto", Method] = "auto"
     """limited: distances beyond W score as if W (ReRoPE with log n), which changes nothing in texts
     of up to W tokens; yarn, dynamic and ntk change rotations. auto takes the best by --check, and
     without it limited."""
-    max_distance: Count | None = None
+    max_distance: PositiveInt | None = None
     """W, for limited; by default L, or with --check the best of L, L/2 and L/4."""
-    length: Count | None = None
+    length: PositiveInt | None = None
     """L, the length that the model was made for; by default what its configuration says."""
     dtype: Dtype = "auto"
     """Precision of the weights, to measure and to write; auto keeps it."""
@@ -104,11 +103,10 @@ def run_extend(words: list[str]) -> None:
     config = model_without_weights(path).config
     length, to = extended_lengths(config, wanted.to, wanted.length)
     _print_training_length(config, wanted.length)
-    chosen, report = Candidate(wanted.method, wanted.max_distance), ""
-    if wanted.method == "auto":
-        chosen = Candidate("limited", wanted.max_distance)
+    method = "limited" if wanted.method == "auto" else wanted.method
+    chosen, report = Candidate(method, wanted.max_distance), ""
     if check.check:
-        measured = _check(path, target, wanted, check, length, to)
+        measured = _compare(path, target, wanted, check, length, to)
         chosen, report = measured.chosen.candidate, measured.markdown()
     model = extend_folder(
         path,
@@ -132,7 +130,7 @@ def _values(target: str) -> Path:
     return Path(target).resolve().with_name(f"{Path(target).resolve().name}.values.sqlite")
 
 
-def _check(
+def _compare(
     path: str, target: str, wanted: ExtendSettings, check: CheckSettings, length: int, to: int
 ) -> Check:
     """Measure the methods that are possible, and print the tables."""
@@ -146,7 +144,7 @@ def _check(
                 raise
             log.warning("%s is left out: %s", method, error)
     settings = {"length": length, "to": to}
-    with Store(_values(target)) as values, Progress() as progress:
+    with Store(_values(target)) as values, ProgressBar() as progress:
         model, engine = open_model(path, dtype=wanted.dtype), Engine(values, progress)
         found = check_extensions(
             model.with_weights(),
@@ -168,7 +166,7 @@ def _check(
 class ExportSettings:
     """What is written."""
 
-    context: Count | None = None
+    context: PositiveInt | None = None
     """N, the tokens among which the model is to find something: scores of global layers are
     multiplied by ln(N + 1) / ln(L + 1), for L the training length. By default they stay."""
     gguf: bool = False

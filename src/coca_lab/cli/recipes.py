@@ -5,11 +5,11 @@ import textwrap
 from pathlib import Path
 
 from coca_attention.errors import UserError, did_you_mean
-from coca_lab.arguments import KINDS, first_sentence, shipped
+from coca_lab.arguments import FILE_KINDS, first_sentence, shipped
 from coca_lab.cli.console import parse, parse_file
 from coca_lab.recipe import load_recipe, recipe_parser
 
-COMMANDS = {
+USES = {
     "recipe": "coca train NAME",
     "study": "coca study NAME",
     "suite": "coca eval suite NAME",
@@ -31,14 +31,14 @@ def run_recipes(words: list[str]) -> None:
     (name,) = parse("coca recipes", run_recipes, words, [], ["recipe?"])
     if name is None:
         width = shutil.get_terminal_size().columns
-        for kind, folder in KINDS.items():
-            print(f"{folder} ({COMMANDS[kind]}):")
+        for kind, folder in FILE_KINDS.items():
+            print(f"{folder} ({USES[kind]}):")
             for each, path in shipped(kind).items():
                 line = f"  {each:<{NAMES}} {purpose(path)}"
                 print(textwrap.fill(line, width, subsequent_indent=" " * (NAMES + 3)))
         return
     kind, _, rest = name.rpartition("/")
-    for each, folder in KINDS.items():
+    for each, folder in FILE_KINDS.items():
         if kind in ("", folder) and rest in shipped(each):
             print(shipped(each)[rest].read_text(encoding="utf-8"), end="")
             return

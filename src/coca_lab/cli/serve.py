@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils.import_utils import is_serve_available
 
@@ -15,14 +15,13 @@ from coca_attention.errors import UserError, install
 from coca_lab.cli.console import parse
 from coca_lab.loading import model_without_weights
 
-Count = Annotated[int, Field(ge=1)]
 PAGE = 32
 """Tokens of a page of the cache of continuous batching."""
-LETTERS = 16
-"""Bytes of a request a token at most, besides `OTHERS`."""
-OTHERS = 65_536
+BYTES_PER_TOKEN = 16
+"""Bytes of a request a token at most, besides `OTHER_BYTES`."""
+OTHER_BYTES = 65_536
 """Bytes for the other fields of a request."""
-GRACE = 5
+LAST_ANSWERS = 5
 """Seconds in which requests may end after a signal."""
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
@@ -35,12 +34,12 @@ class ServeSettings:
     """Address to listen at."""
     port: Annotated[int, Field(ge=1, le=65_535)] = 8000
     """Port to listen at."""
-    context: Count | None = None
+    context: PositiveInt | None = None
     """Tokens of a prompt and its answer at most; by default the model's training length, which
     those with limited distances or roles may exceed."""
     continuous_batching: bool = False
     """Answer several requests at once."""
-    requests: Count = 16
+    requests: PositiveInt = 16
     """With continuous batching, requests of the whole context that the cache has room for."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the weights; auto keeps it."""
@@ -65,7 +64,7 @@ def run_serve(words: list[str]) -> None:
         make_app(path, context, settings),
         host=settings.host,
         port=settings.port,
-        timeout_graceful_shutdown=GRACE,
+        timeout_graceful_shutdown=LAST_ANSWERS,
     )
     uvicorn.Server(server).run()
 
@@ -120,7 +119,18 @@ def make_app(path: str, context: int, settings: ServeSettings) -> Any:
 
     for kind in (ValueError, TypeError, KeyError):  # no chat template, for one
         app.add_exception_handler(kind, refuse)
-    app.add_middleware(_SmallBodies, most=OTHERS + LETTERS * context)
+    most = OTHER_BYTES + BYTES_PER_TOKEN * context
+
+    @app.middleware("http")
+    async def bound(request: Any, answer: Any) -> Any:
+        """Refuse what is too long before it is read; in chunks it does not say how long it is."""
+        code, error = 0, ""
+        if "transfer-encoding" in request.headers:
+            code, error = 411, "the request is in chunks: send it whole, with a Content-Length"
+        elif int(request.headers.get("content-length", 0)) > most:
+            code, error = 413, f"the request is longer than the {most:,} bytes that fit the context"
+        return JSONResponse({"error": error}, status_code=code) if code else await answer(request)
+
     return app
 
 
@@ -178,32 +188,3 @@ def check_request(body: Mapping[str, Any]) -> None:
         value = body.get(name)
         if value is not None and not (isinstance(value, int | float) and 0 <= value <= most):
             raise ValueError(f"{name} must be a number from 0 to {most:g}, got {value!r}")
-
-
-class _SmallBodies:
-    """ASGI middleware that reads no request of more bytes than ``most``."""
-
-    def __init__(self, app: Any, most: int) -> None:
-        self.app, self.most = app, most
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        from fastapi.responses import JSONResponse
-
-        parts, size, more = list[bytes](), 0, True
-        while more and size <= self.most:
-            message = await receive()
-            parts.append(message.get("body", b""))
-            size, more = size + len(parts[-1]), message.get("more_body", False)
-        if size > self.most:
-            text = f"the request is longer than the {self.most:,} bytes that fit into the context"
-            await JSONResponse({"error": text}, status_code=413)(scope, receive, send)
-            return
-        whole = iter([{"type": "http.request", "body": b"".join(parts), "more_body": False}])
-
-        async def replay() -> Any:
-            return next(whole, None) or await receive()
-
-        await self.app(scope, replay, send)

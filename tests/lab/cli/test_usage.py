@@ -94,6 +94,11 @@ def test_errors_are_one_line_and_exit_code_2(capsys, words, message):
     assert message in err and "books-5m" not in err and "<class" not in err
 
 
+def test_mistakes_in_all_sections_are_told_at_once(capsys):
+    code, _, err = run(capsys, "eval", "perplexity", "x", "--windows", "a", "--factor", "b")
+    assert code == 2 and "windows.0: Input" in err and "factor: Input" in err
+
+
 def test_debug_shows_the_traceback():
     with pytest.raises(ValueError, match="no such recipe"):
         main(["train", "nowhere.yaml", "--debug"])

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from coca_attention.errors import UserError
-from coca_lab.arguments import KINDS, find_file, shipped
+from coca_lab.arguments import FILE_KINDS, find_file, shipped
 from coca_lab.cli import main
 from coca_lab.cli.recipes import purpose
 from coca_lab.evaluation.suite import load_suite
@@ -346,7 +346,7 @@ def test_the_projects_files_are_found_by_name(capsys, tmp_path, monkeypatch):
     }  # fmt: skip
     assert set(shipped("study")) >= studies
     monkeypatch.chdir(tmp_path)
-    for kind in KINDS:
+    for kind in FILE_KINDS:
         for name, path in shipped(kind).items():
             head = path.read_text(encoding="utf-8")
             assert find_file(name, kind) == path and "# Command" in head and "# Needs" in head
