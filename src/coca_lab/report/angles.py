@@ -19,7 +19,7 @@ CHECKS = {"eq19": "Eq. 19", "eq20": "Eq. 20, at angles of 0", "eq21": "Eq. 21"}
 CHECKS |= {"score_against_eq20": "Eq. 20 by the scores, at other angles"}
 """The last is no inequality of the paper: it says how far scores leave the bound."""
 BOUNDS = {
-    "score": ("score", "1 0"),
+    "score": ("", "1 0"),
     "eq19": ("bound for any angles (Eq. 19)", "6 3"),
     "eq20": ("bound for angles of 0 (Eq. 20)", "9 3 2 3"),
 }
@@ -120,7 +120,8 @@ class AngleCell(Cell):
         mean = mean.head(len(self.settings.lengths))
         mean.index = self.settings.lengths[: len(mean)]
         # Angles that depend on positions are those of what was read.
-        read = mean.index <= (self.longest if self.at_key_position else 2**53)
+        last = self.longest if self.at_key_position else max(mean.index, default=0)
+        read = mean.index.to_series().le(last)
         return mean[read] if read.any() else mean.head(1)
 
     def score_changes(self) -> Frame:
@@ -138,7 +139,7 @@ def angle_sections(cells: Sequence[AngleCell]) -> list[Section]:
     # Without angles, all would be in one bin.
     turned = [cell for cell in cells if not cell.without_angles]
     sections = [_histogram(turned), _anomalous(turned)] if turned else []
-    sections += map(_decay, cells)
+    sections.append(_decay(cells))
     if shifted := [cell for cell in cells if cell.shifts]:
         sections.append(_shifts(shifted))
     # A column per model: a row would be too long for a terminal.
@@ -198,7 +199,7 @@ def _histogram(cells: Sequence[AngleCell]) -> Section:
             lines.append(
                 pd.DataFrame({"line": line, "x": x, "y": density, "first": not name, **look})
             )
-    x = "angle Θ from key to query before rotation, in degrees"
+    x = "angle Θ from key to query (degrees)"
     chart = LineChart(pd.concat(lines), x, "density (1: uniform)", level=1.0)
     said = ", ".join(f"{cell.above()} ({cell.model})" for cell in cells)
     text = "Where Θ > π, the score of the nearest tokens rises with distance."
@@ -234,24 +235,28 @@ def _anomalous(cells: Sequence[AngleCell]) -> Section:
     return Section("Anomalous tokens by rotary pair", lead, text, LineChart(pd.concat(lines), x, y))
 
 
-def _decay(cell: AngleCell) -> Section:
-    """Scores and the bounds of Eq. 19 and 20 against the distance, averaged over layers."""
-    rows = [each for layer in cell.layers for each in layer.decay.by_distance]
-    frame: Frame = pd.DataFrame(rows, columns=["distance", *BOUNDS]).astype(float)
-    # 0 counts as unknown.
-    means = frame.replace(0.0, np.nan).groupby("distance").mean().dropna(how="all")
-    points = [
-        pd.DataFrame({"line": label, "x": means.index, "y": means[name], "dash": dash})
-        for name, (label, dash) in BOUNDS.items()
-    ]
-    score, lead = means["score"].dropna(), ""
-    if len(score):
-        ends = [f"{score[d]:.2g} at distance {d:,.0f}" for d in (score.index[0], score.index[-1])]
-        lead = f"{cell.model}: the mean score is {' and '.join(ends)}, as a share of |q||k|."
-    ticks = [int(distance) for distance in means.index] or [1]
-    y = "share of the sum of |q||k|"
-    chart = LineChart(pd.concat(points), "distance m − n (tokens)", y, ticks=ticks, log_y=True)
-    return Section(f"Score and bounds by distance: {cell.model}", lead, chart=chart)
+def _decay(cells: Sequence[AngleCell]) -> Section:
+    """Scores against the distance, averaged over layers; in the folded chart with their bounds."""
+    points, said = [], []
+    for cell in cells:
+        rows = [each for layer in cell.layers for each in layer.decay.by_distance]
+        frame: Frame = pd.DataFrame(rows, columns=["distance", *BOUNDS]).astype(float)
+        # 0 counts as unknown.
+        means = frame.replace(0.0, np.nan).groupby("distance").mean().dropna(how="all")
+        for name, (label, dash) in BOUNDS.items():
+            line = ", ".join(filter(None, (cell.model, label)))
+            look = {"colour": cell.model, "dash": dash, "first": not label}
+            points.append(pd.DataFrame({"line": line, "x": means.index, "y": means[name], **look}))
+        score = means["score"].dropna()
+        if len(score):
+            said.append(f"{cell.model} {score.iloc[0]:.2g} to {score.iloc[-1]:.2g}")
+    every = pd.concat(points)
+    ticks = sorted(map(int, every["x"].unique())) or [1]
+    x, y = "distance m − n (tokens)", "share of the sum of |q||k|"
+    chart = LineChart(every, x, y, ticks=ticks, log_y=True)
+    lead = f"Mean scores from the nearest tokens to the farthest: {', '.join(said) or 'unknown'}."
+    text = "Scores, and the paper’s bounds of them, as a share of |q||k|."
+    return Section("Score and bounds by distance", lead, text, chart)
 
 
 def _shifts(cells: Sequence[AngleCell]) -> Section:

@@ -173,7 +173,8 @@ def finding(frame: Frame, measure: Measure) -> str:
     which = f"{'has' if len(names) == 1 else 'have'} the {'highest' if measure.top else 'lowest'}"
     rest = dict.fromkeys(map(measure.form, (others.min(), others.max())))
     where = at_tokens(frame, length)
-    return f"{where} {who} {which} {measure.name}, {best}; the others {' to '.join(rest)}."
+    other = "the others" if len(others) > 1 else "the other"
+    return f"{where} {who} {which} {measure.name}, {best}; {other} {' to '.join(rest)}."
 
 
 def conditions(frame: Frame) -> str:

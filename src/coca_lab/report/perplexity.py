@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -119,7 +120,7 @@ def _scores(cell: Perplexity) -> Scores:
     return [document.score for document in cell.documents]
 
 
-def _part(cell: Perplexity, kind: str, scores: Scores, **changes: int) -> Iterator[Perplexity]:
+def _part(cell: Perplexity, kind: str, scores: Scores, **changes: Any) -> Iterator[Perplexity]:
     """The cell of some of its targets, if there are any."""
     if sum(score.tokens for score in scores) < 1:
         return

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coca_attention.errors import UserError
-from coca_lab.report.cells import Cell, Part, ResultFile, Run, checked, unlike
+from coca_lab.report.cells import Cell, Figure, Part, ResultFile, Run, checked, unlike
 from coca_lab.report.trials import read_trials, trial_files
 
 IN_FOLDERS = ("training.json", "results.json")
@@ -139,7 +139,7 @@ def comparable(cells: Sequence[Cell]) -> list[list[Cell]]:
     seeds = {
         file
         for file, of in trials.items()
-        if len({(c.training_seed, c.size) for c in of if hasattr(c, "training_seed")}) > 1
+        if len({(c.training_seed, c.size) for c in of if isinstance(c, Figure)}) > 1
     }
 
     def facts(cell: Cell) -> dict[Any, Any]:

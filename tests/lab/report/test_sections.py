@@ -97,11 +97,11 @@ def text(row) -> list[str]:
          "found, 0.80; the others 0.20 to 0.70."),
         ([passkey(model, 4096, hits) for model, hits in (("a", 4), ("b", 4), ("c", 0))],
          "At 4,096 tokens (8 × the training context) a and b have the highest share of passkeys "
-         "found, 0.40; the others 0.00."),
+         "found, 0.40; the other 0.00."),
         ([passkey("a", 512, 0)],
          "At 512 tokens (the training context) a has a share of passkeys found of 0.00."),
         (SEEDS, "At 4,096 tokens (16 × the training context) CoCA-Strict has the lowest "
-         "perplexity, 44.50; the others 81.00."),
+         "perplexity, 44.50; the other 81.00."),
     ],
 )  # fmt: skip
 def test_the_first_section_names_the_finding(cells, lead):
