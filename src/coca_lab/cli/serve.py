@@ -123,13 +123,17 @@ def make_app(path: str, context: int, settings: ServeSettings) -> Any:
 
     @app.middleware("http")
     async def bound(request: Any, answer: Any) -> Any:
-        """Refuse what is too long before it is read; in chunks it does not say how long it is."""
+        """Keep nothing of what is too long; what is in chunks does not say how long it is."""
         code, error = 0, ""
         if "transfer-encoding" in request.headers:
             code, error = 411, "the request is in chunks: send it whole, with a Content-Length"
         elif int(request.headers.get("content-length", 0)) > most:
             code, error = 413, f"the request is longer than the {most:,} bytes that fit the context"
-        return JSONResponse({"error": error}, status_code=code) if code else await answer(request)
+        if not code:
+            return await answer(request)
+        async for _ in request.stream():  # a client hears no answer while it sends
+            pass
+        return JSONResponse({"error": error}, status_code=code)
 
     return app
 
