@@ -25,9 +25,10 @@ from benchmarks.timing import Variant, isolated, peak_megabytes
 from coca_attention import ops
 from coca_attention.models import CoCALlamaConfig
 from coca_attention.models.attention import CACHE
-from coca_attention.models.configuration import LETTERS, LOCAL, Roles
+from coca_attention.models.configuration import LETTERS, LOCAL, role_fields
 from coca_attention.models.sinks import use_fused_attention
 from coca_attention.ops import FORMS, Rotation, coca_attention
+from coca_attention.roles import Roles
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 
 Run = Callable[[], Any]
@@ -250,7 +251,7 @@ def make_model(
         }
     elif form is not None and settings.roles:
         roles = Roles(settings.roles, settings.window, decay=settings.decay)
-        fields |= roles.fields(form, LlamaConfig(**fields), 8 * settings.window)
+        fields |= role_fields(roles, form, LlamaConfig(**fields), 8 * settings.window)
     elif form is not None:
         fields |= {"coca_form": form, "kv_cache": kv_cache}
     config: Any = LlamaConfig if form is None else CoCALlamaConfig

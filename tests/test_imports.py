@@ -19,7 +19,8 @@ LIBRARY = {
     "errors": set(),
     "ops": set(),
     "layer": {"ops"},
-    "models": {"ops", "layer", "errors"},
+    "roles": {"ops", "errors"},
+    "models": {"ops", "layer", "errors", "roles"},
     "testing": set(),
 }
 LOOSE = {"arguments", "engine", "environment", "files", "fingerprints", "intervals", "loading"}
@@ -30,8 +31,9 @@ LABORATORY = {
     "fingerprints": {"engine", "files"},
     "processes": {"engine"},
     **dict.fromkeys(("loading", "generation", "folders", "data", "report"), LOOSE),
-    "recipe": {*LOOSE, "data"},
-    "training": {*LOOSE, "folders", "data", "generation", "recipe"},
+    "recipe_sections": {*LOOSE, "data"},
+    "recipe": {*LOOSE, "data", "recipe_sections"},
+    "training": {*LOOSE, "folders", "data", "generation", "recipe", "recipe_sections"},
     "evaluation": {*LOOSE, "data", "generation"},
     "analysis": {*LOOSE, "data", "evaluation"},
     "export": {*LOOSE, "folders", "data", "evaluation"},
@@ -48,6 +50,7 @@ OUTSIDE = {
     "errors": set(),
     "ops": {"torch", "triton"},  # triton in kernels/ alone, and only where it is called
     "layer": {"torch"},
+    "roles": set(),
     "models": {"torch", "transformers", "huggingface_hub"},  # which Transformers requires
     "testing": {"torch", "transformers"},
 }

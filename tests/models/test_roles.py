@@ -30,7 +30,7 @@ from families import (
 WINDOW = 6
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 # What leaves the function of a model as it is.
-NEUTRAL = {"turning_pairs": None, "temperature": False, "decay": 0}
+NEUTRAL = {"temperature": False, "decay": 0}
 
 
 def with_roles(family="Llama", form="strict", kinds=(LOCAL, GLOBAL), **changes):
@@ -143,7 +143,8 @@ def test_a_model_is_converted_to_roles(family, tmp_path):
     ids, length = some_tokens(model, length=20), model.config.max_position_embeddings
     before = logits(model, ids)
     # Windows as long as the text and rotary attention everywhere: what it was.
-    convert(model, "rope", roles=Roles("lg", window=20, **NEUTRAL))
+    pairs = rotation(model.config).width // 2
+    convert(model, "rope", roles=Roles("lg", window=20, turning_pairs=pairs, **NEUTRAL))
     assert difference(logits(model, ids), before) < 1e-6
     config = convert(other, "rope", roles=Roles("lg")).config
     assert config.layer_types == [LOCAL, GLOBAL]

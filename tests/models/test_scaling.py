@@ -217,7 +217,8 @@ def test_local_layers_keep_the_rule_they_were_trained_with(family, kind, tmp_pat
     if family == "Qwen3":  # with a window in its first layer
         convert(model, "rope", max_distance=16)
     else:
-        same = Roles("lg", window=16, turning_pairs=None, temperature=False, decay=0)
+        pairs = rotation(model.config).width // 2
+        same = Roles("lg", window=16, turning_pairs=pairs, temperature=False, decay=0)
         convert(model, "rope", roles=same)
     assert difference(logits(model, ids), before) < 1e-6
     # A later rule is for global layers.

@@ -14,12 +14,13 @@ from coca_attention.models.alibi import (
     AlibiGPTNeoXForCausalLM,
     AlibiGPTNeoXModel,
 )
-from coca_attention.models.configuration import Roles, add_rope_types, training_length
+from coca_attention.models.configuration import add_rope_types, training_length
 from coca_attention.models.conversion import Conversion, convert, load_original
 from coca_attention.models.extension import extend_context
 from coca_attention.models.families import FAMILIES, GPT_NEOX, LLAMA, register, register_family
 from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.sinks import SINKS, sink_attention, sink_mask, use_fused_attention
+from coca_attention.roles import Roles
 
 
 def register_models() -> None:

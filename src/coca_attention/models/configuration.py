@@ -1,6 +1,6 @@
-"""Configurations: what their fields say, those of CoCA models, and roles for layers."""
+"""Configurations: what their fields say, and those of CoCA models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -9,16 +9,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from coca_attention.errors import UserError
 from coca_attention.ops import RULES, Rotation, get_form
-from coca_attention.ops.checks import check_heads, check_real, check_whole, check_width
+from coca_attention.ops.checks import check_heads, check_whole, check_width
 from coca_attention.ops.clipped import check_clipped_form
 from coca_attention.ops.linear import check_linear
+from coca_attention.roles import Roles
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 """Transformers' names for layers that see a window, and for layers that see the whole text."""
 STATEFUL = "hybrid"
 """Transformers' name for layers whose cache has a state beside keys."""
-ROTATION_FIELDS = {"turning_pairs": "turning"} | {
-    name: name for name in ("temperature", "decay", "decay_length", "max_distance")
+ROTATION_FIELDS = {
+    "turning_pairs" if item.name == "turning" else item.name: item.name
+    for item in fields(Rotation)
+    if item.name not in ("width", "base", "rule")
 }
 """Our additions to ``rope_parameters``, and the fields of a `Rotation` that they are."""
 LOCAL_RULE = "local"
@@ -336,84 +339,33 @@ class CoCAConfig:
         super().validate_rope()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@dataclass(frozen=True)
-class Roles:
-    """Local layers, which see a window, and global ones, which see the whole text.
+def role_fields(roles: Roles, form: str, config: PreTrainedConfig, length: int) -> dict[str, Any]:
+    """What a CoCA configuration has other than a vanilla one to give a model roles.
 
-    Without the decay this is HWFA (Su, 2023, kexue.fm/archives/9603) or RNoPE-SWA (arXiv
-    2501.18795) with queries times log n; the decay is KERPLE's (arXiv 2205.09921). A query at
-    distance d from a key in a global layer scores
-    ``q · k * ln(n + 1) / ln(L + 1) / sqrt(D) - decay * ln(1 + d / decay_length)``, where it sees n
-    keys and L is the training length. The defaults are what this project recommends.
-
-    Raises:
-        UserError: If a letter is unknown or a value out of range.
+    The form is that of the local layers, or ``rope``; the length is L. UserError if the model has
+    too few layers, or rotary parameters per layer type.
     """
-
-    layers: str = "llg"
-    """A letter per layer, l (local) or g (global), repeated over all layers."""
-    window: int | None = None
-    """Tokens that a local layer sees, the query's own included, at least 2; by default an eighth of
-    L."""
-    turning_pairs: int | None = 0
-    """Rotary pairs that turn in global layers; None for all."""
-    temperature: bool = True
-    """Whether queries of global layers grow with the logarithm of n."""
-    decay: float = 1.0
-    """Exponent of the power law by which attention of global layers decays; 0 is none."""
-    decay_length: float | None = None
-    """Distance in tokens at which it begins; by default an eighth of L."""
-
-    def __post_init__(self) -> None:
-        if not self.layers or set(self.layers) - set("lg"):
-            raise UserError(f"layers must consist of the letters l and g, got {self.layers!r}")
-        for name, smallest in (("window", 2), ("turning_pairs", 0)):
-            value = getattr(self, name)
-            if value is not None:
-                check_whole(name, value, smallest, error=UserError)
-        check_real("decay", self.decay, error=UserError)
-        if self.decay_length is not None:
-            check_real("decay_length", self.decay_length, above=True, error=UserError)
-
-    def fields(self, form: str, config: PreTrainedConfig, length: int) -> dict[str, Any]:
-        """What a CoCA configuration has other than a vanilla one to give a model these roles.
-
-        The form is that of the local layers, or ``rope``; the length is L. UserError if the model
-        has too few layers, or rotary parameters per layer type.
-        """
-        num_layers, rope = config.num_hidden_layers, rope_parameters(config)
-        if rope is not (config.rope_parameters or {}):
-            raise UserError(
-                f"roles need one set of rotary parameters; {config.model_type} has rotary "
-                "parameters per layer type"
-            )
-        if num_layers < len(self.layers):
-            raise UserError(
-                f"layers {self.layers} needs a model of at least {len(self.layers)} layers, got "
-                f"{num_layers}: use a shorter pattern"
-            )
-        pairs, rotary = head_width(config) // 2, form == "rope"
-        fields = {
-            # The form of a model whose pairs are all free does not matter.
-            "coca_form": "strict" if rotary else form,
-            "coca_free_pairs": {LOCAL: pairs if rotary else 0, GLOBAL: pairs},
-            "layer_types": [LETTERS[x] for x in (self.layers * num_layers)[:num_layers]],
-            # Some families apply a window in all layers if there is one.
-            "sliding_window": (self.window or max(2, length // 8)) if "l" in self.layers else None,
-            "rope_parameters": rope | rotation_fields(self, length),
-        }
-        if hasattr(config, "use_sliding_window"):
-            fields["use_sliding_window"] = True  # or Qwen drops its window
-        return fields
-
-
-def rotation_fields(settings: Any, length: int) -> dict[str, Any]:
-    """Rotary parameters of settings like those of `Roles`, for a training length in tokens."""
-    fields: dict[str, Any] = {
-        "turning_pairs": settings.turning_pairs,
-        "temperature": length if settings.temperature else None,
+    num_layers, rope = config.num_hidden_layers, rope_parameters(config)
+    if rope is not (config.rope_parameters or {}):
+        raise UserError(
+            f"roles need one set of rotary parameters; {config.model_type} has rotary parameters "
+            "per layer type"
+        )
+    if num_layers < len(roles.layers):
+        raise UserError(
+            f"layers {roles.layers} needs a model of at least {len(roles.layers)} layers, got "
+            f"{num_layers}: use a shorter pattern"
+        )
+    pairs, rotary = head_width(config) // 2, form == "rope"
+    changed = {
+        # The form of a model whose pairs are all free does not matter.
+        "coca_form": "strict" if rotary else form,
+        "coca_free_pairs": {LOCAL: pairs if rotary else 0, GLOBAL: pairs},
+        "layer_types": [LETTERS[x] for x in (roles.layers * num_layers)[:num_layers]],
+        # Some families apply a window in all layers if there is one.
+        "sliding_window": (roles.window or max(2, length // 8)) if "l" in roles.layers else None,
+        "rope_parameters": rope | roles.rotation_fields(length),
     }
-    if settings.decay:
-        decay_length = settings.decay_length or length / 8
-        fields |= {"decay": settings.decay, "decay_length": decay_length}
-    return {name: value for name, value in fields.items() if value is not None}
+    if hasattr(config, "use_sliding_window"):
+        changed["use_sliding_window"] = True  # or Qwen drops its window
+    return changed

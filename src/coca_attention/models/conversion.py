@@ -23,10 +23,10 @@ from coca_attention.models.configuration import (
     LOCAL,
     LOCAL_RULE,
     ROTATION_FIELDS,
-    Roles,
     check_is_computed,
     has_own_roles,
     head_width,
+    role_fields,
     rope_parameters,
     rotation,
     training_length,
@@ -43,6 +43,7 @@ from coca_attention.models.families import FAMILIES, Family, supported_families
 from coca_attention.models.projections import AttentionLayout
 from coca_attention.ops import FORMS
 from coca_attention.ops.checks import check_whole
+from coca_attention.roles import Roles
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Conversion:
         if self.form not in forms:
             hint = did_you_mean(self.form, forms)
             raise UserError(f"form must be one of {', '.join(forms)}, got {self.form!r}{hint}")
-        if not isinstance(self.roles, Roles | None):
+        if self.roles is not None and not (isinstance(self.roles, Roles) and self.roles.layers):
             raise UserError(f'roles must be a Roles, such as Roles("llg"), got {self.roles!r}')
         if self.free_pairs and self.roles is not None:
             raise UserError("roles determine the free pairs: leave out free_pairs")
@@ -286,7 +287,7 @@ def _added_fields(config: PreTrainedConfig, wanted: Conversion) -> dict[str, Any
             )
         limited = rope | {"temperature": length, "max_distance": limit}
         return added | {"rope_parameters": limited if rope is every else every | {GLOBAL: limited}}
-    return added | wanted.roles.fields(wanted.form, config, length)
+    return added | role_fields(wanted.roles, wanted.form, config, length)
 
 
 MODELS: dict[str, Any] = {"llama": LlamaForCausalLM, "gpt_neox": GPTNeoXForCausalLM}

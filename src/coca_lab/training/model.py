@@ -17,11 +17,10 @@ from transformers import (
 from coca_attention.errors import UserError
 from coca_attention.models import AlibiGPTNeoXConfig
 from coca_attention.models.configuration import (
-    Roles,
     attention_of,
     head_width,
+    role_fields,
     rope_parameters,
-    rotation_fields,
 )
 from coca_attention.models.conversion import convert
 from coca_attention.models.families import decoders
@@ -29,7 +28,8 @@ from coca_attention.models.scaling import set_rotary_scaling
 from coca_attention.models.sinks import use_fused_attention
 from coca_attention.ops import FORMS
 from coca_lab.loading import check_vocabulary, load_model
-from coca_lab.recipe import OWN, ModelRecipe, Recipe, StageRecipe
+from coca_lab.recipe import Recipe
+from coca_lab.recipe_sections import OWN, ModelRecipe, StageRecipe
 
 # Modules of an attention layer to train, by a stage's setting `train`.
 TRAINED = {
@@ -176,14 +176,8 @@ def model_config(recipe: Recipe, vocab_size: int, end_of_text: Any = None) -> Pr
 def _attention_fields(model: ModelRecipe, vanilla: Any, length: int) -> dict[str, Any]:
     """Fields in which a CoCA configuration differs from a vanilla one, for a training length."""
     if model.layers:
-        parts = {
-            name: getattr(model, name)
-            for name in ("turning_pairs", "temperature", "decay")
-            if getattr(model, name) is not None
-        }
-        roles = Roles(model.layers, model.window, decay_length=model.decay_length, **parts)
-        return roles.fields(model.attention, vanilla, length)
-    rotary, fields = model.attention == "rope", rotation_fields(model, length)
+        return role_fields(model, model.attention, vanilla, length)
+    rotary, fields = model.attention == "rope", model.rotation_fields(length)
     if model.max_distance is not None:
         fields["max_distance"] = model.max_distance
     return {

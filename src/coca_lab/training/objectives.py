@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from coca_attention.errors import UserError, error_prefix
 from coca_attention.models.configuration import head_width
 from coca_attention.models.families import family_of
-from coca_lab.recipe import Objective
+from coca_lab.recipe_sections import Objective
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 """Maps the model, as the Trainer wraps it, and a batch to the mean loss of the batch, a scalar."""

@@ -34,7 +34,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from coca_attention.errors import UserError
 from coca_lab.files import replace
 from coca_lab.loading import no_progress_bars
-from coca_lab.recipe import Recipe, StageRecipe, TrainingRecipe
+from coca_lab.recipe import Recipe
+from coca_lab.recipe_sections import StageRecipe, TrainingRecipe
 from coca_lab.training.callbacks import LogLastStep, StopOnSignal, shown
 from coca_lab.training.checkpoints import (
     catch_write_errors,

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from coca_attention.errors import UserError
 from coca_attention.ops import FORMS
-from coca_lab import recipe as recipes
-from coca_lab.recipe import ModelRecipe, TrainingRecipe
+from coca_lab import recipe_sections
+from coca_lab.recipe_sections import ModelRecipe, TrainingRecipe
 from coca_lab.training import Recipe, as_yaml, load_recipe, model_config
 from coca_lab.training.trainer import learning_rate_share, training_arguments
 
@@ -203,7 +203,7 @@ def test_a_recipe_made_in_python_is_checked_too():
 
 
 def test_lora_without_peft_is_rejected(monkeypatch):
-    monkeypatch.setattr(recipes, "find_spec", lambda name: None)
+    monkeypatch.setattr(recipe_sections, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="stage 'x': lora needs peft"):
         load_recipe(None, ["--stages=[{name: x, train: lora}]"])
 

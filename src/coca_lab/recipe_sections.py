@@ -1,0 +1,396 @@
+"""The sections of a recipe, with the paper's settings (§3.3) as defaults.
+
+Types say which values a field can have; `check` looks for settings that contradict each other.
+"""
+
+import re
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from coca_attention.errors import UserError, did_you_mean, install
+from coca_attention.ops import FORMS
+from coca_attention.roles import Roles
+from coca_lab.data import SourceSettings
+from coca_lab.data.text import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
+from coca_lab.files import cache_folder
+
+PASSKEY, VALIDATION = "passkey", "validation"
+"""Names of the blocks of `passkey_share`, and of the text that validation reads."""
+OWN = "own"
+BASELINES = ("rope", "alibi", OWN)
+# Where rotary attention differs from that of the body.
+POSITIONS = "layers", "turning_pairs", "temperature", "decay", "max_distance", "interpolation"
+# What a stage may set of the section training.
+SCHEDULE = ("steps", "learning_rate", "warmup_share", "final_share")
+
+Count = Annotated[int, Field(ge=1, le=2**40)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=2**40)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PartialShare = Annotated[float, Field(ge=0, lt=1)]
+TaskShare = Annotated[float, Field(gt=0, lt=1)]
+Objective = Literal["next_token", "attention", "logits", "hidden_states"]
+Trained = Literal["t", "qt", "qtv", "all", "lora"]
+
+
+@dataclass
+class Architecture:
+    """A new model's attention, body and sizes."""
+
+    attention: str = "slack"
+    """slack, strict or magnitude (CoCA), rope (RoFormer) or alibi. Also a form that your code
+    registers; own is the body's own attention."""
+    body: str = "gpt_neox"
+    """Architecture around the attention: the model_type of a family, such as gpt_neox, llama or
+    qwen3; with attention own any that Transformers knows. alibi requires gpt_neox."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the body's configuration."""
+    hidden_size: Count = 1024
+    """Width of the residual stream."""
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 24
+    """Number of decoder layers."""
+    num_heads: Count = 16
+    """Number of query heads."""
+    num_key_value_heads: Count | None = None
+    """Number of key/value heads, not with gpt_neox; by default as many as query heads."""
+    intermediate_size: Count | None = None
+    """Width of the feed-forward layers; by default 4 x hidden_size."""
+    rope_base: Positive = 10000.0
+    """Base of the rotary frequencies."""
+    tie_embeddings: bool = True
+    """Whether the input and output embeddings share one matrix."""
+
+
+@dataclass
+class ModelRecipe(Roles, Architecture):
+    """The model."""
+
+    layers: str = ""
+    """Roles of the layers, such as llg, repeated over all layers. l is local: attention over the
+    last window tokens; g is global: dot products without positions over the whole text, with a
+    temperature and a decay. By default all layers apply attention to the whole text."""
+    max_distance: Count | None = None
+    """Keys farther back than this many tokens are scored as if this far back, and a temperature
+    makes no query smaller: what a rotary start says of texts up to this long does not change. Less
+    than its training length may lose passkeys within it, which coca extend --check measures. Not
+    with layers or a decay. By default no limit."""
+    linear: bool = False
+    """Whether attention is linear: a state in place of a cache, for strict and magnitude."""
+    start: str | None = None
+    """Folder or name of a trained model to start from, instead of random weights. Its
+    sizes and its tokenizer are used. A rotary model is converted if attention names a CoCA form
+    (T projections begin as the pair means of its key projections); a model that already has the
+    attention is trained further."""
+    teacher: str | None = None
+    """Model that objectives other than next_token learn from; by default start."""
+    interpolation: Annotated[float, Field(ge=1)] | None = None
+    """Factor of position interpolation; the model is trained with it and saved with it."""
+    scaling: Literal["linear", "ntk", "dynamic", "yarn", "llama3"] = "linear"
+    """Rule by which positions are scaled by the factor interpolation: linear is PI."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision in which the trained model is saved; auto is that of start, or float32 without one.
+    Training itself keeps weights in float32."""
+
+    def check(self) -> None:
+        """Raise UserError if settings contradict each other."""
+        # Not at the top: it takes seconds, which `coca train -h` need not wait for.
+        from coca_attention.models.families import decoders
+
+        known, bodies = (*FORMS, *BASELINES), decoders()
+        if self.attention not in known:
+            hint = did_you_mean(self.attention, known)
+            raise UserError(
+                f"attention must be one of {', '.join(known)}, got {self.attention!r}{hint}"
+            )
+        given = [name for name in POSITIONS if getattr(self, name)]
+        if self.attention == "alibi" and given:
+            raise UserError(f"attention alibi has no {', '.join(given)}: leave it out")
+        if self.attention == "alibi" and self.body != "gpt_neox":
+            raise UserError(f"body must be gpt_neox for attention alibi, got {self.body}")
+        if self.attention != OWN and self.body not in bodies:
+            raise UserError(
+                f"body must be one of {', '.join(bodies)} for attention {self.attention}, got "
+                f"{self.body}; with attention {OWN} it may be any model_type of Transformers"
+            )
+        if self.linear:
+            invariant = self.attention in FORMS and FORMS[self.attention].shift_invariant
+            if given or self.start or not invariant:
+                raise UserError(
+                    "linear is for new models with a shift-invariant form, such as strict, "
+                    f"without {', '.join(POSITIONS)}"
+                )
+        self._check_positions()
+        self._check_sizes()
+
+    def _check_positions(self) -> None:
+        if len(self.layers) > self.num_layers:
+            raise UserError(
+                f"layers must have at most num_layers letters, got {self.layers!r} for "
+                f"{self.num_layers} layers"
+            )
+        if self.window and not self.layers:
+            raise UserError("window is for local layers: set layers")
+        if self.decay_length and not (self.layers if self.decay is None else self.decay):
+            raise UserError(f"decay_length {self.decay_length} requires a decay")
+        if self.max_distance and self.attention == "slack":
+            raise UserError(
+                "max_distance needs scores that depend on the distance of rotary pairs alone, got "
+                f"attention {self.attention}: use rope, strict or magnitude"
+            )
+        if self.max_distance and (self.layers or self.decay):
+            raise UserError("max_distance is for models without layers and decay: leave it out")
+
+    def _check_sizes(self) -> None:
+        default = ModelRecipe()
+        sizes = [name for name in SIZES if getattr(self, name) != getattr(default, name)]
+        if self.start is not None and sizes:
+            raise UserError(f"start determines the model's sizes: leave out {', '.join(sizes)}")
+        heads, kv_heads = self.num_heads, self.num_key_value_heads or self.num_heads
+        head_width, rest = divmod(self.hidden_size, heads)
+        if rest:
+            raise UserError(
+                f"hidden_size must be a multiple of num_heads, got {self.hidden_size} and {heads}"
+            )
+        if head_width % 2:
+            raise UserError(f"hidden_size / num_heads must be even, got {head_width}")
+        if (self.turning_pairs or 0) > head_width // 2:
+            raise UserError(
+                f"turning_pairs must be at most {head_width // 2}, the number of pairs per head; "
+                f"got {self.turning_pairs}"
+            )
+        if self.body == "gpt_neox" and self.num_key_value_heads:
+            raise UserError("gpt_neox has no num_key_value_heads: leave it out, or use body llama")
+        if heads % kv_heads:
+            raise UserError(
+                f"num_key_value_heads must divide num_heads, got {kv_heads} and {heads}"
+            )
+
+
+# What the files of a start say.
+SIZES = [item.name for item in (*fields(Architecture), *fields(Roles))]
+SIZES = [name for name in SIZES if name not in ("attention", "options")]
+
+
+@dataclass
+class WeightedSource(SourceSettings):
+    """A source of a mixture."""
+
+    source: str = ""
+    """Same values as data.source."""
+    weight: Positive = 0.0
+    """Share of the training tokens; the weights of a mixture sum to 1."""
+    max_tokens: Count | None = None
+    """Maximum number of training tokens to read; by default a stream is read as far as needed."""
+
+
+@dataclass
+class DataRecipe(SourceSettings):
+    """The text."""
+
+    mixture: dict[str, WeightedSource] = field(default_factory=dict)
+    """Several sources by name in place of source, such as {text: {source: BOOKS, weight: 0.75},
+    code: {source: CODE, weight: 0.25}}. A source that is too short for its share is repeated."""
+    held_out: PartialShare = 0.05
+    """Share of documents excluded from training. A hash of their text chooses them."""
+    max_tokens: Count | None = None
+    """Maximum number of training tokens to read. Required for endless streams."""
+    tokenizer: str | None = None
+    """Folder or name of a Transformers tokenizer. By default the tokenizer of model.start is used;
+    without a start, a byte-level BPE is trained."""
+    vocab_size: Annotated[int, Field(ge=SMALLEST_VOCABULARY, le=LARGEST_VOCABULARY)] = 32768
+    """Vocabulary size of a newly trained tokenizer."""
+    split_digits: bool = False
+    """Whether a newly trained tokenizer encodes every digit as a token of its own."""
+    block_length: Count = 512
+    """Training length in tokens."""
+    passkey_share: PartialShare = 0.0
+    """Share of the blocks that are passkey texts with answers. Each has a different key."""
+    tasks: dict[Literal["recall"], TaskShare] = field(default_factory=dict)
+    """Shares of the blocks with texts of further tasks, such as {recall: 0.3}: associative recall
+    of random tokens, of which the answers alone are trained."""
+    separate_documents: bool = False
+    """Whether documents in the same block are separated: attention does not cross document
+    boundaries, and positions restart in each document."""
+    cache: str | None = "auto"
+    """Folder for tokenised text, which later runs reuse; auto means coca-attention in the user's
+    cache (XDG_CACHE_HOME, or ~/.cache), null keeps the tokens in memory."""
+
+    @property
+    def token_folder(self) -> Path | None:
+        """The folder of tokenised text; None for memory."""
+        if self.cache == "auto":
+            return cache_folder()
+        return None if self.cache is None else Path(self.cache).expanduser()
+
+    @property
+    def task_shares(self) -> dict[str, float]:
+        """Shares of the blocks by task, passkeys included."""
+        return ({PASSKEY: self.passkey_share} if self.passkey_share else {}) | self.tasks
+
+    def check(self) -> None:
+        """Raise UserError if settings contradict each other."""
+        shares = self.task_shares
+        if sum(shares.values()) >= 1:
+            raise UserError(
+                f"the shares of tasks and passkey_share must sum to less than 1, got {shares}"
+            )
+        if not self.mixture:
+            return
+        names = [*(item.name for item in fields(SourceSettings)), "max_tokens"]
+        given = [name for name in names if getattr(self, name) != getattr(DataRecipe(), name)]
+        if given:
+            raise UserError(
+                f"{', '.join(given)} cannot be combined with data.mixture: leave it out, or set "
+                "it for each source of the mixture"
+            )
+        for name, source in self.mixture.items():
+            if not source.source:
+                raise UserError(f"mixture.{name}.source is missing: name the text to read")
+        weights = [source.weight for source in self.mixture.values()]
+        if abs(sum(weights) - 1) > 1e-6:
+            raise UserError(
+                f"mixture needs weights that sum to 1, got {' + '.join(map(str, weights))} = "
+                f"{sum(weights):g}"
+            )
+        if {*shares, VALIDATION} & self.mixture.keys():
+            raise UserError(
+                f"a source of the mixture has the name of a task or {VALIDATION}: rename it"
+            )
+
+
+@dataclass
+class ValidationRecipe:
+    """Perplexity on text that is not trained on, passkeys and needles, measured during training."""
+
+    every: Count | None = None
+    """Optimizer steps between measurements; by default nothing is measured. They also take place
+    before the first step and after the last."""
+    source: str | None = None
+    """Text to measure on, with the same values as data.source; data.text_field and data.bad_lines
+    also apply. By default the documents of data.held_out are used."""
+    batches: Count = 4
+    """Global batches to measure on, made of blocks spread evenly over the text; each takes about a
+    third of the time of an optimizer step."""
+    passkeys: NonNegativeInt = 0
+    """Passkeys to ask for at every measurement and length. It is done as by coca eval passkey."""
+    needles: NonNegativeInt = 0
+    """Prompts of RULER's niah_single_1, and as many of niah_multikey_2, at every measurement and
+    length. It is done as by coca eval ruler."""
+    lengths: list[Count] = field(default_factory=list)
+    """Tokens of the prompts with passkeys and needles, needles with the answer; by default
+    data.block_length."""
+
+    def check(self) -> None:
+        """Raise UserError if settings contradict each other."""
+        prompts = self.passkeys or self.needles
+        if prompts and self.every is None:
+            raise UserError(
+                "passkeys and needles are asked for in validation: set validation.every"
+            )
+        if self.lengths and not prompts:
+            raise UserError("lengths are those of prompts: set validation.passkeys or needles")
+
+
+@dataclass
+class TrainingRecipe:
+    """The optimisation."""
+
+    steps: Count = 10000
+    """Optimizer steps. With stages, those of every stage that sets none itself."""
+    global_batch_size: Count = 256
+    """Blocks per optimizer step over all processes."""
+    micro_batch_size: Count = 16
+    """Blocks per process and forward pass. Gradients accumulate up to the global batch."""
+    learning_rate: Positive = 1e-4
+    """Peak learning rate."""
+    warmup_share: Share = 0.01
+    """Share of the steps over which the learning rate rises linearly."""
+    initial_learning_rate: NonNegative = 1e-7
+    """Learning rate at the start of the warm-up."""
+    final_share: Share = 0.1
+    """Learning rate at the end of the linear decay, as a share of the peak."""
+    beta1: PartialShare = 0.9
+    """AdamW's first moment decay."""
+    beta2: PartialShare = 0.95
+    """AdamW's second moment decay."""
+    weight_decay: NonNegative = 0.1
+    """AdamW's weight decay."""
+    max_grad_norm: NonNegative = 1.0
+    """Maximum norm of the gradients; larger gradients are scaled down."""
+    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Autocast dtype of forward and backward pass. Weights stay in float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    compile: bool = False
+    """Compile the model with torch.compile; the first step then takes half a minute or more. Not
+    with FSDP."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of the initial weights and of the order of the blocks."""
+    save_every: Count = 500
+    """Steps between checkpoints."""
+    keep_checkpoints: Count = 2
+    """Number of checkpoints to keep; older ones are deleted."""
+    log_every: Count = 10
+    """Steps between entries of the training curve."""
+    report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Loggers that also receive the curves, by their names in Transformers, such as tensorboard or
+    wandb."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Transformers' TrainingArguments, for example fsdp."""
+
+
+@dataclass
+class StageRecipe:
+    """One of several stages of a run; what it leaves out is taken from the section training."""
+
+    name: str
+    """Name of the stage and of its folder."""
+    train: Trained = "all"
+    """Parameters to train: t (the T projections), qt (also the query projections), qtv (also the
+    value projections), all, or lora (adapters on every linear layer, merged into the weights at the
+    end of the stage)."""
+    objective: Objective = "next_token"
+    """Loss to minimise: next_token; attention, the distance of every attention layer's output from
+    the teacher's, given the teacher's input; logits, the KL divergence from the teacher's
+    prediction; or hidden_states, logits plus the distance of every layer's output."""
+    steps: Count | None = None
+    """Optimizer steps."""
+    learning_rate: Positive | None = None
+    """Peak learning rate."""
+    warmup_share: Share | None = None
+    """Share of the stage's steps over which the learning rate rises."""
+    final_share: Share | None = None
+    """Learning rate at the end of the stage, as a share of the peak."""
+    lora_rank: Count = 16
+    """Rank of the adapters of lora; they are scaled by 2."""
+
+    def settings(self, training: TrainingRecipe) -> TrainingRecipe:
+        """The section training with the values of this stage."""
+        values = {name: getattr(self, name) for name in SCHEDULE}
+        return replace(training, **{n: value for n, value in values.items() if value is not None})
+
+    def check(self, model: ModelRecipe) -> None:
+        """Raise UserError if settings contradict each other or the model, or peft is missing."""
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", self.name):
+            raise UserError("name is also a folder's name: use letters, digits, . _ and -")
+        if self.train == "lora" and find_spec("peft") is None:
+            raise UserError(f"lora needs peft: {install('lora')}")
+        if self.objective == "attention" and self.train in ("all", "lora"):
+            raise UserError(
+                "objective attention trains attention layers only: set train to t, qt or qtv, got "
+                f"{self.train}"
+            )
+        if self.train in ("t", "qt", "qtv") and model.attention not in FORMS:
+            raise UserError(
+                f"train {self.train} needs T projections, which attention {model.attention} does "
+                f"not have: train all, or choose one of {', '.join(FORMS)}"
+            )
+        if self.objective != "next_token" and not (model.teacher or model.start):
+            raise UserError(
+                f"objective {self.objective} needs a teacher: set model.start or model.teacher"
+            )
