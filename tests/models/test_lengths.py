@@ -140,7 +140,7 @@ def test_a_decoder_that_sees_both_directions_is_not_limited():
 
 def test_a_window_of_the_query_alone_is_refused():
     """Transformers' cache of it keeps everything, and decoding would see all of that."""
-    with pytest.raises(UserError, match=r"window must be .* 2, got 1"):
+    with pytest.raises(UserError, match=r"window must be .* 2 and .*, got 1"):
         Roles("lg", window=1)
     with pytest.raises(UserError, match=r"sliding_window of sliding_attention layers .* got 1"):
         convert(vanilla("Mistral", sliding_window=1), "strict")

@@ -14,8 +14,14 @@ from coca_lab.training.objectives import (
     relative_distance,
     teacher_loss,
 )
-from families import FAMILIES, collinear, vanilla
+from families import FAMILIES, VARIED, collinear, vanilla
 from runs import write_recipe
+
+# Every kind of projection; the others are slow.
+LEARNING = [
+    *VARIED,
+    *(pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES if x not in VARIED),
+]
 
 
 def batch(model, length=12):
@@ -52,7 +58,7 @@ def test_packed_documents_are_told_apart_by_both(objective):
     assert running.item() != pytest.approx(packed.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LEARNING)
 def test_every_layer_learns_from_the_teachers_own_input(family):
     """So a layer's gradient does not depend on the layers before it, nor reach them."""
     teacher, student = vanilla(family), collinear(family, "strict")
@@ -70,7 +76,7 @@ def test_every_layer_learns_from_the_teachers_own_input(family):
         assert torch.equal(found[name], again[name]) == (".layers.1." in name), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LEARNING)
 def test_attention_is_matched_before_the_output_projection(family):
     """The loss from the definition: each layer called by hand with the teacher's input."""
     teacher, student = vanilla(family), collinear(family)
