@@ -132,10 +132,6 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
 
         return hook
 
-    def detach_output(module: nn.Module, args: Any, result: Any) -> Any:
-        # Nothing after the layer contributes to the loss, so it needs no graph.
-        return (result[0].detach(), *result[1:])
-
     def add_loss(module: nn.Module, args: Any, result: Any) -> Any:
         if not module.training:  # validation asks for the model's own loss, and for answers
             return result
@@ -153,7 +149,7 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
     for index, (attention, projection) in enumerate(_attention_layers(student)):
         before(attention, replace_input(index))
         before(projection, record(outputs, index))
-        hooks.append(attention.register_forward_hook(detach_output))
+        hooks.append(attention.register_forward_hook(_detach_output))
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         # The logits are not used; one position costs least.
@@ -168,6 +164,11 @@ def _matched_attention(teacher: PreTrainedModel, student: PreTrainedModel) -> It
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _detach_output(module: nn.Module, args: Any, result: Any) -> Any:
+    # Nothing after the layer contributes to the loss, so it needs no graph.
+    return (result[0].detach(), *result[1:])
 
 
 def _attention_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:

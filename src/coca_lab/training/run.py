@@ -22,6 +22,7 @@ import torch
 from accelerate import PartialState
 from transformers import (
     AutoConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
     TrainingArguments,
@@ -136,6 +137,12 @@ class Run:
         """Where the checkpoints of a stage are."""
         return stage_folder(self.recipe, self.output, number)
 
+    def start_of(self, number: int) -> PreTrainedModel:
+        """The model that a stage starts from: the recipe's, or that of the stage before."""
+        if number == 0:
+            return make_model(self.recipe, self.tokenizer)
+        return load_model(self.folder(number - 1), device=str(PartialState().device))
+
 
 def measure_start(run: Run) -> None:
     """Write the validation of ``model.start``, if there are both, into the run folder, once."""
@@ -171,12 +178,8 @@ def fit(run: Run, number: int) -> dict[str, Any]:
     settings = stage.settings(recipe.training)
     set_seed(settings.seed)
     resume, before = last_state(folder / "checkpoints")
-    if number:
-        model = load_model(run.folder(number - 1), device=str(state.device))
-    else:
-        model = make_model(recipe, run.tokenizer)
-    parameters = model.num_parameters()
-    model = choose_parameters(model, stage)
+    whole = run.start_of(number)
+    parameters, model = whole.num_parameters(), choose_parameters(whole, stage)
     trained = model.num_parameters(only_trainable=True)
     if state.is_main_process:
         few = "" if trained == parameters else f" ({trained:,} of them trained)"
@@ -185,10 +188,9 @@ def fit(run: Run, number: int) -> dict[str, Any]:
             f"{folder}: {parameters:,} parameters{few} on {state.device}, {settings.steps:,} steps "
             f"of {settings.global_batch_size:,} blocks, {start}"
         )
-    make_loss = nullcontext()
-    if stage.objective != "next_token":
-        make_loss = teacher_loss(load_teacher(recipe), model, stage.objective)
-    with make_loss as loss:
+    learns = stage.objective != "next_token"
+    objective = teacher_loss(load_teacher(recipe), model, stage.objective) if learns else None
+    with objective or nullcontext() as loss:
         trainer = RecipeTrainer(
             settings,
             run.arguments[number],
