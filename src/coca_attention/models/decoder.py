@@ -73,7 +73,7 @@ def check_mixing(config: PreTrainedConfig, where: str, *, distances: bool) -> No
         )
 
 
-def replace_attention(body: Any, cls: type[PreTrainedModel]) -> None:
+def replace_attention(body: Any, cls: type) -> None:
     """Turn a family's decoder, which already has its CoCA configuration, into its CoCA class."""
     change_class(body, cls, body.config)
     own_roles = has_own_roles(body.config)

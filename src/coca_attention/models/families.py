@@ -145,7 +145,7 @@ def _make_class(name: str, bases: tuple[type, ...], **attributes: Any) -> Any:
     return made
 
 
-def _sharding_plan(config: PreTrainedConfig, layout: AttentionLayout) -> dict[str, str]:
+def _sharding_plan(config: type[PreTrainedConfig], layout: AttentionLayout) -> dict[str, str]:
     """Transformers' plan for tensor parallelism, with T in place of the key projection."""
     plan = {
         name.replace(".k_proj", ".t_proj").replace(".k_norm", ".t_norm"): how
@@ -323,7 +323,7 @@ def supported_families(model: Any) -> str:
     return f"the families {names}{hint}"
 
 
-def register(config: PreTrainedConfig, classes: Sequence[tuple[Any, type]]) -> list[type]:
+def register(config: type[PreTrainedConfig], classes: Sequence[tuple[Any, type]]) -> list[type]:
     """Register a configuration and its models, by Auto class, with Transformers; all classes."""
     AutoConfig.register(config.model_type, config, exist_ok=True)
     for auto, made in classes:

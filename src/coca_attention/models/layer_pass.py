@@ -248,7 +248,8 @@ class LayerPass(NamedTuple):
         if self.implementation == "eager":
             each = torch.eye(keys, dtype=value.dtype, device=value.device)
             each = each.expand(*value.shape[:2], -1, -1)
-            weights = attend_clipped(*tensors, each, **options | {"dropout": 0.0})
+            undropped: dict[str, Any] = {**options, "dropout": 0.0}
+            weights = attend_clipped(*tensors, each, **undropped)
         output = attend_clipped(*tensors, value, **options)
         return output.transpose(1, 2), weights
 
