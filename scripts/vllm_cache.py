@@ -37,11 +37,12 @@ WINDOWS = {
 
 
 def main() -> None:
-    """Print a line with what was measured."""
+    """Print what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("body", choices=["granite_swa", "llama"])
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--capacity", action="store_true", help="measure no time")
     options = parser.parse_args()
     extra = WINDOWS if options.body == "granite_swa" else {}
     torch.manual_seed(0)
@@ -63,6 +64,12 @@ def main() -> None:
     fits = get_max_concurrency_for_kv_cache_config(
         engine.vllm_config, core.scheduler.kv_cache_config
     )
+    print(
+        f"{options.body}: {fits:.1f} requests of {options.length:,} + {ANSWER} tokens fit in 1 GiB",
+        flush=True,
+    )
+    if options.capacity:
+        return
     generator = torch.Generator().manual_seed(0)
     shape = options.requests, options.length
     prompts = torch.randint(3, 1024, shape, generator=generator).tolist()
@@ -78,9 +85,8 @@ def main() -> None:
     tokens = options.requests * options.length
     written = options.requests * ANSWER
     print(
-        f"{options.body}, {options.requests} requests of {options.length:,} + {ANSWER} tokens: "
-        f"{fits:.1f} fit in 1 GiB; read {tokens / (read - begun):,.0f} tokens per second, "
-        f"all {(tokens + written) / (done - begun):,.0f}, then wrote "
+        f"{options.requests} at once: read {tokens / (read - begun):,.0f} tokens per second, all "
+        f"{(tokens + written) / (done - begun):,.0f}, then wrote "
         f"{written / (done - read):,.0f}"
     )
 

@@ -1,5 +1,8 @@
 """Models that `coca export` takes, in folders with tokenizers."""
 
+import json
+from pathlib import Path
+
 import torch
 from transformers import Cohere2Config, Cohere2ForCausalLM
 
@@ -52,6 +55,17 @@ def saved(model, folder):
     tokenizer = train_tokenizer([Document("a", text)], VOCABULARY, split_digits=True)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def answered_passkeys(folder, length, samples, output, address=None):
+    """Records of passkey prompts that a model answered, here or behind a server's address."""
+    words = ["eval", "passkey", folder, "--lengths", length, "--samples", samples]
+    words += ["--max-new-tokens", 32, "--output", output]
+    if address:
+        words += ["--endpoint", f"{address}/v1"]
+    assert main([str(word) for word in words]) == 0
+    (cell,) = json.loads(Path(output).read_text())["results"]
+    return cell["samples"]
 
 
 def exported(folder, target, *options):

@@ -188,7 +188,7 @@ class CostSettings(TextSettings):
 
 
 def run_export(words: list[str]) -> None:
-    """Write a model with layers with roles as Transformers' GraniteSWA, for other engines."""
+    """Write a model with layers with roles as Transformers' own class, for other engines."""
     path, target, wanted, text = parse(
         "coca export", run_export, words, [ExportSettings, CostSettings], ["model", "target"]
     )
