@@ -12,6 +12,7 @@ from coca_lab.report.angles import AngleCell, angle_sections
 from coca_lab.report.bench import Bench, bench_sections
 from coca_lab.report.cells import (
     Cell,
+    Number,
     Perplexity,
     Positive,
     Prompts,
@@ -50,7 +51,7 @@ class Harness(Cell):
     """A task of lm-evaluation-harness."""
 
     name: str
-    metrics: dict[str, Any]
+    metrics: dict[str, Number | str | None]
     harness: str
     limit: Positive | None = None
 

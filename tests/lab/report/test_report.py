@@ -336,6 +336,12 @@ def test_a_damaged_result_is_named_or_drawn(tmp_path, undrawn, seed):
         build_report(read_results([path]))
 
 
+def test_a_number_that_no_float_holds_is_named():
+    cell = {"task": "harness", "model": "m", "name": "x", "harness": "1", "limit": None}
+    with pytest.raises(UserError, match=r"results: not a result file: results\.0\.metrics\.acc"):
+        build_report([{"results": [cell | {"metrics": {"acc,none": 10**400}}]}])
+
+
 def test_a_long_curve_is_thinned(tmp_path, undrawn):
     """400,000 losses made a page of 43 MB."""
     curve = [{"step": step, "loss": 1 / step} for step in range(1, 20_001)]
