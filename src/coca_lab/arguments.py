@@ -187,7 +187,8 @@ def checked(theclass: type[Settings], values: Any, prefix: str = "") -> Settings
 
 def _problem(theclass: type, problem: Any, prefix: str) -> str:
     """What pydantic says of one field, in the words of the user."""
-    name = prefix + ".".join(str(part) for part in problem["loc"][1:] if part != "[key]")
+    parts = [str(part) for part in problem["loc"][1:] if part != "[key]"]
+    name = (prefix + ".".join(parts)).rstrip(".")  # a whole section may contradict itself
     text = problem.get("ctx", {}).get("error") or f"{problem['msg']}, got {problem['input']!r}"
     if problem["type"] == "unexpected_keyword_argument":
         known = [prefix + field for field in settings_parser(theclass, "").types]

@@ -1,12 +1,12 @@
 """Changing the rotary scaling of a loaded model, CoCA or vanilla."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from coca_attention.errors import UserError
@@ -145,8 +145,9 @@ def _changed_parameters(
 
 
 @contextmanager
-def rotary_restored(model: PreTrainedModel) -> Iterator[None]:
-    """Restore the rotary embedding of a model after the ``with`` block, to the last bit."""
+def rotary_restored(model: PreTrainedModel, weights: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Restore the rotary embedding and weights of a model after the ``with`` block, bit by bit."""
+    copies = [weight.detach().clone() for weight in weights]
     config = model.config.get_text_config()
     rule = getattr(config, "rope_parameters", None)
     # With what modules remember: Transformers' own ``dynamic`` keeps the frequencies of the longest
@@ -164,6 +165,8 @@ def rotary_restored(model: PreTrainedModel) -> Iterator[None]:
             vars(module).clear()
             vars(module).update(attributes, _buffers=buffers)
             model.set_submodule(name, module)
+        for weight, before in zip(weights, copies, strict=True):
+            weight.data.copy_(before)
 
 
 def _rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -29,7 +29,7 @@ from coca_lab.analysis.scores import (
 from coca_lab.data import SourceSettings
 from coca_lab.engine import Engine, Item, Progress
 from coca_lab.evaluation.perplexity import TextSettings, load_text
-from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task, finish
+from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task
 
 DEFAULT_TOKENS = 2048
 AtLeastTwo = Annotated[int, Field(ge=2)]
@@ -105,8 +105,8 @@ def analyze(
             are not finite, or its rotary angles differ from its configuration.
     """
     alone = Model(model, cast(Any, None), name)  # nothing is left to encode
-    measurement = measure_angles(alone, token_ids, settings or AnalysisSettings())
-    return finish([measurement], Engine(progress=progress))[0]
+    items, cells = measure_angles(alone, token_ids, settings or AnalysisSettings())
+    return cells(Engine(progress=progress).run(items))[0]
 
 
 def measure_angles(
@@ -119,14 +119,12 @@ def measure_angles(
         module = model.loaded()
         return [read_document(module, documents[index], index, settings) for index in indices]
 
-    def cells(values: list[Sums], seconds: float) -> list[Cell]:
+    def cells(values: list[Sums]) -> list[Cell]:
         return [angle_cell(model, documents, settings, values)]
 
     items = []
     for index, document in enumerate(documents):
         key = {
-            "task": "angles",
-            "model": model.identity,
             "settings": asdict(settings),
             "document": [index, sha256(document.numpy().tobytes()).hexdigest()],
         }

@@ -79,7 +79,6 @@ def task_command(task: Task, prefix: str) -> Command:
         sections += [EndpointSettings] if task.prompts else []
         named = ["folder" if task.prompts else "model"]  # --model is what a server calls it
         path, settings, loading, *server = parse(program, run, words, sections, named)
-        task.check(settings)
         at = server[0] if server else EndpointSettings()
         name = at.model or loading.name or (path if at.endpoint else Path(path).name)
         scaling = suites.ScalingSettings()

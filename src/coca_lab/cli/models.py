@@ -147,7 +147,7 @@ def _compare(
     with Store(_values(target)) as values, ProgressBar() as progress:
         model, engine = open_model(path, dtype=wanted.dtype), Engine(values, progress)
         found = check_extensions(
-            model.with_weights(),
+            model,
             check,
             engine,
             methods=methods,

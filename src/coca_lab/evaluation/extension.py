@@ -7,31 +7,27 @@ model as it is and for every method.
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from pydantic import PositiveInt
+from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_attention.models import convert
 from coca_attention.models.configuration import rope_parameters
 from coca_attention.models.extension import Method, extended
 from coca_lab.data.documents import BadLines
-from coca_lab.engine import Engine, Item, Progress
+from coca_lab.engine import Engine, Item
 from coca_lab.environment import peak_growth
-from coca_lab.evaluation.perplexity import (
-    TextSettings,
-    WindowSettings,
-    load_text,
-    measure_windows,
-    tokens_needed,
-)
-from coca_lab.evaluation.retrieval import PasskeySettings, measure_passkeys
-from coca_lab.evaluation.task import Measurement, Model, RotaryScaling, finish
-from coca_lab.intervals import DocumentScore, paired_ratio_interval, perplexity
+from coca_lab.evaluation import perplexity
+from coca_lab.evaluation.perplexity import PerplexitySettings, read_text
+from coca_lab.evaluation.retrieval import PASSKEYS, PasskeySettings
+from coca_lab.evaluation.task import Cell, Measurement, Model, RotaryScaling, Task, finish
+from coca_lab.intervals import DocumentScore, paired_ratio_interval
+from coca_lab.intervals import perplexity as perplexity_of
 
 SHARES = (1.0, 0.5, 0.25)
 """The limits of distances that are tried, as shares of L."""
@@ -67,13 +63,21 @@ class CheckSettings:
     """How to handle an invalid JSON line: error, or skip with a warning."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A way to read a model: ``base`` as it is, or extended by a method."""
+class Candidate(RotaryScaling):
+    """A way to read a model, ``base`` as it is or extended by a method, as tasks apply it.
 
-    method: str = "base"
-    max_distance: int | None = None
-    """W, with method limited."""
+    Attributes:
+        method: ``base``, or how it is extended.
+        max_distance: W, with method limited.
+        length: L, in tokens.
+        to: The longest text that is to be read, in tokens.
+    """
+
+    def __init__(
+        self, method: str = "base", max_distance: int | None = None, length: int = 0, to: int = 0
+    ) -> None:
+        super().__init__()
+        self.method, self.max_distance, self.length, self.to = method, max_distance, length, to
 
     @property
     def label(self) -> str:
@@ -88,6 +92,32 @@ class Candidate:
     def is_base_within(self, length: int) -> bool:
         """Whether the model computes in texts of up to L tokens what it does as it is."""
         return self.method == "dynamic" or self.max_distance == length
+
+    @property
+    def facts(self) -> Cell:
+        """What a value depends on beside the model."""
+        return {"scaling": self.label, "length": self.length, "to": self.to}
+
+    @property
+    def words(self) -> list[str]:
+        """What a line of progress says about it."""
+        return [self.label]
+
+    @contextmanager
+    def applied(self, module: PreTrainedModel, length: int) -> Iterator[None]:
+        """The model as the method has it; one whose distances are limited stays converted."""
+        method: Any = self.method
+        if method == "limited":
+            if not hasattr(module.config.get_text_config(), "coca_form"):
+                convert(module, "rope", length=self.length)
+            rope = rope_parameters(module.config.get_text_config())
+            rope["max_distance"] = self.max_distance
+        changes = method not in ("base", "limited")
+        with extended(module, method, length=self.length, to=self.to) if changes else nullcontext():
+            yield
+
+    def parameters(self, module: PreTrainedModel, length: int) -> None:
+        """None: cells of a check do not name them."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +145,7 @@ class Measured:
 
     def gain(self, lengths: Sequence[int]) -> tuple[int, float]:
         """What is found in texts of some lengths: more passkeys, then less perplexity, is more."""
-        nats = sum(math.log(perplexity(self.scores[n])) for n in lengths)
+        nats = sum(math.log(perplexity_of(self.scores[n])) for n in lengths)
         return sum(self.hits[n] for n in lengths), -nats
 
 
@@ -164,23 +194,16 @@ class Check:
 
     def tables(self) -> list[tuple[list[str], list[list[str]]]]:
         """Header and rows of two tables: perplexity, and all else."""
-        lengths, chosen, every = list(self.base.hits), self.chosen, (self.base, *self.others)
+        lengths, chosen = list(self.base.hits), self.chosen
         columns = [f"{n:,}" for n in lengths]
         reading, finding = [], []
-        for each in every:
+        for each in (self.base, *self.others):
             label = each.candidate.label + (" (chosen)" if each is chosen else "")
             reading.append([label, *(self._perplexity(each, n) for n in lengths)])
-            lost = "" if each is self.base else ", ".join(each.lost(self.base, self.length))
-            finding.append(
-                [
-                    label,
-                    *(f"{each.hits[n]}" for n in lengths),
-                    lost or ("" if each is self.base else "nothing"),
-                    f"{each.seconds:.3g} s",
-                    f"{each.megabytes:,.0f} MB",
-                    each.candidate.engines,
-                ]
-            )
+            lost = ", ".join(each.lost(self.base, self.length)) or "nothing"
+            cost = f"{each.seconds:.3g} s", f"{each.megabytes:,.0f} MB", each.candidate.engines
+            hits = (f"{each.hits[n]}" for n in lengths)
+            finding.append([label, *hits, "" if each is self.base else lost, *cost])
         found = [f"passkeys {columns[0]}", *columns[1:], "loses within L"]
         last = f"{columns[-1]} tokens"
         return [
@@ -190,7 +213,7 @@ class Check:
 
     def _perplexity(self, each: Measured, length: int) -> str:
         """Perplexity, and in parentheses its change from the base's at L."""
-        value, change = perplexity(each.scores[length]), ""
+        value, change = perplexity_of(each.scores[length]), ""
         base = self.base.scores[self.length]
         if each.scores[length] is not base and (
             x := paired_ratio_interval(each.scores[length], base)
@@ -228,10 +251,10 @@ def check_extensions(
     to: int,
     max_distance: int | None = None,
 ) -> Check:
-    """Measure a rotary model as it is and extended, which converts it in place in the end.
+    """Measure a rotary model as it is and extended.
 
     Args:
-        model: The model, with its weights.
+        model: The model, whose weights are loaded from its path.
         settings: What to measure on.
         engine: Keeps what is measured, so that an interrupted check goes on.
         methods: What to try.
@@ -243,86 +266,77 @@ def check_extensions(
         UserError: If the text is too short, or the model has no passkey prompts of these lengths.
     """
     lengths = check_lengths(settings, length, to)
-    windows, none = WindowSettings(windows=lengths, stride=lengths[0]), RotaryScaling()
-    text = TextSettings(
+    limits = [max_distance] if max_distance else [max(1, round(s * length)) for s in SHARES]
+    every = [("base", None), *((m, None) for m in methods if m != "limited")]
+    every += [("limited", limit) for limit in limits] if "limited" in methods else []
+    candidates = [Candidate(*each, length, to) for each in every]
+    measurements = []
+    for candidate in candidates:
+        own, *others = _measure(model, settings, lengths, candidate)
+        if candidate.is_base_within(length):  # then the base's values are there already
+            same = _measure(model, settings, lengths, candidates[0])[1:]
+            within = [n <= length for n in (*lengths, *lengths)]
+            others = [a if w else b for w, a, b in zip(within, same, others, strict=True)]
+        measurements.append([own, *others])
+    engine.run([item for each in measurements for one in each for item in one.items])
+    results: list[Measured] = []
+    for candidate, each in zip(candidates, measurements, strict=True):
+        cost, *cells = finish(each, engine)
+        read, answers = cells[: len(lengths)], cells[len(lengths) :]
+        scores = [[*map(DocumentScore.of, cell["documents"])] for cell in read]
+        hits = [sum(sample["hit"] for sample in cell["samples"]) for cell in answers]
+        figures = dict(zip(lengths, scores, strict=True)), dict(zip(lengths, hits, strict=True))
+        results.append(Measured(candidate, *figures, *cost["cost"]))
+    scores = results[0].scores[length]
+    about = (
+        f"Measured on the last {sum(score.tokens for score in scores):,} tokens of {len(scores)} "
+        f"documents, the same at every length, and {settings.check_samples} passkey prompts of "
+        "every length"
+    )
+    return Check(length, results[0], results[1:], about)
+
+
+def _measure(
+    model: Model, settings: CheckSettings, lengths: list[int], way: Candidate
+) -> list[Measurement]:
+    """The cost of a text of the largest length; perplexity at every length; passkeys alike."""
+    if way.method == "limited":  # with weights of its own, because they are converted
+        model = replace(model, identity=f"{model.identity} limited")
+    text = PerplexitySettings(
         source=settings.check,
         text_field=settings.text_field,
         bad_lines=settings.bad_lines,
         max_documents=settings.check_documents,
         max_tokens=lengths[-1] + 1,
         skip_short=True,
+        windows=lengths,
+        stride=lengths[0],
     )
-    documents = load_text(text, model.tokenizer, at_least=tokens_needed(windows))
-    prompts = PasskeySettings(samples=settings.check_samples, max_new_tokens=ANSWER)
-    limits = [max_distance] if max_distance else [max(1, round(s * length)) for s in SHARES]
-    candidates = [Candidate(), *(Candidate(m) for m in methods if m != "limited")]
-    if "limited" in methods:  # last, because the model is converted
-        candidates += [Candidate("limited", limit) for limit in limits]
-    results: list[Measured] = []
-    whole = engine.progress
-    for index, candidate in enumerate(candidates):
-        engine.progress = partial(_part, whole, index, len(candidates))
-        known = [n for n in lengths if n <= length and candidate.is_base_within(length)]
-        named = replace(
-            model,
-            name=candidate.label,
-            identity=f"{model.identity} {candidate.label} {length} {to}",
-        )
-        with _applied(model.module, candidate, length, to):
-            left = [n for n in lengths if n not in known]
-            asked = [n - ANSWER for n in left]
-            measurements = [
-                *measure_windows(named, documents, replace(windows, windows=left), none),
-                *measure_passkeys(named, replace(prompts, lengths=asked), none),
-                _cost(named, documents[0].tokens[: lengths[-1]]),
-            ]
-            *cells, cost = finish(measurements, engine)
-        scores = {n: results[0].scores[n] for n in known}
-        hits = {n: results[0].hits[n] for n in known}
-        for n, read, answers in zip(left, cells, cells[len(left) :], strict=False):
-            scores[n] = [*map(DocumentScore.of, read["documents"])]
-            hits[n] = sum(sample["hit"] for sample in answers["samples"])
-        results.append(Measured(candidate, scores, hits, *cost["cost"]))
-    tokens = sum(score.tokens for score in results[0].scores[length])
-    about = (
-        f"Measured on the last {tokens:,} tokens of {len(documents)} documents, the same at every "
-        f"length, and {settings.check_samples} passkey prompts of every length"
-    )
-    return Check(length, results[0], results[1:], about)
+    asked = [length - ANSWER for length in lengths]
+    prompts = PasskeySettings(asked, samples=settings.check_samples, max_new_tokens=ANSWER)
+    cost = Task("cost", "", PerplexitySettings, measure_cost)
+    return [
+        each
+        for task, of in ((cost, text), (perplexity.TASK, text), (PASSKEYS, prompts))
+        for each in task.measurements(model, of, way)
+    ]
 
 
-def _part(whole: Progress, index: int, count: int, line: str, done: int, total: int) -> None:
-    """Progress of one of about equal parts, as progress of the whole."""
-    whole(line, index * total + done, count * total)
+def measure_cost(
+    model: Model, settings: PerplexitySettings, scaling: RotaryScaling
+) -> list[Measurement]:
+    """One more reading of a text, for the seconds and the megabytes that it takes."""
+    tokens = read_text(model, settings)[0].tokens[: max(settings.windows)]
 
-
-@contextmanager
-def _applied(module: Any, candidate: Candidate, length: int, to: int) -> Iterator[None]:
-    """The model as a candidate says; a limit of distances stays."""
-    if candidate.method == "limited":
-        if not hasattr(module.config.get_text_config(), "coca_form"):
-            convert(module, "rope", length=length)
-        rope_parameters(module.config.get_text_config())["max_distance"] = candidate.max_distance
-    if candidate.method in ("base", "limited"):
-        yield
-        return
-    method: Any = candidate.method
-    with extended(module, method, length=length, to=to):
-        yield
-
-
-def _cost(model: Model, tokens: torch.Tensor) -> Measurement:
-    """One more reading of a text, for the time and the memory that it takes."""
-
-    @torch.inference_mode()
-    def work(_: list[Any]) -> list[list[float]]:
+    def work(_: list[None]) -> list[list[float]]:
         module = model.loaded()
-        started, ids = time.perf_counter(), tokens[None].to(module.device)
-        peak = peak_growth(
-            lambda: module(input_ids=ids, use_cache=False, logits_to_keep=1), str(module.device)
-        )
-        return [[time.perf_counter() - started, peak]]
+        ids = tokens[None].to(module.device)
+        with scaling.applied(module, len(tokens)), torch.inference_mode():
+            started = time.perf_counter()
+            peak = peak_growth(
+                lambda: module(input_ids=ids, use_cache=False, logits_to_keep=1), str(module.device)
+            )
+            return [[time.perf_counter() - started, peak]]
 
-    key = {"task": "cost", "model": model.identity, "tokens": len(tokens)}
-    item = Item([key], work, [None], len(tokens), f"{model.name} {len(tokens)}")
-    return Measurement([item], lambda values, _: [{"cost": values[0], "model": model.name}])
+    item = Item([[len(tokens), scaling.facts]], work, [None], len(tokens), model.name)
+    return [Measurement([item], lambda values: [{"cost": values[0]}])]

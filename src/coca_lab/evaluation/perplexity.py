@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError
 from coca_lab.data import SourceSettings, encode_documents, held_out
@@ -31,6 +31,8 @@ ITEM_TOKENS = 65_536
 """Tokens that an item reads at most, if one window has fewer: what a killed process can lose."""
 ATTEND_LAST = "attend-last"
 """The ``scaling`` of cells whose model, as it is, reads the last tokens alone."""
+Tally = dict[str, list[tuple[int, float | None, int]]]
+"""Index, nats (None: infinite) and tokens of documents, ranges of positions, and repeats."""
 
 
 @dataclass
@@ -72,6 +74,21 @@ class WindowSettings:
     """Also score separately the targets that end an n-gram of this length that stands earlier in
     the document, but only farther back than attend_last, or else than the smallest window."""
 
+    def __post_init__(self) -> None:
+        for window in self.windows:
+            check_stride(window, self.step)
+        if (self.attend_last or 1) > max(self.windows):
+            raise UserError(
+                f"attend_last must be at most the largest window, got {self.attend_last}"
+            )
+        if (self.positions or 1) > min(self.windows):
+            raise UserError(f"positions must be at most the smallest window, got {self.positions}")
+        if self.targets == "one-pass" and not self.stride == self.positions is None:
+            raise UserError(
+                "one pass over a document has neither stride nor positions: its ranges end at the "
+                "windows; leave both out"
+            )
+
     @property
     def step(self) -> int:
         """The stride, or its default."""
@@ -82,10 +99,28 @@ class WindowSettings:
         """Tokens of the short context that longer windows are compared with."""
         return self.attend_last or min(self.windows)
 
+    @property
+    def tokens_needed(self) -> int:
+        """Minimum number of tokens in a document: the largest window and one target."""
+        return max(self.windows) + 1
+
 
 @dataclass
 class PerplexitySettings(TextSettings, WindowSettings):
     """Which text to score, and the windows it is read through."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_text(self, self.tokens_needed)
+
+
+def read_text(model: Model, settings: PerplexitySettings) -> list[TokenDocument]:
+    """`load_text` for the largest window, once for a model, whatever the scaling."""
+    text = str(settings)
+    if text not in model.texts:
+        needed = settings.tokens_needed
+        model.texts[text] = load_text(settings, model.tokenizer, at_least=needed)
+    return model.texts[text]
 
 
 def check_text(settings: TextSettings, at_least: int) -> None:
@@ -127,28 +162,6 @@ def load_text(
     return chosen
 
 
-def tokens_needed(settings: WindowSettings) -> int:
-    """Minimum number of tokens in a document: the largest window and one target."""
-    return max(settings.windows) + 1
-
-
-def check_settings(settings: WindowSettings) -> None:
-    """Raise UserError unless the sizes fit together."""
-    for window in settings.windows:
-        check_stride(window, settings.step)
-    if (settings.attend_last or 1) > max(settings.windows):
-        raise UserError(
-            f"attend_last must be at most the largest window, got {settings.attend_last}"
-        )
-    if (settings.positions or 1) > min(settings.windows):
-        raise UserError(f"positions must be at most the smallest window, got {settings.positions}")
-    if settings.targets == "one-pass" and not settings.stride == settings.positions is None:
-        raise UserError(
-            "one pass over a document has neither stride nor positions: its ranges end at the "
-            "windows; leave both out"
-        )
-
-
 def distant_repeats(tokens: Tensor, n: int, beyond: int) -> Tensor:
     """Which tokens (length,) end an n-gram whose latest earlier one ends further back, bool."""
     ids, last = tokens.tolist(), {}
@@ -174,8 +187,8 @@ class Reading:
     stride: int
     first: int
     """Index of the first target of a document."""
-    kind: str
-    """Kind of the rotary scaling, or `ATTEND_LAST`."""
+    scaled: Cell
+    """What the cell says about the scaling, or `ATTEND_LAST`."""
     scaling: RotaryScaling
     edges: list[int] | None
     """Where the ranges of ``by_position`` end, inclusive, after 0; None without ranges."""
@@ -194,10 +207,9 @@ def measure_windows(
     scaling: RotaryScaling,
 ) -> list[Measurement]:
     """Perplexity of documents from `load_text` at every window size, and of ``attend_last``."""
-    check_settings(settings)
     if settings.targets == "one-pass":
         # The last input of the only window predicts the token after it.
-        documents = [replace(d, tokens=d.tokens[: tokens_needed(settings)]) for d in documents]
+        documents = [replace(d, tokens=d.tokens[: settings.tokens_needed]) for d in documents]
     return [_measure_cell(model, each) for each in _readings(documents, settings, scaling)]
 
 
@@ -213,59 +225,54 @@ def _readings(
     rest = (repeats, settings, documents, text_hash(documents))
     if settings.targets == "one-pass":
         edges, longest = [0, *sorted(set(windows))], max(windows)
-        readings = [Reading(longest, longest, 1, scaling.kind, scaling, edges, *rest)]
+        readings = [Reading(longest, longest, 1, scaling.facts, scaling, edges, *rest)]
     else:
         readings = []
         for window in windows:
             edges = None
             if positions is not None:
                 edges = [round(window * i / positions) for i in range(positions + 1)]
-            readings.append(Reading(window, stride, first, scaling.kind, scaling, edges, *rest))
+            readings.append(Reading(window, stride, first, scaling.facts, scaling, edges, *rest))
     last = settings.attend_last
     if last is not None:
         # With a stride of an eighth, every token has at least 7/8 of the window before it.
         step = min(max(1, last // 8), stride)
-        readings.append(Reading(last, step, first, ATTEND_LAST, RotaryScaling(), None, *rest))
+        scaled = {"scaling": ATTEND_LAST, "factor": None}
+        readings.append(Reading(last, step, first, scaled, RotaryScaling(), None, *rest))
     return readings
 
 
 def _measure_cell(model: Model, reading: Reading) -> Measurement:
     """The items of one cell, each of some windows, and the cell."""
     settings = reading.settings
-    scaled = {"scaling": reading.kind, "factor": reading.scaling.facts["factor"]}
     key = {
-        "task": "perplexity",
-        "model": model.identity,
-        **scaled,
+        "scaled": reading.scaled,
         "window": [reading.window, reading.stride, reading.first],
         "text": reading.text,
         "edges": reading.edges,
         "repeats": None if reading.repeats is None else [settings.repeats, settings.near],
     }
 
-    def work(ranges: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    def work(ranges: list[tuple[int, int]]) -> list[Tally]:
         module = model.loaded()
         with reading.scaling.applied(module, reading.window):
             return [_tallies(module, reading, windows[slice(*r)]) for r in ranges]
 
-    def cells(tallies: list[dict[str, Any]], seconds: float) -> list[Cell]:
+    def cells(tallies: list[Tally]) -> list[Cell]:
         cell = {
-            "task": "perplexity",
-            **model.facts,
-            **scaled,
+            **reading.scaled,
             "rope_parameters": reading.scaling.parameters(model.module, reading.window),
             "window": reading.window,
             "stride": reading.stride,
             "targets": settings.targets,
             "text": reading.text,
-            "seconds": seconds,
         }
         return [cell | _figures(reading, tallies)]
 
     lengths = [len(document.tokens) for document in reading.documents]
     windows = windows_of(lengths, reading.window, reading.stride, reading.first)
     costs = [window.inputs for _, window in windows]
-    label = f"{model.name} {reading.kind} {reading.window:,}"
+    label = f"{model.name} {reading.scaled['scaling']} {reading.window:,}"
     items = [
         Item([[key, *each]], work, [each], sum(costs[slice(*each)]), label) for each in cut(costs)
     ]
@@ -273,9 +280,9 @@ def _measure_cell(model: Model, reading: Reading) -> Measurement:
 
 
 def _tallies(
-    module: Any, reading: Reading, windows: Sequence[tuple[int, Window]]
-) -> dict[str, list[list[Any]]]:
-    """Index, nats and tokens of some windows by document, range of positions, and of repeats."""
+    module: PreTrainedModel, reading: Reading, windows: Sequence[tuple[int, Window]]
+) -> Tally:
+    """What some windows add to the figures of a cell."""
     documents, batch_tokens = reading.documents, reading.settings.batch_tokens
     sums = {"documents": torch.zeros(len(documents), 2, dtype=torch.float64)}
     edges = torch.tensor(reading.edges or [])
@@ -293,12 +300,12 @@ def _tallies(
         if reading.repeats is not None:
             sums["repeats"][index] += scores[reading.repeats[index][targets]].sum(0)
     return {
-        name: [[i, _number(nats), int(n)] for i, (nats, n) in enumerate(rows.tolist()) if n]
+        name: [(i, _number(nats), int(n)) for i, (nats, n) in enumerate(rows.tolist()) if n]
         for name, rows in sums.items()
     }
 
 
-def _figures(reading: Reading, tallies: Sequence[dict[str, Any]]) -> Cell:
+def _figures(reading: Reading, tallies: Sequence[Tally]) -> Cell:
     """What a cell says about the tallies of all its windows."""
     documents = reading.documents
     counts = _added(tallies, "documents", len(documents))
@@ -328,7 +335,7 @@ def _figures(reading: Reading, tallies: Sequence[dict[str, Any]]) -> Cell:
     return figures
 
 
-def _added(tallies: Sequence[dict[str, Any]], name: str, size: int) -> list[tuple[float, int]]:
+def _added(tallies: Sequence[Tally], name: str, size: int) -> list[tuple[float, int]]:
     """Nats and tokens of every index; None is infinity."""
     nats, tokens = [0.0] * size, [0] * size
     for each in tallies:
@@ -354,25 +361,15 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _check(settings: PerplexitySettings) -> None:
-    check_settings(settings)
-    check_text(settings, tokens_needed(settings))
-
-
 def _measure(
     model: Model, settings: PerplexitySettings, scaling: RotaryScaling
 ) -> list[Measurement]:
-    text = str(settings)
-    if text not in model.texts:  # it does not depend on the scaling
-        needed = tokens_needed(settings)
-        model.texts[text] = load_text(settings, model.tokenizer, at_least=needed)
-    return measure_windows(model, model.texts[text], settings, scaling)
+    return measure_windows(model, read_text(model, settings), settings, scaling)
 
 
 TASK = Task(
     "perplexity",
     "Perplexity of a Transformers causal language model under sliding windows.",
     PerplexitySettings,
-    check=_check,
     measure=_measure,
 )

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
+from torch.utils.data import BatchSampler
+from transformers import PreTrainedModel
 
 from coca_attention.errors import UserError
 from coca_lab.data.tasks import recall_text, recall_vocabulary
@@ -35,26 +37,36 @@ class RecallSettings:
     batch_tokens: PositiveInt = 8192
     """Tokens per batch; a batch has at least one text."""
 
+    def __post_init__(self) -> None:
+        fewest = 4 * min(self.pairs)
+        if min(self.lengths) < fewest:
+            raise UserError(
+                f"texts of {min(self.lengths)} tokens have no room for {fewest // 4} pairs, which "
+                f"take {fewest}: use longer texts, or fewer pairs"
+            )
+
+
+Octaves = dict[str, list[int]]
+"""Answers asked for and right ones, by octave of the distance from the pair: 32 is 32 to 63."""
+
 
 @torch.inference_mode()
 def read_texts(
-    module: Any, vocabulary: list[int], length: int, pairs: int, settings: RecallSettings
-) -> dict[str, list[int]]:
-    """Answers asked for and right ones, where the likeliest token is the answer.
-
-    They are counted by octave of the distance from the pair: 32 is 32 to 63 tokens.
-    """
+    module: PreTrainedModel,
+    vocabulary: list[int],
+    length: int,
+    pairs: int,
+    settings: RecallSettings,
+) -> Octaves:
+    """How often the likeliest token is the answer."""
     # A text is read in one pass: what the model says at one answer does not depend on the others.
-    every = [
-        recall_text(
-            vocabulary, pairs, length, np.random.default_rng([settings.seed, length, pairs, index])
-        )
-        for index in range(settings.samples)
-    ]
     asked, right = np.zeros((2, 64), dtype=int)
     size = max(1, settings.batch_tokens // length)
-    for start in range(0, len(every), size):
-        batch = every[start : start + size]
+    for indices in BatchSampler(range(settings.samples), size, drop_last=False):
+        seeds = ([settings.seed, length, pairs, index] for index in indices)
+        batch = [
+            recall_text(vocabulary, pairs, length, np.random.default_rng(seed)) for seed in seeds
+        ]
         ids = torch.from_numpy(np.stack([text.ids for text in batch])).to(module.device)
         best = module(input_ids=ids, use_cache=False).logits.argmax(-1).cpu().numpy()
         for text, said in zip(batch, best, strict=True):
@@ -69,40 +81,32 @@ def measure_recall(
     model: Model, settings: RecallSettings, scaling: RotaryScaling
 ) -> list[Measurement]:
     """Share of right answers: a cell for every length and number of pairs that fits into it."""
-    places = [x for x in product(settings.lengths, settings.pairs) if 4 * x[1] <= x[0]]
-    unread = sorted(set(settings.lengths) - {length for length, _ in places})
-    if unread:
-        raise UserError(
-            f"texts of {unread[0]} tokens have no room for {min(settings.pairs)} pairs, which take "
-            f"{4 * min(settings.pairs)}: use longer texts, or fewer pairs"
-        )
-    return [_measure_cell(model, settings, scaling, *place) for place in places]
+    every = product(settings.lengths, settings.pairs)
+    return [
+        _measure_cell(model, settings, scaling, length, pairs)
+        for length, pairs in every
+        if 4 * pairs <= length
+    ]
 
 
 def _measure_cell(
     model: Model, settings: RecallSettings, scaling: RotaryScaling, length: int, pairs: int
 ) -> Measurement:
-    about = {"task": "recall", "length": length, "pairs": pairs, "seed": settings.seed}
-    key = {**about, "samples": settings.samples, "model": model.identity, **scaling.facts}
+    about = {"length": length, "pairs": pairs, "seed": settings.seed}
+    key = [about, settings.samples, scaling.facts]
 
-    def work(_: list[Any]) -> list[dict[str, list[int]]]:
+    def work(_: list[None]) -> list[Octaves]:
         module, vocabulary = model.loaded(), recall_vocabulary(model.tokenizer)
         with scaling.applied(module, length):
             return [read_texts(module, vocabulary, length, pairs, settings)]
 
-    def cells(values: list[dict[str, list[int]]], seconds: float) -> list[Cell]:
+    def cells(values: list[Octaves]) -> list[Cell]:
         asked, right = (sum(column) for column in zip(*values[0].values(), strict=True))
-        figures = {
-            "asked": asked,
-            "right": right,
-            "octaves": values[0],
-            "accuracy": right / asked,
-            "wilson95": wilson_interval(right, asked),
-            "seconds": seconds,
-        }
-        return [{**about, **model.facts, **scaling.facts, **figures}]
+        figures = {"asked": asked, "right": right, "octaves": values[0]}
+        shares = {"accuracy": right / asked, "wilson95": wilson_interval(right, asked)}
+        return [{**about, **figures, **shares}]
 
-    label = f"{model.name} {scaling.kind} recall {length}"
+    label = " ".join((model.name, *scaling.words, f"recall {length:,}"))
     return Measurement([Item([key], work, [None], length * settings.samples, label)], cells)
 
 

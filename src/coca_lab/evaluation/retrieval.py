@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
+from torch.utils.data import BatchSampler
 
 from coca_lab.data import SourceSettings
 from coca_lab.data.ruler import (
@@ -62,13 +63,6 @@ def measure_prompts(
     """The prompts of one kind and length, a batch an item, and their cell with its ``samples``."""
     length = len(make([0])[0].ids)  # UserError if it does not fit
     most = about["max_new_tokens"]
-    read = length + most
-    key = {**about, "model": model.identity, **scaling.facts}
-    kind = about.get("kind", about["task"])
-    label = " ".join((model.name, *scaling.words, kind, f"{about['length']:,}"))
-    size = max(1, settings.batch_tokens // length)
-    if model.endpoint:
-        size = model.endpoint.requests
 
     def answer(indices: list[int]) -> list[Cell]:
         prompts = make(indices)
@@ -76,7 +70,7 @@ def measure_prompts(
             answers = model.endpoint.answers(model.tokenizer, prompts, most)
         else:
             module = model.loaded()
-            with scaling.applied(module, read):
+            with scaling.applied(module, length + most):
                 answers = greedy_answers(
                     module,
                     model.tokenizer,
@@ -89,24 +83,18 @@ def measure_prompts(
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
+    label = " ".join((model.name, *scaling.words, about.get("kind", ""), f"{about['length']:,}"))
+    size = model.endpoint.requests if model.endpoint else settings.batch_tokens // length
     items = []
-    for start in range(0, settings.samples, size):
-        indices = range(start, min(start + size, settings.samples))
+    for indices in BatchSampler(range(settings.samples), max(1, size), drop_last=False):
         # A generated token takes about as long as four that are read.
         cost = len(indices) * (length + 4 * most)
-        keys = [[key, index] for index in indices]
+        keys = [[about, scaling.facts, index] for index in indices]
         items.append(Item(keys, answer, indices, cost, label=label))
 
-    def cells(records: list[Cell], seconds: float) -> list[Cell]:
-        cell = {
-            **about,
-            **model.facts,
-            **scaling.facts,
-            "rope_parameters": model.module and scaling.parameters(model.module, read),
-            "seconds": seconds,
-            "samples": records,
-        }
-        return [cell | statistics(records)]
+    def cells(records: list[Cell]) -> list[Cell]:
+        rope = model.module and scaling.parameters(model.module, length + most)
+        return [{**about, "rope_parameters": rope, "samples": records, **statistics(records)}]
 
     return Measurement(items, cells)
 
@@ -126,7 +114,7 @@ def measure_passkeys(
 ) -> list[Measurement]:
     """Share of keys found at every prompt length: a cell each, with the record of every sample."""
     same: Any = {"seed": settings.seed, "depths": settings.depths}
-    about = {"task": "passkey", **same, "max_new_tokens": settings.max_new_tokens}
+    about = {**same, "max_new_tokens": settings.max_new_tokens}
     return [
         measure_prompts(
             model,
@@ -185,7 +173,7 @@ def measure_ruler(
     for task, length in product(settings.kinds, settings.lengths):
         # Not more words than tokens, so that a prompt does not depend on the other lengths.
         filler = " ".join(words[:length]) if _has_text(task) else NOISE
-        about: Cell = {"task": "ruler", "kind": task, "length": length, "chat": settings.chat}
+        about: Cell = {"kind": task, "length": length, "chat": settings.chat}
         about |= {"seed": settings.seed, "max_new_tokens": ANSWER_TOKENS[task]}
         about["filler"] = hashlib.sha256(filler.encode()).hexdigest()[:16]
         same: Any = {"seed": settings.seed, "filler": filler, "chat": settings.chat}

@@ -82,8 +82,6 @@ class Suite:
             raise UserError(
                 f"no scaling applies to {', '.join(unscaled)}: add {{kind: none}} to the scalings"
             )
-        for name, settings in self.tasks.items():
-            TASKS[name].check(settings)
 
     def scalings_of(self, model: str) -> list[ScalingSettings]:
         """The scalings that apply to a model."""

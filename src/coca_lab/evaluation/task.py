@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from uuid import uuid4
@@ -56,7 +57,7 @@ class Model:
     texts: dict[str, Any] = field(default_factory=dict, repr=False)
     endpoint: Endpoint | None = None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[Any, ...]:
         if not self.path:
             return super().__reduce__()
         return open_model, (self.path, self.name, self.dtype, self.device, self.identity)
@@ -88,7 +89,7 @@ class Model:
         }
 
 
-_weights: dict[Any, PreTrainedModel] = {}
+_weights: dict[tuple[str, str | None], PreTrainedModel] = {}
 
 
 def free_weights() -> None:
@@ -160,76 +161,62 @@ class RotaryScaling:
         return [] if self.kind == "none" else [self.kind]
 
     @contextmanager
-    def applied(self, module: PreTrainedModel, length: int) -> Iterator[dict[str, Any] | None]:
+    def applied(self, module: PreTrainedModel, length: int) -> Iterator[Cell | None]:
         """Scale a model for texts of a length in tokens; yields the rotary parameters in effect."""
         config = module.config.get_text_config()
-        with folded(module, self.factor if self.kind == "fold" else None), rotary_restored(module):
-            if self.kind not in ("none", "fold"):
+        folds = global_queries(module) if self.kind == "fold" else []
+        weights = [weight for query in folds for weight in query.parameters()]
+        with rotary_restored(module, weights):
+            if folds:
+                fold_temperature(module, round(self.factor * config.max_position_embeddings))
+            elif self.kind != "none":
                 # The base of ntk is computed from the length of each text, with what is generated.
                 target = max(length, original_length(config) or 0) if self.kind == "ntk" else None
                 set_rotary_scaling(module, self.kind, factor=self.factor, length=target)
             yield getattr(config, "rope_parameters", None)
 
-    def parameters(self, module: PreTrainedModel, length: int) -> dict[str, Any] | None:
+    def parameters(self, module: PreTrainedModel, length: int) -> Cell | None:
         """The rotary parameters for texts of a length; UserError if it cannot be applied."""
         with self.applied(module, length) as parameters:
             return parameters
-
-
-@contextmanager
-def folded(module: PreTrainedModel, factor: float | None) -> Iterator[None]:
-    """Inside, a temperature for a multiple of the training length is folded into the queries."""
-    weights = [] if factor is None else [w for q in global_queries(module) for w in q.parameters()]
-    kept = [weight.detach().clone() for weight in weights]
-    if factor is not None:
-        length: Any = module.config.get_text_config().max_position_embeddings
-        fold_temperature(module, round(factor * length))
-    try:
-        yield
-    finally:
-        for weight, before in zip(weights, kept, strict=True):
-            weight.data.copy_(before)
 
 
 class Measurement(NamedTuple):
     """Items of work that become cells."""
 
     items: list[Item]
-    cells: Callable[[list[Any], float], list[Cell]]
-    """From the values of all keys and the seconds they took to the cells, without weights."""
-
-    def by_code(self, code: str) -> "Measurement":
-        """The same, whose values depend on code of a fingerprint, too."""
-        items = [replace(item, keys=[[code, key] for key in item.keys]) for item in self.items]
-        return self._replace(items=items)
+    cells: Callable[[list[Any]], list[Cell]]
+    """From the values of all keys to the cells, without weights."""
 
 
 def finish(measurements: Sequence[Measurement], engine: Engine) -> list[Cell]:
-    """The cells of all measurements, each once; what the engine's store lacks is computed."""
+    """The cells of all measurements, each once, with the seconds that their values took.
+
+    What the engine's store lacks is computed.
+    """
     engine.run([item for each in measurements for item in each.items])
     cells: list[Cell] = []
     for each in measurements:
         values = [engine.store.get(key) for item in each.items for key in item.keys]
-        made = each.cells(values, engine.seconds(each.items))
+        seconds = engine.seconds(each.items)
+        made = [{**cell, "seconds": seconds} for cell in each.cells(values)]
         cells += [cell for cell in made if cell not in cells]
     return cells
 
 
 @dataclass(frozen=True)
 class Task:
-    """An evaluation task; it has ``evaluate`` or ``measure``.
+    """An evaluation task.
 
     Attributes:
         name: Name of the command ``coca eval NAME``, of the section in a suite, and of the field
             ``task`` of its cells.
         summary: One line for ``--help``.
-        settings: Documented dataclass whose fields are the options; all need defaults.
-        evaluate: From the model, the settings and the scaling to the cells, which are kept by
-            model, scaling and settings.
-        check: Raises UserError for settings out of range, before any model is loaded.
-        measure: From the same to work that processes share; the model has no weights yet. Cells
-            need ``task`` and the facts of the model. Raises UserError for texts, prompts or sizes
-            that do not fit the model.
+        settings: Documented dataclass whose fields are the options; all need defaults. Its
+            ``__post_init__`` raises UserError for settings that contradict each other.
+        measure: From the model, the settings and the scaling to work that processes share; the
+            model has no weights yet. Raises UserError for texts, prompts or sizes that do not fit
+            the model. `at_once` makes it of a function that computes cells.
         scaled: Whether the rotary scaling applies. If not, a suite runs the task once per model.
         prompts: Whether it needs no more than answers to prompts, so that an endpoint can do it.
     """
@@ -237,44 +224,42 @@ class Task:
     name: str
     summary: str
     settings: type
-    evaluate: Callable[[Model, Any, RotaryScaling], list[Cell]] | None = None
-    check: Callable[[Any], Any] = lambda settings: None
-    measure: Callable[[Model, Any, RotaryScaling], list[Measurement]] | None = None
+    measure: Callable[[Model, Any, RotaryScaling], list[Measurement]]
     scaled: bool = True
     prompts: bool = False
 
     def measurements(
-        self, model: Model, settings: Any, scaling: RotaryScaling
+        self, model: Model, settings: object, scaling: RotaryScaling
     ) -> list[Measurement]:
-        """``measure``, or ``evaluate`` as one item; keys say everything that values depend on."""
-        if self.measure is not None:
-            found = self.measure(model, settings, scaling)
-            return [each.by_code(self.code) for each in found]
-        evaluate = self.evaluate
-        assert evaluate is not None, f"task {self.name} has neither evaluate nor measure"
-        key = {
-            "task": self.name,
-            "model": model.identity,
-            "scaling": [*scaling.facts.values()],
-            "settings": settings_key(settings),
-        }
+        """``measure``; keys and cells also say of which task and model they are."""
+        about = [self.name, code_fingerprint(self.measure), model.identity]
+        facts = {"task": self.name, **model.facts, **(scaling.facts if self.scaled else {})}
 
-        def work(_: list[Any]) -> list[list[Cell]]:
+        def named(each: Measurement) -> Measurement:
+            items = [replace(x, keys=[[about, key] for key in x.keys]) for x in each.items]
+            return Measurement(items, lambda values: [facts | x for x in each.cells(values)])
+
+        return [named(each) for each in self.measure(model, settings, scaling)]
+
+
+def at_once(
+    evaluate: Callable[[Model, Any, RotaryScaling], list[Cell]],
+) -> Callable[[Model, Any, RotaryScaling], list[Measurement]]:
+    """Decorator for ``measure`` of a task that computes all its cells in one piece."""
+
+    @wraps(evaluate)  # whose code is a part of the keys
+    def measure(model: Model, settings: object, scaling: RotaryScaling) -> list[Measurement]:
+        def work(_: list[None]) -> list[list[Cell]]:
             return [evaluate(model.with_weights(), settings, scaling)]
 
-        def cells(values: list[list[Cell]], seconds: float) -> list[Cell]:
-            return [{"task": self.name, **cell, **model.facts} for cell in values[0]]
+        key = {"scaling": [*scaling.facts.values()], "settings": settings_key(settings)}
+        label = " ".join((model.name, *scaling.words))
+        return [Measurement([Item([key], work, [None], label=label)], lambda values: values[0])]
 
-        label = " ".join((model.name, *scaling.words, self.name))
-        return [Measurement([Item([key], work, [None], label=label)], cells).by_code(self.code)]
-
-    @property
-    def code(self) -> str:
-        """Fingerprint of the code that measures."""
-        return code_fingerprint(*filter(None, (self.evaluate, self.measure)))
+    return measure
 
 
-def settings_key(settings: Any) -> dict[str, Any]:
+def settings_key(settings: Any) -> Cell:
     """What values depend on of the settings of a task: the fields, and the content of the text."""
     text = text_fingerprint(settings.source) if isinstance(settings, SourceSettings) else None
     return {**asdict(settings), "text": text}
@@ -283,7 +268,7 @@ def settings_key(settings: Any) -> dict[str, Any]:
 def evaluate(
     task: Task,
     model: Model,
-    settings: Any,
+    settings: object,
     scaling: RotaryScaling | None = None,
     engine: Engine | None = None,
 ) -> list[Cell]:
@@ -300,6 +285,5 @@ def evaluate(
         UserError: If a setting is out of range, or the task cannot be done with this model.
     """
     settings = checked(task.settings, vars(settings))
-    task.check(settings)
     measurements = task.measurements(model, settings, scaling or RotaryScaling())
     return finish(measurements, engine or Engine())

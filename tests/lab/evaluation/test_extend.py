@@ -11,6 +11,7 @@ from coca_attention.testing import difference, logits, some_tokens
 from coca_lab.cli import main
 from coca_lab.data import Document, train_tokenizer
 from coca_lab.data.tasks import vocabulary_text
+from coca_lab.evaluation import extension, perplexity
 from coca_lab.evaluation.extension import Candidate, Check, Measured
 from coca_lab.intervals import DocumentScore
 from commands import run
@@ -152,31 +153,45 @@ def test_a_check_counts_what_is_found_and_lost(source, tmp_path, capsys, monkeyp
 
 
 def test_an_interrupted_check_goes_on(source, tmp_path, capsys, monkeypatch):
-    from coca_lab.evaluation import extension
-
-    seen, cost = [], extension._cost
-
-    def stop(model, tokens):
-        seen.append(model.name)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-        return cost(model, tokens)
-
-    monkeypatch.setattr(extension, "_cost", stop)
+    measured, tally = [], perplexity._tallies
     words = extend(source, tmp_path / "target")
-    assert main(words) == 130 and not (tmp_path / "target").exists()
+
+    def stop(*_):
+        measured.append(1)
+        if len(measured) == 3:  # base, yarn, dynamic
+            raise KeyboardInterrupt
+        return 0.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(extension, "peak_growth", stop)
+        assert main(words) == 130 and not (tmp_path / "target").exists()
     assert list(tmp_path.glob("target.values.sqlite"))
     read = []
-    monkeypatch.setattr(extension, "_cost", cost)
-    monkeypatch.setattr(
-        "coca_lab.evaluation.perplexity._tallies",
-        lambda module, reading, windows, known=extension.measure_windows.__globals__["_tallies"]: (
-            read.append(dict(rope_parameters(module.config))) or known(module, reading, windows)
-        ),
-    )
+
+    def remember(module, *rest):
+        read.append(dict(rope_parameters(module.config)))
+        return tally(module, *rest)
+
+    monkeypatch.setattr(perplexity, "_tallies", remember)
     assert main(words) == 0
     assert read and all(rope["rope_type"] != "yarn" for rope in read)
     assert not list(tmp_path.glob("*.sqlite*"))
+
+
+def test_what_is_repeated_at_the_end_reads_the_model_as_it_was(source, tmp_path, monkeypatch):
+    """Limited distances convert a model for good, and what has failed is repeated after them."""
+    limits = []
+
+    def growth(run, device):
+        model = run.__closure__[1].cell_contents
+        limits.append(rope_parameters(model.config).get("max_distance"))
+        if len(limits) == 1:
+            raise RuntimeError("a device that was busy")
+        return 0.0
+
+    monkeypatch.setattr(extension, "peak_growth", growth)
+    assert main(extend(source, tmp_path / "target")) == 0
+    assert limits == [None, None, None, None, 160, 80, 40, None]
 
 
 def test_what_was_measured_is_kept_until_the_folder_is_written(source, tmp_path, monkeypatch):

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config
 from transformers.modeling_outputs import CausalLMOutput
 
 from coca_attention.models import set_rotary_scaling
+from coca_lab.arguments import checked
 from coca_lab.engine import Engine
-from coca_lab.evaluation import Model, RotaryScaling, evaluate
+from coca_lab.evaluation import Model, RotaryScaling
 from coca_lab.evaluation.perplexity import (
-    TASK,
     PerplexitySettings,
     TextSettings,
     WindowSettings,
@@ -223,9 +223,8 @@ def test_models_of_other_kinds_are_evaluated_too():
     ],
 )
 def test_settings_out_of_range_are_refused(changes, message):
-    wanted = PerplexitySettings(**{"windows": [16, 32, 64], "stride": 16, **changes})
     with pytest.raises(ValueError, match=message):
-        evaluate(TASK, None, wanted)
+        checked(PerplexitySettings, {"windows": [16, 32, 64], "stride": 16, **changes})
 
 
 def test_short_documents_are_refused_or_skipped(tokenizer, tmp_path):

@@ -11,7 +11,7 @@ from coca_lab.cli import EVALUATIONS, main
 from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, Model, RotaryScaling, Task
 from coca_lab.evaluation.suite import register_task
-from coca_lab.evaluation.task import finish
+from coca_lab.evaluation.task import at_once, finish
 from coca_lab.fingerprints import model_fingerprint
 from conftest import tiny_model
 
@@ -27,18 +27,18 @@ class LengthSettings:
     upper: bool = False
     """Whether to write them in capitals."""
 
+    def __post_init__(self):
+        if not self.words:
+            raise UserError("give at least one word")
 
-def check(settings):
-    if not settings.words:
-        raise UserError("give at least one word")
 
-
-def evaluate(model, settings, scaling):
+@at_once
+def measure(model, settings, scaling):
     words = [word.upper() if settings.upper else word for word in settings.words]
-    return [{"word": word, "scaling": scaling.kind, "ways": settings.ways} for word in words]
+    return [{"word": word, "ways": settings.ways} for word in words]
 
 
-TOY = Task("lengths", "How many tokens is a word?", LengthSettings, evaluate, check)
+TOY = Task("lengths", "How many tokens is a word?", LengthSettings, measure)
 
 
 @pytest.fixture
@@ -57,8 +57,9 @@ def test_a_task_from_outside_runs_as_a_command(toy, model_folder, tmp_path, caps
     words += ["--ways", "plain,twice", "--scaling", "ntk", "--name", "mine", "--output", str(out)]
     assert main(words) == 0, capsys.readouterr().err
     facts = {"task": "lengths", "model": "mine", "attention": "slack", "training_length": 32}
-    facts |= {"scaling": "ntk", "ways": ["plain", "twice"]}
+    facts |= {"scaling": "ntk", "factor": 4.0, "ways": ["plain", "twice"]}
     cells = json.loads(out.read_text())["results"]
+    assert all(cell.pop("seconds") >= 0 for cell in cells)
     assert cells == [{**facts, "word": word} for word in ("ALPHA1", "BETA2")]
     assert main(["eval", "lengths", str(model_folder), "--words", ""]) == 2
     assert "give at least one word" in capsys.readouterr().err
@@ -85,7 +86,7 @@ def test_a_task_from_outside_is_a_section_of_a_suite(
 
 def test_what_is_kept_is_shown_under_the_name_of_the_model(tokenizer):
     model, count, engine = tiny_model("rope"), iter([1]), Engine()
-    task = Task("toy", "", LengthSettings, lambda s, *_: [{**s.facts, "tokens": next(count)}])
+    task = Task("toy", "", LengthSettings, at_once(lambda *_: [{"tokens": next(count)}]))
 
     def cells(name):
         named = Model(model, tokenizer, name, "same")
@@ -95,7 +96,7 @@ def test_what_is_kept_is_shown_under_the_name_of_the_model(tokenizer):
 
 
 def test_a_model_in_memory_has_no_values_of_another(tokenizer, tmp_path):
-    task, engine = Task("toy", "", LengthSettings, evaluate_bias), Engine()
+    task, engine = Task("toy", "", LengthSettings, measure_weight), Engine()
     found = []
     for seed in (0, 1):
         model = Model(tiny_model("rope", seed=seed), tokenizer, "same name")
@@ -103,7 +104,8 @@ def test_a_model_in_memory_has_no_values_of_another(tokenizer, tmp_path):
     assert found[0]["weight"] != found[1]["weight"]
 
 
-def evaluate_bias(model, settings, scaling):
+@at_once
+def measure_weight(model, settings, scaling):
     return [{"weight": next(model.module.parameters()).flatten()[0].item()}]
 
 
@@ -116,7 +118,7 @@ def test_the_help_that_comes_at_once_has_every_task():
 def test_names_that_are_taken_are_refused():
     for name in ("perplexity", "models", "suite", "tasks"):
         with pytest.raises(ValueError, match=f"named '{name}'"):
-            register_task(Task(name, "", LengthSettings, evaluate))
+            register_task(Task(name, "", LengthSettings, measure))
 
 
 def test_an_updated_repository_of_the_hub_is_another_model(tmp_path, monkeypatch):

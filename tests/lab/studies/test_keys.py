@@ -17,6 +17,7 @@ from coca_lab.data import train_tokenizer
 from coca_lab.data.text import Document
 from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation.suite import load_suite, register_task, run_suite
+from coca_lab.evaluation.task import at_once
 from coca_lab.studies import load_study, run_study
 from coca_lab.training import load_recipe, train
 from conftest import some_text, tiny_model
@@ -269,7 +270,7 @@ def test_a_suite_notices_another_task_of_the_same_name(model, tmp_path):
             f"def evaluate(model, settings, scaling):\n    return [{{'n': {answer}}}]\n"
         )
         exec(compile(file.read_text(), str(file), "exec"), module)
-        register_task(Task("toy", "A toy.", NoSettings, module["evaluate"]))
+        register_task(Task("toy", "A toy.", NoSettings, at_once(module["evaluate"])))
         try:
             answers.append(cells(suite(tmp_path, model, toy={}), tmp_path)[0]["n"])
         finally:
