@@ -32,7 +32,7 @@ NOTEBOOK = TUTORIALS / "notebook.ipynb"
 IN_ORDER = ("quickstart", "your-text", "convert", "evaluate", "serve")
 # What stands for files that are not there, in commands of the pages.
 STAND_INS = {
-    "runs/e/suite.yaml": "suites/small.yaml",
+    "runs/e/study.yaml": "studies/small.yaml",
     "runs/quickstart/CoCA-Slack/recipe.yaml": "recipes/books-5m.yaml",
     "my.yaml": "studies/long-context.yaml",
 }
@@ -161,7 +161,7 @@ def test_the_tutorials_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     for page in (TUTORIALS / f"{name}.md" for name in IN_ORDER):
         for block in blocks(page, "yaml"):
             Path("runs/e").mkdir()  # as the page's first commands do
-            Path("runs/e/suite.yaml").write_text(block, encoding="utf-8")
+            Path("runs/e/study.yaml").write_text(block, encoding="utf-8")
         for block in blocks(page, "python"):
             exec(compile(block, str(page), "exec"), {})
         for words in commands(page):
@@ -169,7 +169,7 @@ def test_the_tutorials_run_one_after_the_other(tmp_path, monkeypatch, capsys):
                 small = SMALL_STAGES if "--model.start" in words else SMALL.get(words[0], [])
                 assert main([*words, *small]) == 0, (words, capsys.readouterr().err)
                 done.add(words[0] if words[0] != "eval" else words[1])
-    assert {"train", "convert", "suite", "passkey", "analyze", "report"} <= done
+    assert {"train", "convert", "study", "passkey", "analyze", "report"} <= done
 
 
 @pytest.mark.slow

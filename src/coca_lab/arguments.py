@@ -1,6 +1,6 @@
 """Settings from YAML files and command lines: documented dataclasses, checked by pydantic.
 
-A file is the user's, or one of the project's own recipes, studies and suites by its name.
+A file is the user's, or one of the project's own recipes and studies by its name.
 """
 
 import ast
@@ -29,7 +29,7 @@ Sections = Mapping[str, tuple[type, str]]
 """Optional sections of a YAML file by name: the dataclass of their fields, and a line of help."""
 TASK_FIELD = "tasks"
 """The field of a dataclass that holds the sections that are set."""
-FILE_KINDS = {"recipe": "recipes", "study": "studies", "suite": "suites"}
+FILE_KINDS = {"recipe": "recipes", "study": "studies"}
 """What a file is called, and its folder: in the wheel, or at the root of the repository."""
 MOST_VALUES = 100_000
 """Of a YAML file: a few lines of aliases of aliases can stand for billions."""

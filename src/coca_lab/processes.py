@@ -15,12 +15,12 @@ import torch
 from coca_attention.errors import UserError
 from coca_lab.engine import Engine, Item, Progress, Store, import_extensions, problem
 
-Part = Callable[[str, str, float], Any]
+Listener = Callable[[str, str, float], Any]
 """Called with the label of an item, what is done with it, and the share of it that is done."""
 GRACE = 60.0
 """Seconds in which a process that has to end can save what it is training."""
 
-_listener: Part | None = None
+_listener: Listener | None = None
 
 
 def tell(label: str, text: str, share: float) -> None:
@@ -29,7 +29,7 @@ def tell(label: str, text: str, share: float) -> None:
         _listener(label, text, share)
 
 
-def listen(listener: Part | None) -> None:
+def listen(listener: Listener | None) -> None:
     """Choose who hears what is told in this process."""
     global _listener
     _listener = listener

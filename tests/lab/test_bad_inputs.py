@@ -66,7 +66,7 @@ class Place:
             content[section][field] = value
         return self.file(yaml.safe_dump(content))
 
-    def suite(self, **fields) -> str:
+    def study(self, **fields) -> str:
         content = {"models": {"a": str(self.model)}, "passkey": {"lengths": [300], "samples": 1}}
         return self.file(yaml.safe_dump(content | fields))
 
@@ -116,8 +116,8 @@ def generate(*words, make=lambda p: p.model):
     return lambda p: ["generate", make(p), *(words or ("alpha", "--max-new-tokens", "2"))]
 
 
-def suite(**fields):
-    return lambda p: ["eval", "suite", p.suite(**fields), "--output", p.new()]
+def study(**fields):
+    return lambda p: ["study", p.study(**fields), "--output", p.new()]
 
 
 def report(content):
@@ -249,11 +249,11 @@ CASES = {
     "name in results": (perplexity("--name", "\udce9"), "not UTF-8"),
     "name of a page": (lambda p: ["report", p.run, "--output", p.new("\udce9.html")], "not UTF-8"),
     # Suites.
-    "missing model": (suite(models={"a": "/nowhere/b"}), "model a: /nowhere/b: there is no"),
-    "number": (suite(models={5: "x"}), "models.5: Input should be a valid string"),
-    "null model": (suite(models={"a": None}), "models"),
-    "factor 0": (suite(scalings=[{"kind": "ntk", "factor": 0}]), "factor: Input should be greater"),
-    "length 3": (suite(passkey={"lengths": [300, 3]}), "model a: passkey: "),
+    "missing model": (study(models={"a": "/nowhere/b"}), "model a: /nowhere/b: there is no"),
+    "number": (study(models={5: "x"}), "models.5: Input should be a valid string"),
+    "null model": (study(models={"a": None}), "models"),
+    "factor 0": (study(scalings=[{"kind": "ntk", "factor": 0}]), "factor: Input should be greater"),
+    "length 3": (study(passkey={"lengths": [300, 3]}), "model a: passkey: "),
     # Texts.
     "content": (of_text('{"content": "hello there"}\n'), "use --text-field content"),
     "other field": (of_text('{"id": "a", "story": "long ago"}\n'), "use --text-field story"),
@@ -330,7 +330,7 @@ def test_results_of_another_measurement_are_kept(place, capsys):
     assert len(list(written.parent.glob("same-none-perplexity*.json"))) == 3
 
 
-def test_a_suite_reads_no_weights_before_everything_is_checked(place, monkeypatch, capsys):
+def test_a_study_reads_no_weights_before_everything_is_checked(place, monkeypatch, capsys):
     """The defect is in the last model and the last task; nothing else has been evaluated."""
     broken = Path(place.copy("llama-rope")) / "model.safetensors"
     broken.write_bytes(broken.read_bytes()[:-50])
@@ -342,7 +342,7 @@ def test_a_suite_reads_no_weights_before_everything_is_checked(place, monkeypatc
         ({"perplexity": {"source": str(place.text), "windows": [16, 10**6]}}, "smaller windows"),
         ({"models": {"a": str(place.folder / "alibi")}, "scalings": [{"kind": "ntk"}]}, "rotary"),
     ):
-        assert main(["eval", "suite", place.suite(**fields), "--output", str(place.new())]) == 2
+        assert main(["study", place.study(**fields), "--output", str(place.new())]) == 2
         assert re.search(message, capsys.readouterr().err)
 
 

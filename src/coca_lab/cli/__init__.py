@@ -18,7 +18,6 @@ EVALUATIONS = {
     "ruler": "RULER's synthetic tasks: needles, variable tracking, common and frequent words, at "
     "any length",
     "recall": "Associative recall: does a model know the values of the keys it has read?",
-    "suite": "Evaluate models x scalings x tasks from one YAML; resumes when restarted.",
 }
 """The commands behind ``coca eval``, with their lines of help, which thus come at once."""
 
@@ -27,14 +26,14 @@ Command = Callable[[list[str]], None]
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "start here": {
-        "study": ("evaluation", "Train and evaluate several models, and draw a page."),
-        "recipes": ("recipes", "List the project's recipes, studies and suites, or print one."),
+        "study": ("evaluation", "Train or load several models, evaluate them, and draw a page."),
+        "recipes": ("recipes", "List the project's recipes and studies, or print one."),
     },
     "train": {
         "train": ("recipes", "Train a model from a recipe, or in the stages that it names."),
     },
     "evaluate": {
-        "eval": ("evaluation", "Evaluate a model on one task, or models on a suite of them."),
+        "eval": ("evaluation", "Evaluate a model on one task; coca study does so for many."),
         "analyze": ("evaluation", "Measure angles of queries and keys, or where attention goes."),
     },
     "extend, convert and serve": {

@@ -25,8 +25,8 @@ POSITIONALS = {
     "model": "Folder or name of a Transformers model.",
     "model?": "Folder or name of a model; without one, this machine is described.",
     "prompt": "Text to continue; - reads it from standard input.",
-    "recipe?": "Name of a recipe, study or suite, such as passkey-1m or studies/verdict.",
-    "results+": "Result files (JSON), and folders of runs, suites and studies.",
+    "recipe?": "Name of a recipe or study, such as passkey-1m or studies/verdict.",
+    "results+": "Result files (JSON), and folders of runs and studies.",
     "target": "Folder to write; it must not exist yet, or be empty.",
 }
 """Help of the words that are no options; a last ``?`` may be missing, a last ``+`` repeated."""

@@ -1,4 +1,4 @@
-"""Commands that evaluate models: one task, an analysis, a suite or a study."""
+"""Commands that evaluate models: one task, an analysis or a study."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from coca_lab.cli import Command, choose
 from coca_lab.cli.console import RAY, PlacedSettings, ProgressBar, parse, parse_file, print_table
 from coca_lab.engine import Engine, Store
 from coca_lab.evaluation import TASKS, Task
-from coca_lab.evaluation import suite as suites
+from coca_lab.evaluation.plan import Plan, ScalingSettings, write_cells
 from coca_lab.evaluation.task import Cell, ScalingFactor, ScalingKind
 from coca_lab.files import check_results
 from coca_lab.report import printed_tables, read_results
@@ -56,13 +56,12 @@ class EndpointSettings:
 
 
 def task_commands() -> dict[str, Command]:
-    """The commands behind ``coca eval``: every registered task, and suites of them."""
-    commands = {name: task_command(task, "coca eval") for name, task in TASKS.items()}
-    return {**commands, "suite": run_suite}
+    """The commands behind ``coca eval``: every registered task."""
+    return {name: task_command(task, "coca eval") for name, task in TASKS.items()}
 
 
 def run_eval(words: list[str]) -> None:
-    """Evaluate a model on one task, or models on a suite of them."""
+    """Evaluate a model on one task; coca study does so for many."""
     commands = task_commands()
     lines = {name: (run.__doc__ or "").splitlines()[0] for name, run in commands.items()}
     name = choose("coca eval", words, {"tasks": lines})
@@ -81,16 +80,15 @@ def task_command(task: Task, prefix: str) -> Command:
         path, settings, loading, *server = parse(program, run, words, sections, named)
         at = server[0] if server else EndpointSettings()
         name = at.model or loading.name or (path if at.endpoint else Path(path).name)
-        scaling = suites.ScalingSettings()
+        scaling = ScalingSettings()
         plain = re.sub(r"[^\w.=+-]+", "-", name)
         file = f"{plain}-{task.name}.json"
         if task.scaled:
-            scaling = suites.ScalingSettings(loading.scaling, loading.factor)
+            scaling = ScalingSettings(loading.scaling, loading.factor)
             file = f"{plain}-{loading.scaling}-{task.name}.json"
         output = Path(loading.output or Path("runs", "eval", file))
         check_results(output)
-        suite = suites.Suite(
-            {name: path},
+        plan = Plan(
             [scaling],
             dtype=loading.dtype,
             device=loading.device,
@@ -99,7 +97,7 @@ def task_command(task: Task, prefix: str) -> Command:
         )
         with Store(output.with_suffix(".values.sqlite")) as store, ProgressBar() as progress:
             engine = Engine(store, progress)
-            cells = suites.write_cells(suite, [(task, settings)], engine, output)
+            cells = write_cells(plan, {name: path}, task, settings, engine, output)
             store.remove(engine.used)
         _print_results(cells, output)
 
@@ -116,20 +114,8 @@ def _print_results(cells: list[Cell], path: Path) -> None:
 run_analyze = task_command(ANALYSIS, "coca")
 
 
-def run_suite(words: list[str]) -> None:
-    """Evaluate models x scalings x tasks from one YAML; resumes when restarted."""
-    usage = "coca eval suite SUITE.yaml [--passkey.samples 20] [--ray [ADDRESS]]"
-    path, overrides, chosen = parse_file(
-        words, run_suite, suites.suite_parser, "suite", usage, options=RAY
-    )
-    suite = suites.load_suite(path, overrides)
-    with ProgressBar() as advance:
-        results = suites.run_suite(suite, chosen.output, progress=advance, ray=chosen.ray)
-    _print_results(read_results([results])[0]["results"], results)
-
-
 def run_study(words: list[str]) -> None:
-    """Train and evaluate the models of a study, and draw a page; resumes when run again."""
+    """Train or load models, evaluate them alike and draw a page; resumes when run again."""
     usage = "coca study NAME|STUDY.yaml [--workers N] [--ray [ADDRESS]] [--training.steps 100 …]"
     options = {**RAY, "--workers": {"type": int, "help": WORKERS}}
     name, overrides, chosen = parse_file(
@@ -141,4 +127,6 @@ def run_study(words: list[str]) -> None:
             study, chosen.output, progress=advance, ray=chosen.ray, workers=chosen.workers
         )
     _print_results(read_results([results])[0]["results"], results)
-    print(f"Report:  {chosen.output / studies.REPORT_FILE}")
+    page = chosen.output / studies.REPORT_FILE
+    if page.is_file():
+        print(f"Report:  {page}")

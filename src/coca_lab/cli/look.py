@@ -26,7 +26,7 @@ class ReportSettings:
 
 
 def run_report(words: list[str]) -> None:
-    """Turn result files, or folders of runs, suites and studies, into one self-contained page."""
+    """Turn result files, or folders of runs and studies, into one self-contained page."""
     paths, settings = parse("coca report", run_report, words, [ReportSettings], ["results+"])
     page = write_report(paths, **vars(settings))
     print(f"Report: {page}")

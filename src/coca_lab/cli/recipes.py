@@ -9,11 +9,7 @@ from coca_lab.arguments import FILE_KINDS, first_sentence, shipped
 from coca_lab.cli.console import parse, parse_file
 from coca_lab.recipe import load_recipe, recipe_parser
 
-USES = {
-    "recipe": "coca train NAME",
-    "study": "coca study NAME",
-    "suite": "coca eval suite NAME",
-}
+USES = {"recipe": "coca train NAME", "study": "coca study NAME"}
 SHOWN = (
     "model.attention", "model.hidden_size", "model.num_layers", "model.num_heads", "model.layers",
     "model.start", "data.source", "data.block_length", "data.held_out", "data.max_tokens",
@@ -27,7 +23,7 @@ NAMES = 29
 
 
 def run_recipes(words: list[str]) -> None:
-    """List the project's recipes, studies and suites, or print one to change it."""
+    """List the project's recipes and studies, or print one to change it."""
     (name,) = parse("coca recipes", run_recipes, words, [], ["recipe?"])
     if name is None:
         width = shutil.get_terminal_size().columns
@@ -42,8 +38,8 @@ def run_recipes(words: list[str]) -> None:
         if kind in ("", folder) and rest in shipped(each):
             print(shipped(each)[rest].read_text(encoding="utf-8"), end="")
             return
-    known = [*shipped("recipe"), *shipped("study"), *shipped("suite")]
-    raise UserError(f"no recipe, study or suite is called {name}{did_you_mean(rest, known)}")
+    known = [*shipped("recipe"), *shipped("study")]
+    raise UserError(f"no recipe or study is called {name}{did_you_mean(rest, known)}")
 
 
 def purpose(path: Path) -> str:

@@ -1,15 +1,29 @@
 """Evaluation: the table of tasks.
 
 A new task is a file with a `Task`, and its entries in `TASKS` here and in the table of
-`coca_lab.report`. From outside the package, `coca_lab.evaluation.suite.register_task` adds one.
+`coca_lab.report`. From outside the package, `register_task` adds one.
 """
 
+from coca_attention.errors import UserError
 from coca_lab.evaluation import perplexity, recall, retrieval
 from coca_lab.evaluation.task import Cell, Model, RotaryScaling, Task, evaluate, open_model
 
 TASKS: dict[str, Task] = {
     task.name: task for task in (perplexity.TASK, retrieval.PASSKEYS, retrieval.RULER, recall.TASK)
 }
-"""Tasks by name: ``coca eval NAME`` and the sections of a suite."""
+"""Tasks by name: ``coca eval NAME`` and the sections of a study."""
 
-__all__ = ["TASKS", "Cell", "Model", "RotaryScaling", "Task", "evaluate", "open_model"]
+
+def register_task(task: Task) -> None:
+    """Add a task to ``coca eval`` and studies; UserError if its name is taken.
+
+    Without an entry in `coca_lab.report.REPORTS` the report leaves its cells out.
+    """
+    if task.name in TASKS:
+        raise UserError(f"there is already a task named {task.name!r}")
+    TASKS[task.name] = task
+
+
+__all__ = [
+    "TASKS", "Cell", "Model", "RotaryScaling", "Task", "evaluate", "open_model", "register_task",
+]  # fmt: skip

@@ -209,7 +209,7 @@ class Task:
     """An evaluation task.
 
     Attributes:
-        name: Name of the command ``coca eval NAME``, of the section in a suite, and of the field
+        name: Name of the command ``coca eval NAME``, of the section in a study, and of the field
             ``task`` of its cells.
         summary: One line for ``--help``.
         settings: Documented dataclass whose fields are the options; all need defaults. Its
@@ -217,7 +217,7 @@ class Task:
         measure: From the model, the settings and the scaling to work that processes share; the
             model has no weights yet. Raises UserError for texts, prompts or sizes that do not fit
             the model. `at_once` makes it of a function that computes cells.
-        scaled: Whether the rotary scaling applies. If not, a suite runs the task once per model.
+        scaled: Whether the rotary scaling applies. If not, a task runs once per model.
         prompts: Whether it needs no more than answers to prompts, so that an endpoint can do it.
     """
 

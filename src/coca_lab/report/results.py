@@ -13,7 +13,7 @@ from coca_lab.report.cells import Cell, Figure, Part, ResultFile, Run, checked, 
 from coca_lab.report.trials import read_trials, trial_files
 
 IN_FOLDERS = ("training.json", "results.json")
-"""Of a run; of a suite or a study. Read first, and an error if damaged."""
+"""Of a run; of a study. Read first, and an error if damaged."""
 KINDS = {"results", "training", "curve"}
 PLACE = ("task", "scaling", "factor", "length", "kind", "name", "training_seed", "size")
 """Fields that tell a model's cells apart."""
@@ -33,7 +33,7 @@ def read_results(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
     """Read result files.
 
     Args:
-        paths: Result files; or folders: of a run, a suite or a study, or with result
+        paths: Result files; or folders: of a run or a study, or with result
             files in them. A file that is named twice is read once. Numbered files beside
             ``results.json`` and ``training.json``, of earlier measurements, are left out.
 

@@ -10,11 +10,12 @@ from typing import Any, Self
 import torch
 from transformers import TrainerCallback
 
+from coca_attention.errors import error_prefix
 from coca_attention.models.conversion import Conversion
 from coca_lab.engine import Engine, Item, Store
 from coca_lab.evaluation import TASKS
-from coca_lab.evaluation.suite import Suite, evaluate
-from coca_lab.evaluation.task import settings_key
+from coca_lab.evaluation.plan import Plan, measure
+from coca_lab.evaluation.task import Cell, settings_key
 from coca_lab.files import read_json, write_json
 from coca_lab.fingerprints import fingerprint, model_fingerprint
 from coca_lab.folders import convert_folder
@@ -38,7 +39,7 @@ class Trial:
     name: str
     size: str
     output: Path  # of the study
-    suite: Suite  # without models
+    plan: Plan
     recipe: Recipe | None = None
     start: str = ""  # the model that it starts from, or that is evaluated
     conversion: Conversion | None = None
@@ -85,12 +86,13 @@ class Trial:
     @cached_property
     def key(self) -> dict[str, Any]:
         """Everything that the values depend on, wherever the study is."""
-        tasks = self.suite.tasks.items()
+        tasks = self.plan.tasks.items()
         return {
             "model": [self.name, self.size, self.seed, self.made],
             "tasks": {name: [settings_key(each), TASKS[name].code] for name, each in tasks},
-            "scalings": [asdict(scaling) for scaling in self.suite.scalings],
-            "dtype": self.suite.dtype,
+            "scalings": [asdict(scaling) for scaling in self.plan.scalings],
+            "dtype": self.plan.dtype,
+            **({"endpoint": self.plan.endpoint} if self.plan.endpoint else {}),
         }
 
     @cached_property
@@ -99,7 +101,8 @@ class Trial:
 
         Of a trained one the recipe, the texts and the start; else the files, and the conversion.
         """
-        start = self.after.made if self.after else self.start and model_fingerprint(self.start)
+        with error_prefix(f"model {self.name}: "):
+            start = self.after.made if self.after else self.start and model_fingerprint(self.start)
         if self.recipe is None:
             return fingerprint([start, self.conversion and asdict(self.conversion)])
         fields, inputs = asdict(self.recipe), inputs_of(self.recipe, start=start)
@@ -128,10 +131,14 @@ class Trial:
         return re.sub(r"[^\w.=-]+", "-", self.label).strip("-.")
 
     @property
+    def is_ready(self) -> bool:
+        """Whether its model is evaluated as it is."""
+        return self.recipe is None and self.conversion is None
+
+    @property
     def model(self) -> Path:
         """Path of the model."""
-        ready = self.recipe is None and self.conversion is None
-        return Path(self.start) if ready else self.output / self.folder
+        return Path(self.start) if self.is_ready else self.output / self.folder
 
     @property
     def cost(self) -> int:
@@ -179,14 +186,17 @@ class Trial:
             share = done / max(total, 1)
             tell(self.label, f"evaluated {100 * share:.0f} %", TRAINING + (1 - TRAINING) * share)
 
-        suite = replace(self.suite, models={self.name: str(self.model)})
         with Store(self.output / EVALUATION / f"{self.folder}.sqlite") as store:
-            tasks = [(TASKS[task], settings) for task, settings in suite.tasks.items()]
-            cells, _ = evaluate(suite, tasks, Engine(store, show))
-        parameters = summary["parameters"] if summary else None
+            cells, _ = measure(self.plan, {self.name: str(self.model)}, Engine(store, show))
+        return [self.value(cells, summary, rate)]
+
+    def value(
+        self, cells: list[Cell], summary: dict[str, Any] | None = None, rate: float | None = None
+    ) -> dict[str, Any]:
+        """What is kept of it: the summary of its training, and its cells with their place."""
         place = {"training_seed": self.seed, "learning_rate": rate, "size": self.size}
-        place |= {"parameters": parameters}
-        return [{"training": summary, "cells": [{**cell, **place} for cell in cells]}]
+        place |= {"parameters": summary["parameters"] if summary else None}
+        return {"training": summary, "cells": [{**cell, **place} for cell in cells]}
 
     def _train(self, recipe: Recipe) -> dict[str, Any]:
         """Train unless it is done; by smaller parts of a batch where memory does not suffice."""

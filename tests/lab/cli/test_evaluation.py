@@ -40,7 +40,7 @@ def test_a_command_that_was_stopped_resumes_from_its_values(
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("coca_lab.evaluation.suite.write_json", stopped)
+    monkeypatch.setattr("coca_lab.evaluation.plan.write_json", stopped)
     assert run(capsys, *words)[0] == 130
     with Store(tmp_path / "r.values.sqlite") as store:
         assert len(store) == 2

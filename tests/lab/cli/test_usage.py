@@ -53,7 +53,6 @@ def test_without_the_extra_one_line_says_what_to_install():
         (["train"], ["--training.steps", "Peak learning rate", "RECIPE", "--output"]),
         (["train", "--help-all"], ["AdamW's weight decay", "Rank of the adapters of lora"]),
         (["eval", "perplexity"], ["--windows", "--attend-last", "Tokens scored in one pass"]),
-        (["eval", "suite"], ["SUITE", "--ray", "--passkey"]),
         (["generate"], ["--max-new-tokens", "PROMPT", "Tokens to generate at most"]),
         (["report"], ["--title", "HTML file to write"]),
     ],

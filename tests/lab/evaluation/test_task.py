@@ -1,4 +1,4 @@
-"""A task from outside the package: one call adds it to the commands, suites and the report."""
+"""A task from outside the package: one call adds it to the commands, studies and the report."""
 
 import json
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ import pytest
 from coca_attention.errors import UserError
 from coca_lab.cli import EVALUATIONS, main
 from coca_lab.engine import Engine
-from coca_lab.evaluation import TASKS, Model, RotaryScaling, Task
-from coca_lab.evaluation.suite import register_task
+from coca_lab.evaluation import TASKS, Model, RotaryScaling, Task, register_task
 from coca_lab.evaluation.task import at_once, finish
 from coca_lab.fingerprints import model_fingerprint
+from coca_lab.studies import load_study
 from conftest import tiny_model
 
 
@@ -65,15 +65,15 @@ def test_a_task_from_outside_runs_as_a_command(toy, model_folder, tmp_path, caps
     assert "give at least one word" in capsys.readouterr().err
 
 
-def test_a_task_from_outside_is_a_section_of_a_suite(
+def test_a_task_from_outside_is_a_section_of_a_study(
     toy, model_folder, tmp_path, text_folder, capsys
 ):
-    suite, out = tmp_path / "suite.yaml", tmp_path / "out"
-    suite.write_text(
+    study, out = tmp_path / "study.yaml", tmp_path / "out"
+    study.write_text(
         f"models: {{a: {model_folder}}}\nscalings: [{{kind: none}}, {{kind: ntk}}]\n"
         f"lengths: {{words: [alpha1]}}\nperplexity: {{source: {text_folder}, windows: [32]}}\n"
     )
-    words = ["eval", "suite", str(suite), "--lengths.words", "alpha1,beta2", "--output", str(out)]
+    words = ["study", str(study), "--lengths.words", "alpha1,beta2", "--output", str(out)]
     assert main(words) == 0, capsys.readouterr().err
     assert "perplexity at" in capsys.readouterr().out
     content = json.loads((out / "results.json").read_text())
@@ -81,7 +81,7 @@ def test_a_task_from_outside_is_a_section_of_a_suite(
     assert [(c["task"], c["scaling"]) for c in content["results"]] == [
         (task, scaling) for scaling in ("none", "ntk") for task in each
     ]
-    assert content["suite"]["lengths"]["words"] == ["alpha1", "beta2"]
+    assert content["study"]["tasks"]["lengths"]["words"] == ["alpha1", "beta2"]
 
 
 def test_what_is_kept_is_shown_under_the_name_of_the_model(tokenizer):
@@ -110,9 +110,7 @@ def measure_weight(model, settings, scaling):
 
 
 def test_the_help_that_comes_at_once_has_every_task():
-    assert {name: task.summary for name, task in TASKS.items()} == {
-        name: text for name, text in EVALUATIONS.items() if name != "suite"
-    }
+    assert {name: task.summary for name, task in TASKS.items()} == EVALUATIONS
 
 
 def test_names_that_are_taken_are_refused():

@@ -15,8 +15,7 @@ from coca_lab import fingerprints
 from coca_lab.cli import main
 from coca_lab.data import train_tokenizer
 from coca_lab.data.text import Document
-from coca_lab.evaluation import TASKS, Task
-from coca_lab.evaluation.suite import load_suite, register_task, run_suite
+from coca_lab.evaluation import TASKS, Task, register_task
 from coca_lab.evaluation.task import at_once
 from coca_lab.studies import load_study, run_study
 from coca_lab.training import load_recipe, train
@@ -212,28 +211,28 @@ def test_two_studies_in_one_folder(text, tmp_path, monkeypatch):
             run(tmp_path, {"some": ROPE}, text)
         return load(*arguments)
 
-    load = __import__("coca_lab.studies", fromlist=["_"]).load_run_tokenizer
-    monkeypatch.setattr("coca_lab.studies.load_run_tokenizer", both)
+    load = __import__("coca_lab.studies.running", fromlist=["_"]).load_run_tokenizer
+    monkeypatch.setattr("coca_lab.studies.running.load_run_tokenizer", both)
     assert run(tmp_path, {"some": ROPE}, text)
 
 
-# Suites
+# Models that are evaluated as they are
 
 
-def suite(path, model, **tasks):
+def ready(path, model, **tasks):
     content = {"models": {"m": str(model)}, **tasks}
-    (path / "suite.yaml").write_text(yaml.safe_dump(content))
-    return load_suite(path / "suite.yaml")
+    (path / "study.yaml").write_text(yaml.safe_dump(content))
+    return load_study(path / "study.yaml")
 
 
 def cells(planned, path):
-    """The cells of a suite, without the time they took."""
-    found = json.loads(run_suite(planned, path / "out").read_text())["results"]
+    """The cells of a study, without the time they took."""
+    found = json.loads(run_study(planned, path / "out").read_text())["results"]
     return [{k: v for k, v in cell.items() if k != "seconds"} for cell in found]
 
 
-def test_a_suite_notices_weights_and_text_of_the_same_size_and_time(model, text, tmp_path):
-    planned = suite(tmp_path, model, perplexity={"source": str(text), **PERPLEXITY})
+def test_a_study_notices_weights_and_text_of_the_same_size_and_time(model, text, tmp_path):
+    planned = ready(tmp_path, model, perplexity={"source": str(text), **PERPLEXITY})
     found = [cells(planned, tmp_path)]
     for change in (lambda: reweigh(model, 1), lambda: other_text(text)):
         change()
@@ -241,7 +240,7 @@ def test_a_suite_notices_weights_and_text_of_the_same_size_and_time(model, text,
         assert found[-1] != found[-2]
 
 
-def test_a_suite_notices_other_files_of_a_tokenizer(model, tmp_path):
+def test_a_study_notices_other_files_of_a_tokenizer(model, tmp_path):
     tokenizer = train_tokenizer([Document("a", some_text(2000))], 280)
     rules = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     (model / "tokenizer.json").unlink()
@@ -250,7 +249,7 @@ def test_a_suite_notices_other_files_of_a_tokenizer(model, tmp_path):
     (model / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
     config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
     (model / "tokenizer_config.json").write_text(json.dumps(config))
-    planned = suite(tmp_path, model, passkey={"lengths": [300], "samples": 1, "max_new_tokens": 4})
+    planned = ready(tmp_path, model, passkey={"lengths": [300], "samples": 1, "max_new_tokens": 4})
     before = cells(planned, tmp_path)
     (model / "merges.txt").write_text("\n".join(["#version: 0.2", *merges[:9], ""]))
     assert cells(planned, tmp_path)[0]["samples"] != before[0]["samples"]
@@ -261,7 +260,7 @@ class NoSettings:
     """Nothing to set."""
 
 
-def test_a_suite_notices_another_task_of_the_same_name(model, tmp_path):
+def test_a_study_notices_another_task_of_the_same_name(model, tmp_path):
     answers = []
     for answer in (1, 2):
         module = {}
@@ -272,13 +271,13 @@ def test_a_suite_notices_another_task_of_the_same_name(model, tmp_path):
         exec(compile(file.read_text(), str(file), "exec"), module)
         register_task(Task("toy", "A toy.", NoSettings, at_once(module["evaluate"])))
         try:
-            answers.append(cells(suite(tmp_path, model, toy={}), tmp_path)[0]["n"])
+            answers.append(cells(ready(tmp_path, model, toy={}), tmp_path)[0]["n"])
         finally:
             del TASKS["toy"]
     assert answers == [1, 2]
 
 
-def test_a_suite_notices_other_code_of_the_package(model, tmp_path, text, monkeypatch):
+def test_a_study_notices_other_code_of_the_package(model, tmp_path, text, monkeypatch):
     for package in ("coca_attention", "coca_lab"):
         source = Path(fingerprints.__file__).parents[1] / package
         shutil.copytree(source, tmp_path / "src" / package)
@@ -291,7 +290,7 @@ def test_a_suite_notices_other_code_of_the_package(model, tmp_path, text, monkey
 
     score_windows = score.score_windows
     monkeypatch.setattr(score, "score_windows", counted)
-    planned = suite(tmp_path, model, perplexity={"source": str(text), **PERPLEXITY})
+    planned = ready(tmp_path, model, perplexity={"source": str(text), **PERPLEXITY})
     found = []
     for part in ("coca_lab/report/page.py", "coca_attention/ops/rules.py", "coca_lab/intervals.py"):
         with open(tmp_path / "src" / part, "a") as file:

@@ -1,4 +1,4 @@
-"""Suites: only what is missing is measured, whatever happened before."""
+"""Models that are evaluated as they are: only what is missing is measured, whatever happened."""
 
 import json
 import os
@@ -12,10 +12,11 @@ from transformers import AutoTokenizer
 from coca_lab.analysis import task as analyses
 from coca_lab.cli import main
 from coca_lab.engine import Store
-from coca_lab.evaluation.suite import load_suite, open_models, run_suite
+from coca_lab.evaluation.plan import open_models
+from coca_lab.studies import load_study, run_study
 from conftest import tiny_model
 
-SUITE = """
+STUDY = """
 models:
   RoFormer: {rope}
   CoCA-Slack: {slack}
@@ -30,26 +31,26 @@ ruler: {{lengths: [1200, 1201], kinds: [fwe], samples: 2}}
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, tokenizer, model_folder, text_folder):
-    """A suite of every task for two models."""
+    """A study of every task for two models."""
     folder = tmp_path_factory.mktemp("small")
     tiny_model("llama-rope").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    text = SUITE.format(rope=folder, slack=model_folder, text=text_folder)
-    (folder / "suite.yaml").write_text(text)
-    return folder / "suite.yaml"
+    text = STUDY.format(rope=folder, slack=model_folder, text=text_folder)
+    (folder / "study.yaml").write_text(text)
+    return folder / "study.yaml"
 
 
-def results(suite, out, **options):
-    """The cells of a suite, without the time they took."""
-    cells = json.loads(run_suite(suite, out, **options).read_text())["results"]
+def results(study, out, **options):
+    """The cells of a study, without the time they took."""
+    cells = json.loads(run_study(study, out, **options).read_text())["results"]
     return [{k: v for k, v in cell.items() if k != "seconds"} for cell in cells]
 
 
 @pytest.fixture(scope="module")
 def finished(small, tmp_path_factory):
-    """The folder of the finished suite, to be copied, its cells and its progress."""
+    """The folder of the finished study, to be copied, its cells and its progress."""
     out, seen = tmp_path_factory.mktemp("finished") / "out", []
-    cells = results(load_suite(small), out, progress=lambda *line: seen.append(line))
+    cells = results(load_study(small), out, progress=lambda *line: seen.append(line))
     return out, cells, seen
 
 
@@ -71,10 +72,10 @@ def test_what_is_finished_is_not_measured_again(small, finished, tmp_path, monke
     monkeypatch.setattr("coca_lab.evaluation.perplexity.score_windows", refuse)
     monkeypatch.setattr("coca_lab.evaluation.retrieval.greedy_answers", refuse)
     out = shutil.copytree(out, tmp_path / "out")
-    assert results(load_suite(small), out) == cells
+    assert results(load_study(small), out) == cells
     # One prompt more: the others are still there.
     with pytest.raises(ValueError, match="measured again"):
-        run_suite(load_suite(small, ["--passkey.samples=3"]), out)
+        run_study(load_study(small, ["--passkey.samples=3"]), out)
 
 
 def test_another_model_under_the_same_name_is_evaluated_again(
@@ -83,9 +84,9 @@ def test_another_model_under_the_same_name_is_evaluated_again(
     out = shutil.copytree(finished[0], tmp_path / "out")
     other = shutil.copytree(model_folder, tmp_path / "other")
     tiny_model("slack", seed=5).save_pretrained(other)
-    wanted = load_suite(small)
+    wanted = load_study(small)
     wanted.tasks = {"passkey": wanted.tasks["passkey"]}
-    wanted.models["CoCA-Slack"] = str(other)
+    wanted.models["CoCA-Slack"] = {"path": str(other)}
 
     def outputs(cells, model):
         cells = [c for c in cells if c["model"] == model and c["task"] == "passkey"]
@@ -105,12 +106,12 @@ def test_killed_in_the_middle_it_continues(small, finished, tmp_path):
         if len(count) == 9:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    wanted, seen = load_suite(small), []
+    wanted, seen = load_study(small), []
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)
         Store.put = killed
-        run_suite(wanted, tmp_path)
+        run_study(wanted, tmp_path)
         os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert not (tmp_path / "results.json").exists()
@@ -142,40 +143,17 @@ def test_an_analysis_continues_where_it_ended(model_folder, text_folder, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_suite_on_ray_is_the_same(small, finished, tmp_path, monkeypatch, ray):
+def test_a_study_on_ray_is_the_same(small, finished, tmp_path, monkeypatch, ray):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert results(load_suite(small, ["--device=auto"]), tmp_path, ray="") == finished[1]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("modles: {}", "modles: there is no such field; did you mean models"),
-        ("models: {a: b}", "needs a task"),
-        ("models: {}\npasskey: {}", "needs models"),
-        ("models: {a: b}\nscalings: []\npasskey: {}", "no scaling applies to a"),
-        ("models: {a: b}\npasskey: {samples: 0}", "passkey.samples: .* greater than 0"),
-        ("models: {a: b}\nperplexity: {windows: [8], stride: 9}", "stride"),
-        ("models: {a: b}\nscalings: [{kind: ntk, models: [c]}]\npasskey: {}", "does not have: c"),
-        (
-            "models: {a: b, c: d}\nscalings: [{kind: ntk, models: [a]}]\npasskey: {}",
-            "no scaling applies to c",
-        ),
-    ],
-)
-def test_unfit_suites_are_refused(text, message, tmp_path):
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message) as caught:
-        load_suite(path)
-    assert "\n" not in str(caught.value)
+    assert results(load_study(small, ["--device=auto"]), tmp_path, ray="") == finished[1]
 
 
 def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, model_folder, tmp_path):
-    wanted = load_suite(small)
+    wanted = load_study(small)
 
     def share_text():
-        first, second = open_models(wanted)
+        paths = {name: options["path"] for name, options in wanted.models.items()}
+        first, second = open_models(wanted, paths)
         return first.texts is second.texts
 
     assert share_text()
@@ -183,5 +161,5 @@ def test_texts_are_shared_by_models_that_encode_and_end_them_alike(small, model_
     tokenizer = AutoTokenizer.from_pretrained(other)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
     tokenizer.save_pretrained(other)
-    wanted.models["CoCA-Slack"] = str(other)
+    wanted.models["CoCA-Slack"] = {"path": str(other)}
     assert not share_text()

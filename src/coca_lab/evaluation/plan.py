@@ -1,0 +1,150 @@
+"""A plan: the tasks and rotary scalings with which models are measured, and their results."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import PositiveInt
+
+from coca_attention.errors import UserError, error_prefix
+from coca_lab.engine import Engine
+from coca_lab.environment import describe_environment
+from coca_lab.evaluation import TASKS
+from coca_lab.evaluation.endpoint import Endpoint
+from coca_lab.evaluation.task import (
+    Cell,
+    Model,
+    RotaryScaling,
+    Task,
+    finish,
+    free_weights,
+    open_model,
+    served_model,
+)
+from coca_lab.files import keep_other_results, write_json
+from coca_lab.fingerprints import fingerprint
+from coca_lab.loading import usable_device
+
+
+@dataclass
+class ScalingSettings(RotaryScaling):
+    """A rotary scaling that the models are evaluated with."""
+
+    models: list[str] | None = None
+    """Names of the models to apply it to; by default all."""
+
+
+@dataclass
+class Plan:
+    """What is measured of models."""
+
+    scalings: list[ScalingSettings] = field(default_factory=lambda: [ScalingSettings()])
+    """Rotary scalings to evaluate with."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the weights in the evaluation."""
+    device: str | None = None
+    """Where to evaluate: cpu, cuda, …; by default the accelerator if there is one. auto spreads a
+    model over all GPUs of its process, and what does not fit over the CPU's memory."""
+    endpoint: str | None = None
+    """Server with OpenAI's completions that answers prompts in place of models with path, such as
+    http://127.0.0.1:8000/v1. It calls them by their names; folders are those of tokenizers."""
+    requests: PositiveInt = 8
+    """Requests to the endpoint at once."""
+    tasks: dict[str, Any] = field(default_factory=dict)
+    """Settings of every evaluation task, by its name."""
+
+    def check_plan(self, models: Collection[str]) -> None:
+        """Raise UserError where settings contradict each other, or name other models."""
+        if not self.tasks:
+            raise UserError(f"a study needs a task: one or more of {', '.join(TASKS)}")
+        for scaling in self.scalings:
+            unknown = sorted(set(scaling.models or []) - set(models))
+            if unknown:
+                raise UserError(
+                    f"scaling {scaling.kind} names models that the study does not have: "
+                    f"{', '.join(unknown)}"
+                )
+        unscaled = [name for name in models if not self.scalings_of(name)]
+        if unscaled:
+            raise UserError(
+                f"no scaling applies to {', '.join(unscaled)}: add {{kind: none}} to the scalings"
+            )
+
+    def scalings_of(self, model: str) -> list[ScalingSettings]:
+        """The scalings that apply to a model."""
+        return [s for s in self.scalings if s.models is None or model in s.models]
+
+    def of(self, model: str) -> "Plan":
+        """What is measured of one model, without its name."""
+        scalings = [replace(each, models=None) for each in self.scalings_of(model)]
+        own = {name: getattr(self, name) for name in Plan.__dataclass_fields__}
+        return Plan(**own | {"scalings": scalings})
+
+
+def measure(
+    plan: Plan,
+    models: Mapping[str, str],
+    engine: Engine,
+    tasks: Sequence[tuple[Task, Any]] | None = None,
+) -> tuple[list[Cell], list[str]]:
+    """The cells of tasks, by default the plan's, for models by their names and folders.
+
+    Nothing is computed before all of it is known to be possible.
+
+    Returns:
+        The cells, and the fingerprints of the measurements, which say what the cells depend on.
+
+    Raises:
+        UserError: If a model cannot be loaded or scaled, or a task cannot be done with it.
+    """
+    tasks = tasks or [(TASKS[name], settings) for name, settings in plan.tasks.items()]
+    measurements, measured = [], []
+    for model in open_models(plan, models):
+        for number, scaling in enumerate(plan.scalings_of(model.name)):
+            for task, settings in tasks:
+                if task.scaled or number == 0:
+                    with error_prefix(f"model {model.name}: {task.name}: "):
+                        if plan.endpoint and not (task.prompts and scaling.kind == "none"):
+                            raise UserError("an endpoint answers prompts, without a scaling")
+                        found = task.measurements(model, settings, scaling)
+                    measurements += found
+                    keys = [item.keys for each in found for item in each.items]
+                    measured.append(fingerprint([model.name, keys]))
+    try:
+        return finish(measurements, engine), measured
+    finally:
+        free_weights()
+
+
+def open_models(plan: Plan, paths: Mapping[str, str]) -> list[Model]:
+    """The models, without weights, if they can be loaded and scaled; texts are shared."""
+    if plan.device not in (None, "auto"):
+        usable_device(str(plan.device))
+    texts: dict[str, dict[str, Any]] = {}
+    models = []
+    for name, path in paths.items():
+        with error_prefix(f"model {name}: "):
+            if plan.endpoint:
+                model = served_model(path, Endpoint(plan.endpoint, name, plan.requests))
+            else:
+                model = open_model(path, name, plan.dtype, plan.device)
+            tokenizer: Any = model.tokenizer
+            rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else path
+            rules = f"{rules} {tokenizer.bos_token_id} {tokenizer.eos_token_id}"
+            for scaling in plan.scalings_of(name) if not plan.endpoint else ():
+                scaling.parameters(model.module, 1)
+            models.append(replace(model, texts=texts.setdefault(rules, {})))
+    return models
+
+
+def write_cells(
+    plan: Plan, models: Mapping[str, str], task: Task, settings: Any, engine: Engine, path: Path
+) -> list[Cell]:
+    """Write the result file of one task for models; returns its cells."""
+    cells, measured = measure(plan, models, engine, [(task, settings)])
+    keep_other_results(path, measured)
+    facts = {"measured": measured, "environment": describe_environment()}
+    asked = {"models": models, **asdict(plan), "tasks": {task.name: asdict(settings)}}
+    write_json(path, {"results": cells, "settings": asked, **facts})
+    return cells

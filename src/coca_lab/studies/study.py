@@ -1,0 +1,278 @@
+"""What a study is: models, sizes, seeds and tasks, from one YAML file, and their trials."""
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from coca_attention.errors import UserError, error_prefix
+from coca_attention.models.conversion import Conversion
+from coca_lab.arguments import (
+    SettingsParser,
+    checked,
+    option_words,
+    put,
+    read_settings,
+    settings_parser,
+)
+from coca_lab.engine import Store
+from coca_lab.evaluation import TASKS
+from coca_lab.evaluation.plan import Plan
+from coca_lab.evaluation.task import Cell
+from coca_lab.studies.trial import EVALUATION, LOGS, Trial
+from coca_lab.training import Recipe, load_recipe
+
+RESULTS_FILE, STORE_FILE = "results.json", "values.sqlite"
+REPORT_FILE, TOKENIZERS = "report.html", "tokenizers"
+RESERVED = {RESULTS_FILE, STORE_FILE, REPORT_FILE, TOKENIZERS, LOGS, EVALUATION}
+"""Of the folder of a study, which no model can have."""
+Options = dict[str, Any]
+"""Fields of a recipe by dotted names, such as {model.attention: rope}."""
+ModelOptions = Annotated[
+    Options, BeforeValidator(lambda x: {"path": x} if isinstance(x, str) else x)
+]
+CONVERT = "convert."
+RATE = "training.learning_rate"
+
+
+@dataclass
+class Study(Plan):
+    """What to train and evaluate; a study file also has one section per task, named after it."""
+
+    title: str = ""
+    """Heading of the report."""
+    recipe: str = ""
+    """The recipe that models change: a file, or the name of one of the project's; by default the
+    settings of the paper."""
+    models: dict[str, ModelOptions] = field(default_factory=dict)
+    """Models by name, each with the fields of the recipe that it sets, such as {RoFormer:
+    {model.attention: rope}}; recipe names another recipe, seeds are others than those of the study.
+    With path, a folder or name, a model is evaluated as it is, or converted: {path: MODEL,
+    convert.form: rope}; a name: FOLDER is short for {path: FOLDER}. path and model.start may name
+    another model of the study."""
+    options: Options = field(default_factory=dict)
+    """Fields of the recipe that all trained models set."""
+    sizes: dict[str, Options] = field(default_factory=dict)
+    """Sizes by name, each with fields of the recipe, such as {0.2M: {model.hidden_size: 64}}, and
+    seeds if they differ. Every model is trained in every size; the report draws trends."""
+    seeds: list[int] = field(default_factory=lambda: [0])
+    """Seeds of the training."""
+    learning_rates: list[float] = field(default_factory=list)
+    """Learning rates of which every trained model gets the best, unless it sets its own: each is
+    tried with tuning_seed, and the seeds are trained with the one that choose finds."""
+    tuning_seed: int = 100
+    """Seed of the trials of learning rates, whose cells are no results."""
+    choose: dict[str, Any] = field(default_factory=dict)
+    """Which cells decide: those with these fields, such as {task: perplexity, window: 256}, by
+    their perplexity, or else by the share of right answers."""
+    text: str = ""
+    """Text to train and evaluate on, as data.source of a recipe; by default what the recipe and the
+    tasks say."""
+    num_cpus: int = 1
+    """Threads of a trial, and with --ray cores of a process."""
+    num_gpus: float | None = None
+    """With --ray: GPUs of a process; by default one if there are GPUs. A model that needs several
+    has device auto."""
+
+    def check(self) -> None:
+        """Raise UserError where settings contradict each other; `trials` checks the recipes."""
+        if not self.models:
+            raise UserError("a study needs models, such as {RoFormer: {model.attention: rope}}")
+        if self.learning_rates and self.choose.get("task") not in self.tasks:
+            raise UserError(
+                "learning_rates need choose, such as {task: perplexity, window: 256}, with a task "
+                f"of the study; got {self.choose}"
+            )
+        if self.num_cpus < 1:
+            raise UserError(f"num_cpus must be at least 1, got {self.num_cpus}")
+        self.check_plan(self.models)
+
+    @property
+    def tasks_on_text(self) -> dict[str, Any]:
+        """The settings of the tasks, which read the text of the study if it has one."""
+        return {
+            name: replace(task, source=self.text) if self.text and hasattr(task, "source") else task
+            for name, task in self.tasks.items()
+        }
+
+    def trials(self, output: Path, best: Mapping[str, float] | None = None) -> list[Trial]:
+        """Every model in every size with every seed: seed by seed, so all are soon compared.
+
+        Those with learning rates to choose from are tried with all of them, and with their seeds
+        as soon as ``best`` has the chosen ones, by model and size.
+        """
+        every = [(name, size) for size in self.sizes or [""] for name in self.models]
+        # A model from elsewhere is one, whatever the sizes.
+        every = dict.fromkeys((n, "" if self._is_ready(n) else size) for n, size in every)
+        lists = [self._seeds(name, size, output, best or {}) for name, size in every]
+        trials = [trial for each in zip_longest(*lists) for trial in each if trial is not None]
+        if len({trial.folder for trial in trials}) < len(trials):
+            raise UserError(
+                "models and sizes must differ in letters, digits or one of . _ = -, got "
+                + "; ".join(trial.label for trial in trials)
+            )
+        for trial in trials:
+            if not trial.folder or trial.folder.lower() in RESERVED:
+                raise UserError(
+                    f"a model cannot be called {trial.label!r}, whose folder {trial.folder or '.'} "
+                    "is the study's own: rename it"
+                )
+        return _linked(trials)
+
+    def _is_ready(self, name: str) -> bool:
+        """Whether a model is from elsewhere, as it is or converted."""
+        seen, start = {name}, self.models[name].get("path")
+        while start in self.models and start not in seen:
+            seen.add(start)
+            start = self.models[start].get("path")
+        return start is not None and start not in self.models
+
+    def best_rates(self, trials: Sequence[Trial], store: Store) -> dict[str, float]:
+        """The best learning rate of every model and size that has been tried with all."""
+        found: dict[str, dict[float, float]] = {}
+        for trial in trials:
+            if trial.recipe and trial.tunes and trial.key in store:
+                cells, rate = store.get(trial.key)["cells"], trial.recipe.training.learning_rate
+                chosen = [c for c in cells if all(c.get(n) == x for n, x in self.choose.items())]
+                if cells and not chosen:
+                    raise UserError(f"no cell of {trial.label} has what choose asks: {self.choose}")
+                found.setdefault(trial.of_size, {})[rate] = _cost(chosen)
+        return {
+            name: min(self.learning_rates, key=costs.__getitem__)
+            for name, costs in found.items()
+            if costs.keys() >= {*self.learning_rates}
+        }
+
+    def _seeds(self, name: str, size: str, output: Path, best: Mapping[str, float]) -> list[Trial]:
+        """A model in a size, seed by seed, and what tries its learning rates."""
+        plan = replace(self.of(name), tasks=self.tasks_on_text)
+        options = self.options | self.sizes.get(size, {}) | self.models[name]
+        seeds = options.pop("seeds", self.seeds)
+        with error_prefix(f"model {name}{size and f', size {size}'}: "):
+            if not _are_seeds(seeds):
+                raise UserError(
+                    f"seeds must be different numbers from 0, at least one, got {seeds}"
+                )
+            if "path" in options:
+                trial = Trial(name, size, output, plan, **_ready_model(self.models[name]))
+            else:
+                trial = Trial(name, size, output, plan, recipe=self._recipe(options))
+            trials = [trial.with_seed(seed) for seed in seeds]
+            if trial.recipe is not None and self.learning_rates and RATE not in options:
+                tried = [trial.with_rate(rate, self.tuning_seed) for rate in self.learning_rates]
+                rate = best.get(trial.of_size)
+                return [each.with_rate(rate) for each in trials if rate is not None] + tried
+        return trials[:1] if self._is_ready(name) else trials
+
+    def _recipe(self, options: Options) -> Recipe:
+        """The recipe with the options of a model."""
+        options = {"recipe": self.recipe, **options}
+        if "training.seed" in options:
+            raise UserError("training.seed: set seeds")
+        if self.text:
+            options.setdefault("data.source", self.text)
+        path = options.pop("recipe") or None
+        return load_recipe(path, option_words(options))
+
+
+def _cost(cells: Sequence[Cell]) -> float:
+    """Nats per token, or right answers as a negative share; infinite where a model diverged."""
+    if not cells or any(cell.get("nats", 0) is None for cell in cells):
+        return math.inf
+    if "nats" in cells[0]:
+        return sum(cell["nats"] for cell in cells) / sum(cell["tokens"] for cell in cells)
+    right = sum(cell.get("right", cell["accuracy"]) for cell in cells)
+    return -right / sum(cell.get("asked", 1) for cell in cells)
+
+
+def _are_seeds(seeds: Any) -> bool:
+    return (
+        isinstance(seeds, list)
+        and all(isinstance(seed, int) and seed >= 0 for seed in seeds)
+        and 0 < len(seeds) == len(set(seeds))
+    )
+
+
+def _ready_model(options: Options) -> dict[str, Any]:
+    """The fields of a trial that trains nothing."""
+    known = {name for name in options if name in ("path", "seeds") or name.startswith(CONVERT)}
+    if unknown := options.keys() - known:
+        raise UserError(
+            f"a model with path is evaluated as it is or after {CONVERT}…; leave out path or "
+            f"{', '.join(sorted(unknown))}"
+        )
+    fields = {n.removeprefix(CONVERT): v for n, v in options.items() if n.startswith(CONVERT)}
+    conversion = checked(Conversion, put(fields, {}), CONVERT) if fields else None
+    return {"start": options["path"], "conversion": conversion}
+
+
+def _linked(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials; what starts from another model of the study, by its name, has its folder."""
+    found: dict[str, Trial] = {}
+    tuned = {trial.name for trial in trials if trial.tunes}
+
+    def link(trial: Trial, before: tuple[str, ...] = ()) -> Trial:
+        if trial.label in before:
+            raise UserError(f"models start from each other: {', '.join(before)}")
+        if trial.start in tuned:
+            raise UserError(
+                f"{trial.label} starts from {trial.start}, whose learning rate is yet to be "
+                f"chosen: set {RATE} of {trial.start}"
+            )
+        if trial.label not in found:
+            named = [t for t in trials if t.name == trial.start != trial.name]
+            others = [t for t in named if t.size in (trial.size, "")]
+            if others:
+                other = next((t for t in others if t.seed == trial.seed), others[0])
+                trial = trial.starting_from(link(other, (*before, trial.label)))
+            found[trial.label] = trial
+        return found[trial.label]
+
+    return [link(trial) for trial in trials]
+
+
+def _task_sections() -> dict[str, tuple[type, str]]:
+    """The sections of tasks in study files: their settings, and a line of help."""
+    taken = TASKS.keys() & Study.__dataclass_fields__.keys()
+    if taken:
+        raise UserError(f"a task cannot be named {', '.join(taken)}, as a field of studies")
+    return {task.name: (task.settings, task.summary) for task in TASKS.values()}
+
+
+def study_parser(shown: Collection[str] = ()) -> SettingsParser:
+    """The parser of the options that override a study file."""
+    return settings_parser(Study, "coca study", _task_sections(), shown)
+
+
+def load_study(name: str | Path, words: Sequence[str] = ()) -> Study:
+    """A checked study from a YAML file or by its name, with words that override it.
+
+    Fields of recipes, such as ``--training.steps 50``, are set for all models.
+    """
+    options, rest = _recipe_words(words)
+    sections: Any = {"kind": "study", "program": "coca study", "sections": _task_sections()}
+    study = read_settings(Study, name, rest, **sections)
+    for each in (*study.models.values(), *study.sizes.values()):
+        for option in options.keys() & each.keys():
+            del each[option]
+    study.options |= options
+    return study
+
+
+def _recipe_words(words: Sequence[str]) -> tuple[Options, list[str]]:
+    """The fields of recipes among words of a command line, and the other words."""
+    options, rest, left = Options(), [], deque(words)
+    while left:
+        name, equals, value = (word := left.popleft()).partition("=")
+        if not name.startswith("--") or name[2:].split(".")[0] not in Recipe.__dataclass_fields__:
+            rest.append(word)
+            continue
+        if not equals:
+            value = left.popleft() if left and not left[0].startswith("--") else "true"
+        options[name[2:].replace("-", "_")] = value
+    return options, rest
