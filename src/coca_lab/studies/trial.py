@@ -17,7 +17,7 @@ from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.plan import Plan, measure
 from coca_lab.evaluation.task import Cell, settings_key
 from coca_lab.files import read_json, write_json
-from coca_lab.fingerprints import fingerprint, model_fingerprint
+from coca_lab.fingerprints import code_fingerprint, fingerprint, model_fingerprint
 from coca_lab.folders import convert_folder
 from coca_lab.processes import log_to, tell
 from coca_lab.recipe import check_same_recipe
@@ -89,7 +89,10 @@ class Trial:
         tasks = self.plan.tasks.items()
         return {
             "model": [self.name, self.size, self.seed, self.made],
-            "tasks": {name: [settings_key(each), TASKS[name].code] for name, each in tasks},
+            "tasks": {
+                name: [settings_key(each), code_fingerprint(TASKS[name].measure)]
+                for name, each in tasks
+            },
             "scalings": [asdict(scaling) for scaling in self.plan.scalings],
             "dtype": self.plan.dtype,
             **({"endpoint": self.plan.endpoint} if self.plan.endpoint else {}),

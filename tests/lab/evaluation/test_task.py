@@ -113,10 +113,12 @@ def test_the_help_that_comes_at_once_has_every_task():
     assert {name: task.summary for name, task in TASKS.items()} == EVALUATIONS
 
 
-def test_names_that_are_taken_are_refused():
-    for name in ("perplexity", "models", "suite", "tasks"):
-        with pytest.raises(ValueError, match=f"named '{name}'"):
-            register_task(Task(name, "", LengthSettings, measure))
+def test_names_that_are_taken_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="named 'perplexity'"):
+        register_task(Task("perplexity", "", LengthSettings, measure))
+    monkeypatch.setitem(TASKS, "models", Task("models", "", LengthSettings, measure))
+    with pytest.raises(ValueError, match="named models, as a field of studies"):
+        load_study("quickstart")
 
 
 def test_an_updated_repository_of_the_hub_is_another_model(tmp_path, monkeypatch):
