@@ -305,10 +305,10 @@ def family_of(model: Any) -> Family:
 def decoders() -> dict[str, Family]:
     """The decoders with one set of rotary parameters for all layers, by their ``model_type``."""
     # Some families' default tokens lie outside of their default vocabulary, which is warned of.
-    no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     found = {}
     for family in FAMILIES:
-        config = family.vanilla.config_class(**no_tokens)
+        config = family.vanilla.config_class(**tokens)
         one_set = rope_parameters(config) is config.rope_parameters
         if one_set and issubclass(family.causal_lm, CollinearForCausalLM):
             found[config.model_type] = family
