@@ -78,8 +78,9 @@ class Plan:
     def of(self, model: str) -> "Plan":
         """What is measured of one model, without its name."""
         scalings = [replace(each, models=None) for each in self.scalings_of(model)]
-        own = {name: getattr(self, name) for name in Plan.__dataclass_fields__}
-        return Plan(**own | {"scalings": scalings})
+        own: dict[str, Any] = {name: getattr(self, name) for name in Plan.__dataclass_fields__}
+        own["scalings"] = scalings
+        return Plan(**own)
 
 
 def measure(

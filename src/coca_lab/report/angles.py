@@ -116,13 +116,13 @@ class AngleCell(Cell):
             pd.DataFrame([each.anomalous_share for each in layer.seen.lengths], dtype=float)
             for layer in self.layers
         ]
-        mean: Frame = pd.concat(shares).groupby(level=0).mean().fillna(0.0)
+        mean = pd.DataFrame(pd.concat(shares).groupby(level=0).mean()).fillna(0.0)
         mean = mean.head(len(self.settings.lengths))
-        mean.index = self.settings.lengths[: len(mean)]
+        mean.index = pd.Index(self.settings.lengths[: len(mean)])
         # Angles that depend on positions are those of what was read.
         last = self.longest if self.at_key_position else max(mean.index, default=0)
-        read = mean.index.to_series().le(last)
-        return mean[read] if read.any() else mean.head(1)
+        read = mean[mean.index <= last]
+        return mean.head(1) if read.empty else read
 
     def score_changes(self) -> Frame:
         """A row for every layer, a column for every shift."""

@@ -291,7 +291,7 @@ def passkey_sections(cells: Sequence[Figure]) -> list[Section]:
     frame = frame_of(cells)
     sections = by_kind(frame, PASSKEYS)
     away = by_distance(frame) if len(sections) == 1 else pd.DataFrame()
-    if away.empty or not away["y"].any():
+    if away.empty or not any(away["y"]):
         return sections
     measure = replace(PASSKEYS, title="Passkeys found, by distance", x="distance in tokens, up to")
     section = length_section(away, measure)

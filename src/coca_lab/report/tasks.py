@@ -129,9 +129,11 @@ def printed_tables(cells: Sequence[dict[str, Any]]) -> list[tuple[list[str], lis
     """Header and rows of every table for the terminal, as text."""
     tables = []
     for name, group, called in groups_of(by_task(parsed([{"results": list(cells)}]))):
-        for section in REPORTS[name].sections(group):
-            if section.rows and section.printed:
-                first, *header = map(str, section.header)
-                header = [f"{first} ({called})" if called else first, *header]
-                tables.append((header, [[*map(str, row)] for row in section.rows]))
+        printed = [x for x in REPORTS[name].sections(group) if x.rows and x.printed]
+        for section in printed:
+            first, *header = map(str, section.header)
+            title = section.title if len(printed) > 1 else ""
+            about = ", ".join(filter(None, (title, called)))
+            header = [f"{first} ({about})" if about else first, *header]
+            tables.append((header, [[*map(str, row)] for row in section.rows]))
     return tables

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Subset
 from transformers import PreTrainedTokenizerBase
 
 from coca_attention.errors import UserError, error_prefix
@@ -82,7 +82,7 @@ def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingDat
     # Of a mixture, the blocks of every source and task that have been read before every step.
     read = apportion([*weights, *shares], batch, recipe.steps) if weights else None
     wanted = {} if read is None else dict(zip(data.mixture, read[-1].tolist(), strict=False))
-    blocks, validation = dict[str, Dataset](), None
+    blocks, validation = dict[str, BlockDataset | TaskBlocks](), None
     fingerprint: dict[str, Any] = {}
     for text in recipe.texts:
         with error_prefix(text.where):

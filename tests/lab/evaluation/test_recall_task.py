@@ -17,5 +17,6 @@ def test_recall_is_measured_by_length_and_pairs(capsys, model_folder, tmp_path):
         assert cell["right"] == sum(right for _, right in cell["octaves"].values())
         assert cell["accuracy"] == cell["right"] / cell["asked"]
     assert said.count("share of questions answered at") == 2 and "tiny" in said
+    assert "8 pairs" in said
     code, _, error = run(capsys, *words, "--lengths=15,40", "--pairs=4,8")
     assert code == 2 and "texts of 15 tokens have no room for 4 pairs, which take 16" in error
