@@ -158,6 +158,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
     f"a{n + 1}: &a{n + 1} {{<<: [{f'*a{n}, ' * 10}]}}\n" for n in range(9)
 )
 CELL = '{"results": [{"task": "perplexity", "model": "a", "scaling": "none", %s}]}'
+RUN = '{"parameters": 9, "steps": 1, "tokens": 9, "epochs": 1, "curve": %s}'
 CASES = {
     # Named in the issue.
     "wandb": (train(training__report_to=["wandb"]), "requires wandb"),
@@ -272,12 +273,12 @@ CASES = {
     "other object": (report('{"a": 1}'), "expected an object with results"),
     "nothing to show": (report('{"results": []}'), "neither results nor training curves"),
     "other task": (report('{"results": [{"task": "poetry"}]}'), "neither results nor training"),
-    "no task": (report('{"results": [{}]}'), "a result lacks the field 'task'"),
-    "short curve": (report('{"curve": [{"step": 1, "loss": 2}]}'), "lacks the field 'tokens'"),
+    "no task": (report('{"results": [{}]}'), "results.0.task: Field required"),
+    "short curve": (report(RUN % '[{"step": 1}]'), "training.0.curve.0.loss: Field required"),
     "strange cells": (report(CELL % '"window": "x", "perplexity": 2'),
-                      "results.0.window: Input should be a valid integer, got 'x'"),
-    "partial cells": (report(CELL % '"window": 16'), "a result lacks the field"),
-    "other curve": (report('{"curve": 5}'), "curve: Input should be a valid list"),
+                      "unable to parse string as an integer, got 'x'"),
+    "partial cells": (report(CELL % '"window": 16'), "results.0.perplexity: Field required"),
+    "other curve": (report(RUN % 5), "curve: Input should be a valid list"),
     "results of NaN": (report(CELL % '"window": 16, "perplexity": NaN'), "has NaN in place of a"),
     "nested results": (report("[" * 99999), "no valid JSON"),
     "page over results": (lambda p: ["report", p.run / "training.json", "--output",
