@@ -132,7 +132,9 @@ def printed_tables(cells: Sequence[dict[str, Any]]) -> list[tuple[list[str], lis
         printed = [x for x in REPORTS[name].sections(group) if x.rows and x.printed]
         for section in printed:
             first, *header = map(str, section.header)
-            title = section.title if len(printed) > 1 else ""
+            # Of tables that begin alike (RULER's tasks), the title tells which one it is.
+            alike = sum(str(other.header[0]) == first for other in printed)
+            title = section.title if alike > 1 else ""
             about = ", ".join(filter(None, (title, called)))
             header = [f"{first} ({about})" if about else first, *header]
             tables.append((header, [[*map(str, row)] for row in section.rows]))
