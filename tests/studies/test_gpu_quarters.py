@@ -33,8 +33,10 @@ def test_far_reads_and_asks_with_every_command(tokenizer, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("quarter", ["retrieval", "paper"])
 def test_a_quarter_ends_in_time_with_what_is_finished(quarter, tmp_path):
-    books = tmp_path / "books.txt"
-    books.write_text("Words and words, and other words besides. " * 60_000)
+    books = tmp_path / "books.jsonl"
+    text = "Words and words, and other words besides. " * 2000
+    # Enough of them that some are held out.
+    books.write_text("".join(json.dumps({"text": f"{n} {text}"}) + "\n" for n in range(40)))
     words = [quarter, "--books", str(books), "--output", str(tmp_path), "--dry-run"]
     assert main([*words, "--minutes", "2.5"]) == 0, (tmp_path / "log-0.txt").read_text()[-2000:]
     results = json.loads(next(tmp_path.glob("*/results.json")).read_text())
