@@ -45,8 +45,9 @@ DRY = {
     "--methods base,rerope",
     "retrieval": f"{STEPS} --workers 2 --passkey.lengths 256 --perplexity.max-documents 1",
     "pretrained": f"{STEPS} --workers 2 --passkey.lengths 256 --perplexity.max-documents 1",
-    "paper": f"{STEPS} --validation.batches 1 --training.global-batch-size 4 --workers 2 "
-    "--training.micro-batch-size 4 --passkey.lengths 512 --perplexity.max-documents 1",
+    "paper": f"{STEPS} --validation.batches 1 --training.global-batch-size 1 --workers 2 "
+    "--training.micro-batch-size 1 --model.num-layers 3 --model.hidden-size 192 "
+    "--passkey.lengths 512 --perplexity.max-documents 1 --perplexity.windows 512,1024",
 }
 """What a dry run adds to every command; the last of two equal options counts."""
 GRACE = 20.0
