@@ -213,34 +213,32 @@ def test_bfloat16_is_as_exact_as_in_transformers(engine, name, tmp_path):
     assert 0 < of_vllm < 1.5 * of_transformers
 
 
-@pytest.mark.parametrize(
-    ("form", "changes", "reason"),
-    [
-        ("rope", {"roles": Roles("lg", window=16)}, "a decay or max_distance"),
-        # Also in texts within the limit, where a longer one could follow.
-        ("rope", {"max_distance": 64}, "a decay or max_distance"),
-        ("strict", {"max_distance": 64}, "a decay or max_distance"),
-    ],
-)
-def test_what_vllm_cannot_compute_is_refused_at_its_start(engine, form, changes, reason, tmp_path):
-    convert(random_model(), form, **changes).save_pretrained(tmp_path / "model")
-    with pytest.raises(RuntimeError, match=f"vllm mixes .* does not support {reason}"):
-        engine.read(tmp_path / "model")
-
-
-def test_scaling_by_the_longest_text_is_refused(engine, tmp_path):
+def scaled_dynamically():
     model = convert(random_model(), "slack")
     set_rotary_scaling(model, "dynamic", factor=2.0)
-    model.save_pretrained(tmp_path / "model")
-    with pytest.raises(RuntimeError, match="does not support dynamic scaling"):
-        engine.read(tmp_path / "model")
+    return model
 
 
-def test_linear_attention_is_refused(engine, tmp_path):
+def linear():
     model = convert(random_model(), "strict")
     model.config.coca_linear, model.config.layer_types = True, ["hybrid"] * 2
-    model.save_pretrained(tmp_path / "model")
-    with pytest.raises(RuntimeError, match="does not support linear attention"):
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: convert(random_model(), "rope", roles=Roles("lg", window=16)), "a decay or max_"),
+        # Also in texts within the limit, where a longer one could follow.
+        (lambda: convert(random_model(), "rope", max_distance=64), "a decay or max_distance"),
+        (lambda: convert(random_model(), "strict", max_distance=64), "a decay or max_distance"),
+        (scaled_dynamically, "dynamic scaling"),
+        (linear, "linear attention"),
+    ],
+)
+def test_what_vllm_cannot_compute_is_refused_at_its_start(engine, make, reason, tmp_path):
+    make().save_pretrained(tmp_path / "model")
+    with pytest.raises(RuntimeError, match=f"does not support {reason}"):
         engine.read(tmp_path / "model")
 
 

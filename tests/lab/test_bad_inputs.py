@@ -1,4 +1,7 @@
-"""Bad inputs of every command: one line that says what to do, exit code 2, nothing lost."""
+"""Bad inputs of every command: one line that says what to do, exit code 2, nothing lost.
+
+What is wrong with single settings and files of text is tested where they are read.
+"""
 
 import json
 import math
@@ -160,7 +163,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
 CELL = '{"results": [{"task": "perplexity", "model": "a", "scaling": "none", %s}]}'
 RUN = '{"parameters": 9, "steps": 1, "tokens": 9, "epochs": 1, "curve": %s}'
 CASES = {
-    # Named in the issue.
+    # Of every kind one.
     "wandb": (train(training__report_to=["wandb"]), "requires wandb"),
     "section": (train_file("model: 5"), "model: Input should be a dictionary or an instance of"),
     "groups of a model": (configured(num_attention_heads=3), "no model could be loaded"),
@@ -187,7 +190,6 @@ CASES = {
     "tag": (train_file("model: !!python/object/apply:os.getcwd []"), "not a readable recipe"),
     "recursion": (train_file("model: &a {x: *a}"), "with those that aliases repeat"),
     "folder": (lambda p: ["train", p.text], "no such recipe"),
-    "null": (train(training__steps=None), "steps: Input should be a valid integer"),
     "many steps": (train(training__steps=10**30), "steps: Input should be less than"),
     "wide": (train(model__hidden_size=10**8, model__num_heads=10**6), "not enough memory"),
     "long blocks": (train(data__block_length=10**9), "fewer than one block"),
@@ -195,7 +197,6 @@ CASES = {
     "deepspeed": (train(training__trainer={"deepspeed": "nowhere.json"}), "training.trainer"),
     "workers": (train(training__trainer={"dataloader_num_workers": -1}), "training.trainer"),
     "optimizer": (train(training__trainer={"optim": "nothing"}), "training.trainer"),
-    "no source": (train(data__source="/nowhere/x"), "no such file, folder or glob"),
     "source of numbers": (train(data__source=5), "data.source"),
     "cache": (lambda p: train(data__cache=p.file("x"))(p), "cannot be stored here"),
     "run in a file": (lambda p: ["train", p.recipe(), "--output", p.file("x")], "File exists"),
@@ -206,10 +207,8 @@ CASES = {
     "text of a run": (resumed(text_json=b"\xff{"), "text.json is damaged"),
     "tokenizer of a run": (resumed(tokenizer__tokenizer_json=b"{"), "no tokenizer could be loaded"),
     # Models.
-    "no model": (perplexity(make=lambda p: "/nowhere/m"), "there is no such folder"),
     "file": (perplexity(make=lambda p: p.file("x")), "there is no such folder"),
     "relative path": (generate(make=lambda p: "./x"), "Repo id must"),
-    "three folders": (generate(make=lambda p: "a/b/c"), "Repo id must"),
     "name": (generate(make=lambda p: "org/nowhere"), "couldn't connect"),
     "no name": (perplexity(make=lambda p: ""), "no config.json"),
     "weights": (damaged(model_safetensors=b""), "damaged"),
@@ -226,7 +225,6 @@ CASES = {
                          "code of its folder, which is never run"),
     "device": (perplexity("--device", "quantum"), "device 'quantum'"),
     # Evaluations.
-    "windows": (perplexity("--windows=-5"), "window"),
     "long windows": (perplexity("--windows", str(10**18)), "smaller windows"),
     "factor": (perplexity("--scaling", "ntk", "--factor", "0"), "factor: Input"),
     "ALiBi": (perplexity("--scaling", "ntk", make=lambda p: p.folder / "alibi"),
@@ -235,8 +233,6 @@ CASES = {
     "device as folder": (perplexity("--output", "/dev/null/x"), "/dev/null"),
     "values": (lambda p: [*perplexity()(p), "--output", p.damaged_values()], "sqlite is damaged"),
     "prompt": (task("passkey", "--lengths", "3"), "too short"),
-    "negative prompt": (task("passkey", "--lengths=-3"), "lengths.0: Input should be greater"),
-    "long prompt": (task("passkey", "--lengths", str(10**8)), "lengths.0: Input should be less"),
     "prompt's seed": (task("ruler", "--seed=-1"), "seed: Input should be greater"),
     "temperature": (generate("x", "--temperature", ".nan"), "temperature: Input should be less"),
     "cold": (generate("x", "--temperature", "1e-40"), "temperature must be 0, or at least"),
@@ -251,20 +247,11 @@ CASES = {
     "name of a page": (lambda p: ["report", p.run, "--output", p.new("\udce9.html")], "not UTF-8"),
     # Suites.
     "missing model": (study(models={"a": "/nowhere/b"}), "model a: /nowhere/b: there is no"),
-    "number": (study(models={5: "x"}), "models.5: Input should be a valid string"),
     "null model": (study(models={"a": None}), "models"),
-    "factor 0": (study(scalings=[{"kind": "ntk", "factor": 0}]), "factor: Input should be greater"),
     "length 3": (study(passkey={"lengths": [300, 3]}), "model a: passkey: "),
     # Texts.
     "content": (of_text('{"content": "hello there"}\n'), "use --text-field content"),
-    "other field": (of_text('{"id": "a", "story": "long ago"}\n'), "use --text-field story"),
-    "number as text": (of_text('{"text": 5}\n'), "no text in field 'text'"),
-    "nested line": (of_text("[" * 99999 + "\n"), "not valid JSON"),
-    "half a character": (of_text('{"text": "\\ud800"}\n'), "not valid Unicode"),
     "Latin": (of_text("é".encode("latin1") * 50, ".txt"), "not UTF-8"),
-    "nothing": (of_text("", ".txt"), "the file is empty"),
-    "no Parquet": (of_text("x", ".parquet"), "not a readable Parquet file"),
-    "no gzip": (of_text("x", ".txt.gz"), "Truncated compressed stream"),
     # Reports, conversions.
     "no results": (report(""), "no valid JSON"),
     "other results": (report('{"results": 5}'), "results: Input should be a valid list"),

@@ -2,21 +2,27 @@
 
 import subprocess
 import sys
+from itertools import cycle, product
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coca_attention import extend_context, set_rotary_scaling
+from coca_attention import extend_context
 from coca_attention.errors import UserError
 from coca_attention.models import training_length
 from coca_attention.models.configuration import rope_parameters, rotation
-from coca_attention.models.extension import METHODS, extended
+from coca_attention.models.extension import extended
+from coca_attention.models.folding import fold_temperature
 from coca_attention.testing import difference, logits, some_tokens
+from coca_lab.evaluation.task import RotaryScaling
+from covering import mostly_slow
 from families import FAMILIES, vanilla
+from natives import cohere
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
 STOCK = ["yarn", "dynamic", "ntk"]
+STOCKED = [name for name in FAMILIES if name != "Phi-3"]
 READ = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -27,8 +33,10 @@ torch.save(model(ids, use_cache=False).logits, sys.argv[3])
 """
 
 
-@pytest.mark.parametrize("method", STOCK)
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Phi-3"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    mostly_slow(product(STOCKED, STOCK), zip(STOCKED, cycle(STOCK), strict=False)),
+)
 def test_what_stock_methods_write_is_read_by_transformers_alike(family, method, tmp_path):
     model = extend_context(vanilla(family), method, to=160)
     config = model.config
@@ -118,8 +126,21 @@ def test_what_cannot_be_extended_stays_as_it_is(family, changes, settings, messa
 
 
 def test_converted_models_are_extended_once():
-    model = extend_context(vanilla("Llama"))
     with pytest.raises(UserError, match="already a CoCA model"):
-        extend_context(model)
-    set_rotary_scaling(model, "none")
-    assert "limited" in METHODS
+        extend_context(extend_context(vanilla("Llama")))
+
+
+def test_a_temperature_is_folded_by_an_evaluation_which_restores_every_bit():
+    """What it does to the scores is tested where models are exported."""
+    model, folded = cohere(), cohere()
+    fold_temperature(folded, 256)
+    ids = some_tokens(model, length=80)
+    before = logits(model, ids)
+    with RotaryScaling("fold", 4.0).applied(model, 80):
+        assert difference(logits(model, ids), logits(folded, ids)) < 1e-6
+        assert not torch.equal(logits(model, ids), before)
+    assert torch.equal(logits(model, ids), before)
+    with pytest.raises(UserError, match="beside local ones"):
+        fold_temperature(vanilla("Llama"), 256)
+    with pytest.raises(UserError, match="at least the training length, 64"):
+        fold_temperature(folded, 32)

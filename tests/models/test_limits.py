@@ -1,22 +1,26 @@
-"""Rotary models with limited distances: unchanged within the limit, and bounded beyond."""
+"""Rotary models with limited distances: unchanged within the limit, and bounded beyond.
+
+The limit is the length that a model was made for, read from configurations as they are on the Hub.
+"""
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from coca_attention import convert
-from coca_attention.models import CoCALlamaConfig, Roles
-from coca_attention.models.configuration import attention_of, rotation
+from coca_attention.errors import UserError
+from coca_attention.models import CoCALlamaConfig, Roles, training_length
+from coca_attention.models.configuration import (
+    attention_of,
+    made_for,
+    original_length,
+    rotation,
+)
 from coca_attention.ops import coca_attention
 from coca_attention.testing import difference, logits, some_tokens
 from commands import run
-from families import (
-    FAMILIES,
-    VARIED,
-    assert_reads_the_same,
-    attentions,
-    reloaded,
-    vanilla,
-)
+from families import FAMILIES, VARIED, assert_reads_the_same, attentions, reloaded, vanilla
+from public_models import CASES
 
 LIMIT = 11
 
@@ -44,11 +48,14 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+# As vicuna-7b-v1.5-16k, divided by 256.
+VICUNA = {"max_position_embeddings": 16, "max_sequence_length": 64, "rope_parameters": LINEAR}
 
 
 @pytest.mark.parametrize(
-    ("changes", "rounding"),
-    [({}, 1e-6), ({"rope_parameters": LLAMA3}, 1e-5)],  # of frequencies, by Transformers in float32
+    ("changes", "rounding"),  # of frequencies, by Transformers in float32
+    [({}, 1e-6), ({"rope_parameters": LLAMA3}, 1e-5), (VICUNA, 1e-5)],
 )
 def test_by_default_nothing_changes_in_texts_that_the_model_was_made_to_read(changes, rounding):
     """Also where a rule has extended what it was trained on first, as in Llama 3.1."""
@@ -68,17 +75,21 @@ def test_the_training_length_can_be_set():
     assert (roles.temperature, roles.decay_length) == (16, 2)
 
 
-def test_coca_convert_says_which_training_length_it_takes(tmp_path, capsys):
-    vanilla("Llama", rope_parameters=LLAMA3).save_pretrained(tmp_path / "model")
-    words = ["convert", tmp_path / "model", "--form", "rope"]
-    code, said, _ = run(capsys, *words, tmp_path / "short", "--length", 16)
-    assert code == 0 and "Training length: 16 tokens (--length)\n" in said
-    code, said, _ = run(capsys, *words, tmp_path / "target")
-    assert code == 0 and "the same as before up to 64 tokens" in said
-    assert (
-        "Training length: 64 tokens (with llama3 scaling of 16: max_position_embeddings; "
-        "--length sets another)\n"
-    ) in said
+@pytest.mark.parametrize(
+    ("fields", "words", "said"),
+    [
+        ({"rope_parameters": LLAMA3}, ["--length", 16], "16 tokens (--length)"),
+        ({"rope_parameters": LLAMA3}, [], "64 tokens (with llama3 scaling of 16: max_position_"),
+        ({"rope_parameters": LINEAR}, [],
+         "64 tokens (assumed: max_position_embeddings, after linear scaling by 4; --length sets"),
+        (VICUNA, [], "64 tokens (max_sequence_length; --length sets another)"),
+    ],
+)  # fmt: skip
+def test_coca_convert_says_which_training_length_it_takes(fields, words, said, tmp_path, capsys):
+    vanilla("Llama", **fields).save_pretrained(tmp_path / "model")
+    words = ["convert", tmp_path / "model", tmp_path / "target", "--form", "rope", *words]
+    code, printed, _ = run(capsys, *words)
+    assert code == 0 and f"Training length: {said}" in printed
 
 
 LONGROPE = {"short_factor": [1.0, 1.1], "long_factor": [2.0, 4.0]}
@@ -104,12 +115,18 @@ def test_rules_by_the_length_of_the_text_are_kept_up_to_the_limit(rule):
     assert all(difference(logits(model, texts[n]), before[n]) < 1e-6 for n in texts)
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Phi-3"])
-def test_a_window_within_the_limit_leaves_nothing_to_limit(family):
-    model = vanilla(family).double().eval()
-    ids = some_tokens(model, length=200)
+@pytest.mark.parametrize(
+    ("family", "window", "warns"),
+    [("Mistral", 8, True), ("Phi-3", 8, True), ("Mistral", 64, True), ("Mistral", 65, False)],
+)
+def test_a_limit_beyond_the_window_of_all_layers_changes_nothing(family, window, warns, caplog):
+    model = vanilla(family, sliding_window=window).double()
+    ids = some_tokens(model, length=120)
     before = logits(model, ids)
-    assert difference(logits(convert(model, "rope", max_distance=16), ids), before) < 1e-6
+    changed = difference(logits(convert(model, "rope"), ids), before)
+    assert changed < 1e-6 if warns else changed > 1e-4
+    said = f"changes nothing: every layer sees the last {window} tokens"
+    assert (said in caplog.text) == warns
 
 
 def test_a_window_that_the_family_ignores_is_none():
@@ -140,13 +157,6 @@ def test_a_layer_is_the_operator(family):
     assert difference(calls[1], expected.transpose(1, 2).flatten(2)) < 1e-12
 
 
-def test_bidirectional_models_are_refused():
-    model = limited("Llama")
-    model.config.is_causal = False
-    with pytest.raises(ValueError, match="max_distance are for causal models"):
-        logits(model, some_tokens(model))
-
-
 def test_what_cannot_work_is_refused():
     values = limited("Llama").config.to_dict()
     values["rope_parameters"] |= {"decay": 0.5, "decay_length": 8}
@@ -156,3 +166,73 @@ def test_what_cannot_work_is_refused():
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="eager or flex_attention; got flash_attention_2"):
         model(some_tokens(model), use_cache=False)
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="max_distance are for causal models"):
+        logits(model, some_tokens(model))
+    model = vanilla("Gemma 3", use_bidirectional_attention=True)  # embeddinggemma-300m
+    with pytest.raises(UserError, match="an encoder a query sees those after it"):
+        convert(model, "rope")
+    model = vanilla("Llama")
+    model.config.rope_condense_ratio = 8  # longchat-7b-16k, whose positions are not divided
+    with pytest.raises(UserError, match=r'rope_condense_ratio 8.*"type": "linear", "factor": 8'):
+        convert(model, "rope")
+
+
+# The length that a model was made for
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name]["result"] != "refused"])
+def test_the_length_of_public_models_in_small(name):
+    config = AutoConfig.for_model(**CASES[name]["config"])
+    assert training_length(config) == CASES[name]["length"]
+
+
+def scaled(kind, length, factor, **rule):
+    """Fields of a configuration with a rotary scaling, as on the Hub."""
+    rope = {"type": kind, "factor": factor, **rule}
+    return {"max_position_embeddings": length, "rope_scaling": rope}
+
+
+YARN = {"original_max_position_embeddings": 32768}
+DUAL = {"dual_chunk_attention_config": {"original_max_position_embeddings": 262144}}
+PUBLISHED = {
+    "Qwen2.5 with the YaRN block of its card": (
+        "qwen2", scaled("yarn", 32768, 4.0, **YARN), 131072, 32768, "yarn scaling by 4 of 32,768",
+    ),
+    "Qwen3 with the YaRN block of its card": (
+        "qwen3", scaled("yarn", 40960, 4.0, **YARN), 131072, 32768, "yarn scaling by 4 of 32,768",
+    ),
+    "vicuna-7b-v1.5-16k": (
+        "llama", scaled("linear", 4096, 4.0) | {"max_sequence_length": 16384},
+        16384, 4096, "max_sequence_length",
+    ),
+    "LongAlpaca-7B": (
+        "llama", scaled("linear", 4096, 8.0),
+        32768, 4096, "assumed: linear scaling by 8 of max_position_embeddings",
+    ),
+    "LLaMA-2-7B-32K": (
+        "llama", scaled("linear", 32768, 8.0),
+        32768, 4096, "assumed: max_position_embeddings, after linear scaling by 8",
+    ),
+    "c4ai-command-r-v01": (
+        "cohere", {"max_position_embeddings": 8192, "model_max_length": 131072},
+        131072, 131072, "model_max_length",
+    ),
+    "Qwen2.5-7B-Instruct-1M": (
+        "qwen2", {"max_position_embeddings": 1010000} | DUAL,
+        262144, 262144, "dual_chunk_attention_config; Transformers has no such attention",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_length_of_public_models(name):
+    kind, fields, length, original, why = PUBLISHED[name]
+    config = AutoConfig.for_model(kind, **fields)
+    found, reason = made_for(config)
+    assert (found, original_length(config), reason[: len(why)]) == (length, original, why)
+
+
+def test_the_frequencies_of_dynamic_scaling_stay_those_of_transformers():
+    fields = scaled("dynamic", 64, 2.0) | {"model_max_length": 256}
+    assert rotation(AutoConfig.for_model("llama", **fields)).rule.training_length == 64

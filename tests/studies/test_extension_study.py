@@ -1,7 +1,4 @@
-"""Ways to read farther: Self-Extend by its definition, and the tables of results/extension."""
-
-import json
-import math
+"""Self-Extend by its definition; test_pages.py has the tables of results/extension."""
 
 import pytest
 import torch
@@ -11,8 +8,6 @@ import oracle
 from coca_attention.testing import decoded_logits, difference, logits, some_tokens
 from families import vanilla
 from operands import normal
-from studies import extension
-from studies.pages import BEGIN, END
 from studies.smollm2.self_extend import self_extend
 
 TRAINED, LENGTH, NEAR, SIZE = 16, 40, 4, 3
@@ -45,27 +40,3 @@ def test_self_extend_changes_nothing_within_the_training_length(family):
     after = logits(model, ids)
     assert difference(decoded_logits(model, ids), after) < 1e-12
     assert difference(after[:, :NEAR], before[:, :NEAR]) < 1e-12 < difference(after, before)
-
-
-def test_tables_compare_ways_over_the_bases(tmp_path, monkeypatch):
-    monkeypatch.setattr(extension, "RESULTS", tmp_path)
-    page = tmp_path / "README.md"
-    page.write_text(f"Before\n{BEGIN}\nold\n{END}\nafter")
-    found = {"limited distances": 20, "base": 40, "limited distances, trained": 30}
-    cells = [
-        {"model": way, "scaling": "none", "training_seed": seed, **cell}
-        for way, perplexity in found.items()
-        for seed in range(3)
-        for cell in (
-            {"task": "perplexity", "window": 4096, "nats": 7 * math.log(perplexity), "tokens": 7},
-            {"task": "passkey", "length": 256, "accuracy": 0.5},
-        )
-    ]
-    (tmp_path / "trials").mkdir()
-    for name, of in (("results.json", cells), (extension.SELF_EXTEND, [])):
-        (tmp_path / name).write_text(json.dumps({"results": of}))
-    extension.write_tables()
-    text = page.read_text()
-    assert text.startswith("Before") and text.endswith("after") and "old" not in text
-    assert "| as it is | 40.0 | 0.50 | 2.00 (2.00 to 2.00) |" in text
-    assert "| limited distances | 20.0 | 0.50 | 0.67 (0.67 to 0.67) |" in text
