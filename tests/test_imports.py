@@ -23,13 +23,16 @@ LIBRARY = {
     "models": {"ops", "layer", "errors", "roles"},
     "testing": set(),
 }
-LOOSE = {"arguments", "engine", "environment", "files", "fingerprints", "intervals", "loading"}
+LOOSE = {
+    "arguments", "engine", "environment", "files", "fingerprints", "intervals", "loading", "store",
+}  # fmt: skip
 LABORATORY = {
     "__init__": {"cli"},
     **dict.fromkeys(("arguments", "environment", "files", "intervals", "lm_eval"), frozenset()),
-    "engine": {"files"},
+    "store": {"files"},
+    "engine": {"files", "store"},
     "fingerprints": {"engine", "files"},
-    "processes": {"engine"},
+    **dict.fromkeys(("processes", "cluster"), frozenset({"engine", "files", "store"})),
     **dict.fromkeys(("loading", "generation", "folders", "data", "report"), LOOSE),
     "recipe_sections": {*LOOSE, "data"},
     "recipe": {*LOOSE, "data", "recipe_sections"},
@@ -38,7 +41,8 @@ LABORATORY = {
     "analysis": {*LOOSE, "data", "evaluation"},
     "export": {*LOOSE, "folders", "data", "evaluation"},
     "studies": {
-        *LOOSE, "folders", "processes", "data", "recipe", "training", "evaluation", "report",
+        *LOOSE, "cluster", "processes", "folders", "data", "recipe", "training", "evaluation",
+        "report",
     },
     "cli": {
         *LOOSE, "generation", "folders", "data", "recipe", "training",

@@ -159,6 +159,11 @@ def keep_other_results(path: Path, measured: Collection[str]) -> None:
     log.warning("%s held another measurement, which is now %s", path, free)
 
 
+def plain_name(text: str) -> str:
+    """A text as the name of a file or folder."""
+    return re.sub(r"[^\w.=-]+", "-", text).strip("-.")
+
+
 def check_name(name: str) -> None:
     """Raise UserError for a folder that is not there, before its name is looked up on the Hub."""
     path = Path(name)

@@ -3,19 +3,22 @@
 import logging
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing import connection, get_context, parent_process
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import dill
 import torch
 
 from coca_attention.errors import UserError
-from coca_lab.engine import Engine, Item, Progress, Store, import_extensions, problem
+from coca_lab.engine import Engine, Item, Progress, Work, compute, import_extensions, problem
+from coca_lab.files import plain_name
+from coca_lab.store import Store
 
-Listener = Callable[[str, str, float], Any]
+Listener = Callable[[str, str, float], object]
 """Called with the label of an item, what is done with it, and the share of it that is done."""
 GRACE = 60.0
 """Seconds in which a process that has to end can save what it is training."""
@@ -35,17 +38,11 @@ def listen(listener: Listener | None) -> None:
     _listener = listener
 
 
-def log_to(path: Path) -> None:
-    """Append what this process prints to a file, if it works for a `ProcessEngine`."""
-    if parent_process() is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-
-
 class ProcessEngine(Engine):
-    """Computes picklable items in processes; one whose process is killed has failed."""
+    """Computes items in processes; one whose process is killed has failed.
+
+    What processes print goes into a folder, by the labels of the items.
+    """
 
     def __init__(
         self,
@@ -54,19 +51,19 @@ class ProcessEngine(Engine):
         *,
         processes: int,
         threads: int = 1,
+        logs: Path | None = None,
     ) -> None:
         super().__init__(store, progress)
-        self.processes, self.threads = processes, threads
+        self.processes, self.options = processes, (threads, logs)
 
-    def _outcomes(self, items: Sequence[Item]) -> Iterator[tuple[Item, Any, float]]:
-        waiting, idle = deque(items), list[_Process]()
-        busy: dict[Any, tuple[_Process, Item]] = {}
+    def _outcomes(self, queue: deque[Item]) -> Iterator[tuple[Item, Any, float]]:
+        idle, busy = list[_Process](), dict[Any, tuple[_Process, Item]]()
         try:
-            while waiting or busy:
-                while waiting and len(busy) < self.processes:
-                    process = idle.pop() if idle else _Process(self.threads)
-                    item = waiting.popleft()
-                    process.connection.send((item.work, item.missing(self.store)[1]))
+            while queue or busy:
+                while queue and len(busy) < self.processes:
+                    process = idle.pop() if idle else _Process(*self.options)
+                    item = queue.popleft()
+                    process.send(item)
                     busy[process.connection] = process, item
                 for ready in connection.wait([*busy]):
                     process, item = busy[ready]
@@ -92,12 +89,19 @@ class ProcessEngine(Engine):
 class _Process:
     """A process that computes what comes through its connection."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, logs: Path | None) -> None:
         context = get_context("spawn")
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, threads))
+        self.process = context.Process(target=_serve, args=(other, threads, logs))
         self.process.start()
         other.close()
+        self.work: object = None
+
+    def send(self, item: Item) -> None:
+        """Let it compute an item; work that it had last is not sent again."""
+        work = None if item.work is self.work else dill.dumps(item.work)
+        self.work = item.work
+        self.connection.send((work, item.arguments, item.label))
 
     def end(self) -> None:
         """Send nothing more, and wait until it has ended."""
@@ -117,25 +121,49 @@ class _Process:
         )
 
 
-def _serve(pipe: Any, threads: int) -> None:
+def _serve(pipe: Connection, threads: int, logs: Path | None) -> None:
     """Compute items until nothing more comes, or the process that sends them is gone."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("coca_lab").setLevel(logging.INFO)
     torch.set_num_threads(threads)
     listen(lambda *part: pipe.send(("part", *part)))
+    work: Any = None
     try:
         import_extensions()
         while True:
-            work, arguments = pipe.recv()
-            started = time.perf_counter()
-            try:
-                values = work(arguments)
-            except Exception as error:  # perhaps one that cannot be pickled
-                values = UserError(problem(error))
-            pipe.send(("done", values, time.perf_counter() - started))
+            sent, arguments, label = pipe.recv()
+            if logs is not None:
+                _log_to(logs / f"{plain_name(label)}.log")
+            if sent is not None:
+                work = _loaded(sent)
+            values, seconds = compute(work, arguments)
+            if isinstance(values, Exception):  # perhaps one that cannot be pickled
+                values = UserError(problem(values))
+            pipe.send(("done", values, seconds))
     except (EOFError, KeyboardInterrupt):
         pass
+
+
+def _loaded(sent: bytes) -> Work:
+    """Work that was sent, or work that fails in its place."""
+    try:
+        return dill.loads(sent)
+    except Exception as error:
+        why = UserError(problem(error))
+
+    def fail(_: object) -> NoReturn:
+        raise why
+
+    return fail
+
+
+def _log_to(path: Path) -> None:
+    """Append what this process prints to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
 
 
 def _end_with_parent() -> None:

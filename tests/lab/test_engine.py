@@ -7,8 +7,11 @@ import sqlite3
 import pytest
 
 from coca_attention.errors import UserError
-from coca_lab import engine as engines
-from coca_lab.engine import Engine, Item, RayEngine, Store
+from coca_lab import cluster
+from coca_lab.cluster import RayEngine
+from coca_lab.engine import Engine, Item
+from coca_lab.processes import ProcessEngine
+from coca_lab.store import Store
 
 
 def square(numbers):
@@ -28,7 +31,7 @@ def test_values_and_their_times_survive_and_can_be_forgotten(tmp_path):
     with Store(path) as store:
         assert {"b": 2, "a": 1} in store and ["c"] in store and "d" not in store
         assert store.get({"b": 2, "a": 1}) == {"x": 2.5} and store.get("d") is None
-        assert store.seconds(["c"]) == 1.5
+        assert store.seconds([["c"]]) == 1.5 and store.seconds([["c"], "d"]) == 1.5
         store.remove([["c"]])
     with Store(path) as store:
         assert {"a": 1, "b": 2} in store and ["c"] not in store  # of another measurement
@@ -104,10 +107,10 @@ def test_items_are_computed_once_and_progress_never_goes_back(tmp_path):
         assert engine.run([items[0], items[0]]) == [0, 0]
     assert asked == [[0], [1], [2], [5]]  # of a batch, what is missing
     assert [(done, total) for _, done, total in seen[:6]] == [
-        (0, 30), (10, 30), (20, 30), (30, 30), (30, 60), (60, 60),
+        (0, 30), (10, 30), (20, 30), (30, 30), (30, 40), (40, 40),
     ]  # fmt: skip
-    assert seen[6:] == [("1 of 1 items", 10, 10)]  # one item, though named twice
-    assert seen[3][0].startswith("3 of 3 items, ") and seen[3][0].endswith("tokens/s, item 2")
+    assert seen[6:] == [("1 of 1 values", 10, 10)]  # one item, though named twice
+    assert seen[3][0] == "3 of 3 values, item 2"
 
 
 def test_a_failure_is_named_once_the_rest_is_done():
@@ -128,6 +131,40 @@ def test_a_failure_is_named_once_the_rest_is_done():
     assert [attempts.count(n) for n in range(5)] == [1, 1, 3, 3, 1]
     with pytest.raises(UserError, match=r"item 2: unexpected OSError: attempt 6 \(1 of 2"):
         engine.run(items_of(work, [0, 2]))
+
+
+def noted(items, said):
+    """A job that notes why its items have failed."""
+    try:
+        yield items, lambda *_: None
+    except UserError as error:
+        said.append(str(error))
+
+
+def fail(numbers):
+    raise UserError(f"no {numbers[0]}")
+
+
+@pytest.mark.parametrize(
+    "make", [Engine, pytest.param(lambda: ProcessEngine(processes=2), marks=pytest.mark.slow)]
+)
+def test_jobs_go_on_with_what_follows_and_share_what_they_ask_for(make):
+    engine, order, said, offset = make(), [], [], 0
+
+    def job(name, *steps):
+        for numbers in steps:
+            yield items_of(lambda each: [n + offset for n in each], numbers), lambda *_: None
+            order.append(name)
+            assert all(engine.store.get({"square": n}) == n for n in numbers)
+
+    shared = [noted(items_of(fail, numbers), said) for numbers in ([7, 8], [7])]
+    jobs = [job("a", [1], [2]), job("b", [1], [3], [1, 2]), *shared, job("c", [4]), job("d")]
+    engine.follow(jobs)
+    assert sorted(order) == [*"aabbbc"] and sorted(said) == [
+        "item 7: no 7", "item 7: no 7 (2 of 2 items failed)"
+    ]  # fmt: skip
+    if make is Engine:  # what follows comes first
+        assert order == [*"ababbc"]
 
 
 def test_killed_at_any_moment_the_next_start_continues(tmp_path):
@@ -151,7 +188,7 @@ def test_killed_at_any_moment_the_next_start_continues(tmp_path):
 
 
 def test_a_missing_ray_names_the_extra(monkeypatch):
-    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"\[ray\]"):
         RayEngine()
 
@@ -177,10 +214,10 @@ def test_on_ray_values_are_the_same_and_a_killer_is_named(ray, tmp_path):
 
     items = items_of(work, range(8))
     with Store(tmp_path / "values.sqlite") as store:
-        failed = RayEngine(store).compute(items)
-        assert {item.label: engines.problem(error)[:12] for item, error in failed} == {
-            "item 1": "unexpected W", "item 2": "two is wrong",
-        }  # fmt: skip
+        said = []
+        RayEngine(store).follow([noted([item], said) for item in items])
+        assert sorted(said)[1] == "item 2: two is wrong"
+        assert sorted(said)[0].startswith("item 1: unexpected W") and len(said) == 2
         assert [store.get({"square": n}) for n in (0, 3, 4, 5, 6, 7)] == [0, 9, 16, 25, 36, 49]
     times = [len(list(count.glob(f"{n}.*"))) for n in range(8)]
     assert times == [1, 3, 1, 2, 1, 1, 1, 1]

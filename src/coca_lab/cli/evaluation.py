@@ -10,12 +10,13 @@ from coca_lab import studies
 from coca_lab.analysis.task import TASK as ANALYSIS
 from coca_lab.cli import Command, choose
 from coca_lab.cli.console import RAY, PlacedSettings, ProgressBar, parse, parse_file, print_table
-from coca_lab.engine import Engine, Store
+from coca_lab.engine import Engine
 from coca_lab.evaluation import TASKS, Task
 from coca_lab.evaluation.plan import Plan, ScalingSettings, write_cells
 from coca_lab.evaluation.task import Cell, ScalingFactor, ScalingKind
 from coca_lab.files import check_results
 from coca_lab.report import printed_tables, read_results
+from coca_lab.store import Store
 
 WORKERS = (
     "Processes that train and evaluate a model each; 0: none but this one. By default one per "

@@ -20,13 +20,14 @@ from coca_attention.models.extension import METHODS, Method, extend_context, ext
 from coca_attention.ops import FORMS
 from coca_lab.cli.console import ProgressBar, parse, print_table
 from coca_lab.data import load_tokenizer
-from coca_lab.engine import Engine, Store
+from coca_lab.engine import Engine
 from coca_lab.evaluation.extension import Candidate, Check, CheckSettings, check_extensions
 from coca_lab.evaluation.perplexity import TextSettings, load_text
 from coca_lab.evaluation.task import free_weights, open_model
 from coca_lab.export import export_native
 from coca_lab.folders import convert_folder, extend_folder, new_folder
 from coca_lab.loading import model_without_weights
+from coca_lab.store import Store
 
 log = logging.getLogger(__name__)
 

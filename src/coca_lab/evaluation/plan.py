@@ -14,6 +14,7 @@ from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.endpoint import Endpoint
 from coca_lab.evaluation.task import (
     Cell,
+    Measurement,
     Model,
     RotaryScaling,
     Task,
@@ -83,25 +84,29 @@ class Plan:
         return Plan(**own)
 
 
-def measure(
+Texts = dict[str, dict[str, Any]]
+"""What tasks have read, by the rules of the tokenizer, which models may share."""
+
+
+def measurements_of(
     plan: Plan,
     models: Mapping[str, str],
-    engine: Engine,
     tasks: Sequence[tuple[Task, Any]] | None = None,
-) -> tuple[list[Cell], list[str]]:
-    """The cells of tasks, by default the plan's, for models by their names and folders.
+    texts: Texts | None = None,
+) -> tuple[list[Measurement], list[str]]:
+    """The work of tasks, by default the plan's, for models by their names and folders.
 
-    Nothing is computed before all of it is known to be possible.
+    Nothing is computed yet, but what cannot be done is refused.
 
     Returns:
-        The cells, and the fingerprints of the measurements, which say what the cells depend on.
+        The measurements, and their fingerprints, which say what the cells depend on.
 
     Raises:
         UserError: If a model cannot be loaded or scaled, or a task cannot be done with it.
     """
     tasks = tasks or [(TASKS[name], settings) for name, settings in plan.tasks.items()]
     measurements, measured = [], []
-    for model in open_models(plan, models):
+    for model in open_models(plan, models, {} if texts is None else texts):
         for number, scaling in enumerate(plan.scalings_of(model.name)):
             for task, settings in tasks:
                 if task.scaled or number == 0:
@@ -112,17 +117,13 @@ def measure(
                     measurements += found
                     keys = [item.keys for each in found for item in each.items]
                     measured.append(fingerprint([model.name, keys]))
-    try:
-        return finish(measurements, engine), measured
-    finally:
-        free_weights()
+    return measurements, measured
 
 
-def open_models(plan: Plan, paths: Mapping[str, str]) -> list[Model]:
+def open_models(plan: Plan, paths: Mapping[str, str], texts: Texts) -> list[Model]:
     """The models, without weights, if they can be loaded and scaled; texts are shared."""
     if plan.device not in (None, "auto"):
         usable_device(str(plan.device))
-    texts: dict[str, dict[str, Any]] = {}
     models = []
     for name, path in paths.items():
         with error_prefix(f"model {name}: "):
@@ -143,7 +144,11 @@ def write_cells(
     plan: Plan, models: Mapping[str, str], task: Task, settings: Any, engine: Engine, path: Path
 ) -> list[Cell]:
     """Write the result file of one task for models; returns its cells."""
-    cells, measured = measure(plan, models, engine, [(task, settings)])
+    measurements, measured = measurements_of(plan, models, [(task, settings)])
+    try:
+        cells = finish(measurements, engine)
+    finally:
+        free_weights()
     keep_other_results(path, measured)
     facts = {"measured": measured, "environment": describe_environment()}
     asked = {"models": models, **asdict(plan), "tasks": {task.name: asdict(settings)}}

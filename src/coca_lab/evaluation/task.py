@@ -22,6 +22,7 @@ from coca_lab.engine import Engine, Item
 from coca_lab.evaluation.endpoint import Endpoint
 from coca_lab.fingerprints import code_fingerprint, model_fingerprint
 from coca_lab.loading import check_vocabulary, load_model, model_without_weights
+from coca_lab.store import Store
 
 Cell = dict[str, Any]
 """One result: plain JSON values."""
@@ -195,10 +196,15 @@ def finish(measurements: Sequence[Measurement], engine: Engine) -> list[Cell]:
     What the engine's store lacks is computed.
     """
     engine.run([item for each in measurements for item in each.items])
+    return cells_of(measurements, engine.store)
+
+
+def cells_of(measurements: Sequence[Measurement], store: Store) -> list[Cell]:
+    """The same when the store has all values."""
     cells: list[Cell] = []
     for each in measurements:
-        values = [engine.store.get(key) for item in each.items for key in item.keys]
-        seconds = engine.seconds(each.items)
+        keys = [key for item in each.items for key in item.keys]
+        values, seconds = [store.get(key) for key in keys], store.seconds(keys)
         made = [{**cell, "seconds": seconds} for cell in each.cells(values)]
         cells += [cell for cell in made if cell not in cells]
     return cells

@@ -20,16 +20,16 @@ from coca_lab.arguments import (
     read_settings,
     settings_parser,
 )
-from coca_lab.engine import Store
 from coca_lab.evaluation import TASKS
 from coca_lab.evaluation.plan import Plan
 from coca_lab.evaluation.task import Cell
-from coca_lab.studies.trial import EVALUATION, LOGS, Trial
+from coca_lab.store import Store
+from coca_lab.studies.trial import Trial
 from coca_lab.training import Recipe, load_recipe
 
 RESULTS_FILE, STORE_FILE = "results.json", "values.sqlite"
-REPORT_FILE, TOKENIZERS = "report.html", "tokenizers"
-RESERVED = {RESULTS_FILE, STORE_FILE, REPORT_FILE, TOKENIZERS, LOGS, EVALUATION}
+REPORT_FILE, TOKENIZERS, LOGS = "report.html", "tokenizers", "logs"
+RESERVED = {RESULTS_FILE, STORE_FILE, REPORT_FILE, TOKENIZERS, LOGS}
 """Of the folder of a study, which no model can have."""
 Options = dict[str, Any]
 """Fields of a recipe by dotted names, such as {model.attention: rope}."""
@@ -134,10 +134,10 @@ class Study(Plan):
 
     def best_rates(self, trials: Sequence[Trial], store: Store) -> dict[str, float]:
         """The best learning rate of every model and size that has been tried with all."""
-        found: dict[str, dict[float, float]] = {}
+        found: dict[str, dict[float | None, float]] = {}
         for trial in trials:
-            if trial.recipe and trial.tunes and trial.key in store:
-                cells, rate = store.get(trial.key)["cells"], trial.recipe.training.learning_rate
+            if trial.tunes and trial.key in store:
+                cells, rate = store.get(trial.key)["cells"], trial.rate
                 chosen = [c for c in cells if all(c.get(n) == x for n, x in self.choose.items())]
                 if cells and not chosen:
                     raise UserError(f"no cell of {trial.label} has what choose asks: {self.choose}")

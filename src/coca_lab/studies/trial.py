@@ -1,6 +1,5 @@
 """A trial of a study: a model, trained, converted or as it is, and what is measured of it."""
 
-import re
 import shutil
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -12,29 +11,28 @@ from transformers import TrainerCallback
 
 from coca_attention.errors import error_prefix
 from coca_attention.models.conversion import Conversion
-from coca_lab.engine import Engine, Item, Store
+from coca_lab.engine import Item
 from coca_lab.evaluation import TASKS
-from coca_lab.evaluation.plan import Plan, measure
-from coca_lab.evaluation.task import Cell, settings_key
-from coca_lab.files import read_json, write_json
+from coca_lab.evaluation.plan import Plan
+from coca_lab.evaluation.task import Cell, free_weights, settings_key
+from coca_lab.files import plain_name, read_json, write_json
 from coca_lab.fingerprints import code_fingerprint, fingerprint, model_fingerprint
 from coca_lab.folders import convert_folder
-from coca_lab.processes import log_to, tell
+from coca_lab.processes import tell
 from coca_lab.recipe import check_same_recipe
 from coca_lab.training import Recipe, is_finished, read_summary, train
 from coca_lab.training.folder import RECIPE_FILE, check_finished, has_begun, inputs_of
 from coca_lab.training.trainer import TrainingDiverged
 
 TRAINING = 0.75
-"""Share of the work that is training; the rest is evaluation. For the time left alone."""
-LOGS, EVALUATION = "logs", "evaluation"
+"""Share of the work that is training; the rest is evaluation. Only for the time left."""
 CONVERSION_FILE = "conversion.json"
 """Of a converted model: what it was made from, and how."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Called, it makes the model, trained, converted or as it is, and evaluates it."""
+    """A model and its measurements; called, it makes the model: trains or converts it."""
 
     name: str
     size: str
@@ -116,6 +114,11 @@ class Trial:
         return fingerprint([fields, inputs])
 
     @property
+    def rate(self) -> float | None:
+        """The learning rate, if it is trained."""
+        return None if self.recipe is None else self.recipe.training.learning_rate
+
+    @property
     def of_size(self) -> str:
         """Its name and size."""
         return f"{self.name}, {self.size}" if self.size else self.name
@@ -124,14 +127,13 @@ class Trial:
     def label(self) -> str:
         """What messages call it."""
         name = self.of_size
-        if self.recipe is not None and self.tunes:
-            name += f", rate {self.recipe.training.learning_rate:g}"
+        name += f", rate {self.rate:g}" if self.tunes else ""
         return f"{name}, seed {self.seed}" if self.seed else name
 
     @property
     def folder(self) -> str:
         """Name of its folder."""
-        return re.sub(r"[^\w.=-]+", "-", self.label).strip("-.")
+        return plain_name(self.label)
 
     @property
     def is_ready(self) -> bool:
@@ -153,9 +155,12 @@ class Trial:
         return self.recipe.steps * training.global_batch_size * data.block_length * width
 
     @property
-    def item(self) -> Item:
-        """The trial as work for an engine."""
-        return Item([self.key], self, [None], cost=self.cost, label=self.label)
+    def making(self) -> Item:
+        """The making of its model as work for an engine; the value is no more than that of a call.
+
+        Whether the model is still there the value does not say, so it serves for one run.
+        """
+        return Item([["made", self.label, self.made]], self, [None], self.cost, self.label)
 
     @property
     def may_change(self) -> set[str]:
@@ -172,36 +177,28 @@ class Trial:
         if self.recipe is not None and has_begun(self.model):
             check_same_recipe(self.recipe, self.model / RECIPE_FILE, self.may_change)
 
-    def __call__(self, _: list[Any]) -> list[Any]:
-        """Its summary of the training, or None, and its cells."""
-        log_to(self.output / LOGS / f"{self.folder}.log")
-        summary, rate = None, None
-        if self.recipe is not None:
-            rate = self.recipe.training.learning_rate
-            try:
-                summary = self._train(self.recipe)
-            except TrainingDiverged as error:  # as it would again
-                return [{"training": None, "cells": [], "diverged": str(error)}]
-        elif self.conversion is not None:
+    def __call__(self, _: list[None]) -> list[str]:
+        """Make its model; how the training diverged, or else nothing."""
+        free_weights()  # of the model that was measured before
+        if self.conversion is not None:
             self._convert(self.conversion)
+        elif self.recipe is not None:
+            try:
+                self._train(self.recipe)
+            except TrainingDiverged as error:  # as it would again
+                return [str(error)]
+        return [""]
 
-        def show(line: str, done: int, total: int) -> None:
-            share = done / max(total, 1)
-            tell(self.label, f"evaluated {100 * share:.0f} %", TRAINING + (1 - TRAINING) * share)
-
-        with Store(self.output / EVALUATION / f"{self.folder}.sqlite") as store:
-            cells, _ = measure(self.plan, {self.name: str(self.model)}, Engine(store, show))
-        return [self.value(cells, summary, rate)]
-
-    def value(
-        self, cells: list[Cell], summary: dict[str, Any] | None = None, rate: float | None = None
-    ) -> dict[str, Any]:
+    def value(self, cells: list[Cell], diverged: str = "") -> dict[str, Any]:
         """What is kept of it: the summary of its training, and its cells with their place."""
-        place = {"training_seed": self.seed, "learning_rate": rate, "size": self.size}
+        trained = self.recipe is not None and not diverged
+        summary = read_summary(self.model) if trained else None
+        place = {"training_seed": self.seed, "learning_rate": self.rate, "size": self.size}
         place |= {"parameters": summary["parameters"] if summary else None}
-        return {"training": summary, "cells": [{**cell, **place} for cell in cells]}
+        found = {"training": summary, "cells": [{**cell, **place} for cell in cells]}
+        return found | ({"diverged": diverged} if diverged else {})
 
-    def _train(self, recipe: Recipe) -> dict[str, Any]:
+    def _train(self, recipe: Recipe) -> None:
         """Train unless it is done; by smaller parts of a batch where memory does not suffice."""
         if is_finished(self.model):
             check_finished(recipe, self.model, self.may_change)
@@ -215,7 +212,6 @@ class Trial:
                     raise
                 training = replace(training, micro_batch_size=training.micro_batch_size // 2)
                 recipe = replace(recipe, training=training)
-        return read_summary(self.model)
 
     def _convert(self, conversion: Conversion) -> None:
         """Convert, again where the start or the options have changed; nothing else is replaced."""

@@ -3,7 +3,7 @@
 import json
 from importlib.metadata import version
 
-from coca_lab.engine import Store
+from coca_lab.store import Store
 from commands import run
 
 

@@ -1,0 +1,119 @@
+"""An engine that computes items on Ray."""
+
+import importlib.util
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from coca_attention.errors import UserError, install
+from coca_lab.engine import Engine, Item, Progress, Work, compute, import_extensions
+from coca_lab.store import Store
+
+PATIENCE = 20.0
+"""Seconds in which a cluster has to answer."""
+
+
+class RayEngine(Engine):
+    """Computes items on Ray, at an address or started here; by default one GPU each, if any."""
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        progress: Progress = lambda line, done, total: None,
+        *,
+        address: str = "",
+        num_cpus: int = 1,
+        num_gpus: float | None = None,
+    ) -> None:
+        super().__init__(store, progress)
+        _connect(address)
+        import ray  # an optional package
+
+        there = ray.cluster_resources()
+        if num_gpus is None:
+            num_gpus = 1 if there.get("GPU", 0) >= 1 else 0
+        self.needs = {"CPU": num_cpus, "GPU": num_gpus}
+        for kind, number in self.needs.items():
+            if number > there.get(kind, 0):
+                raise UserError(
+                    f"an item needs {number:g} {kind}s and Ray has {there.get(kind, 0):g}: change "
+                    f"num_{kind.lower()}s, or add machines"
+                )
+        # Processes compute many items each (max_calls), and so keep a model between them.
+        options: Any = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_calls": 0}
+        self._remote: Any = ray.remote(**options, max_retries=0)(_compute_remotely)
+
+    def _room(self) -> int:
+        """How many items to give to Ray: twice as many as fit, so that it sees what it needs."""
+        import ray  # an optional package
+
+        there = ray.cluster_resources()
+        return 2 * int(min(there.get(kind, 0) / n for kind, n in self.needs.items() if n)) or 1
+
+    def _outcomes(self, queue: deque[Item]) -> Iterator[tuple[Item, Any, float]]:
+        import ray  # an optional package
+        from ray.exceptions import RayError
+
+        copies = dict[int, tuple[Work, Any]]()  # with the work, whose id nothing else gets then
+        running = dict[Any, Item]()
+        while queue or running:
+            while queue and len(running) < self._room():
+                item = queue.popleft()
+                if id(item.work) not in copies:
+                    copies[id(item.work)] = item.work, ray.put(item.work)
+                copy = copies[id(item.work)][1]
+                running[self._remote.remote(os.getcwd(), [copy], item.arguments)] = item
+            (promise,), _ = ray.wait([*running], num_returns=1)
+            item = running.pop(promise)
+            try:
+                yield item, *ray.get(promise)
+            except RayError as error:  # the process has died
+                yield item, error, 0.0
+
+
+def _compute_remotely(
+    folder: str, copy: list[Any], arguments: Sequence[object]
+) -> tuple[Any, float]:
+    """`compute` in a process of Ray; the reference is in a list, lest Ray reads it every time."""
+    if Path(folder).is_dir():
+        os.chdir(folder)  # where the paths of the driver begin
+    return compute(lambda each: _read_work(copy[0])(each), arguments)
+
+
+@lru_cache(maxsize=1)
+def _read_work(copy: Any) -> Any:
+    """The work behind a reference; a process of Ray keeps one."""
+    import ray  # an optional package
+
+    import_extensions()
+    return ray.get(copy)
+
+
+def _connect(address: str) -> None:
+    """Start Ray or join a cluster; what has been started ends with this process."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(f"this needs Ray: {install('ray')}")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray  # an optional package
+
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if host:
+            socket.create_connection((host, int(port)), PATIENCE).close()
+        if ray.is_initialized():
+            return
+        ray.init(
+            address=address or "local",
+            include_dashboard=False if not address else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise UserError(f"Ray at {address or 'this machine'} does not answer: {text}") from error
