@@ -40,8 +40,8 @@ LEAST = 0.15
 """A vertical axis spans at least so much to either side of its middle: noise is no trend."""
 WIDE, NARROW = 700, 350
 """Pixels, with the labels."""
-MOST = 8
-"""Lines that are drawn at first."""
+FEWEST, MOST = 5, 8
+"""Lines that are drawn at first, of more than there may be."""
 GAP = 15
 """Pixels between two labels."""
 STYLE = {
@@ -112,18 +112,26 @@ class LineChart:
         return points[np.isfinite(points["y"])]
 
     def _first(self) -> Frame:
-        """The points that are drawn at first: of many lines the first of every method."""
+        """The points that are drawn at first.
+
+        Of many lines they are the best at the end, the first of every method, then the second.
+        """
         points = self._complete()
         if self.every:
             return points
         chosen = points[points["first"].astype(bool)]
         chosen = chosen if len(chosen) else points
-        lines = chosen.drop_duplicates("line")
+        lines = chosen.drop_duplicates("line").set_index("line")
         if len(lines) > MOST:
+            far = chosen[chosen["x"] == chosen["x"].max()].set_index("line")["y"]
+            best = far.idxmax() if self.top else far.idxmin()  # the one that is written about
             methods = lines["colour"].map(
                 lambda name: name if (m := method_of(name)) is None else m
             )
-            names = lines["line"][~methods.duplicated()].head(MOST)
+            methods = methods.loc[[best, *methods.index.drop(best)]]
+            turn = methods.groupby(methods, sort=False).cumcount()
+            count = max(FEWEST, min(MOST, methods.nunique()))
+            names = turn[turn < len(DASHES)].sort_values(kind="stable").index[:count]
             chosen = chosen[chosen["line"].isin(names)]
         return chosen
 

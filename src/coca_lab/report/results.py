@@ -34,7 +34,7 @@ def read_results(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
 
     Args:
         paths: Result files; or folders: of a run or a study, or with result
-            files in them. A file that is named twice is read once. Numbered files beside
+            files or trials in them. A file that is named twice is read once. Numbered files beside
             ``results.json`` and ``training.json``, of earlier measurements, are left out.
 
     Returns:
@@ -53,9 +53,16 @@ def read_results(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
 def _read_study(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
     """The trials of a folder."""
     try:
-        return {**read_trials(files), "file": str(folder)}
+        return {**read_trials(files), "study": {"title": _heading(folder)}, "file": str(folder)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: a file of its trials cannot be read: {error!r}") from error
+
+
+def _heading(folder: Path) -> str:
+    """What the folder's README is called."""
+    readme = folder / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    return text.partition("\n")[0].lstrip("# ")
 
 
 def _files(path: Path) -> list[Path]:

@@ -31,17 +31,17 @@ WORDS = {  # of the letters and names of arms
     "magnitude": "CoCA-Magnitude",
     "pope": "PoPE",
     "thin": "thin keys",
-    "roles-decay": "roles with decay",
-    "decay": "roles with temperature and decay",
-    "temperature": "roles with temperature",
-    "no-sinks": "native without sinks",
-    "low-sinks": "native with low sinks",
-    "random-context": "native, random context",
-    "embedding-12": "native, embeddings × 12",
-    "decay-12": "roles with decay, embeddings × 12",
-    "neox-no-sinks": "roles in GPT-NeoX, bare",
-    "neox-temperature": "roles in GPT-NeoX with temperature",
-    "neox-decay": "roles in GPT-NeoX with temperature and decay",
+    "roles-decay": "roles, decay",
+    "decay": "roles, decay",
+    "temperature": "roles, temperature",
+    "no-sinks": "native, no sinks",
+    "low-sinks": "native, low sinks",
+    "random-context": "native, random N",
+    "embedding-12": "native × 12",
+    "decay-12": "roles, decay × 12",
+    "neox-no-sinks": "roles, NeoX, bare",
+    "neox-temperature": "roles, NeoX, temp.",
+    "neox-decay": "roles, NeoX, decay",
     "dynamic": "dynamic NTK",
     "yarn": "YaRN",
     "rerope": "limited distances",
@@ -50,9 +50,11 @@ WORDS = {  # of the letters and names of arms
 }
 
 
-def trial_files(folder: Path) -> list[Path]:
-    """The files with trials in a folder, none if it is no such folder."""
-    return sorted([*folder.glob("trials/*.json"), *folder.glob("*.jsonl")])
+def trial_files(path: Path) -> list[Path]:
+    """The files with trials in a folder, or the file itself; none if there are none."""
+    if path.suffix == ".jsonl" and path.is_file():
+        return [path]
+    return sorted([*path.glob("trials/*.json"), *path.glob("*.jsonl")])
 
 
 def read_trials(files: Sequence[Path]) -> dict[str, Any]:
@@ -69,8 +71,9 @@ def read_trials(files: Sequence[Path]) -> dict[str, Any]:
                 cells += _cells(trial)
     most = max(map(len, books.values()), default=0)
     cells += [_of_books(*about, of) for about, of in books.items() if len(of) == most]
-    roles = ("roles", "roles,")  # first, as they are drawn first
-    return {"results": sorted(cells, key=lambda c: c["model"].split(" ")[0] not in roles)}
+    # The first of a method is drawn first.
+    cells.sort(key=lambda c: (c["model"] != "native", not c["model"].startswith("roles")))
+    return {"results": cells}
 
 
 def _of_books(method: str, length: int, trials: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from coca_lab.report import LineChart, read_results
+from coca_lab.report import LineChart, build_report, read_results
 from coca_lab.report.charts import GAP, METHODS, NARROW, WIDE, method_of, spread, static_svg
 from coca_lab.report.page import page_sections, tasks_and_runs
 from coca_lab.report.results import parsed
@@ -50,15 +50,16 @@ def test_names_stand_beside_the_ends_of_their_lines_and_apart():
     assert up["encoding"]["y"]["value"] < flat["encoding"]["y"]["value"]
 
 
-def test_many_lines_are_first_one_of_every_method_and_then_all():
-    models = [points(f"Roles, {i}", [i, i + 0.5]) for i in range(7)]
+def test_many_lines_are_first_the_best_one_of_every_method_and_then_all():
+    models = [points(f"Roles, {i}", [i, abs(i - 5)]) for i in range(7)]
     others = [points(name, [1.0, 2.0]) for name in ("RoFormer", "ALiBi")]
     scaled = points("RoFormer + NTK", [9, 9], colour="RoFormer", first=False)
     few = chart(*others, scaled)
     assert "NTK" not in few.words() and "NTK" in few.everything.words()
     assert chart(*others).everything is None
     many = chart(*models, *others)
-    assert re.findall(r"(\w[\w, ]*): ", many.words()) == ["Roles, 0", "RoFormer", "ALiBi"]
+    drawn = ["Roles, 0", "Roles, 1", "Roles, 5", "RoFormer", "ALiBi"]  # 5 is best at the end
+    assert re.findall(r"(\w[\w, ]*): ", many.words()) == drawn
     assert len(re.findall("Roles", many.everything.words())) == 7
 
 
@@ -117,6 +118,8 @@ def sections_of(folder):
 
 def test_trials_of_a_study_are_read_with_words_for_their_letters():
     """Means over seeds, as results/verdict has them, without the runs that chose a rate."""
+    contents = read_results([RESULTS / "verdict"])
+    assert "<h1>Verdict on collinearity</h1>" in build_report(contents)
     section, *_ = sections_of(RESULTS / "verdict")
     means = section.chart.points.set_index(["line", "x"])
     assert means.loc[("PoPE", 256), "seeds"] == 10
@@ -127,3 +130,8 @@ def test_trials_of_a_study_are_read_with_words_for_their_letters():
     assert recall.title == "Associative recall, 4 pairs" and "roles" in recall.lead
     smol = sections_of(RESULTS / "smollm2")[0]
     assert {"dynamic NTK", "YaRN", "limited distances"} <= set(smol.chart.points["line"])
+
+
+def test_a_file_of_trials_is_read_like_its_folder():
+    (content,) = read_results([RESULTS / "smollm2" / "perplexity.jsonl"])
+    assert content["results"] == read_results([RESULTS / "smollm2"])[0]["results"]
